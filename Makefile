@@ -1,16 +1,16 @@
 # make setup   create .venv and install pinned requirements
 # make demo    train the tiny mixture-of-experts model on this machine
-# make test    check the code (make check), then run the test suite; LANES=2 runs two files at a time
+# make test    check the code (make check), then run the test suite, two files at a time; LANES=0 runs one
 # make test-unit  the tests that start no real Megatron, vLLM or gloo process, two files at a time (some minutes)
 # make test-all  the same with nightly sizes: more seeds, samples and publishes
 # make test-gpu   the tests that need a CUDA GPU (tests/gpu/README.md); each takes at most 10 minutes
 # make check   ruff (format and rules), mypy and import-linter
 # make format  format the code with ruff
-# make golden  rewrite the recorded plans and batch scripts of tests/unit/launcher/golden, and docs/en/versions.md
+# make golden  rewrite the recorded plans and batch scripts of tests/unit/launcher/golden, and docs/en/results.md
 .PHONY: setup demo test test-unit test-all test-gpu check format docs golden clean
 PY := .venv/bin/python
 PYTHON ?= $(PY)
-LANES ?= 0
+LANES ?= 2
 CONFIGS := --config examples/math/gsm8k_grpo_megatron_lora_moe.yaml --config examples/math/embedded.yaml
 
 setup: .venv/.ready
@@ -25,7 +25,7 @@ test: check
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(LANES) $(ARGS)
 
 test-unit: setup
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m "not slow" tests/unit tests/repository tests/examples tests/benchmarks $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(LANES) -m "not slow" tests/unit tests/repository tests/examples tests/benchmarks $(ARGS)
 
 test-all: export AREAL_LORA_NIGHTLY = 1
 test-all: test
@@ -34,16 +34,16 @@ test-gpu:
 	OMP_NUM_THREADS=4 $(PYTHON) -m pytest tests/gpu -v --timeout 600 $(ARGS)
 
 check: setup
-	$(PY) -m ruff format --check areal_lora tests examples benchmarks
-	$(PY) -m ruff check areal_lora tests examples benchmarks
-	$(PY) -m mypy areal_lora
+	$(PY) -m ruff format --check areal_lora tests examples benchmarks docs/tools
+	$(PY) -m ruff check areal_lora tests examples benchmarks docs/tools
+	$(PY) -m mypy areal_lora docs/tools
 	.venv/bin/python -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 format: setup
-	$(PY) -m ruff format areal_lora tests examples benchmarks
+	$(PY) -m ruff format areal_lora tests examples benchmarks docs/tools
 
 docs: setup
-	$(PY) -m areal_lora.config.docs
+	$(PY) -m docs.tools
 
 golden: setup
 	AREAL_LORA_GOLDEN=1 $(PY) -m pytest -q tests/unit/launcher/test_plan_golden.py tests/repository/test_internals.py

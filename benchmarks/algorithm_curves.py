@@ -44,7 +44,7 @@ def read(folder: Path) -> Curve:
         seed=config.run.seed if adapter.seed is None else adapter.seed,
         accuracy={record.version: record.accuracy for record in metrics.evals},
         rewards=tuple(record.reward_mean for record in metrics.steps),
-        left_out=max(record.extra.get("capped_fraction", 0.0) for record in metrics.steps),
+        left_out=max(record.metrics.get("extra/capped_fraction") or 0.0 for record in metrics.steps),
     )
 
 

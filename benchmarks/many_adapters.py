@@ -144,8 +144,8 @@ def measure(metrics: RunMetrics, adapters: int) -> Many:
         steps=len(steps),
         steps_per_hour=3600 * len(steps) / wall_s,
         step_s=[b.time_s - a.time_s for a, b in zip([before, *steps], steps, strict=False)],
-        wait_share=sum(s.wait_batch_s for s in steps) / wall_s,
-        publish_share=sum(s.publish_join_s + s.publish_pack_s for s in steps) / wall_s,
+        wait_share=sum(s.spans.get("wait_batch", 0.0) for s in steps) / wall_s,
+        publish_share=sum(s.spans.get(name, 0.0) for s in steps for name in ("publish_join", "publish_pack")) / wall_s,
         longest_wait=longest_wait([s.adapter for s in steps]),
         final_accuracy=[a for a in evals.values() if a is not None],
     )
@@ -188,7 +188,7 @@ def shares(root: Path, total: int) -> tuple[dict[str, float], dict[str, Any]]:
     error = max(abs(got[name] / share - 1) for name, share in expected.items())
     wait = longest_wait([s.adapter for s in steps])
     text = ", ".join(f"{name} {share:.3f} of {expected[name]:.3f}" for name, share in got.items())
-    waited = sum(s.wait_batch_s for s in steps) / (steps[-1].time_s - before.time_s)
+    waited = sum(s.spans.get("wait_batch", 0.0) for s in steps) / (steps[-1].time_s - before.time_s)
     print(
         f"weights 1:2:4, {len(steps)} steps: {text}; off by {error:.1%}; longest wait {wait} steps; waiting for "
         f"rollouts {waited:.0%} of the time",

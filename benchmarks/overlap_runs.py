@@ -183,9 +183,9 @@ def measure(variant: str, metrics: RunMetrics) -> Measured:
     return Measured(
         variant=variant,
         step_s=[b.time_s - a.time_s for a, b in zip([before, *steps], steps, strict=False)],
-        g_s=[s.wait_batch_s for s in steps],
-        t_s=[s.step_s - s.wait_batch_s for s in steps],
-        tokens=[s.n_tokens for s in steps],
+        g_s=[s.spans.get("wait_batch", 0.0) for s in steps],
+        t_s=[s.step_s - s.spans.get("wait_batch", 0.0) for s in steps],
+        tokens=[int(s.metrics["train/n_tokens"] or 0) for s in steps],
         steps_per_hour=3600 * len(steps) / (last.time_s - before.time_s),
         final_accuracy=accuracy,
         mean_lag=mean_lag(sum((Counter(s.staleness) for s in steps), Counter())) or 0.0,

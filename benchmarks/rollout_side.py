@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from types import TracebackType
 from typing import Self
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
@@ -31,10 +34,10 @@ from areal_lora.run_folder.rendezvous import read_endpoint, read_secret, wait_en
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import make_layout
-from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.weight_sync.adapters import pack_of
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "math"

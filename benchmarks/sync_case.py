@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,12 @@ from areal_lora.engine.common.parallel_layout import ParallelLayout
 from areal_lora.engine.common.plan import pack_plan, wire_layout
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.link.backends import gloo, register_backend
 
 TINY_MODEL = Path(__file__).resolve().parents[1] / "examples" / "math" / "tiny_model"
+SOCKETS = "gloo-sockets"
+"""gloo as it is between machines."""
+register_backend(SOCKETS, lambda seat: replace(gloo(seat), same_host=False))
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import msgspec
+import sync_case  # registers the backend of sockets  # noqa: F401
 import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -20,14 +21,11 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 
 from areal_lora.engine.vllm_ext.compat.slots import adapter_manager
 from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension
-from areal_lora.weight_sync.link.backends import register_backend
 from areal_lora.weight_sync.link.groups import BroadcastGroup, join_group
 from areal_lora.weight_sync.messages import SourceEndpoint
-from areal_lora.weight_sync.testing import SOCKETS, over_sockets
 
 _OTHER_ID = 1_000_000  # far from the product's own adapter ids
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-register_backend(SOCKETS, over_sockets)
 
 
 class BenchExtension(AdapterWorkerExtension):

@@ -3,7 +3,7 @@
 All train the demo's model on its problems with its batch, LoRA and learning rate: ``ours`` in the demo's own layout,
 ``full`` the same with ``rollout.pacing: full``, ``trl`` with TRL's GRPOTrainer and transformers' generate in an
 environment that the script makes (`versus_env`). Runs take turns, over several seeds; ratios are of the same seed.
-`docs/en/design/0019-versus.md` lists what differs. Then `train_speed` measures training alone. It refuses a busy
+`docs/en/results.md` lists what differs. Then `train_speed` measures training alone. It refuses a busy
 machine unless ``--force``.
 """
 

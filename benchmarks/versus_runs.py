@@ -136,14 +136,8 @@ def accuracy_by_version(folder: RunFolder, log: Path) -> dict[int, float]:
 
 def phases_of(step: StepRecord) -> dict[str, float]:
     """Where rank 0 spent the step. Sampling, scoring of answers and transfers run beside it in other processes."""
-    phases = {
-        "wait for samples": step.wait_batch_s,
-        "annotate": step.annotate_s,
-        "train": step.train_s,
-        "checkpoint": step.checkpoint_join_s + step.checkpoint_copy_s,
-        "publish": step.publish_join_s + step.publish_pack_s,
-    }
-    return {**phases, "other": step.step_s - sum(phases.values())}
+    phases = step.phases_s()
+    return {"wait for samples": phases.pop("wait"), **phases}
 
 
 def run_trl(root: Path, python: Path, *, seed: int, steps: int, threads: int, overrides: Sequence[str]) -> Run:

@@ -37,7 +37,7 @@ import torch
 from machine import environment, require_idle
 from rich.console import Console
 from rich.table import Table
-from sync_case import Case, Tensors
+from sync_case import SOCKETS, Case, Tensors
 
 from areal_lora.checkpoint.adapter_io import save_peft
 from areal_lora.distributed.exchange import SoloExchange
@@ -48,7 +48,6 @@ from areal_lora.weight_sync.layout import plan_buckets
 from areal_lora.weight_sync.link.groups import GroupListener
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.seal import trailer_bytes
-from areal_lora.weight_sync.testing import SOCKETS
 from areal_lora.weight_sync.trainer.job import PublishHandle
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher

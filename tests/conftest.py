@@ -96,6 +96,20 @@ def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         yield start
 
 
+def pytest_configure() -> None:
+    from tests.support.sizes import seed
+
+    seed()  # kept for the lanes of this run
+
+
+def pytest_report_header() -> str:
+    from tests.support.sizes import NIGHTLY, VARIABLE, seed
+
+    return (
+        "whole matrices" if NIGHTLY else f"samples of matrices; the same ones: {VARIABLE}={seed()}; all: make test-all"
+    )
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
     from tests.support.lanes import Lanes

@@ -14,7 +14,7 @@ CHUNK_BYTES = 8 << 20
 
 
 class Disk:
-    """Plain operations; all raise OSError. `testing.FaultyDisk` is one whose n-th operation goes wrong.
+    """Plain operations; all raise OSError. The tests' `FaultyDisk` is one whose n-th operation fails.
 
     ``about_to`` is called before each: ``mkdir``, ``open``, ``write`` (once per chunk), ``fsync``,
     ``rename``, ``remove``.
@@ -57,7 +57,7 @@ class Disk:
         path.rename(to)
 
     def remove(self, path: Path) -> None:
-        """A folder with all that is in it, or a file. What is gone already is no error."""
+        """A folder with all that is in it, or a file. What is missing already is no error."""
         self.about_to("remove", path)
         if path.is_dir():
             shutil.rmtree(path)

@@ -27,12 +27,11 @@ def chat(
     from areal_lora.config.adapter_run import adapter_named
     from areal_lora.data.formatting import Formatter
     from areal_lora.data.tokenizer import load_tokenizer
-    from areal_lora.tasks.datasets import prompt_format
 
     folder = find_run(run)
     config = recorded_config(folder)
     chosen = adapter_named(config, adapter)
-    formatter = Formatter(tokenizer=load_tokenizer(config.model.folder), how=prompt_format(chosen.task))
+    formatter = Formatter(tokenizer=load_tokenizer(config.model.folder), how=chosen.task.format)
     print(f"starting vLLM with {version} of {folder}", file=sys.stderr, flush=True)
     with served(folder, config, chosen, version, 0) as server:
         talk = Conversation(chosen, formatter, server, temperature, max_tokens or chosen.sampling.max_new_tokens)

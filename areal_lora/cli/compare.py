@@ -95,9 +95,9 @@ def figures(steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> Figures
         "accuracy, first": accuracies[0] if accuracies else None,
         "accuracy, last": accuracies[-1] if accuracies else None,
         "accuracy, best": max(accuracies, default=None),
-        "entropy, last step": _last(step.entropy for step in steps),
+        "entropy, last step": _last(step.metrics.get("train/entropy") for step in steps),
         "mean lag of tokens": mean_lag(lags),
-        "sampled tokens per s, median": _median(step.rollout_tokens_per_s for step in steps),
+        "sampled tokens per s, median": _median(step.metrics.get("train/rollout_tokens_per_s") for step in steps),
     }
 
 

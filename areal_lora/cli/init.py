@@ -121,7 +121,7 @@ def _reward(text: str) -> str:
     if ".py:" not in text:
         raise ConfigError("--reward", f"{text!r} is no reward", f"{NUMERIC}, {MATH}, or file.py:name of a function")
     place, _, name = text.rpartition(":")
-    return f"kind: function\n      path: {json.dumps(f'{_absolute(place)}:{name}')} # see docs/en/rewards.md"
+    return f"kind: function\n      path: {json.dumps(f'{_absolute(place)}:{name}')} # see docs/en/tasks.md"
 
 
 TEXT = '        template: "{prompt}" # put text around the problem here; {column} is any column'

@@ -18,7 +18,7 @@ import msgspec
 from areal_lora.checkpoint.store import versions_in
 from areal_lora.cli.processes import Holder, holder, is_free, local_processes
 from areal_lora.config.adapter_run import ends_of
-from areal_lora.config.joined import with_joined
+from areal_lora.config.recorded import with_joined
 from areal_lora.launcher.slurm.commands import lost_nodes
 from areal_lora.launcher.slurm.placement import placement
 from areal_lora.launcher.slurm.queue import look as look_up
@@ -89,7 +89,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     ``steps`` is None where clients drive all adapters: there is no end.
     With several adapters ``steps_done`` and ``steps`` are sums, ``reward`` and ``accuracy`` are None, and ``adapters``
     has a row for each; it is empty for a run with one.
-    ``groups_equal`` is the newest step's (`StepRecord`); ``faults`` are lines about rollouts that failed.
+    ``groups_equal`` is the newest step's; ``faults`` are lines about rollouts that failed.
     ``failure`` says why the last start ended before the last step, where that is known.
     """
 
@@ -171,7 +171,7 @@ def look(folder: RunFolder, config: Config) -> Status:
         processes=processes,
         adapters=[] if view.only else list(_adapters(view, newest)),
         failure=last_end(folder) if state == "stopped" else None,
-        groups_equal=last.groups_equal if last and view.only else None,
+        groups_equal=last.metrics.get("train/groups_equal") if last and view.only else None,
         faults=[
             view.prefix(name) + one.steps[-1].faults_text
             for name, one in view.adapters.items()

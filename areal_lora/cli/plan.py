@@ -24,10 +24,19 @@ def plan(
     ] = None,
     details: Annotated[bool, typer.Option("--details", help="also all processes, ports and files")] = False,
 ) -> None:
-    """Print the resolved plan of a start; starts and creates nothing (as `launch --dry-run`)."""
-    from areal_lora.launch import dry_run
+    """Print the resolved plan of a start; starts and creates nothing (as `train --dry-run`)."""
+    print_dry_run(chosen_config(config or [], words or []), details=details)
 
-    dry_run(chosen_config(config or [], words or []), details=details)
+
+def print_dry_run(config: Config, *, fresh: bool = False, details: bool = False) -> None:
+    """Print the resolved plan of ``config``; start and create nothing. Raises ConfigErrors for what cannot start."""
+    from rich.console import Console
+
+    from areal_lora.launcher.dry_run import print_plan
+    from areal_lora.launcher.run import prepare
+
+    prepared = prepare(config, Console(stderr=True, highlight=False), fresh=fresh, starts=False)
+    print_plan(prepared.config, prepared.plan, Console(highlight=False), full=details)
 
 
 def chosen_config(files: list[Path], words: list[str]) -> Config:

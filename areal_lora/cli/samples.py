@@ -52,8 +52,8 @@ def _step(record: StepRecord) -> str:
     from areal_lora.obs.console import number, percent
 
     lines = [f"step {record.step} of {record.adapter}: reward {number(record.reward_mean)}"]
-    if record.groups_equal is not None:
-        lines[0] += f", {percent(record.groups_equal)} of groups equal"
+    if (equal := record.metrics.get("train/groups_equal")) is not None:
+        lines[0] += f", {percent(equal)} of groups equal"
     for name, counts in (("dropped", record.dropped), ("retried", record.retried)):
         lines += [f"{name}: " + ", ".join(f"{key} {n}" for key, n in counts.items())] if counts else []
     return "\n".join([*lines, f"faults: {record.faults_text}"] if record.faults else lines)

@@ -15,10 +15,10 @@ def schema(
 
     # yaml-language-server: $schema=FILE
     """
-    from areal_lora.config.json_schema import render
+    from areal_lora.config.schema import json_schema
 
     if out is None:
-        print(render(), end="")
+        print(json_schema(), end="")
     else:
-        out.write_text(render(), encoding="utf-8")
+        out.write_text(json_schema(), encoding="utf-8")
         print(out)

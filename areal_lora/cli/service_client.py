@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import time
 import urllib.error
 import urllib.parse
@@ -16,6 +17,7 @@ from typing import IO, Any
 
 from areal_lora.cli.runs import find_run
 from areal_lora.errors import ConfigError, RolloutError
+from areal_lora.run_folder.atomic import replacing
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_endpoint
 
@@ -41,16 +43,9 @@ class ServiceClient:
 
     def download(self, path: str, out: Path, **query: str) -> int:
         """Write the answer to ``out``, whole or not at all; returns its size."""
-        temporary = out.with_name(f".{out.name}.tmp")
-        with (
-            self._answer("GET", f"{path}?{urllib.parse.urlencode(query)}", None) as answer,
-            temporary.open("wb") as file,
-        ):
-            while chunk := answer.read(1 << 20):
-                file.write(chunk)
-            size = file.tell()
-        temporary.replace(out)
-        return size
+        with self._answer("GET", f"{path}?{urllib.parse.urlencode(query)}", None) as answer, replacing(out) as file:
+            shutil.copyfileobj(answer, file, 1 << 20)
+            return file.tell()
 
     def _json(self, method: str, path: str, body: object = None) -> Any:
         with self._answer(method, path, body) as answer:

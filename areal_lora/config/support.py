@@ -1,7 +1,7 @@
 """What works together: engine, model family, expert layout, rollout mode, and what an algorithm asks of them.
 
-Pure data and the only judge of such combinations. The start-up rules report `refusals`; `config.support_tables` pairs
-the axes and names the tests behind each pair; docs/en/support.md is rendered from both. What a single config.json
+Pure data and the only judge of such combinations. The start-up rules report `refusals`; `docs/tools/support_tables`
+pairs the axes and names the tests behind each pair; docs/en/support.md is rendered from both. What a single config.json
 requires beyond its family (a soft cap, another activation) is in `families.engines`.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from areal_lora.config.algorithm import Kind
 from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.sections.algorithm import Kind
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 from areal_lora.families.engines import ENGINES, PACKED, UNSERVED, Engine, variants

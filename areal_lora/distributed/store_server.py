@@ -10,26 +10,24 @@ Traffic is encrypted. Both sides prove that they know the secret before the serv
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
 import msgspec
 import torch.distributed as dist
-import zmq
-from zmq.utils import z85
 
-from areal_lora.network.addresses import bracketed
-from areal_lora.network.curve import serve_curve, zmq_curve_keys
-from areal_lora.processes.log import get_logger
+from areal_lora.errors import EnvironmentError_
+from areal_lora.network.rpc import Server, Wire
 from areal_lora.processes.watched import watched_thread
 
-SERVER_ROLE, CLIENT_ROLE = "torch-store", "torch-store-client"  # CURVE identities
 MAX_MESSAGE_BYTES = 16 << 20  # torch keeps addresses, ids and counters here
-FORGET_S = 5.0  # interval of dropping requests whose deadline has passed
-_ZAP = "inproc://zeromq.zap.01"
-
-log = get_logger(__name__)
+WIRE = Wire(
+    server="torch-store",
+    client="torch-store-client",
+    max_request_bytes=MAX_MESSAGE_BYTES,
+    max_reply_bytes=MAX_MESSAGE_BYTES,
+)
+FORGET_S = 5.0  # least interval of dropping requests whose deadline has passed
 
 
 class Put(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -157,67 +155,24 @@ class StoreServer:
     """Serve a table from one daemon thread, on exactly ``host`` and a ``port`` that the system chooses."""
 
     def __init__(self, host: str, secret: str) -> None:
-        self._allowed = zmq_curve_keys(secret, CLIENT_ROLE)[0]
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.bind(_ZAP)  # before the other socket, which must never accept a client without this check
-        self._stop, self._stopped = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        self._stopped.bind("inproc://stop")
-        self._stop.connect("inproc://stop")
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.sndhwm = self._socket.rcvhwm = 0
-        self._socket.ipv6 = ":" in host
-        serve_curve(self._socket, secret, SERVER_ROLE, MAX_MESSAGE_BYTES)
-        try:
-            self._socket.bind(f"tcp://{bracketed(host)}:*")
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise dist.DistNetworkError(f"cannot bind {host}: {error.strerror}") from None
-        self.host, self.port = host, int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._table = Table(self._answer, time.monotonic)
-        self._closing = threading.Lock()
-        self._thread = watched_thread("torch-store", self._serve)
+        self._forget_at = time.monotonic() + FORGET_S
+        self._server = Server(host, secret, WIRE, self._take)
+        self._thread = watched_thread("torch-store", self._server.run)
+        try:
+            self.host, self.port = host, self._server.port
+        except EnvironmentError_ as error:
+            raise dist.DistNetworkError(str(error)) from None
 
     def close(self) -> None:
         """Stop listening; clients that wait for a key are disconnected at once."""
-        with self._closing:
-            if not self._stop.closed:
-                self._stop.send(b"")
-                self._thread.join()
-                self._stop.close()
-                self._context.term()
+        self._server.close()
+        self._thread.join()
 
-    def _serve(self) -> None:
-        poller = zmq.Poller()
-        for socket in (self._socket, self._zap, self._stopped):
-            poller.register(socket, zmq.POLLIN)
-        forget_at = time.monotonic() + FORGET_S
-        while True:
-            ready = dict(poller.poll(int(FORGET_S * 1000)))
-            if self._stopped in ready:
-                break
-            if self._zap in ready:
-                self._admit()
-            if self._socket in ready:
-                self._take()
-            if time.monotonic() >= forget_at:
-                self._table.forget_late()
-                forget_at = time.monotonic() + FORGET_S
-        for socket in (self._socket, self._zap, self._stopped):
-            socket.close(linger=0)
-
-    def _admit(self) -> None:
-        """Answer zmq's request to admit a client that has proved to own a key (ZAP, ZeroMQ RFC 27)."""
-        version, request_id, _, address, _, mechanism, *keys = self._zap.recv_multipart()
-        good = mechanism == b"CURVE" and keys == [z85.decode(self._allowed)]
-        if not good:
-            log.warning("refused a client of the store at %s: it does not know the run secret", address.decode())
-        status = (b"200", b"OK") if good else (b"400", b"not the key of this run")
-        self._zap.send_multipart([version, request_id, *status, b"", b""])
-
-    def _take(self) -> None:
-        client, number, payload = self._socket.recv_multipart()
+    def _take(self, client: bytes, number: bytes, payload: bytes) -> None:
+        if time.monotonic() >= self._forget_at:
+            self._table.forget_late()
+            self._forget_at = time.monotonic() + FORGET_S
         try:
             request = msgspec.msgpack.decode(payload, type=StoreRequest)
         except msgspec.DecodeError as error:
@@ -226,4 +181,4 @@ class StoreServer:
             self._table.handle([client, number], request)
 
     def _answer(self, sender: list[bytes], reply: StoreReply) -> None:
-        self._socket.send_multipart([*sender, msgspec.msgpack.encode(reply)])
+        self._server.send(*sender, msgspec.msgpack.encode(reply))

@@ -24,7 +24,7 @@ def check_all(config: Config, facts: Facts, need_bytes: int) -> list[Finding]:
     """All findings, in the order of the page. ``need_bytes`` is the disk space that checkpoints of the run take."""
     found: list[Finding] = []
     for host in facts.missing_nodes:
-        fix = f"srun --nodelist={host} true shows why; exclude the node with cluster.slurm.exclude"
+        fix = f"srun --nodelist={host} true shows why; exclude the node with --exclude in cluster.slurm.extra"
         found.append(fail("node", host, "it did not answer", fix))
     for node in facts.nodes:
         for role in node.roles:
@@ -101,7 +101,7 @@ def port_findings(node: NodeFacts) -> Iterator[Finding]:
         fix = "set rollout.port=0, which lets the system choose, or end the program that has it (ss -ltnp)"
         yield fail("ports", f"rollout.port on {node.host}", f"port {port} cannot be bound: {why}", fix)
     if node.loop_problem:
-        fix = f"open high ports for {node.address} in the firewall (docs/en/operations.md, Security)"
+        fix = f"open high ports for {node.address} in the firewall (docs/en/cluster.md, Security)"
         yield fail("ports", node.host, f"a port of {node.address} cannot be reached: {node.loop_problem}", fix)
     elif not node.blocked_ports and node.address:
         yield ok("ports", node.host, f"bound and reached on {node.address}")

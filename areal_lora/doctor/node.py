@@ -14,6 +14,7 @@ import msgspec
 from areal_lora.config.models import Config
 from areal_lora.doctor.facts import NodeFacts
 from areal_lora.doctor.probes import node_name, probe_folder, probe_node
+from areal_lora.run_folder.atomic import write_file
 
 CONFIG = "examined.json"
 
@@ -24,10 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     folder: Path = parser.parse_args(argv).folder
     config = Config.model_validate_json((folder / CONFIG).read_bytes())
     facts = probe_node(config, probe_folder(config.run.root), folder)
-    path = folder / f"node-{node_name()}.json"
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_bytes(msgspec.json.encode(facts))
-    temporary.replace(path)
+    write_file(folder / f"node-{node_name()}.json", msgspec.json.encode(facts))
     return 0
 
 

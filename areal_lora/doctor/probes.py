@@ -24,6 +24,7 @@ from areal_lora.doctor.facts import FolderFacts, GpuFacts, NodeFacts, RoleFacts
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.run_lock import NO_FLOCK
 from areal_lora.network.addresses import WILDCARDS, find_place
+from areal_lora.run_folder.atomic import write_file
 
 ANSWER_S = 30.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -106,9 +107,8 @@ def _try_fsync(folder: Path) -> None:
 
 def _try_rename(folder: Path) -> None:
     """Replace a file that a reader holds open: the reader keeps the old one, the name leads to the new one."""
-    (folder / "b").write_bytes(b"new")
     with (folder / "a").open("rb") as reader:
-        (folder / "b").replace(folder / "a")
+        write_file(folder / "a", b"new")
         if len(reader.read()) != BLOCK_BYTES or (folder / "a").read_bytes() != b"new":
             raise OSError(errno.EIO, "a renamed file is not replaced as a whole")
 

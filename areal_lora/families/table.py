@@ -1,4 +1,4 @@
-"""The table of supported families, one row each. To add one, see docs/en/model_families.md."""
+"""The table of supported families, one row each. To add one, see docs/en/models.md."""
 
 from __future__ import annotations
 

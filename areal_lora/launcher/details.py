@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from rich.table import Table
 
-from areal_lora.config.memory import GIB
 from areal_lora.config.models import Config
+from areal_lora.config.sizing.memory import GIB
 from areal_lora.launcher.plan import JobPlan, ProcessSpec
 
 

@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_lora.config.adapter_run import adapter_runs, total_steps
-from areal_lora.config.algorithm import PRESETS
 from areal_lora.config.facts import machine_memory
-from areal_lora.config.memory import GIB, LEAST_KV, Memory, device_bytes, slurm_bytes
 from areal_lora.config.models import Config
+from areal_lora.config.sections.algorithm import PRESETS
+from areal_lora.config.sections.cluster import LINK_BITS
+from areal_lora.config.sizing.memory import GIB, LEAST_KV, Memory, device_bytes, slurm_bytes
 from areal_lora.launcher.details import details, human_bytes, make_table
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm.script import sbatch_script
@@ -154,7 +155,7 @@ def _publishes(config: Config, plan: JobPlan) -> Iterator[str]:
     """Bytes and least time of a publish: every worker of a server receives the adapter."""
     servers, ranks = plan.role(SERVER), plan.role(TRAINER)
     remote = [spec for spec in servers if spec.node not in {rank.node for rank in ranks}]
-    link = config.cluster.link_gbit * 1e9 / 8
+    link = LINK_BITS / 8
     for adapter in plan.estimates.adapters:
         line = f"Publish of {adapter.name}: {human_bytes(adapter.wire_bytes)} ({adapter.wire_dtype})"
         if not remote:
@@ -163,7 +164,7 @@ def _publishes(config: Config, plan: JobPlan) -> Iterator[str]:
         workers = max(sum(s.node == node for s in remote) for node in {s.node for s in remote}) * config.rollout.tp
         most = workers * adapter.wire_bytes
         yield (
-            f"{line} a version, at least {adapter.wire_bytes / link:.2f} s at {config.cluster.link_gbit:g} Gbit/s; "
+            f"{line} a version, at least {adapter.wire_bytes / link:.2f} s at {LINK_BITS / 1e9:g} Gbit/s; "
             f"{human_bytes(most)} and {most / link:.2f} s if each of the {workers} workers of a node receives a copy"
         )
 

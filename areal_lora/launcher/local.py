@@ -9,7 +9,7 @@ from areal_lora.config.models import Config
 from areal_lora.errors import NON_RETRYABLE, ExitCode
 from areal_lora.launcher.ended import RunEnd
 from areal_lora.launcher.plan import JobPlan
-from areal_lora.launcher.supervise import Interrupts, Supervisor
+from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole
 from areal_lora.run_folder.events import EndEvent, now_utc, record_end
@@ -22,7 +22,7 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
     run remains.
     """
     view = LiveConsole(plan.run_folder, ends_of(config), console)
-    with Interrupts() as interrupts, Supervisor(plan.run_folder.logs, config.run.stop_grace_s) as supervisor:
+    with Interrupts() as interrupts, Supervisor(plan.run_folder.logs, STOP_GRACE_S) as supervisor:
         supervisor.start(plan.processes)
         view.start()
         try:

@@ -9,7 +9,7 @@ from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.rules.findings import Finding, Severity
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.tokenizer import load_tokenizer
-from areal_lora.tasks.datasets import hub_sources, load_samples, prompt_format
+from areal_lora.tasks.datasets import hub_sources, load_samples
 from areal_lora.types import Sample
 
 
@@ -50,5 +50,5 @@ def _one_fits(config: Config, adapter: AdapterConfig, samples: Sequence[Sample],
     if len(shortest[0].prompt.encode()) < room or not (Path(config.model.folder) / "tokenizer.json").is_file():
         return True
     # The process may be a notebook that uses transformers' models later.
-    formatter = Formatter(tokenizer=load_tokenizer(config.model.folder), how=prompt_format(adapter.task))
+    formatter = Formatter(tokenizer=load_tokenizer(config.model.folder), how=adapter.task.format)
     return any(len(formatter.token_ids(sample)) <= room for sample in shortest)

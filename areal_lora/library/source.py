@@ -15,7 +15,6 @@ import re
 import symtable
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -50,12 +49,12 @@ class _Parts:
     def __init__(self, main: ModuleType) -> None:
         self.texts: dict[str, str] = {}
         self._main = main
-        self._begun: set[str] = set()
+        self._started: set[str] = set()
 
     def add(self, name: str, value: Any) -> None:
-        if name in self._begun:
+        if name in self._started:
             return
-        self._begun.add(name)
+        self._started.add(name)
         if isinstance(value, ModuleType):
             self.texts[name] = f"import {value.__name__} as {name}"
         elif _is_of(value, self._main):
@@ -67,32 +66,27 @@ class _Parts:
 
     def _add_definition(self, name: str, value: Any) -> None:
         own = value.__name__
-        self._begun.add(own)
-        text, node = _definition(value, own, self._main)
+        self._started.add(own)
+        text = _definition(value, own, self._main)
         needed = _names(FUTURE + text if _has_future(self._main) else text)  # annotations may name what does not exist
-        for used, attributes in _attributes(node, _names(text)):
-            if used == own:
-                continue
+        for used in sorted(_names(text) - {own}):
             if used in vars(self._main):
                 self.add(used, vars(self._main)[used])
-                self._add_submodules(vars(self._main)[used], used, attributes)
+                self._add_submodules(used, text)
             elif used in needed and not hasattr(builtins, used) and used not in ("__name__", "__file__", "__class__"):
                 raise ConfigError(own, f"it uses {used!r}, which is not defined", "define it before the call")
         self.texts[own] = text
         if own != name:
             self.texts[name] = f"{name} = {own}"
 
-    def _add_submodules(self, value: Any, used: str, attributes: set[tuple[str, ...]]) -> None:
-        """``import a.b`` where the text says ``a.b.c`` of a package ``a``."""
-        if not isinstance(value, ModuleType):
-            return
-        for chain in sorted(attributes):
-            full = value.__name__
-            for word in chain:
-                if f"{full}.{word}" not in sys.modules:
-                    break
-                full = f"{full}.{word}"
-                self.texts[f"{used}:{full}"] = f"import {full}"
+    def _add_submodules(self, used: str, text: str) -> None:
+        """``import a.b`` where ``text`` has ``a.b`` of a package ``a`` that is imported as ``used``."""
+        value = vars(self._main)[used]
+        if isinstance(value, ModuleType):
+            package = f"{value.__name__}."
+            below = [full for full in sys.modules if full.startswith(package)]
+            inside = [full for full in below if f"{used}.{full.removeprefix(package)}" in text]
+            self.texts |= {f"{used}:{full}": f"import {full}" for full in inside}
 
     def _constant(self, name: str, value: Any) -> str:
         if isinstance(value, re.Pattern):
@@ -133,38 +127,31 @@ def _import_of(name: str, value: Any) -> str | None:
     return f"from {module} import {qualified} as {name}"
 
 
-def _definition(value: Any, name: str, main: ModuleType) -> tuple[str, ast.stmt]:
-    """Source of the statement that defines ``value``, with its decorators, and the statement."""
+def _definition(value: Any, name: str, main: ModuleType) -> str:
+    """Source of the statement that defines ``value``, with its decorators."""
     if name == "<lambda>":
         raise ConfigError("lambda", "it has no name by which another process could import it", "write it with def")
     if "<locals>" in value.__qualname__:
         raise ConfigError(name, "it is defined inside a function, whose variables no other process has", FIX)
-    code = _code(value)
-    for file in _files(code, main):
-        text = "".join(linecache.getlines(file))
-        for node in _definitions(text, name):
+    code, script = _code(value), vars(main).get("__file__")
+    # A class without code of its own is in the script, or in a cell of the notebook, the newest one first.
+    for file in [code.co_filename] if code else [script] if script else reversed(linecache.cache):
+        lines = linecache.getlines(file)
+        for node in _definitions("".join(lines), name):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             last = node.end_lineno or first
             if code is None or first <= code.co_firstlineno <= last:
-                return textwrap.dedent("".join(text.splitlines(True)[first - 1 : last])), node
+                return textwrap.dedent("".join(lines[first - 1 : last]))
     raise ConfigError(name, "its source is not to be found: it was typed at a prompt, or its file has changed", FIX)
 
 
 def _definitions(text: str, name: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
     try:
-        nodes = list(ast.walk(ast.parse(text)))
-    except SyntaxError:
+        nodes = ast.walk(ast.parse(text))
+    except SyntaxError:  # a cell with a magic command
         return []
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     return [node for node in nodes if isinstance(node, kinds) and node.name == name]
-
-
-def _files(code: CodeType | None, main: ModuleType) -> list[str]:
-    """Where ``code`` is; for a class without code of its own the script, or the cells of a notebook, newest first."""
-    if code is not None:
-        return [code.co_filename]
-    script = vars(main).get("__file__")
-    return [script] if script else list(reversed(linecache.cache))
 
 
 def _code(value: Any) -> CodeType | None:
@@ -187,16 +174,3 @@ def _names(text: str) -> set[str]:
         top = table.get_type() == "module"
         names |= {s.get_name() for s in table.get_symbols() if (top or s.is_global()) and s.is_referenced()}
     return names
-
-
-def _attributes(node: ast.stmt, names: set[str]) -> Iterator[tuple[str, set[tuple[str, ...]]]]:
-    """Each name, with the chains of attributes that ``node`` reads of it."""
-    chains: dict[str, set[tuple[str, ...]]] = {name: set() for name in sorted(names)}
-    for found in ast.walk(node):
-        words: list[str] = []
-        while isinstance(found, ast.Attribute):
-            words.append(found.attr)
-            found = found.value
-        if isinstance(found, ast.Name) and found.id in chains and words:
-            chains[found.id].add(tuple(reversed(words)))
-    yield from chains.items()

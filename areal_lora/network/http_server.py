@@ -1,13 +1,19 @@
-"""An ASGI app on a socket that its process has bound, inside the process's own event loop."""
+"""Serve an ASGI app on a bound socket inside the event loop of its process; limit bodies, follow disconnects."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import ssl
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 CLOSE_S = 2  # for running requests at a stop; uvicorn takes whole seconds
 
@@ -46,3 +52,63 @@ class HttpServer(uvicorn.Server):
             if transport is not None and transport.is_closing() and not transport.get_write_buffer_size():
                 transport.abort()
         await super().shutdown(sockets)
+
+
+def header(scope: Scope, name: bytes) -> str:
+    value: bytes = dict(scope["headers"]).get(name, b"")
+    return value.decode("latin-1")
+
+
+def refusal(status: int, reason: str) -> Response:
+    # The unread rest of a body must not be parsed as the next request.
+    return Response(reason, status_code=status, headers={"Connection": "close"}, media_type="text/plain")
+
+
+class BodyLimit:
+    """Answer 413 to a body of more than ``max_bytes``; a body with a longer Content-Length is not read."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, refuse: Callable[[int, str], Response] = refusal) -> None:
+        self._app, self._max_bytes, self._refuse = app, max_bytes, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced, read = header(scope, b"content-length"), 0
+        if announced.isdigit() and int(announced) > self._max_bytes:
+            await self._refuse(413, self._problem)(scope, receive, send)
+            return
+
+        async def limited() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._max_bytes:
+                raise HTTPException(413, self._problem, {"Connection": "close"})
+            return message
+
+        await self._app(scope, limited, send)
+
+    @property
+    def _problem(self) -> str:
+        return f"the body is longer than {self._max_bytes} bytes"
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Run ``work`` after the body was read; cancel it when the client disconnects."""
+    return await task_unless_disconnected(request, asyncio.create_task(work))
+
+
+async def task_unless_disconnected(request: Request, task: asyncio.Task[Response]) -> Response:
+    """The result of ``task``, whose request's body was read; cancel it when the client disconnects."""
+    disconnect = asyncio.ensure_future(request.receive())  # after the body the next message is the disconnect
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done() and not task.cancelled():
+            return task.result()
+        task.cancel()
+        await asyncio.wait({task})
+        return Response(status_code=499)
+    finally:
+        task.cancel()
+        disconnect.cancel()

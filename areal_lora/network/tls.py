@@ -20,7 +20,6 @@ import socket
 import ssl
 from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
 
 import psutil
 from cryptography import x509
@@ -29,7 +28,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from areal_lora.network.keys import Plane, bearer_key, derived_key
+from areal_lora.network.keys import Plane, derived_key
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256
 # A secret is made for every start of a run, and its certificates with it: they need no other end.
@@ -76,19 +75,6 @@ def server_context(secret: str, plane: Plane, bind: str) -> ssl.SSLContext:
     finally:
         os.close(fd)
     return context
-
-
-def write_client_files(ca: Path, data_key: Path, secret: str) -> None:
-    """Write what a client outside the run needs for the data plane: certificate and bearer key (mode 0600)."""
-    for path, content, mode in (
-        (ca, ca_pem(secret, Plane.DATA), 0o644),
-        (data_key, bearer_key(secret, Plane.DATA).encode(), 0o600),
-    ):
-        temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(content)
-        temporary.replace(path)
 
 
 @lru_cache(maxsize=8)

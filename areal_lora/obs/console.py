@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_lora.config.evals import DEFAULT_SET
+from areal_lora.config.sections.task import DEFAULT_SET
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.reader import MetricsTail
 from areal_lora.obs.metrics.records import (
@@ -70,7 +70,8 @@ def sampling_rate(record: StepRecord) -> str:
 
     The batches of the last steps are sampled earlier, so nothing is sampled then.
     """
-    return f"{number(record.rollout_tokens_per_s, 0)} tok/s" if record.rollout_tokens_per_s != 0.0 else "no sampling"
+    rate = record.metrics.get("train/rollout_tokens_per_s")
+    return "no sampling" if rate == 0.0 else f"{number(rate, 0)} tok/s"
 
 
 def members_line(record: MembersRecord) -> str | None:
@@ -139,7 +140,7 @@ class LiveConsole:
             self._live = None
 
     def _read_new(self) -> list[Record]:
-        """New records; none where they cannot be read, which is said once in a row."""
+        """New records; none where they cannot be read, which is printed once in a row."""
         try:
             records, problem = self._tail.read_new(), ""
         except OSError as error:
@@ -153,9 +154,9 @@ class LiveConsole:
 
     def _print_plain(self, records: list[Record], problems: list[list[str]], statuses: dict[str, str]) -> None:
         if not self.view.steps or self._clock() - self._changed > QUIET_S:
-            for who, text in statuses.items():
-                if self._statuses.get(who) != text:
-                    self._line(f"{who}: {text}")
+            for process, text in statuses.items():
+                if self._statuses.get(process) != text:
+                    self._line(f"{process}: {text}")
         self._statuses = statuses
         for record, found in zip(records, problems, strict=True):
             line = self._plain_line(record)
@@ -186,12 +187,12 @@ class LiveConsole:
                 return name + state_text(record) if name or record.state is AdapterPhase.FAILED else None
 
     def _step_line(self, record: StepRecord) -> str:
-        view, adapter = self.view, self.view.adapter(record.adapter)
+        view, adapter, get = self.view, self.view.adapter(record.adapter), record.metrics.get
         sync, left = view.sync_p50(), view.remaining_s()
         if record.by_client:
             return client_line(record, view)
         parts = [f"step {counted(record.step + 1, adapter.total)}", f"reward {number(record.reward_mean)}"]
-        parts += [f"loss {number(record.loss)}", f"grad {number(record.grad_norm)}"]
+        parts += [f"loss {number(get('train/loss'))}", f"grad {number(get('train/grad_norm'))}"]
         parts += [f"staleness {histogram(record.staleness)}", f"sync {number(sync[0], 1) if sync else '-'} ms"]
         parts += [] if view.only else [f"share {percent(view.shares()[record.adapter])}"]
         parts += [sampling_rate(record), f"{record.step_s:.2f} s"]
@@ -235,27 +236,31 @@ class LiveConsole:
             rewards = [s.reward_mean for s in view.steps if s.reward_mean is not None]
             if rewards:
                 rows.add_row("reward", f"{number(last.reward_mean)}  {sparkline(rewards)}")
-            rows.add_row("loss", f"{number(last.loss)}   grad {number(last.grad_norm)}   lr {number(last.lr)}")
+            loss, grad, lr = (number(last.metrics.get(f"train/{name}")) for name in ("loss", "grad_norm", "lr"))
+            rows.add_row("loss", f"{loss}   grad {grad}   lr {lr}")
         if view.staleness:
             rows.add_row("staleness", f"{histogram(view.staleness)}   mean {number(mean_lag(view.staleness), 2)}")
         if not last.by_client:
-            rows.add_row("rollout", f"{sampling_rate(last)}   {last.groups_ready} groups ready")
-        rows.add_row("step", f"{last.step_s:.2f} s: wait {last.wait_batch_s:.2f}  train {last.train_s:.2f}")
+            ready = last.metrics.get("train/groups_ready") or 0
+            rows.add_row("rollout", f"{sampling_rate(last)}   {ready:.0f} groups ready")
+        wait_s, train_s = (last.spans.get(name, 0.0) for name in ("wait_batch", "train"))
+        rows.add_row("step", f"{last.step_s:.2f} s: wait {wait_s:.2f}  train {train_s:.2f}")
 
     def _status_table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
-        for who, text in self._statuses.items():
-            table.add_row(Text(who, style="cyan"), Text(text))
+        for process, text in self._statuses.items():
+            table.add_row(Text(process, style="cyan"), Text(text))
         return table if self._statuses else Text("starting processes", style="dim")
 
 
 def client_line(record: StepRecord, view: RunView) -> str:
     """A client's step: what is known of it. ``step 12  loss 0.310  grad 0.120  lr 0.004  48 tokens ...``."""
     taken = "" if record.taken else " skipped: its gradient is not finite"
-    parts = [f"step {record.step + 1}{taken}", f"loss {number(record.loss)}", f"grad {number(record.grad_norm)}"]
-    parts += [f"lr {number(record.lr)}", f"{record.n_tokens} tokens"]
+    loss, grad, lr = (number(record.metrics.get(f"train/{name}")) for name in ("loss", "grad_norm", "lr"))
+    parts = [f"step {record.step + 1}{taken}", f"loss {loss}", f"grad {grad}", f"lr {lr}"]
+    parts += [f"{record.metrics.get('train/n_tokens') or 0:.0f} tokens"]
     parts += [] if view.only else [f"share {percent(view.shares()[record.adapter])}"]
-    return "  ".join([*parts, f"train {record.train_s:.2f} of {record.step_s:.2f} s"])
+    return "  ".join([*parts, f"train {record.spans.get('train', 0.0):.2f} of {record.step_s:.2f} s"])
 
 
 def histogram(counts: dict[int, int]) -> str:

@@ -15,7 +15,7 @@ class Spans:
         spans = Spans()
         with spans.span("train"):
             ...
-        record = StepRecord(..., train_s=spans.seconds.get("train", 0.0))
+        record = StepRecord(..., spans=dict(spans.seconds))
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -1,7 +1,6 @@
 """Transfers of one device beside the model's kernels: copies must not queue behind kernels, nor kernels behind copies.
 
-Everything that a publish does on a device goes through a `Lane`, so its order can be tested without one
-(``weight_sync.testing.recorded_lane``).
+Everything that a publish does on a device goes through a `Lane`, so its order can be tested without one.
 """
 
 from __future__ import annotations

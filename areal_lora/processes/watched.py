@@ -2,8 +2,8 @@
 
 A dead thread would leave the rest of the process waiting for work that no thread does. So every long-lived thread or
 task of the package starts here. An exception is logged with the name and the traceback, and the process ends with the
-exit code of the error, even if its main thread is blocked in a wait, a collective or zmq. docs/en/threads.md lists all
-threads and tasks.
+exit code of the error, even if its main thread is blocked in a wait, a collective or zmq.
+docs/en/design/running.md lists all threads and tasks.
 """
 
 from __future__ import annotations

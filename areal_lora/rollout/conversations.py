@@ -105,7 +105,7 @@ class ConversationFile:
             return
         path = self.folder.conversations
         if path.exists() and path.stat().st_size + len(line) > self.max_bytes // 2:
-            path.replace(self.folder.conversations_before)
+            path.rename(self.folder.conversations_before)
         with path.open("ab") as file:
             file.write(line)
 

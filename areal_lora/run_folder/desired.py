@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.errors import ConfigError
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -106,19 +107,8 @@ def write_desired(run_folder: RunFolder, desired: Desired) -> None:
     if fault := next(_faults(desired), None) or next(_broken_promises(before, desired), None):
         raise ConfigError(str(path), fault, "correct the desired state")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(desired), indent=1) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)  # else the old name may return after a loss of power
-    finally:
-        os.close(folder)
+    content = msgspec.json.format(msgspec.json.encode(desired), indent=1) + b"\n"
+    write_file(path, content, mode=0o600, durable=True)
 
 
 def _faults(desired: Desired) -> Iterator[str]:

@@ -1,8 +1,7 @@
 """Endpoints and the run secret: small files through which the processes of a run find and trust each other.
 
 Every process binds port 0 and publishes what was bound as
-``rendezvous/<role>-<index>.json``; others wait for that file. Files appear
-atomically (temporary name, then rename), so a reader never sees half of one. The run
+``rendezvous/<role>-<index>.json``; others wait for that file. The run
 secret is 32 random bytes in hex, in ``secret`` with mode 0600 (contract C12).
 """
 
@@ -21,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.errors import ConfigError, EnvironmentError_, ProcessFailed
+from areal_lora.network.keys import Plane, bearer_key
+from areal_lora.network.tls import ca_pem
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 
 POLL_S = 0.05
@@ -58,10 +60,8 @@ def publish_endpoint(
         raise ConfigError("cluster.bind", f"no process can dial {host!r}", "publish an address of this machine")
     path = run_folder.endpoint(f"{role}-{index}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     endpoint = {"pid": os.getpid(), "host": host, "ports": dict(ports), "tls": list(tls)}
-    temporary.write_text(json.dumps(endpoint), encoding="utf-8")
-    temporary.replace(path)
+    write_file(path, json.dumps(endpoint))
 
 
 def published_hosts(run_folder: RunFolder) -> list[str]:
@@ -169,14 +169,14 @@ def create_secret(run_folder: RunFolder) -> Path:
 
     The secret of a previous start is replaced: processes that remain from it are locked out.
     """
-    path = run_folder.secret
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "w", encoding="ascii") as file:
-        file.write(secrets.token_hex(32))
-    temporary.replace(path)
-    return path
+    write_file(run_folder.secret, secrets.token_hex(32), mode=0o600)
+    return run_folder.secret
+
+
+def write_client_files(run_folder: RunFolder, secret: str) -> None:
+    """Write what a client outside the run needs for the data plane: certificate and bearer key (mode 0600)."""
+    write_file(run_folder.ca, ca_pem(secret, Plane.DATA), mode=0o644)
+    write_file(run_folder.data_key, bearer_key(secret, Plane.DATA), mode=0o600)
 
 
 def read_secret(run_folder: RunFolder) -> str:

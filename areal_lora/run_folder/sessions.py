@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 
@@ -18,9 +19,7 @@ def begin_session(run_folder: RunFolder) -> None:
         path.mkdir(parents=True)
     create_secret(run_folder)
     if run_folder.session:
-        temporary = run_folder.session_name.with_name(f".{run_folder.session_name.name}.tmp")
-        temporary.write_text(f"{run_folder.session}\n", encoding="ascii")
-        temporary.replace(run_folder.session_name)
+        write_file(run_folder.session_name, f"{run_folder.session}\n")
 
 
 def forget_sessions(run_folder: RunFolder) -> None:

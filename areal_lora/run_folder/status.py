@@ -6,13 +6,13 @@ The console shows them, and a stall report quotes them.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 
 LOADING = "loading the model"
@@ -28,16 +28,11 @@ def set_status(run_folder: RunFolder, role: str, index: int, text: str) -> None:
     A disk error is logged as a warning: no process fails for want of a status.
     """
     target = run_folder.status(f"{role}-{index}")
-    # Threads of one process may report at the same time: the id keeps their temporary files apart.
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident():x}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(" ".join(text.split()) + "\n", encoding="utf-8")
-        temporary.replace(target)
+        write_file(target, " ".join(text.split()) + "\n")
     except OSError as error:
         log.warning("%s cannot be written: %s", target, error.strerror)
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def read_statuses(run_folder: RunFolder) -> dict[str, str]:

@@ -11,13 +11,13 @@ import secrets
 import shutil
 import tarfile
 from collections.abc import AsyncIterator, Generator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from areal_lora.checkpoint.versions import NEWEST, Version, pick_version, saved_version
-from areal_lora.config.joined import alone, joined
 from areal_lora.config.models import Config
+from areal_lora.config.recorded import alone, joined
 from areal_lora.errors import AdapterError, CheckpointError, ConfigError
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.run_folder.paths import RunFolder
@@ -105,7 +105,8 @@ async def _sent(chunks: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
         while chunk := await asyncio.to_thread(next, chunks, b""):
             yield chunk
     finally:
-        chunks.close()
+        with suppress(ValueError):  # a thread reads the next one; with it the generator ends
+            chunks.close()
 
 
 def _exported(run_folder: RunFolder, version: Version, prefix: str) -> tuple[tuple[str, BinaryIO], ...]:

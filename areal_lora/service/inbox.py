@@ -20,6 +20,7 @@ from areal_lora.config.sources import read_source
 from areal_lora.errors import ConfigError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.service.refused import Refused, Unavailable
 
 EVERY_S = 0.5
@@ -78,15 +79,9 @@ class Inbox:
         except (Refused, ConfigError) as refused:
             self._refused[path.name] = mark
             log.warning("%s is refused: %s", path, refused)
-            _write(error, f"{refused}\n")
+            write_file(error, f"{refused}\n")
             return
         reached("service.inbox_taken")
-        path.replace(path.parent / ACCEPTED / path.name)
+        path.rename(path.parent / ACCEPTED / path.name)
         error.unlink(missing_ok=True)
         log.info("%s is accepted", path)
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

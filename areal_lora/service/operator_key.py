@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.service.rows import LOCAL, Key, Quota, digest_of, new_key
 from areal_lora.service.store import Store
 
@@ -30,11 +30,6 @@ def _key_in(path: Path) -> str:
         return read_key(path)
     except FileNotFoundError:
         pass
-    key, temporary = new_key(), path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-        file.write(key + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    key = new_key()
+    write_file(path, f"{key}\n", mode=0o600, durable=True)
     return key

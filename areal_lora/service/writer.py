@@ -123,7 +123,7 @@ class Writer:
             except Exception:  # fault boundary: the request of one caller
                 log.exception("a request failed and was rolled back")
                 with contextlib.suppress(Unavailable):  # the exception may have come after the commit
-                    self.tables = self._store.load()
+                    self.tables, self._undesired = self._store.load(), True
                 results.append(internal_error())
             with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits any more
                 loop.call_soon_threadsafe(answered.set)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -31,7 +32,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from areal_lora.config.reward import JudgeReward, RewardConfig
+from areal_lora.config.sections.reward import JudgeReward, RewardConfig
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks.reward_calls import Style
 from areal_lora.tasks.score_item import ScoreItem
@@ -47,6 +48,7 @@ START_DEADLINE_S = 60.0
 START_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # between tries to replace a child: memory or processes may be short
 END_DEADLINE_S = 1.0
 LATE_S = 1.0  # the parent's limit exceeds the child's by this time
+_SHORT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # processes, memory, open files: for a while
 LARGEST_REPLY_BYTES = 1 << 16
 PRINTS_LOGGED = 20
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -105,7 +107,7 @@ class ScorerPool:
         try:
             while len(scores) < len(items):
                 if child is None:
-                    child = await self._replacement()
+                    child = await self._patient_start(OSError, EnvironmentError_)
                 try:
                     scores += await child.score(items[len(scores) :])
                 finally:
@@ -139,7 +141,7 @@ class ScorerPool:
     async def __aenter__(self) -> Self:
         child = await self._idle.get()
         assert child is None
-        self._idle.put_nowait(await self._start())
+        self._idle.put_nowait(await self._patient_start())
         return self
 
     async def __aexit__(
@@ -147,12 +149,17 @@ class ScorerPool:
     ) -> None:
         await self.close()
 
-    async def _replacement(self) -> _Child:
-        """A child beside or after the first one. Raises EnvironmentError_ after as many failed starts in a row."""
+    async def _patient_start(self, *passing: type[Exception]) -> _Child:
+        """A child; a start is tried again where the system is short of something, and after errors of ``passing``.
+
+        Raises EnvironmentError_ after as many failed starts in a row as there are pauses.
+        """
         for pause_s in START_PAUSES_S:
             try:
                 return await self._start()
             except (OSError, EnvironmentError_) as error:
+                if not isinstance(error, passing) and getattr(error, "errno", None) not in _SHORT:
+                    raise
                 log.warning("a scorer process could not be started, next try in %g s: %s", pause_s, error)
             await asyncio.sleep(pause_s)
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from algorithm_curves import Curve, main, picture, read, table
 
-from areal_lora.config.algorithm import PRESETS
+from areal_lora.config.sections.algorithm import PRESETS
 from tests.support.obs.fake_run import make_run
 from tests.support.obs.three_adapters import make_three
 from tests.support.paths import ROOT
@@ -58,7 +58,7 @@ def test_a_run_folder_is_read_and_several_adapters_are_refused(
 
 
 def test_the_picture_of_the_documentation_names_algorithms_of_its_table() -> None:
-    page = (ROOT / "docs" / "en" / "algorithms.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "en" / "results.md").read_text(encoding="utf-8")
     names = legend(PICTURE.read_text(encoding="utf-8"))
     assert "img/algorithm_curves.svg" in page
     assert len(names) == 8

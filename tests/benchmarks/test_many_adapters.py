@@ -6,10 +6,11 @@ import many_adapters
 import pytest
 
 from areal_lora.obs.metrics.records import EvalRecord, RunMetrics, StepRecord
+from tests.support.obs.records import step_record
 
 
 def record(i: int, adapter: str, step: int) -> StepRecord:
-    return StepRecord(
+    return step_record(
         adapter=adapter,
         step=step,
         version=step,

@@ -8,7 +8,7 @@ from tree_watch import TreeWatch, Usage
 from versus import claims, report
 from versus_runs import Run, Step, phases_of, read_trl
 
-from areal_lora.obs.metrics.records import StepRecord
+from tests.support.obs.records import step_record
 
 IDLE = Usage(at_s=[0.0, 100.0], cpu_s=[0.0, 150.0], peak_bytes=2**30, by_name={"trainer-0": 100.0})
 
@@ -73,7 +73,7 @@ def test_trls_clock_stands_still_during_evaluations_and_its_cores_do_not():
 
 
 def test_phases_of_a_recorded_step():
-    step = StepRecord(
+    step = step_record(
         step=0,
         version=0,
         time_s=1.0,

@@ -207,8 +207,11 @@ def test_beside_a_data_set_both_have_the_numbers_of_a_run_alone(run: Run) -> Non
     run.service.wait(lambda: len(run.service.steps("quiet.1")) == 3, "the records")
     records = [record for record in read_metrics(run.service.folder).steps if record.adapter == "loop.1"]
     assert [record.step for record in records] == list(range(loops))
-    assert {(record.n_tokens, record.n_sequences, record.n_targets) for record in records} == {(15, 2, 11)}
-    assert all(record.loss and record.grad_norm and record.lr == 0.001 for record in records)
+    assert {record.n_targets for record in records} == {11}
+    for metrics in (record.metrics for record in records):
+        assert (metrics["train/n_tokens"], metrics["train/n_sequences"], metrics["train/lr"]) == (15, 2, 0.001)
+        assert metrics["train/loss"]
+        assert metrics["train/grad_norm"]
     assert f"loop.1: step {loops}  loss" in run.service.output
     assert "active after 3 steps · seed 3 · weight 1 · driven by a client" in write_report(
         run.service.folder

@@ -61,11 +61,12 @@ def test_every_step_trains_the_critic_also_after_the_resume(folder: Path) -> Non
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["steps"], summary["restarts"]["trainer"]) == (STEPS, 1)
     for step in steps(folder):
-        assert step["value_loss"] > 0
-        assert step["explained_variance"] is None or step["explained_variance"] <= 1
-        assert step["extra"]["value_grad_norm"] > 0
-        assert step["extra"]["value_skipped"] == 0
-        assert step["kl"] is not None
+        metrics = step["metrics"]
+        assert metrics["train/value_loss"] > 0
+        assert metrics.get("train/explained_variance", 0.0) <= 1
+        assert metrics["extra/value_grad_norm"] > 0
+        assert metrics["extra/value_skipped"] == 0
+        assert metrics["train/kl"] is not None
     assert "value loss" in (folder / "report.html").read_text()
 
 

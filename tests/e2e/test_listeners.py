@@ -1,4 +1,4 @@
-"""Every listener of a running system is in the table of docs/en/security.md, and answers whom the table says.
+"""Every listener of a running system is in the table of docs/en/cluster.md, and answers whom the table says.
 
 Print what was found with ``pytest -s tests/e2e/test_listeners.py``.
 """
@@ -43,9 +43,9 @@ class Row:
 
 
 def table() -> list[Row]:
-    """Of docs/en/security.md, the columns that can be checked."""
+    """Of docs/en/cluster.md, the columns that can be checked."""
     rows = []
-    for line in (ROOT / "docs" / "en" / "security.md").read_text().splitlines():
+    for line in (ROOT / "docs" / "en" / "cluster.md").read_text().splitlines():
         cells = [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
         if line.startswith("|") and len(cells) == 9 and cells[0] != "process" and set(cells[0]) != {"-"}:
             rows.append(Row(process=cells[0], plane=cells[1], transport=cells[2], bind=cells[3]))
@@ -151,7 +151,7 @@ def wait_record(launcher: subprocess.Popen[bytes], folder: Path, kind: str, numb
 def check(found: list[Listener], bind: str) -> Counter[Row]:
     """All are in the table, and none has a fault; prints them. How many there are of each row."""
     rows = table()
-    assert rows, "docs/en/security.md has no table"
+    assert rows, "docs/en/cluster.md has no table"
     seen: Counter[Row] = Counter()
     wrong = []
     for listener in found:

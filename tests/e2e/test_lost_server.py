@@ -22,7 +22,6 @@ from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
@@ -39,6 +38,7 @@ from tests.support.engine.vllm_ext.serving import (
     token_logprobs,
 )
 from tests.support.forks.starter import Fork
+from tests.support.weight_sync.adapters import pack_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 SERVERS = ["server-0", "server-1", "server-2"]

@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 
-from areal_lora.config.algorithm import Kind
+from areal_lora.config.sections.algorithm import Kind
 from tests.support.e2e.metrics import records
 from tests.support.launcher.command import configs, embedded_run, forked_roles
 from tests.support.paths import EXAMPLES
@@ -98,11 +98,12 @@ def test_given_answers_and_then_rollouts_with_the_fsdp_engine(tmp_path: Path) ->
         "adapters.gsm8k.task.n_eval=16",
     )
     steps = [record for record in records(folder) if record["kind"] == "step"]
-    given = [step["extra"]["given_fraction"] for step in steps]
+    metrics = [step["metrics"] for step in steps]
+    given = [step["extra/given_fraction"] for step in metrics]
     assert given[:2] == [1.0, 1.0]
     assert given[-1] == 0.0, "the answers of the last batch are rollouts"
-    assert steps[-1]["reward_mean"] < 1.0, "and not all of them are right"
-    assert all(step["grad_norm"] > 0 for step in steps)
+    assert metrics[-1]["train/reward_mean"] < 1.0, "and not all of them are right"
+    assert all(step["train/grad_norm"] > 0 for step in metrics)
     assert sum(record["kind"] == "publish" for record in records(folder)) == len(steps) + 1
 
 
@@ -122,6 +123,6 @@ def test_a_base_in_bfloat16_needs_no_other_key(tmp_path: Path, overlays: tuple[s
     print(f"mean |logp trainer - logp server| by version: {differences}")
     assert len(publishes) == 4
     assert all(1e-3 < difference < 0.15 for difference in differences), "rounding of bfloat16, and no more"
-    steps = [record for record in records(folder) if record["kind"] == "step"]
-    assert all(step["audited_tokens"] and step["audit_gap"] < 0.2 for step in steps[:-1])
-    assert all(step["grad_norm"] > 0 for step in steps)
+    steps = [record["metrics"] for record in records(folder) if record["kind"] == "step"]
+    assert all(step["train/audited_tokens"] and step["train/audit_gap"] < 0.2 for step in steps[:-1])
+    assert all(step["train/grad_norm"] > 0 for step in steps)

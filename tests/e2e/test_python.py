@@ -1,8 +1,7 @@
-"""The script of docs/en/python.md and the notebook, as they stand: real Megatron, real vLLM."""
+"""The script of docs/en/your_own_task.md and the notebook, as they stand: real Megatron, real vLLM."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.library.runs import load_run
+from tests.support.docs import blocks
 from tests.support.paths import ROOT, SUPPORT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_the_twenty_lines_train_with_their_own_reward_and_the_notebook_goes_on(tmp_path: Path) -> None:
     away = tmp_path / "a folder"
     away.mkdir()
-    [script, *_] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "en" / "python.md").read_text(), re.DOTALL)
+    page = ROOT / "docs" / "en" / "your_own_task.md"
+    [script] = [block.text for block in blocks(page, "From Python") if block.language == "python"]
     assert len([line for line in script.splitlines() if line]) <= 20
     (away / "script.py").write_text(script)
     done = python(away, "script.py")

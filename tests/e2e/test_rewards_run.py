@@ -30,8 +30,6 @@ adapters:
         model: stub
         key_env: TEST_JUDGE_KEY
         prompt: "Answer: {{completion}}. Grade from 0 to 10."
-        scale: [0, 10]
-        price_prompt: 2.0
 """
 
 
@@ -60,15 +58,14 @@ def test_two_rewards_one_of_them_a_judge(tmp_path: Path) -> None:
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "judged"
-    steps = [record for record in records(folder) if record["kind"] == "step"]
+    steps = [record["metrics"] for record in records(folder) if record["kind"] == "step"]
     assert len(steps) == 2
     for step in steps:
-        parts = step["reward_components"]
-        assert parts["style"] == pytest.approx(0.7)
-        assert step["reward_mean"] == pytest.approx(parts["numeric_match"] + 0.5 * 0.7)
-    costs = [step["reward_costs"] for step in steps]
-    assert sum(c["style/prompt_tokens"] for c in costs) == 50 * sum(
-        c["style/calls"] - c.get("style/retries", 0) for c in costs
+        assert step["reward/style"] == pytest.approx(0.7)
+        assert step["train/reward_mean"] == pytest.approx(step["reward/numeric_match"] + 0.5 * 0.7)
+    cost = "reward_cost/style"
+    assert sum(step[f"{cost}/prompt_tokens"] for step in steps) == 50 * sum(
+        step[f"{cost}/calls"] - step.get(f"{cost}/retries", 0) for step in steps
     )
     assert {f"Bearer {KEY}"} == set(judge.keys)
     written = [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 WAIT_S, PROGRAM_S = 400.0, 400.0
 STEPS, RATE = 8, 4e-3  # as in the program
 TEXTS = ["1 + 1 = 2", "2 + 3 = 5", "4 + 4 = 8"]
-PAGE = ROOT / "docs" / "en" / "tinker.md"
+PAGE = ROOT / "docs" / "en" / "service.md"
 TENANTS = dict(zip(VERSIONS, ("acme", "bolt"), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The configurations of docs/en/rewards.md."""
+"""The configurations of docs/en/tasks.md, section Rewards."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.check import task_problems
+from tests.support.docs import section
 from tests.support.paths import EXAMPLES, ROOT
 
 BASE = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
-TEXT = (ROOT / "docs" / "en" / "rewards.md").read_text()
+TEXT = section(ROOT / "docs" / "en" / "tasks.md", "Rewards")
 BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)]
 
 

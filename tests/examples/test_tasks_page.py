@@ -1,4 +1,4 @@
-"""The configurations of docs/en/tasks.md, with data as it describes."""
+"""The configurations of docs/en/tasks.md, section Tasks, with data as it describes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from areal_lora.config.load import load_config
-from areal_lora.config.task import ChatFormat
 from areal_lora.tasks.datasets import load_samples
+from tests.support.docs import section
 from tests.support.paths import EXAMPLES, ROOT
 
 BASE = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
@@ -28,7 +28,7 @@ def blocks(tmp_path: Path) -> list[dict[str, Any]]:
     data.mkdir()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), data / "train.parquet")
     (data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    text = (ROOT / "docs" / "en" / "tasks.md").read_text()
+    text = section(ROOT / "docs" / "en" / "tasks.md", "Tasks")
     return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
 
 
@@ -56,7 +56,7 @@ def test_the_template(blocks: list[dict[str, Any]], tmp_path: Path) -> None:
 
 def test_the_chat(blocks: list[dict[str, Any]], tmp_path: Path) -> None:
     task = task_of(blocks, tmp_path, 2)
-    assert isinstance(task.format, ChatFormat)
+    assert task.format.is_chat
     assert (task.format.prefill, task.format.chat_template_kwargs) == ("<answer>", {"enable_thinking": False})
     [first, *_] = load_samples(task, "train")
     assert first.messages == (

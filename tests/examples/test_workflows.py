@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,11 @@ from areal_lora.config.rules.guardrails import check
 from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.gateway import AgentGateway
 from areal_lora.rollout.loading import build_workflow
-from areal_lora.rollout.testing import FakeServer
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import Sample
+from tests.support.docs import blocks
 from tests.support.paths import ROOT
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.texts import EOS, SAMPLING, V1, Graded, served
 
 ALL_EXAMPLES = ROOT / "examples"
@@ -48,10 +48,10 @@ def play(workflow: WorkflowConfig, answers: list[str]) -> Episode:
 
 
 def test_the_documentations_code_runs(tmp_path: Path) -> None:
-    text = (ALL_EXAMPLES.parent / "docs" / "en" / "workflows.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 3
-    for i, block in enumerate(blocks):
+    page = ALL_EXAMPLES.parent / "docs" / "en" / "tasks.md"
+    shown = [block.text for block in blocks(page, "Workflows") if block.language == "python"]
+    assert len(shown) == 3
+    for i, block in enumerate(shown):
         (tmp_path / f"block{i}.py").write_text(block)
     chosen: list[WorkflowConfig] = [
         MultiTurnWorkflowConfig(environment=f"{tmp_path}/block0.py:SecondTry", arguments={"second_reward": 0.25}),

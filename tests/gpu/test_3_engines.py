@@ -63,7 +63,7 @@ def test_a_whole_run_on_one_card(record: Any, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     publishes = [line for line in lines if line["kind"] == "publish"]
-    rewards = [step["reward_mean"] for step in steps]
+    rewards = [step["metrics"]["train/reward_mean"] for step in steps]
     figures = {
         "exit_code": done.returncode,
         "steps": len(steps),

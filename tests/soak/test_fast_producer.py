@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_lora.rollout.testing import FakeServer
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.helpers import NAME
 from tests.support.rollout.running import Running
 from tests.support.sizes import size

@@ -31,8 +31,25 @@ class Command:
     output: str
 
 
-def blocks(page: Path) -> Iterator[Block]:
-    text = page.read_text(encoding="utf-8")
+def section(page: Path, title: str) -> str:
+    """The text below the heading ``title``, up to the next heading that is not below it."""
+    level, kept, fenced = 0, [], False
+    for line in page.read_text(encoding="utf-8").splitlines(keepends=True):
+        fenced ^= line.startswith("```")
+        marks = 0 if fenced else len(line) - len(line.lstrip("#"))
+        if level and 0 < marks <= level:
+            break
+        if level:
+            kept.append(line)
+        elif marks and line.strip("# \n") == title:
+            level = marks
+    assert kept, f"{page.name} has no section {title!r}"
+    return "".join(kept)
+
+
+def blocks(page: Path, title: str | None = None) -> Iterator[Block]:
+    """Of the page, or of one of its sections, whose first line then counts as line 1."""
+    text = page.read_text(encoding="utf-8") if title is None else section(page, title)
     for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         yield Block(page=page, line=text.count("\n", 0, found.start()) + 1, language=found[1], text=found[2])
 

@@ -17,17 +17,17 @@ from areal_lora.errors import ExitCode
 from areal_lora.launcher import run as running
 from areal_lora.launcher.ended import RunEnd
 from areal_lora.library import training
-from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.run_folder.paths import RunFolder
+from tests.support.obs.records import step_record
 
 
 def finished_here(run_folder: RunFolder) -> RunEnd:
     """A run of two steps, without its processes."""
     with MetricsWriter(run_folder) as metrics:
         for step, reward in enumerate((0.25, 0.5)):
-            metrics.write(StepRecord(step=step, version=step, time_s=step, adapter="gsm8k", reward_mean=reward))
+            metrics.write(step_record(step=step, version=step, time_s=step, adapter="gsm8k", reward_mean=reward))
     run_folder.adapter_checkpoints("gsm8k").joinpath("v000002").mkdir(parents=True)
     write_summary(run_folder, wall_s=1.0, adapters={"gsm8k": "adapter"}, report_path="report")
     return RunEnd(code=ExitCode.DONE)

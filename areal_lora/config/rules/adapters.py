@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.rules.findings import Finding, Severity, shape_of
-from areal_lora.config.slots import served_targets
+from areal_lora.config.sizing.slots import served_targets
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 from areal_lora.families.family import Scope, covers
@@ -126,7 +126,7 @@ def rates_suit_lora(config: Config, facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 path=f"adapters.{i}.optimizer.lr",
                 reason=f"{optimizer.lr:g} is low for LoRA whose product is scaled by {scale:g}: little may be learned",
-                fix="use 1e-5 to 5e-5, or a higher alpha (docs/en/lora.md)",
+                fix="use 1e-5 to 5e-5, or a higher alpha (docs/en/models.md)",
                 severity=Severity.WARNING,
             )
 

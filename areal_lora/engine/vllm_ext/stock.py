@@ -57,7 +57,8 @@ def stock_arguments(config: Config, lora: str, port: int) -> list[str]:
     words = ["--host", "127.0.0.1", "--port", str(port), "--model", config.model.folder, "--dtype", config.model.dtype]
     words += ["--max-model-len", str(rollout.max_model_len), "--tensor-parallel-size", str(rollout.tp)]
     words += ["--enable-lora", "--max-lora-rank", str(rollout.max_lora_rank), "--lora-modules", lora]
-    words += ["--disable-uvicorn-access-log"]
+    # As on a run's own servers; otherwise it is the folder, and vLLM's errors cut paths out of what they quote.
+    words += ["--served-model-name", "base", "--disable-uvicorn-access-log"]
     on_cpu = config.cluster.device == "cpu"
     if not on_cpu:
         words += ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from areal_lora.config.pools import Pool
+from areal_lora.config.sizing.pools import Pool
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.launcher.slurm import commands
 

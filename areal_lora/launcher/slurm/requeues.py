@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 
 
@@ -46,7 +47,7 @@ def too_many(without: int, most: int) -> str:
     times = f"{without} times" if without > 1 else "once"
     return (
         f"the job would be requeued {times} in a row without a new checkpoint "
-        f"(cluster.slurm.max_requeues is {most}; fix: see the reasons above, or raise the time limit)"
+        f"(run.max_restarts is {most}; fix: see the reasons above, or raise the time limit)"
     )
 
 
@@ -59,7 +60,4 @@ def read_lifetime(run_folder: RunFolder) -> Lifetime | None:
 
 
 def write_lifetime(run_folder: RunFolder, lifetime: Lifetime) -> None:
-    target = run_folder.job_requeues
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_bytes(msgspec.json.encode(lifetime) + b"\n")
-    temporary.replace(target)
+    write_file(run_folder.job_requeues, msgspec.json.encode(lifetime) + b"\n")

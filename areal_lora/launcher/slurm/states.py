@@ -1,6 +1,7 @@
-"""What Slurm reports about a job: what has happened, and what to do about it. Pure tables.
+"""The phase of a Slurm job, and what to do where the user can do something. Pure.
 
-``explain`` takes a ``JobRecord``, which ``queue.look`` gets from Slurm. docs/en/cluster.md shows the tables.
+``explain`` takes a ``JobRecord``, which ``queue.look`` gets from Slurm. Slurm's documentation explains its words; the
+tables add what follows for a run.
 """
 
 from __future__ import annotations
@@ -59,169 +60,96 @@ class Explanation:
 RESUME = "areal-lora resume RUN"
 LOGS = "areal-lora logs RUN"
 
-_OVER, _ENDING, _RUNNING, _WAITING = Phase.OVER, Phase.ENDING, Phase.RUNNING, Phase.WAITING
-STATES: dict[str, Explanation] = {
-    "COMPLETED": Explanation(phase=_OVER, what="the job ended well"),
-    "CANCELLED": Explanation(phase=_OVER, what="the job was cancelled", do=RESUME),
-    "TIMEOUT": Explanation(
-        phase=_OVER,
-        what="the time limit ended the job before it could requeue itself",
-        do=f"{RESUME}; give more time with cluster.slurm.time_limit",
+PHASES: dict[str, Phase] = {
+    state: phase
+    for phase, states in {
+        Phase.OVER: "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED OUT_OF_MEMORY BOOT_FAIL DEADLINE REVOKED",
+        Phase.ENDING: "COMPLETING STAGE_OUT",
+        Phase.RUNNING: "RUNNING CONFIGURING RESIZING SIGNALING STOPPED SUSPENDED",
+        Phase.WAITING: "PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT",
+    }.items()
+    for state in states.split()
+}
+"""By Slurm's state; any other is ``UNKNOWN``."""
+
+STATES: dict[str, tuple[str, str]] = {
+    "COMPLETED": ("the job ended well", ""),
+    "CANCELLED": ("the job was cancelled", RESUME),
+    "TIMEOUT": (
+        "the time limit ended the job before it could requeue itself",
+        f"{RESUME}; give more time with cluster.slurm.time_limit",
     ),
-    "NODE_FAIL": Explanation(
-        phase=_OVER, what="a node of the job failed", do=f"{RESUME}; cluster.slurm.exclude keeps off a bad node"
+    "NODE_FAIL": ("a node of the job failed", f"{RESUME}; --exclude (cluster.slurm.extra) keeps off a bad node"),
+    "PREEMPTED": (
+        "a job of higher priority took the nodes, and Slurm did not requeue this one (PreemptMode=CANCEL)",
+        f"{RESUME}; a QOS or partition with PreemptMode=REQUEUE resumes by itself",
     ),
-    "PREEMPTED": Explanation(
-        phase=_OVER,
-        what="a job of higher priority took the nodes, and Slurm did not requeue this one (PreemptMode=CANCEL)",
-        do=f"{RESUME}; a QOS or partition with PreemptMode=REQUEUE resumes by itself",
+    "OUT_OF_MEMORY": (
+        "a process exceeded the memory of the job on its node",
+        f"raise cluster.slurm.mem, or lower rollout.kv_cache_gib or max_tokens_per_microbatch; then {RESUME}",
     ),
-    "OUT_OF_MEMORY": Explanation(
-        phase=_OVER,
-        what="a process exceeded the memory of the job on its node",
-        do=f"raise cluster.slurm.mem, or lower rollout.kv_cache_gib or max_tokens_per_microbatch; then {RESUME}",
+    "REVOKED": ("another cluster of the federation runs the job", "squeue --federation shows where"),
+    "RUNNING": ("the job runs", ""),
+    "COMPLETING": ("the job ends: its last processes and epilogs are awaited", ""),
+    "STOPPED": ("the processes of the job are stopped (SIGSTOP) and keep their nodes", "scontrol resume JOB"),
+    "SUSPENDED": ("the job is suspended and keeps its nodes; nothing of it runs", "wait, or ask the admins"),
+    "REQUEUED": ("the job is being requeued; it resumes by itself", ""),
+    "REQUEUE_HOLD": ("the job was requeued on hold", "scontrol release JOB"),
+    "SPECIAL_EXIT": ("the job was requeued on hold with a special exit code", "scontrol release JOB"),
+}
+"""What has happened, and what to do; other states are shown in Slurm's word."""
+
+CODES: dict[int, tuple[str, str]] = {
+    ExitCode.FAILED: ("an unexpected error ended the run", f"{LOGS}; {RESUME}"),
+    ExitCode.WRONG_INPUT: ("a process refused the configuration", f"correct the key that {LOGS} names"),
+    ExitCode.CONTRADICTION: (
+        "the run's data violated a contract (parity, staleness, alignment, a broken adapter)",
+        f"{LOGS}; areal-lora doctor --run RUN",
     ),
-    "BOOT_FAIL": Explanation(
-        phase=_OVER, what="a node did not boot, the job never began", do=f"{RESUME}; report the node to the admins"
+    ExitCode.MISSING: (
+        "a program, package, device or file was missing on a node",
+        "areal-lora doctor --run RUN; check cluster.slurm.setup",
     ),
-    "DEADLINE": Explanation(
-        phase=_OVER,
-        what="the job could not end before its --deadline",
-        do=f"remove or move the deadline in cluster.slurm.extra; then {RESUME}",
+    ExitCode.COMPONENT_FAILED: (
+        "a process failed more often than its budget of restarts allows, or the budget of requeues is spent",
+        f"{LOGS}; {RESUME} begins with a full budget",
     ),
-    "REVOKED": Explanation(
-        phase=_OVER,
-        what="another cluster of the federation runs the job",
-        do="squeue --federation shows where; use the commands there",
+    ExitCode.DISK: (
+        "a checkpoint or record could not be written or read",
+        f"make room on the disk of the run folder, or restore the file that the log names; then {RESUME}",
     ),
-    "SPECIAL_EXIT": Explanation(
-        phase=_WAITING, what="the job was requeued on hold with a special exit code", do="scontrol release JOB"
+    ExitCode.TEMPORARY: ("another process or the network failed for a moment", RESUME),
+    127: (
+        "the batch script did not find a program",
+        "check cluster.slurm.setup, trainer.python and rollout.python on the nodes",
     ),
-    "RUNNING": Explanation(phase=_RUNNING, what="the job runs"),
-    "CONFIGURING": Explanation(phase=_RUNNING, what="the nodes of the job boot or are prepared"),
-    "RESIZING": Explanation(phase=_RUNNING, what="the job changes its size"),
-    "SIGNALING": Explanation(phase=_RUNNING, what="the job is being signalled"),
-    "COMPLETING": Explanation(phase=_ENDING, what="the job ends: its last processes and epilogs are awaited"),
-    "STAGE_OUT": Explanation(phase=_ENDING, what="the job ended and its burst buffer is being staged out"),
-    "STOPPED": Explanation(
-        phase=_RUNNING,
-        what="the processes of the job are stopped (SIGSTOP) and keep their nodes",
-        do="scontrol resume JOB, or scancel --signal=CONT JOB",
+    137: ("the batch script was killed, often for want of memory", f"raise cluster.slurm.mem; {RESUME}"),
+}
+"""What the exit code of a FAILED job means."""
+
+REASONS: dict[str, tuple[str, str]] = {
+    "DependencyNeverSatisfied": (
+        "the job it depends on ended in a way that never starts it",
+        "areal-lora stop RUN, then areal-lora resume RUN with another --dependency in cluster.slurm.extra",
     ),
-    "SUSPENDED": Explanation(
-        phase=_RUNNING,
-        what="an admin or gang scheduling suspended the job; nothing of it runs",
-        do="wait, or ask the admins; silences while it is suspended are no stalls",
+    "ReqNodeNotAvail": (
+        "a node that it requires is down, drained or reserved",
+        "scontrol show node names the reason; relax constraint, nodelist or exclude",
     ),
-    "REQUEUED": Explanation(phase=_WAITING, what="the job is being requeued; it resumes by itself"),
-    "REQUEUE_FED": Explanation(phase=_WAITING, what="the federation requeues the job; it resumes by itself"),
-    "REQUEUE_HOLD": Explanation(
-        phase=_WAITING, what="the job was requeued on hold", do="scontrol release JOB when the cause is mended"
+    "launch failed requeued held": ("its start failed on a node, and Slurm holds it", "scontrol release JOB"),
+    "JobHeldAdmin": ("an admin holds it", "ask the admins why"),
+    "JobH": ("it is on hold by its user, or was requeued too often", "scontrol release JOB"),
+    "QOS": (
+        "a limit of its QOS is reached",
+        "wait for other jobs of the QOS, or set another --qos (cluster.slurm.extra)",
     ),
-    "RESV_DEL_HOLD": Explanation(
-        phase=_WAITING,
-        what="the job is on hold because its reservation was deleted",
-        do="areal-lora stop RUN, then areal-lora resume RUN cluster.slurm.reservation=NAME",
+    "Assoc": ("a limit of its account or user is reached", "wait for other jobs of the account"),
+    "Partition": (
+        "its partition does not run it",
+        "wait, or resume with fewer nodes, a shorter cluster.slurm.time_limit or another partition",
     ),
 }
-"""By Slurm's state, without the details of FAILED (``CODES``) and PENDING (``REASONS``)."""
-
-CODES: dict[int, Explanation] = {
-    ExitCode.FAILED: Explanation(phase=_OVER, what="an unexpected error ended the run", do=f"{LOGS}; {RESUME}"),
-    ExitCode.WRONG_INPUT: Explanation(
-        phase=_OVER, what="a process refused the configuration", do=f"correct the key that {LOGS} names"
-    ),
-    ExitCode.CONTRADICTION: Explanation(
-        phase=_OVER,
-        what="the run's data violated a contract (parity, staleness, alignment, a broken adapter)",
-        do=f"{LOGS}; areal-lora doctor --run RUN",
-    ),
-    ExitCode.MISSING: Explanation(
-        phase=_OVER, what="a program, package, device or file was missing on a node", do="areal-lora doctor --run RUN"
-    ),
-    ExitCode.COMPONENT_FAILED: Explanation(
-        phase=_OVER,
-        what="a process failed more often than its budget of restarts allows, or the budget of requeues is spent",
-        do=f"{LOGS}; {RESUME} begins with a full budget",
-    ),
-    ExitCode.DISK: Explanation(
-        phase=_OVER,
-        what="a checkpoint or record could not be written or read",
-        do=f"make room on the disk of the run folder, or restore the file that the log names; then {RESUME}",
-    ),
-    ExitCode.TEMPORARY: Explanation(phase=_OVER, what="another process or the network failed for a moment", do=RESUME),
-    126: Explanation(
-        phase=_OVER, what="the batch script could not run a program", do="check modes and mounts of the interpreter"
-    ),
-    127: Explanation(
-        phase=_OVER,
-        what="the batch script did not find a program",
-        do="check cluster.slurm.setup, trainer.python and rollout.python on the nodes",
-    ),
-    130: Explanation(phase=_OVER, what="the job was interrupted", do=RESUME),
-    137: Explanation(
-        phase=_OVER,
-        what="the batch script was killed, often for want of memory",
-        do=f"raise cluster.slurm.mem; {RESUME}",
-    ),
-    143: Explanation(phase=_OVER, what="the batch script was ended by SIGTERM", do=RESUME),
-}
-"""What the exit code of a FAILED job means: ``errors.ExitCode`` and the shell's own."""
-
-REASONS: tuple[tuple[str, Explanation], ...] = tuple(
-    (prefix, Explanation(phase=_WAITING, what=f"the job waits: {what}", do=do))
-    for prefix, what, do in (
-        ("Resources", "the nodes it needs are in use", ""),
-        ("Priority", "jobs of higher priority are before it", ""),
-        ("BeginTime", "its begin time has not come; a requeued job waits about two minutes", ""),
-        (
-            "DependencyNeverSatisfied",
-            "the job it depends on ended in a way that never starts it",
-            "areal-lora stop RUN, then areal-lora resume RUN with another cluster.slurm.dependency",
-        ),
-        ("Dependency", "another job has to end first (cluster.slurm.dependency)", ""),
-        (
-            "ReqNodeNotAvail",
-            "a node that it requires is down, drained or reserved",
-            "scontrol show node names the reason; relax constraint, nodelist or exclude",
-        ),
-        ("launch failed requeued held", "its start failed on a node, and Slurm holds it", "scontrol release JOB"),
-        ("JobHeldUser", "it is on hold by its user", "scontrol release JOB"),
-        ("JobHeldAdmin", "an admin holds it", "ask the admins why"),
-        ("JobHoldMaxRequeue", "Slurm requeued it as often as MaxBatchRequeue allows", "scontrol release JOB"),
-        ("QOS", "a limit of its QOS is reached", "wait for other jobs of the QOS, or set another cluster.slurm.qos"),
-        ("MaxCpuPerAccount", "a limit of its account is reached", "wait for other jobs of the account"),
-        ("Assoc", "a limit of its account or user is reached", "wait for other jobs of the account"),
-        ("InvalidAccount", "its account is not valid (any more)", "resume with another cluster.slurm.account"),
-        ("InvalidQOS", "its QOS is not valid (any more)", "resume with another cluster.slurm.qos"),
-        (
-            "PartitionTimeLimit",
-            "its time limit is above that of the partition",
-            "resume with a shorter cluster.slurm.time_limit or another partition",
-        ),
-        (
-            "PartitionNodeLimit",
-            "it needs more nodes than the partition allows or has",
-            "resume with fewer cluster.nodes or another partition",
-        ),
-        ("PartitionDown", "its partition is down", "wait, or resume with another cluster.slurm.partition"),
-        ("PartitionInactive", "its partition is inactive", "wait, or resume with another cluster.slurm.partition"),
-        ("NodeDown", "a node that it requires is down", "wait, or relax constraint and nodelist"),
-        ("BadConstraints", "no node satisfies its constraints", "resume with another cluster.slurm.constraint"),
-        ("ReservationDeleted", "its reservation was deleted", "resume with another cluster.slurm.reservation"),
-        ("Reservation", "its reservation has not begun", ""),
-        ("Licenses", "a license that it asks for is in use", ""),
-        ("MaxMemPerLimit", "it asks for more memory than a job may have", "resume with a smaller cluster.slurm.mem"),
-        ("Cleaning", "its previous session is being cleaned up", ""),
-        ("JobLaunchFailure", "its start failed on a node", "look at slurmd's log on that node; scontrol release JOB"),
-        ("NonZeroExitCode", "it ended with an error and was requeued on hold", "scontrol release JOB"),
-        ("SystemFailure", "Slurm, the file system or the network failed", "wait, or ask the admins"),
-        ("FedJobLock", "the federation decides which cluster runs it", ""),
-        ("None", "the scheduler has not looked at it yet", ""),
-        ("", "the scheduler has not looked at it yet", ""),
-    )
-)
-"""Why a PENDING job waits, by the beginning of Slurm's reason; the first that fits counts."""
+"""Why a PENDING job waits, by the prefix of Slurm's reason (the first that fits). Others are shown as they are."""
 
 
 def explain(job: JobRecord) -> Explanation:
@@ -235,42 +163,41 @@ def is_active(job: JobRecord) -> bool:
 
 
 def _explained(job: JobRecord) -> Explanation:
+    phase = PHASES.get(job.state, Phase.UNKNOWN)
     if not job.state:
-        return Explanation(
-            phase=Phase.UNKNOWN,
-            what=f"Slurm does not know job {job.id}: {job.why}" if job.why else f"Slurm does not know job {job.id}",
-            do="the last lines of logs/job-JOB.log state how it ended",
-        )
-    if job.state == "PENDING":
-        return _waiting(job)
-    if job.state == "FAILED":
-        return _failed(job)
-    if job.state == "CANCELLED" and job.by:
-        return Explanation(phase=_OVER, what=f"the job was cancelled by the user with id {job.by}", do=RESUME)
-    if job.state not in STATES:
-        what = f"Slurm reports the state {job.state}, which is not known here"
-        return Explanation(phase=Phase.UNKNOWN, what=what, do="scontrol show job JOB")
-    return STATES[job.state]
+        what = f"Slurm does not know job {job.id}: {job.why}" if job.why else f"Slurm does not know job {job.id}"
+        do = "the last lines of logs/job-JOB.log state how it ended"
+    elif phase is Phase.UNKNOWN:
+        what, do = f"Slurm reports the state {job.state}, which is not known here", "scontrol show job JOB"
+    elif job.state == "PENDING":
+        what, do = _waiting(job)
+    elif job.state == "FAILED":
+        what, do = _failed(job)
+    elif job.state == "CANCELLED" and job.by:
+        what, do = f"the job was cancelled by the user with id {job.by}", RESUME
+    else:
+        over = RESUME if phase is Phase.OVER else ""
+        what, do = STATES.get(job.state, (f"Slurm reports the state {job.state}", over))
+    return Explanation(phase=phase, what=what, do=do)
 
 
-def _waiting(job: JobRecord) -> Explanation:
+def _waiting(job: JobRecord) -> tuple[str, str]:
     reason = job.reason.replace("_", " ")
-    text = next((text for prefix, text in REASONS if prefix and reason.lower().startswith(prefix.lower())), None)
-    if text is None:
-        unknown = reason not in ("", "(null)")
-        text = REASONS[-1][1] if not unknown else Explanation(phase=_WAITING, what=f"the job waits: {reason}")
+    shown = "the scheduler has not looked at it yet" if reason in ("", "None", "(null)") else reason
+    found = (row for prefix, row in REASONS.items() if reason.lower().startswith(prefix.lower()))
+    what, do = next(found, (shown, ""))
     again = f"; it ran before and resumes by itself (start {job.restarts + 1})" if job.restarts else ""
-    soon = f"; expected to begin at {job.start}" if job.start not in ("", "Unknown") else ""
-    return Explanation(phase=text.phase, what=text.what + again + soon, do=text.do)
+    soon = f"; expected to start at {job.start}" if job.start not in ("", "Unknown") else ""
+    return f"the job waits: {what}{again}{soon}", do
 
 
-def _failed(job: JobRecord) -> Explanation:
+def _failed(job: JobRecord) -> tuple[str, str]:
     if job.number:
-        return Explanation(phase=_OVER, what=f"signal {job.number} ended the batch script", do=f"{LOGS}; {RESUME}")
-    known = CODES.get(job.code)
-    if known is None:
-        return Explanation(phase=_OVER, what=f"the job failed with exit code {job.code}", do=f"{LOGS}; {RESUME}")
-    return Explanation(phase=known.phase, what=f"{known.what} (exit code {job.code})", do=known.do)
+        return f"signal {job.number} ended the batch script", f"{LOGS}; {RESUME}"
+    if job.code not in CODES:
+        return f"the job failed with exit code {job.code}", f"{LOGS}; {RESUME}"
+    what, do = CODES[job.code]
+    return f"{what} (exit code {job.code})", do
 
 
 def _named(explanation: Explanation, job: str) -> Explanation:

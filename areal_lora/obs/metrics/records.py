@@ -12,11 +12,20 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from areal_lora.config.evals import DEFAULT_SET
+from areal_lora.config.sections.task import DEFAULT_SET
 from areal_lora.types import AdapterPhase
 
 SEQUENCE = ("wire", "verify", "write", "commit_wait")
 """Sequential phases of a publish on the slowest server; ``wire`` includes waiting for the trainer to pack."""
+
+PHASES = {
+    "wait": ("wait_batch",),
+    "annotate": ("annotate",),
+    "train": ("train",),
+    "checkpoint": ("checkpoint_join", "checkpoint_copy"),
+    "publish": ("publish_join", "publish_pack"),
+}
+"""Phases of a step, and the spans that are part of each."""
 
 
 def mean_lag(staleness: Mapping[int, int]) -> float | None:
@@ -34,98 +43,60 @@ def faults_text(retried: Mapping[str, int], dropped: Mapping[str, int], last: Ma
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
-    """One optimizer step of one adapter. Fractions are in [0, 1], log-probabilities in nats.
+    """One optimizer step of one adapter.
 
-    ``version`` is the version the step started from.
-    ``by_client`` marks the step of a client. There ``version`` is the number of an operation, ``step`` counts the
-    optimizer's steps, which a state that is loaded sets, ``loss`` is the mean over the ``n_targets`` tokens whose
-    weight is not 0, and whatever belongs to rollouts is not known. ``taken`` is false for one whose gradient was not
-    finite; it does not count.
-    ``reward_components`` are the means of the reward's named parts. ``reward_costs`` is what a judge has cost since
-    the previous step: ``judge/calls``, ``judge/prompt_tokens``, ``judge/cached_share`` and so on.
+    ``version`` is the version the step started from, ``time_s`` the wall time since the start of the run.
+    ``step_s`` starts with the previous version and includes its checkpoint copy, publish join and pack; ``spans`` are
+    the seconds of its phases by name.
     ``staleness`` counts trained tokens by ``version - token version``.
-    ``groups_ahead`` is the number of groups that pacing allows before the version that would make them fresher.
-    ``batch_spare_s`` is how long the batch was whole before it was asked for (negative: the trainer waited);
-    with ``pacing_margin_s`` or less its groups count as late.
-    ``behaviour_mean_abs`` is mean |prox - rollout| logprob over sampled tokens; ``mismatch_fresh`` is the same over
-    tokens of the trained version, where only numerics differ; ``mismatch_stale`` is the same over older tokens.
-    ``value_loss`` is half the squared error of a critic's values per trained token; ``explained_variance`` is the share
-    of the returns' variance that its values before the step explain (at most 1).
-    ``time_s`` is the wall time since the start of the run. ``step_s`` starts with the previous version and includes
-    its checkpoint copy, publish join and pack.
-    ``groups_equal`` is the share of groups whose rewards are all equal, ``groups_all_right`` and ``groups_all_wrong``
-    those whose answers are, where that is known. ``sampled_nll`` is the mean negative log-probability of the sampled
-    tokens under the versions that sampled them: an estimate of the policy's entropy.
-    ``faults`` has the last fault of each kind since the controller started.
-    ``dropped`` (by reason), ``retried`` (by kind of fault), ``reissued`` and ``late`` (answers that arrived after
-    their group was reissued) count groups since the start of the run.
-    ``servers_idle`` is the fraction of the time since the previous step without a group in flight.
-    ``audited_tokens`` counts tokens of this or the previous batch that a server scored again under their own
-    versions; ``audit_gap`` is the mean difference; ``unaudited_steps`` counts consecutive batches without an audit.
+    ``dropped`` (by reason) and ``retried`` (by kind of fault) count groups since the start of the run; ``faults`` has
+    the last fault of each kind since the controller started.
+    ``by_client`` marks the step of a client. There ``version`` is the number of an operation, ``step`` counts the
+    optimizer's steps, which a state that is loaded sets, ``n_targets`` are the tokens whose weight is not 0, and
+    whatever belongs to rollouts is not known. ``taken`` is false for a step whose gradient was not finite; it does not
+    count.
+    ``metrics`` are the measured figures by tag, such as ``train/loss``: `trainer.step_metrics` defines them, and
+    TensorBoard and trackers show them under these tags. None: not finite.
     """
 
     step: int
     version: int
     time_s: float
     adapter: str = ""
-    reward_mean: float | None = None
-    reward_std: float | None = None
-    reward_components: dict[str, float] = {}
-    reward_costs: dict[str, float] = {}
-    loss: float | None = None
-    grad_norm: float | None = None
-    lr: float | None = None
-    clip_fraction: float | None = None
-    behaviour_mean_abs: float | None = None
-    mismatch_fresh: float | None = None
-    mismatch_stale: float | None = None
-    kl: float | None = None
-    entropy: float | None = None
-    value_loss: float | None = None
-    explained_variance: float | None = None
-    n_tokens: int = 0
-    n_sequences: int = 0
-    n_targets: int = 0
-    mean_answer_tokens: float | None = None
-    staleness: dict[int, int] = {}
     step_s: float = 0.0
-    wait_batch_s: float = 0.0
-    annotate_s: float = 0.0
-    train_s: float = 0.0
-    checkpoint_join_s: float = 0.0
-    checkpoint_copy_s: float = 0.0
-    publish_join_s: float = 0.0
-    publish_pack_s: float = 0.0
-    rollout_tokens_per_s: float | None = None
-    groups_ready: int = 0
-    groups_running: int = 0
-    groups_leased: int = 0
-    groups_issued: int = 0
-    groups_equal: float | None = None
-    groups_all_right: float | None = None
-    groups_all_wrong: float | None = None
-    sampled_nll: float | None = None
-    groups_consumed: int = 0
-    groups_ahead: int = 0
-    pacing_margin_s: float = 0.0
-    batch_spare_s: float | None = None
+    spans: dict[str, float] = {}
+    staleness: dict[int, int] = {}
     dropped: dict[str, int] = {}
     retried: dict[str, int] = {}
     faults: dict[str, str] = {}
-    reissued: int = 0
-    late: int = 0
-    servers_idle: float | None = None
-    audited_tokens: int = 0
-    audit_gap: float | None = None
-    unaudited_steps: int = 0
     by_client: bool = False
     taken: bool = True
-    extra: dict[str, float | None] = {}
+    n_targets: int = 0
+    metrics: dict[str, float | None] = {}
+
+    def named(self, prefix: str) -> dict[str, float]:
+        """The metrics whose tags start with ``prefix``, by the rest of the tag."""
+        found = self.metrics.items()
+        return {tag.removeprefix(prefix): x for tag, x in found if x is not None and tag.startswith(prefix)}
+
+    def phases_s(self) -> dict[str, float]:
+        """Phases that add up to ``step_s``; ``other`` is the time outside every phase."""
+        parts = {name: sum(self.spans.get(span, 0.0) for span in spans) for name, spans in PHASES.items()}
+        return {**parts, "other": max(0.0, self.step_s - sum(parts.values()))}
+
+    @property
+    def reward_mean(self) -> float | None:
+        return self.metrics.get("train/reward_mean")
+
+    @property
+    def reward_components(self) -> dict[str, float]:
+        """Means of the reward's named parts."""
+        return self.named("reward/")
 
     @property
     def flat(self) -> bool:
         """Whether the rewards of every group were equal, and nothing else moved the adapter."""
-        return self.groups_equal == 1.0 and self.grad_norm == 0.0
+        return self.metrics.get("train/groups_equal") == 1.0 and self.metrics.get("train/grad_norm") == 0.0
 
     @property
     def faults_text(self) -> str:
@@ -146,7 +117,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
         """Fraction of the step spent waiting for rollouts, disk or servers; no one waits for those of a client."""
         if self.by_client:
             return None
-        waited_s = self.wait_batch_s + self.checkpoint_join_s + self.publish_join_s
+        waited_s = sum(self.spans.get(name, 0.0) for name in ("wait_batch", "checkpoint_join", "publish_join"))
         return min(1.0, waited_s / self.step_s) if self.step_s else None
 
 
@@ -157,7 +128,7 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     ``phases_ms`` may overlap; ``SEQUENCE`` names the sequential phases.
     ``probe_*_abs`` is |logp trainer - logp server| over the probe tokens; None: not probed.
     ``servers`` counts the servers of the version; ``lost`` maps each server excluded by this publish to the reason.
-    ``merge_*`` say what the cast to the serving dtype left of an adapter merged into the weights (`CastSums`); None if
+    ``merge_*`` state what the cast to the serving dtype left of a merged adapter (`CastSums`); None if
     it was not merged.
     """
 
@@ -211,7 +182,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     ``bootstrap``. ``pass_at`` is pass@k by k, ``majority`` majority@n_samples; both are of several answers only.
     ``answer_tokens`` is the mean number of sampled tokens, ``truncated`` the share of answers ended by their length;
     None in files of earlier versions.
-    ``measured_with`` is another adapter whose version 0, equal to the base as this one's, was asked for both;
+    ``measured_with`` is another adapter whose version 0, equal to the base as this one's, was evaluated for both;
     ``wall_s`` is 0 then.
     """
 
@@ -302,7 +273,7 @@ class MembersRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 class AdapterStateRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="state"):
     """An adapter is in ``state`` from now on, ``time_s`` seconds after the start of the run, at its ``version``.
 
-    ``reason`` says why; it is empty where the state says it all. A resume of the adapter ends the state. ``steps`` are
+    ``reason`` is empty where the state explains itself. A resume of the adapter ends the state. ``steps`` are
     the training steps of an adapter that joined; None if the configuration states them, or a client decides.
     """
 

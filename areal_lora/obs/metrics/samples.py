@@ -8,7 +8,6 @@ A file has at most ``FILE_BYTES``, all files together at most ``TOTAL_BYTES`` (6
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_lora.run_folder.atomic import replacing, sync_folder
 from areal_lora.run_folder.jsonl import JsonlSink, refused, whole_lines
 from areal_lora.run_folder.paths import RunFolder
 
@@ -98,13 +98,8 @@ class SampleFiles:
         return self._sink
 
     def _rewrite(self, path: Path, adapter: str, step: int) -> None:
-        scratch = path.with_name(f".{path.name}.tmp")
-        with scratch.open("wb") as file:
+        with replacing(path, durable=True) as file:
             file.writelines(line for line in whole_lines(path) if _stays(line, adapter, step))
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-        _sync_folder(self._folder)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -119,7 +114,7 @@ class SampleFiles:
         self.close()
         self._path = self._folder / f"{_number(self._path) + 1:06d}.jsonl"
         sink = self._open()
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         for path in sample_files(self._run_folder)[1:-NEWEST_FILES]:
             path.unlink()
         return sink
@@ -146,11 +141,3 @@ def _stays(line: bytes, adapter: str, step: int) -> bool:
 
 def _number(path: Path) -> int:
     return int(path.stem)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
 from areal_lora.obs.metrics.records import (
     AdapterStateRecord,
     CheckpointRecord,
@@ -23,7 +21,7 @@ PHASES = tuple(AdapterPhase)
 
 
 def tag_prefix(record: Record) -> str:
-    """``NAME/`` for a record of an adapter, which begins its tags."""
+    """``NAME/`` for a record of an adapter, which its tags start with."""
     return f"{record.adapter}/" if record.adapter else ""
 
 
@@ -40,19 +38,14 @@ def scalars(record: Record) -> dict[str, float]:
 def _values(record: Record) -> dict[str, float | None]:
     match record:
         case StepRecord():
-            values: dict[str, float | None] = {}
-            for name, value in msgspec.structs.asdict(record).items():
-                if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
-                    is_time = name.endswith("_s") and not name.endswith("_per_s")
-                    values[f"{'time' if is_time else 'train'}/{name}"] = value
+            values = {f"time/{name}_s": seconds for name, seconds in record.spans.items()} | record.metrics
+            values |= {"time/time_s": record.time_s, "time/step_s": record.step_s, "train/version": record.version}
             values["train/max_staleness"] = max(record.staleness, default=None)
             values["train/mean_lag"] = record.mean_lag
             values["train/trainer_idle"] = record.trainer_idle
-            values |= {f"reward/{part}": mean for part, mean in record.reward_components.items()}
-            values |= {f"reward_cost/{name}": value for name, value in record.reward_costs.items()}
+            values |= {"train/n_targets": record.n_targets} if record.by_client else {}
             values |= {f"dropped/{reason}": n for reason, n in record.dropped.items()}
-            values |= {f"retried/{kind}": n for kind, n in record.retried.items()}
-            return values | {f"extra/{name}": value for name, value in record.extra.items()}
+            return values | {f"retried/{kind}": n for kind, n in record.retried.items()}
         case PublishRecord():
             totals = {"publish/total_ms": record.total_ms, "publish/probe_mean_abs": record.probe_mean_abs}
             totals["publish/probe_max_abs"] = record.probe_max_abs

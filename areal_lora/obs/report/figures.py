@@ -111,8 +111,8 @@ class Figures:
             self.last_step = record
         self.last_by_adapter[record.adapter] = record
         self.staleness.update(record.staleness)
-        if record.rollout_tokens_per_s is not None:
-            self.speeds.append(record.rollout_tokens_per_s)
+        if (rate := record.metrics.get("train/rollout_tokens_per_s")) is not None:
+            self.speeds.append(rate)
 
     def _add_publish(self, record: PublishRecord) -> None:
         self.publishes += 1

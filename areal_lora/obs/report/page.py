@@ -7,9 +7,8 @@ from html import escape
 from pathlib import Path
 
 from areal_lora.config.adapter_run import adapter_runs
-from areal_lora.config.joined import with_joined
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import config_digest, read_config
+from areal_lora.config.recorded import config_digest, read_config, with_joined
 from areal_lora.obs.console import duration, number
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.report import svg
@@ -17,6 +16,7 @@ from areal_lora.obs.report.adapters import RunPlots, overview, sections
 from areal_lora.obs.report.figures import Figures, RunFigures
 from areal_lora.obs.report.parts import charts, figures_of, samples, table
 from areal_lora.obs.report.plots import Plots
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.events import (
     AbandonEvent,
     EndEvent,
@@ -60,14 +60,8 @@ def write_report(run_folder: RunFolder | Path | str) -> Path:
     """Write ``report.html`` from the current run folder; the run need not be finished."""
     folder = RunFolder.of(run_folder)
     page = report_page(folder, lambda config: config.model_dump_json(indent=2))
-    target = folder.report
-    temporary = target.with_name(f".{target.name}.tmp")
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(target)
-    except OSError as error:  # that of a write names no file
-        raise OSError(error.errno, error.strerror, str(target)) from error
-    return target
+    write_file(folder.report, page)
+    return folder.report
 
 
 def report_page(folder: RunFolder, shown: Callable[[Config], str]) -> str:
@@ -170,8 +164,10 @@ def _counts(metrics: Figures) -> str:
     """Outcomes of the groups of each adapter, from the adapter's last step."""
     sizes, rows = metrics.checkpoint_bytes, []
     for name, step in metrics.last_by_adapter.items():
-        groups = [str(step.groups_issued), str(step.groups_consumed), _listed(step.dropped), _listed(step.retried)]
-        groups += [str(step.reissued), str(step.late), step.faults_text or "-"]
+        names = ("groups_issued", "groups_consumed", "reissued", "late")
+        issued, consumed, reissued, late = (f"{step.metrics.get(f'train/{n}') or 0:.0f}" for n in names)
+        groups = [issued, consumed, _listed(step.dropped), _listed(step.retried), reissued, late]
+        groups += [step.faults_text or "-"]
         rows.append(
             (
                 name or "-",

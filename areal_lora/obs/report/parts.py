@@ -54,7 +54,7 @@ def client_headlines(metrics: Figures) -> list[tuple[str, str]]:
     """The figures of an adapter that a client drives: what is known of it."""
     last = metrics.last_step
     known = [pair for pair in headlines(metrics) if not pair[0].startswith(("staleness", "rollout"))]
-    known += [("loss of the last step", number(last.loss if last else None))]
+    known += [("loss of the last step", number(last.metrics.get("train/loss") if last else None))]
     return [*known, ("trained tokens", svg.label(metrics.trained_tokens))]
 
 

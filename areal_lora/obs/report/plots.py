@@ -123,8 +123,8 @@ def _learning(plots: Plots, lines: Callable[..., Chart]) -> list[Later]:
     critic = _ByName()
     steps.each(lambda x, s: critic.add(x, _of_critic(s)))
     costs, tokens_asked = _ByName(), _ByName()
-    steps.each(lambda x, s: costs.add(x, {k: v for k, v in s.reward_costs.items() if k.endswith(CALLS)}))
-    steps.each(lambda x, s: tokens_asked.add(x, {k: v for k, v in s.reward_costs.items() if k.endswith("_tokens")}))
+    steps.each(lambda x, s: costs.add(x, _costs(s, CALLS)))
+    steps.each(lambda x, s: tokens_asked.add(x, _costs(s, ("_tokens",))))
     return [
         ("Reward", "mean over the batch of a step", lambda: lines(reward, y_range=_unit_range(reward))()),
         ("Reward by part", "mean of each part that the reward names", lambda: lines(parts.series())()),
@@ -150,23 +150,23 @@ def _learning(plots: Plots, lines: Callable[..., Chart]) -> list[Later]:
             "mean |trainer - rollout|, nats",
             lines(
                 [
-                    _over(steps, "older versions", lambda s: s.mismatch_stale, 1),
-                    _over(steps, "all", lambda s: s.behaviour_mean_abs, 0),
-                    _over(steps, "same version (numerics)", lambda s: s.mismatch_fresh, 2),
+                    _metric(steps, "older versions", "train/mismatch_stale", 1),
+                    _metric(steps, "all", "train/behaviour_mean_abs", 0),
+                    _metric(steps, "same version (numerics)", "train/mismatch_fresh", 2),
                 ],
                 log_y=True,
             ),
         ),
         ("Critic", "value loss per token; share of the returns' variance explained", _if_any(critic, lines)),
-        ("Clipped fraction", "of the trained tokens", lines([_over(steps, "", lambda s: s.clip_fraction, 1)], floor=0)),
+        ("Clipped fraction", "of the trained tokens", lines([_metric(steps, "", "train/clip_fraction", 1)], floor=0)),
         (
             "Entropy and gradient norm",
             "nats; before clipping",
             lines(
                 [
-                    _over(steps, "entropy", lambda s: s.entropy, 4),
-                    _over(steps, "-log p of sampled tokens", lambda s: s.sampled_nll, 3),
-                    _over(steps, "gradient norm", lambda s: s.grad_norm, 5),
+                    _metric(steps, "entropy", "train/entropy", 4),
+                    _metric(steps, "-log p of sampled tokens", "train/sampled_nll", 3),
+                    _metric(steps, "gradient norm", "train/grad_norm", 5),
                 ],
                 floor=0,
             ),
@@ -178,28 +178,34 @@ def _client_steps(steps: Feed[StepRecord]) -> list[Later]:
     """Without marks: versions, at which a run resumes, do not count a client's steps."""
     lines = partial(partial, svg.line_chart, x_label="optimizer step")
     return [
-        ("Loss", "mean over the targets of a step", lines([_over(steps, "", lambda s: s.loss, 0)])),
-        ("Gradient norm", "before clipping", lines([_over(steps, "", lambda s: s.grad_norm, 5)], floor=0)),
-        ("Learning rate", "of the call", lines([_over(steps, "", lambda s: s.lr, 4)], floor=0)),
+        ("Loss", "mean over the targets of a step", lines([_metric(steps, "", "train/loss", 0)])),
+        ("Gradient norm", "before clipping", lines([_metric(steps, "", "train/grad_norm", 5)], floor=0)),
+        ("Learning rate", "of the call", lines([_metric(steps, "", "train/lr", 4)], floor=0)),
         ("Trained tokens", "of a step", lines([_over(steps, "", lambda s: s.trained_tokens, 2)], floor=0)),
         (
             "Step time",
             "seconds since the step before: passes and step, and all",
-            lines([_over(steps, "trainer", lambda s: s.train_s, 1), _over(steps, "all", lambda s: s.step_s, 3)]),
+            lines(
+                [_over(steps, "trainer", lambda s: s.spans.get("train"), 1), _over(steps, "all", lambda s: s.step_s, 3)]
+            ),
         ),
     ]
 
 
 def _timing(steps: Feed[StepRecord], lines: Callable[..., Chart], resumed: Sequence[float]) -> list[Later]:
     return [
-        ("Step time", "seconds by phase", _stacked(steps, _step_layers, x_label="optimizer step", marks=resumed)),
+        (
+            "Step time",
+            "seconds by phase",
+            _stacked(steps, StepRecord.phases_s, x_label="optimizer step", marks=resumed),
+        ),
         (
             "Idle",
             "fraction of the time without training, or without generation",
             lines(
                 [
                     _over(steps, "trainer", lambda s: s.trainer_idle, 0),
-                    _over(steps, "servers", lambda s: s.servers_idle, 1),
+                    _metric(steps, "servers", "train/servers_idle", 1),
                 ],
                 y_range=(0.0, 1.0),
             ),
@@ -207,7 +213,7 @@ def _timing(steps: Feed[StepRecord], lines: Callable[..., Chart], resumed: Seque
         (
             "Rollout speed",
             "tokens/s, all servers",
-            lines([_over(steps, "", lambda s: s.rollout_tokens_per_s, 2)], floor=0),
+            lines([_metric(steps, "", "train/rollout_tokens_per_s", 2)], floor=0),
         ),
     ]
 
@@ -217,8 +223,8 @@ def _groups(steps: Feed[StepRecord], lines: Callable[..., Chart]) -> list[Later]
     steps.each(lambda x, s: dropped.add(x, s.dropped))
     again = [
         _over(steps, "retried", lambda s: sum(s.retried.values()), 0),
-        _over(steps, "re-issued", lambda s: s.reissued, 1),
-        _over(steps, "late duplicates", lambda s: s.late, 3),
+        _metric(steps, "re-issued", "train/reissued", 1),
+        _metric(steps, "late duplicates", "train/late", 3),
     ]
     return [
         (
@@ -226,9 +232,9 @@ def _groups(steps: Feed[StepRecord], lines: Callable[..., Chart]) -> list[Later]
             "at the delivery of a batch",
             lines(
                 [
-                    _over(steps, "running", lambda s: s.groups_running, 0),
-                    _over(steps, "ready", lambda s: s.groups_ready, 2),
-                    _over(steps, "leased", lambda s: s.groups_leased, 4),
+                    _metric(steps, "running", "train/groups_running", 0),
+                    _metric(steps, "ready", "train/groups_ready", 2),
+                    _metric(steps, "leased", "train/groups_leased", 4),
                 ],
                 floor=0,
             ),
@@ -237,10 +243,7 @@ def _groups(steps: Feed[StepRecord], lines: Callable[..., Chart]) -> list[Later]
             "Pacing",
             "seconds from a whole batch to its request, below 0: waited for; and the margin",
             lines(
-                [
-                    _over(steps, "spare", lambda s: s.batch_spare_s, 2),
-                    _over(steps, "margin", lambda s: s.pacing_margin_s, 3),
-                ]
+                [_metric(steps, "spare", "time/batch_spare_s", 2), _metric(steps, "margin", "time/pacing_margin_s", 3)]
             ),
         ),
         ("Groups dropped", "by reason, since the start", lambda: lines(dropped.series(), floor=0)()),
@@ -302,8 +305,12 @@ def _over(records: Feed[R], name: str, read: Callable[[R], float | None], colour
     return svg.Series(name=name, points=curve, colour=colour)
 
 
+def _metric(steps: Feed[StepRecord], name: str, tag: str, colour: int) -> svg.Series:
+    return _over(steps, name, lambda s: s.metrics.get(tag), colour)
+
+
 def _reward_series(steps: Feed[StepRecord]) -> list[svg.Series]:
-    raw, means = _over(steps, "reward per step", lambda s: s.reward_mean, 0), Means()
+    raw, means = _metric(steps, "reward per step", "train/reward_mean", 0), Means()
     steps.each(lambda x, s: None if s.reward_mean is None else means.add(x, [s.reward_mean]))
     faint = svg.Series(name=raw.name, points=raw.points, faint=True)
     return [faint, svg.Series(name="smoothed", points=Smoothed(means))]
@@ -343,8 +350,12 @@ class _BySet:
 
 
 def _of_critic(step: StepRecord) -> dict[str, float]:
-    figures = {"value loss": step.value_loss, "explained variance": step.explained_variance}
-    return {name: value for name, value in figures.items() if value is not None}
+    figures = {name: step.metrics.get(f"train/{name}") for name in ("value_loss", "explained_variance")}
+    return {name.replace("_", " "): value for name, value in figures.items() if value is not None}
+
+
+def _costs(step: StepRecord, endings: tuple[str, ...]) -> dict[str, float]:
+    return {name: value for name, value in step.named("reward_cost/").items() if name.endswith(endings)}
 
 
 def _if_any(figures: _BySet | _ByName, lines: Callable[..., Chart]) -> Chart:
@@ -401,14 +412,3 @@ def _stacked(
 
     records.each(take)
     return draw
-
-
-def _step_layers(step: StepRecord) -> dict[str, float]:
-    named = {
-        "wait": step.wait_batch_s,
-        "annotate": step.annotate_s,
-        "train": step.train_s,
-        "checkpoint": step.checkpoint_join_s + step.checkpoint_copy_s,
-        "publish": step.publish_join_s + step.publish_pack_s,
-    }
-    return {**named, "other": max(0.0, step.step_s - sum(named.values()))}

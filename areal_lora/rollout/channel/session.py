@@ -10,17 +10,18 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 import zmq
 
 from areal_lora.errors import RolloutError
+from areal_lora.network.rpc import LOOK_S, Connection, ConnectionLost
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import messages as m
-from areal_lora.rollout.channel.connection import LOOK_S, Connection, ConnectionLost
-from areal_lora.rollout.channel.reminders import Reminders
+from areal_lora.rollout.channel.control import WIRE
 from areal_lora.run_folder.rendezvous import Endpoint
 
 POLL_S = 10.0  # length of one long poll, and the interval of the waiting lines
@@ -30,8 +31,88 @@ MAX_REFUSALS = 3  # handshakes in a row; one may be a controller that died in th
 log = get_logger(__name__)
 
 
+class Reminders:
+    """Shared by the threads of one trainer."""
+
+    def __init__(self, trainer: str) -> None:
+        self._trainer = trainer
+        self._lock = threading.Lock()
+        self._loaded = False
+        self._versions: dict[str, int] = {}
+        self._snapshots: dict[str, bytes] = {}
+        self._joined: dict[str, m.JoinAdapter] = {}
+        self._announced: dict[str, m.AnnounceVersion] = {}
+        self._ended = set[str]()
+        self._pending: dict[tuple[str, int, str], m.Evaluate] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was loaded yet."""
+        return not self._loaded
+
+    def loaded(self, versions: Mapping[str, int], snapshots: Mapping[str, bytes]) -> None:
+        with self._lock:
+            self._loaded = True
+            self._versions, self._snapshots = dict(versions), dict(snapshots)
+
+    def joined(self, request: m.JoinAdapter) -> None:
+        with self._lock:
+            self._joined[request.adapter] = request
+
+    def paused(self, adapter: str, paused: bool) -> m.JoinAdapter:
+        """``adapter`` has joined; returns what says that it is paused, or is not."""
+        with self._lock:
+            request = self._joined[adapter] = msgspec.structs.replace(self._joined[adapter], paused=paused)
+            return request
+
+    def received(self, batch: m.Batch, version: int) -> None:
+        """``batch`` is consumed at ``version``."""
+        with self._lock:
+            if (joined := self._joined.get(batch.adapter)) is not None:
+                self._joined[batch.adapter] = msgspec.structs.replace(
+                    joined, version=version + 1, snapshot=batch.snapshot
+                )
+            else:
+                self._versions[batch.adapter], self._snapshots[batch.adapter] = version + 1, batch.snapshot
+
+    def announced(self, request: m.AnnounceVersion) -> None:
+        with self._lock:
+            # For a new controller no server is lost or has left: it knows of none.
+            self._announced[request.adapter] = msgspec.structs.replace(request, lost=(), left=())
+
+    def ended(self, adapter: str) -> None:
+        """A new controller hears of the end of ``adapter``, not of its newest version; of one that joined, nothing."""
+        with self._lock:
+            if self._joined.pop(adapter, None) is None:
+                self._ended.add(adapter)
+            self._announced.pop(adapter, None)
+            self._pending = {key: request for key, request in self._pending.items() if key[0] != adapter}
+
+    def requested(self, evaluation: m.Evaluate) -> None:
+        with self._lock:
+            self._pending[evaluation.adapter, evaluation.version, evaluation.tag] = evaluation
+
+    def settle(self, result: m.EvalResult) -> bool:
+        """Whether ``result`` was pending; it is not pending any more."""
+        with self._lock:
+            return self._pending.pop((result.adapter, result.version, result.tag), None) is not None
+
+    @property
+    def pending(self) -> list[m.Evaluate]:
+        with self._lock:
+            return list(self._pending.values())
+
+    def greeting(self) -> tuple[m.Hello, list[m.SessionRequest]]:
+        """The greeting of a new session, and the requests that follow it."""
+        with self._lock:
+            hello = m.Hello(trainer=self._trainer, versions=dict(self._versions), snapshots=dict(self._snapshots))
+            ended = [m.EndAdapter(adapter=name) for name in sorted(self._ended)]
+            return hello, [*ended, *self._joined.values(), *self._announced.values(), *self._pending.values()]
+
+
 class _Local(threading.local):
     connection: Connection | None = None
+    endpoint: Endpoint | None = None
 
 
 class ControllerSession:
@@ -101,7 +182,8 @@ class ControllerSession:
             if endpoint is not None:
                 try:
                     connection = self._connection(endpoint)
-                    reply = connection.exchange(payload, wait_s + ANSWER_S, self._find_endpoint)
+                    moved = partial(self._moved, endpoint)
+                    reply = connection.exchange(payload, wait_s + ANSWER_S, moved)
                     break
                 except ConnectionLost as lost:
                     self._drop_connection()
@@ -119,14 +201,17 @@ class ControllerSession:
             raise RolloutError(f"the controller refused {what}: {decoded.reason}")
         return decoded
 
+    def _moved(self, endpoint: Endpoint) -> bool:
+        return self._find_endpoint() not in (None, endpoint)
+
     def _connection(self, endpoint: Endpoint) -> Connection:
         """This thread's connection to ``endpoint``."""
-        connection = self._local.connection
-        if connection is not None and connection.endpoint != endpoint:
+        if self._local.endpoint != endpoint:
             self._drop_connection()
-            connection = None
-        if connection is None:
-            connection = self._local.connection = Connection(self._context, endpoint, self._secret)
+        if (connection := self._local.connection) is None:
+            port = endpoint.ports["control"]
+            connection = Connection(self._context, endpoint.host, port, self._secret, WIRE)
+            self._local.connection, self._local.endpoint = connection, endpoint
             with self._lock:
                 self._connections.append(connection)
         return connection

@@ -20,6 +20,7 @@ from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel.messages import EvalSetResult
 from areal_lora.rollout.controller.eval_sets import EvalSet
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
 
@@ -94,11 +95,9 @@ class BaseEvals:
         if self._folder is None:
             return
         path = self._folder.base_eval(key)
-        scratch = path.with_suffix(".tmp")
         try:
             path.parent.mkdir(exist_ok=True)
-            scratch.write_bytes(msgspec.json.encode(kept))
-            scratch.replace(path)
+            write_file(path, msgspec.json.encode(kept))
         except OSError as error:
             log.warning("%s: %s; after a restart the base is evaluated again", path, error.strerror)
 

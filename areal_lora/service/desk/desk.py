@@ -22,8 +22,9 @@ from typing import TypeVar
 import msgspec
 
 from areal_lora.config.models import Config
-from areal_lora.config.slots import adapter_capacity
+from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.operations.messages import Operation, Outcome
+from areal_lora.operations.outbox import Outbox
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.paths import RunFolder
@@ -31,7 +32,6 @@ from areal_lora.service.desk import keeping, numbers, requests, samples
 from areal_lora.service.desk import models as made
 from areal_lora.service.desk.asks import Answer, CreateModel, Lora, OfModel, Pending, Serve
 from areal_lora.service.desk.books import Books
-from areal_lora.service.desk.courier import Courier
 from areal_lora.service.desk.places import Places, Snapshot, abandoned, evicted, fits
 from areal_lora.service.desk.rows import Model, Sampler, Saved, model_id
 from areal_lora.service.desk.signs import DEAD_S, SILENT_S, Signs
@@ -88,7 +88,7 @@ class Desk:
         now_s: Callable[[], float] = time.time,
     ) -> None:
         self._writer, self._folder, self._accept, self._around, self._now_s = writer, run_folder, accept, around, now_s
-        self._courier = Courier(run_folder, self)
+        self._outbox = Outbox(run_folder, self)
         self._answered: dict[str, asyncio.Event] = {}
         self._waiting: Counter[str] = Counter()
         self._fetched: set[str] = set()
@@ -105,9 +105,9 @@ class Desk:
         for session in await self._change(lambda books: books.sessions("ended = 0")):
             self._signs.opened(session.session, session.tenant)
         self._tasks = [
-            watched_task("desk-link", self._courier.run),
-            watched_task("desk-outcomes", self._courier.receive),
-            watched_task("desk-operations", self._courier.pump),
+            watched_task("desk-link", self._outbox.run),
+            watched_task("desk-outcomes", self._outbox.receive),
+            watched_task("desk-operations", self._outbox.pump),
             watched_task("desk-keeping", self._keep),
         ]
         return self
@@ -138,6 +138,10 @@ class Desk:
         """The session is not silent. Raises Refused, with status 410 once it has ended."""
         if not self._signs.heard(session, tenant):
             await self._change(lambda books: books.session(tenant, session))
+
+    def _sign(self, tenant: str, name: str) -> None:
+        """A request of a model or sampler, whose ``name`` begins with its session's, is as good as a heartbeat."""
+        self._signs.heard(name.partition(":")[0], tenant)
 
     async def end_session(self, tenant: str, session: str) -> None:
         """Its models leave; saved states stay."""
@@ -204,10 +208,12 @@ class Desk:
         and ``fingerprint`` is the same request; another fingerprint is refused. A number that never comes is passed
         over after `order.GAP_S`, and the window that it would have been in fails.
         """
+        self._sign(tenant, model)
         return await self._change(lambda books: requests.submit(books, tenant, model, seq, fingerprint, ask))
 
     async def outcome(self, tenant: str, request: str, wait_s: float) -> Answer | Pending:
         """The answer of a request, waited for at most ``wait_s``."""
+        self._sign(tenant, request)
         deadline = time.monotonic() + wait_s
         found = await self._look(tenant, request)
         if isinstance(found, Pending) and wait_s > 0:
@@ -313,6 +319,7 @@ class Desk:
 
     async def keep_sample(self, tenant: str, sampler: str, sample: str, fingerprint: str, ask: bytes) -> None:
         """A sample is acknowledged: until it is dropped, `kept_samples` has it."""
+        self._sign(tenant, sampler)
         self._dropped_samples.discard(sample)
         await self._change(lambda books: samples.keep(books, tenant, sampler, sample, fingerprint, ask))
 
@@ -331,8 +338,8 @@ class Desk:
     async def completed(self, adapter: str, number: int, outcome: Outcome) -> None:
         await self._until_done(lambda books: numbers.completed(books, adapter, number, outcome))
 
-    async def to_send(self, adapter: str, begin: int, most: int) -> list[Operation]:
-        return await self._until_done(lambda books: numbers.to_send(books, adapter, begin, most))
+    async def to_send(self, adapter: str, start: int, limit: int) -> list[Operation]:
+        return await self._until_done(lambda books: numbers.to_send(books, adapter, start, limit))
 
     # ------------------------------------------------------------ inside
 
@@ -353,7 +360,7 @@ class Desk:
         for request in books.answered & self._answered.keys():
             self._answered[request].set()
         for adapter in books.moved:
-            self._courier.moved(adapter)
+            self._outbox.moved(adapter)
         return result
 
     async def _until_done(self, work: Callable[[Books], T]) -> T:

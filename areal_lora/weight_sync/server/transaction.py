@@ -7,7 +7,7 @@
     end                  always: free the slot of a version that is not active
 
 Drivers: ``engine.vllm_ext.server.adapters.ServedAdapters`` (asyncio, vLLM's workers) and
-``testing.memory_server.MemoryServer`` (threads). All times are of one monotonic clock, in seconds.
+the tests' ``MemoryServer`` (threads). All times are of one monotonic clock, in seconds.
 """
 
 from __future__ import annotations

@@ -399,7 +399,7 @@ def test_options_in_the_table_of_commands_are_those_of_their_verb() -> None:
     known = options()
     rows = [
         line
-        for line in (ROOT / "docs" / "en" / "operations.md").read_text().splitlines()
+        for line in (ROOT / "docs" / "en" / "running.md").read_text().splitlines()
         if line.startswith("| `areal-lora ")
     ]
     assert len(rows) > 12

@@ -1,4 +1,4 @@
-"""The firewall's rules of docs/en/operations.md, in a network namespace that stands for a node."""
+"""The firewall's rules of docs/en/cluster.md, in a network namespace that stands for a node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.packages import missing, search_path
 from tests.support.paths import ROOT
 
 NODE, PEER = f"al-fw-{os.getpid()}", f"al-fp-{os.getpid()}"
-RULES = [c.text for c in commands(ROOT / "docs" / "en" / "operations.md") if c.text.startswith("iptables ")]
+RULES = [c.text for c in commands(ROOT / "docs" / "en" / "cluster.md") if c.text.startswith("iptables ")]
 CONNECT = """
 import socket, sys
 to, source = sys.argv[1], sys.argv[2]

@@ -1,4 +1,4 @@
-"""docs/en/switching.md: its keys exist, and its files train what verl's data and rewards describe."""
+"""your_own_task.md, Coming from another system: its keys exist, and its files train what verl's data describe."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import pyarrow.parquet
 import pytest
 
 from areal_lora.config.load import load_config
-from areal_lora.config.reward import FunctionReward
+from areal_lora.config.sections.reward import FunctionReward
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.score_item import ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
-from tests.support.docs import blocks
+from tests.support.docs import blocks, section
 from tests.support.paths import EXAMPLES, ROOT
 
-PAGE = ROOT / "docs" / "en" / "switching.md"
+PAGE = ROOT / "docs" / "en" / "your_own_task.md"
+TITLE = "Coming from another system"
 FILES = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
 COMPUTE_SCORE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -48,14 +49,14 @@ def folder(tmp_path: Path) -> Path:
     for split in ("train", "test"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verl_rows(split, 80)), tmp_path / f"{split}.parquet")
     (tmp_path / "compute_score.py").write_text(COMPUTE_SCORE)
-    for block in blocks(PAGE):
+    for block in blocks(PAGE, TITLE):
         (tmp_path / block.text.partition("\n")[0].removeprefix("# ")).write_text(block.text)
     return tmp_path
 
 
 def test_keys_of_the_table_exist() -> None:
     """The first column names keys of the schema."""
-    table = PAGE.read_text().partition("## What is different")[0]
+    table = section(PAGE, TITLE).partition("What differs:")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     names = [part.partition(":")[0] for cell in cells for part in cell.split("`")[1::2]]
     keys = [name for name in names if "." in name]

@@ -109,7 +109,7 @@ def test_no_body_ends_the_service_or_has_an_untyped_answer(tmp_path: Path) -> No
     seed = int(os.environ.get("AREAL_LORA_SEED", random.randrange(10**6)))
     print(f"AREAL_LORA_SEED={seed}")
     draw, statuses, wrong = random.Random(seed), Counter[tuple[str, int]](), dict[str, str]()
-    with ScriptedRun(tmp_path / "a run", quota={"tokens": 4096, "queued": 10_000, "adapters": 16}) as run:
+    with ScriptedRun(tmp_path / "a run", limits={"tokens": 4096, "queued": 10_000, "adapters": 16}) as run:
         run.tenant("spare")
         me, other = settle(run, "acme", "own", "secret"), settle(run, "bolt", "others", "hidden")
         operator = run.folder.service_key.read_text().strip()

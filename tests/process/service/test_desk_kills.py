@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 from areal_lora.operations.messages import OptimStep
-from areal_lora.operations.testing import ScriptedTrainer
 from areal_lora.processes.faults import VARIABLE
 from areal_lora.run_folder.desired import read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
+from tests.support.operations.scripted_trainer import ScriptedTrainer
 from tests.support.paths import ROOT
 from tests.support.service.desk_life import Kept
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from areal_lora.operations.messages import Datum, OptimStep, Pass, Poison
-from areal_lora.operations.testing import scores
 from areal_lora.service.tinker import protos
 from tests.support.clocks import wait_until
+from tests.support.operations.scripted_trainer import scores
 from tests.support.tinker.scripted import ScriptedRun
 from tests.support.tinker.sdk import VERSIONS, sdk_path
 from tests.support.tinker.tenant_world import sample_body

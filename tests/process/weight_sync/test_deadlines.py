@@ -12,16 +12,16 @@ from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import ArealLoraError, PublishError
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.testing import SOCKETS
-from areal_lora.weight_sync.testing.adapters import pack_of
-from areal_lora.weight_sync.testing.exchange import ThreadExchange
-from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from areal_lora.weight_sync.trainer import job as job_module
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.report import PublishReport
 from areal_lora.weight_sync.trainer.role import Follower
+from tests.support.weight_sync import SOCKETS
+from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
+from tests.support.weight_sync.memory_server import MemoryServer
+from tests.support.weight_sync.thread_exchange import ThreadExchange
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 BUCKET_MIB = 0.001

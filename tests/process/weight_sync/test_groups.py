@@ -16,10 +16,10 @@ from areal_lora.weight_sync.link import backends, groups, same_host
 from areal_lora.weight_sync.link.backends import Backend
 from areal_lora.weight_sync.link.groups import GroupListener, join_group
 from areal_lora.weight_sync.link.same_host import SharedSegment
-from areal_lora.weight_sync.testing import SOCKETS
-from areal_lora.weight_sync.testing.recorded_lane import RecordedLane
 from tests.support.sizes import size
+from tests.support.weight_sync import SOCKETS
 from tests.support.weight_sync.helpers import SECRET
+from tests.support.weight_sync.recorded_lane import RecordedLane
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,6 @@ from areal_lora.errors import AdapterError, ManifestError, PublishError, Unknown
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.testing.exchange import ThreadExchange
 from areal_lora.weight_sync.trainer.job import PublishHandle
 from tests.support.clocks import wait_until
 from tests.support.weight_sync import processes as ps
@@ -34,6 +33,7 @@ from tests.support.weight_sync.many import (
     numbers,
     train_many,
 )
+from tests.support.weight_sync.thread_exchange import ThreadExchange
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

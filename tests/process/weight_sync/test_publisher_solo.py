@@ -14,11 +14,11 @@ from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.testing.adapters import pack_of
-from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
+from tests.support.weight_sync.memory_server import MemoryServer
 
 pytestmark = pytest.mark.slow
 

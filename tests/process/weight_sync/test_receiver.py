@@ -17,9 +17,8 @@ from areal_lora.weight_sync.link.groups import GroupListener
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.seal import adapter_digest
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
-from areal_lora.weight_sync.testing import SOCKETS
-from areal_lora.weight_sync.testing.adapters import pack_of
-from areal_lora.weight_sync.testing.memory_writer import MemoryWriter
+from tests.support.weight_sync import SOCKETS
+from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import (
     BASE,
     BUCKET_BYTES,
@@ -33,6 +32,7 @@ from tests.support.weight_sync.helpers import (
     spec,
     values,
 )
+from tests.support.weight_sync.memory_writer import MemoryWriter
 
 pytestmark = pytest.mark.slow
 LORA_B = "model.layers.1.mlp.experts.2.up_proj.lora_B.weight"

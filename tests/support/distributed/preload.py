@@ -14,8 +14,8 @@ from areal_lora.engine.megatron_utils import base_weights, lora, model, schedule
 from areal_lora.rollout import main as rollout_main  # noqa: E402, F401
 from areal_lora.trainer import build, loop, main  # noqa: E402, F401
 from areal_lora.weight_sync import blocks  # noqa: E402
-from areal_lora.weight_sync.testing import memory_server  # noqa: E402, F401
 from tests.support.engine.vllm_ext import stand_in  # noqa: E402, F401
+from tests.support.weight_sync import memory_server  # noqa: E402, F401
 
 torch.set_num_threads(1)
 

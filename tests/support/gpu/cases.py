@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import tests.support.weight_sync  # registers the backend of sockets  # noqa: F401
 from areal_lora.config.models import TrainerConfig
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import ShardedModel
@@ -22,7 +23,6 @@ from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.errors import PublishError
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec
-from areal_lora.weight_sync import testing  # registers the backend of sockets  # noqa: F401
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.groups import GroupListener, join_group
 from areal_lora.weight_sync.link.inbox import Part

@@ -1,7 +1,7 @@
 """The names of vLLM that areal_lora uses, with what it relies on. Data; nothing is imported.
 
 ``tests/repository/test_internals.py`` compares the table with the imports of `engine.vllm_ext` and with vLLM's
-sources: the installed version always, newer wheels in the nightly suite (docs/en/versions.md). Rows without a reason
+sources: the installed version always, newer wheels in the nightly suite (docs/en/results.md). Rows without a reason
 are vLLM's interface for programs, of which the table names the arguments and attributes in use.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save
 
-from areal_lora.launcher.testing import commit_id
+from tests.support.launcher.fake_hub import commit_id
 from tests.support.paths import TINY_MODEL
 
 NAME = "some-lab/tiny-moe"

@@ -11,11 +11,11 @@ from areal_lora.obs.metrics.records import (
     ResumeRecord,
     RolloutSampleRecord,
     SampleRecord,
-    StepRecord,
 )
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.events import RestartEvent, write_event
 from areal_lora.run_folder.paths import RunFolder
+from tests.support.obs.records import step_record
 
 ADAPTER = "toy"
 PHASES = {"pack": 4, "wire": 3, "verify": 2, "write": 0.5, "commit_wait": 8}
@@ -70,14 +70,13 @@ def make_run(folder: Path, steps: int = 40, seed: int = 0) -> Path:
 
 def _write_step(writer: MetricsWriter, rng: random.Random, step: int, level: float) -> None:
     writer.write(
-        StepRecord(
+        step_record(
             step=step,
             version=step,
             time_s=2.0 * (step + 1),
             adapter=ADAPTER,
             reward_mean=min(1.0, max(0.0, rng.gauss(level, 0.07))),
             reward_std=0.4,
-            reward_components={"right": level, "brief": -0.1},
             loss=rng.gauss(0.0, 0.02),
             grad_norm=abs(rng.gauss(0.4, 0.1)),
             lr=1e-3,
@@ -109,9 +108,13 @@ def _write_step(writer: MetricsWriter, rng: random.Random, step: int, level: flo
             reissued=step // 7,
             late=step // 15,
             groups_ahead=4,
-            pacing_margin_s=0.1,
-            batch_spare_s=rng.gauss(0.3, 0.2),
             servers_idle=abs(rng.gauss(0.15, 0.05)),
+            metrics={
+                "reward/right": level,
+                "reward/brief": -0.1,
+                "time/pacing_margin_s": 0.1,
+                "time/batch_spare_s": rng.gauss(0.3, 0.2),
+            },
         )
     )
     if step % 5 == 0:

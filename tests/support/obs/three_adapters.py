@@ -18,6 +18,7 @@ from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
 from tests.support.obs.fake_run import make_config
+from tests.support.obs.records import step_record
 
 TURNS = [*["alpha", "beta", "gamma"] * 3, "alpha", "gamma", *["alpha"] * 4]
 """Whose step is next: 8 of alpha, 3 of beta, 4 of gamma; 2 s each."""
@@ -69,7 +70,7 @@ def state(name: str, phase: AdapterPhase, version: int, time_s: float, reason: s
 
 def step(name: str, index: int, time_s: float) -> StepRecord:
     tokens = TOKENS[name]
-    return StepRecord(
+    return step_record(
         step=index,
         version=index,
         time_s=time_s,

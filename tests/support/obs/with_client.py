@@ -10,6 +10,7 @@ from areal_lora.obs.metrics.records import CheckpointRecord, PublishRecord, Reco
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
+from tests.support.obs.records import step_record
 from tests.support.obs.three_adapters import state, step, three_config
 
 SECTION = {"workflow": {"kind": "client"}, "rank": 4, "alpha": 8, "target_modules": ["all-linear"], "weight": 2.0}
@@ -27,7 +28,7 @@ def client_config(*beside: str) -> Config:
 
 
 def client_step(index: int, version: int, time_s: float, *, taken: bool = True) -> StepRecord:
-    return StepRecord(
+    return step_record(
         adapter=CLIENT,
         step=index,
         version=version,

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_lora.config.evals import EvalSetConfig
 from areal_lora.config.models import WorkflowConfig
-from areal_lora.config.reward import FunctionReward
+from areal_lora.config.sections.reward import FunctionReward
+from areal_lora.config.sections.task import EvalSetConfig
 from areal_lora.rollout.main import adapter_data, serve
-from areal_lora.rollout.testing import FakeServer
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.helpers import NAME, CharTokenizer, config
 from tests.support.rollout.patient_client import PatientClient
 

@@ -11,10 +11,10 @@ from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.client import CompletionClient
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.testing import FakeServer
 from areal_lora.rollout.workflow import WorkflowContext
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Outcome, Sample
+from tests.support.rollout.fake_server import FakeServer
 
 V1, V2 = AdapterRef(name="math", version=1), AdapterRef(name="math", version=2)
 EOS = 2

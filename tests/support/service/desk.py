@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from areal_lora.operations.messages import Datum, Failed, Loss, Operation, OptimStep, Pass
-from areal_lora.operations.testing import Disk, ScriptedTrainer
 from areal_lora.run_folder.desired import read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
@@ -24,6 +23,7 @@ from areal_lora.service.rows import Quota
 from areal_lora.service.store import Store
 from areal_lora.service.writer import Writer
 from areal_lora.types import AdapterPhase
+from tests.support.operations.scripted_trainer import Disk, ScriptedTrainer
 
 LORA = Lora(rank=4, alpha=32.0, target_modules=("linear_qkv",))
 QUOTA = Quota(adapters=3, rank=8, weight=1.0, operations=99, body_kib=1, sequences=64, problems=9, workers=1, saved=4)

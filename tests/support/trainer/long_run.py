@@ -22,11 +22,11 @@ from areal_lora.obs.metrics.records import (
     Record,
     RolloutSampleRecord,
     SampleRecord,
-    StepRecord,
 )
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.recording import Recorder
 from tests.support.obs.fake_run import ADAPTER, make_config
+from tests.support.obs.records import step_record
 
 SPIKE = 7.25
 """A gradient norm at one step of the whole run."""
@@ -38,7 +38,7 @@ PHASES = {"pack": 1.5, "wire": 2.5, "verify": 1.0, "write": 0.5, "commit_wait": 
 def records(steps: int) -> Iterator[Record]:
     sample = SampleRecord(prompt="1+1?", completion="#### 2 " * 300, gold="2", reward=1.0)
     for k in range(steps):
-        yield StepRecord(
+        yield step_record(
             step=k,
             version=k,
             time_s=2.0 * (k + 1),
@@ -71,7 +71,7 @@ def records(steps: int) -> Iterator[Record]:
             dropped={"stale": k // 7},
             retried={"scorer": k // 9},
             servers_idle=0.1,
-            extra={"skipped": 0.0, "capped_fraction": 0.0},
+            metrics={"extra/skipped": 0.0, "extra/capped_fraction": 0.0},
         )
         yield PublishRecord(
             version=k + 1,

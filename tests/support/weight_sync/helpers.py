@@ -7,8 +7,8 @@ import torch
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.manifest import Announcement
-from areal_lora.weight_sync.testing.adapters import moe_shapes, pack_of
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
+from tests.support.weight_sync.adapters import moe_shapes, pack_of
 
 RUN, BASE, SECRET = "run-1", "base-digest", "5e" * 32
 BUCKET_BYTES = 1024

@@ -19,14 +19,14 @@ from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.served import covered
-from areal_lora.weight_sync.testing.adapters import moe_shapes, pack_of
-from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from areal_lora.weight_sync.trainer.job import PublishHandle
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.role import Follower
 from areal_lora.weight_sync.trainer.source_group import SourceGroup
+from tests.support.weight_sync.adapters import moe_shapes, pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET
+from tests.support.weight_sync.memory_server import MemoryServer
 
 ATTENTION, EXPERTS = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
 TARGETS = (ATTENTION, EXPERTS, ATTENTION + EXPERTS)

@@ -25,14 +25,14 @@ from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.testing.adapters import pack_of
-from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.role import Follower, Role
 from tests.support.distributed.spawn import forking
+from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, ref, shapes_of, share, spec, values
+from tests.support.weight_sync.memory_server import MemoryServer
 
 PROBE_IDS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 PAUSE_S = 1.0

@@ -15,10 +15,10 @@ from areal_lora.checkpoint.recover import ResumePlan as Plan
 from areal_lora.checkpoint.recover import find, tidy
 from areal_lora.checkpoint.state import PARTS, AdapterState, Evaluation, files_of, read_files
 from areal_lora.checkpoint.store import plan_deletions, versions_in
-from areal_lora.checkpoint.testing import FaultyDisk
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder
+from tests.support.checkpoint.faulty_disk import FaultyDisk
 from tests.support.checkpoint.helpers import COMPANION, SPEC, on_ranks, snapshot_of, state_of, stores, write, written
 
 

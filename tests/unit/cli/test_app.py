@@ -16,6 +16,7 @@ import pytest
 
 from areal_lora.cli import app
 from areal_lora.errors import ExitCode
+from areal_lora.run_folder import atomic
 from tests.support.cli.command import areal_lora
 from tests.support.obs.fake_run import make_run
 from tests.support.obs.three_adapters import make_three
@@ -111,7 +112,7 @@ def test_a_full_disk_names_the_report(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write does: without a name
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(atomic, "replacing", full)
     assert app.main(["report", str(tmp_path / "x")]) == 74
     assert capsys.readouterr().err.startswith(
         f"error: {tmp_path / 'x' / 'report.html'}: No space left on device (fix: "

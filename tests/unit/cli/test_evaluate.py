@@ -14,8 +14,8 @@ from areal_lora.cli.app import main
 from areal_lora.cli.serving import Served
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ExitCode
-from areal_lora.rollout.testing import FakeServer, Fault
 from tests.support.paths import TINY_MODEL
+from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.helpers import config
 from tests.support.rollout.running import Loop
 

@@ -90,7 +90,7 @@ def test_a_run_of_another_machine_shows_by_its_heartbeats(folder: RunFolder, mon
     ("record", "state", "text"),
     [
         (JobRecord(id="7", state="RUNNING", nodes="n[1-2]"), "running", ""),
-        (JobRecord(id="7", state="PENDING", reason="Resources"), "waiting", "nodes it needs are in use"),
+        (JobRecord(id="7", state="PENDING", reason="Resources"), "waiting", "the job waits: Resources"),
         (JobRecord(id="7", state="PENDING", reason="BeginTime", restarts=2), "waiting", "start 3"),
         (JobRecord(id="7", state="COMPLETING"), "ending", "awaited"),
         (JobRecord(id="7", state="FAILED", code=65), "stopped", "violated a contract"),

@@ -20,8 +20,8 @@ from areal_lora.config.load import load_config
 from areal_lora.config.snapshot import missing_files, wanted
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.hub import resolve
-from areal_lora.launcher.testing import FakeHub, HubModel
 from areal_lora.weight_sync.digests import base_digest
+from tests.support.launcher.fake_hub import FakeHub, HubModel
 from tests.support.launcher.hub_cache import FIRST, NAME, SECOND, fill_cache, sharded, tiny_files
 from tests.support.paths import EXAMPLES, ROOT, TINY_MODEL
 

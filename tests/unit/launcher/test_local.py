@@ -55,7 +55,7 @@ def test_process_killed_from_outside_is_named(begin: Callable[..., Run]) -> None
     run = begin(
         ("server", 0, "import os; print(os.getpid()); import time; time.sleep(600)"),
         ("trainer", 0, FOREVER),
-        overrides=["rollout.max_restarts=0"],
+        overrides=["run.max_restarts=0"],
     )
     run.wait_for(lambda: run.log("server-0").strip().isdecimal())
     os.kill(int(run.log("server-0")), signal.SIGKILL)
@@ -270,6 +270,7 @@ def test_a_restarted_process_may_take_longer_to_its_first_beat_than_a_stall(
 ) -> None:
     """Beats of the life before do not count: what loads a large model is silent for long."""
     set_fault(monkeypatch, tmp_path, "controller-0.step:5:kill")
+    monkeypatch.setenv("HEARTBEAT_TIMEOUT_S", "2")
     mark = tmp_path / "second"
     role, index, code = rank(tmp_path, "controller", 0)
     loads = f"import pathlib, time; m = pathlib.Path({str(mark)!r}); time.sleep(4 * m.exists()); m.touch()\n"
@@ -277,7 +278,7 @@ def test_a_restarted_process_may_take_longer_to_its_first_beat_than_a_stall(
         rank(tmp_path, "server", 0),
         (role, index, loads + code),
         rank(tmp_path, "trainer", 0, steps=80),
-        overrides=["run.stall_s=2", "run.heartbeat_timeout_s=2"],
+        overrides=["run.stall_s=2"],
     )
     code, output = run.end(timeout_s=40)
     assert code == 0, output

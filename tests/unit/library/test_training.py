@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 import areal_lora
-from areal_lora.config.reward import FunctionReward
+from areal_lora.config.sections.reward import FunctionReward
 from areal_lora.errors import ConfigErrors, ExitCode, RunFailed, RunInterrupted
 from areal_lora.launcher import run as running
 from areal_lora.launcher.ended import RunEnd
-from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.rewards import numeric_match
+from tests.support.obs.records import step_record
 from tests.support.obs.three_adapters import make_three
 
 EMBEDDED = ["gsm8k_grpo_megatron_lora_moe.yaml", "embedded.yaml"]
@@ -46,7 +46,7 @@ def finish(monkeypatch: pytest.MonkeyPatch) -> None:
         folder: RunFolder = plan.run_folder
         assert folder.config.is_file(), "the run folder is prepared before processes start"
         with MetricsWriter(folder) as metrics:
-            metrics.write(StepRecord(step=0, version=0, time_s=0, adapter="gsm8k", reward_mean=0.5))
+            metrics.write(step_record(step=0, version=0, time_s=0, adapter="gsm8k", reward_mean=0.5))
         for name in ("v000001", "v000003"):
             folder.adapter_checkpoints("gsm8k").joinpath(name).mkdir(parents=True)
         folder.adapter_export("gsm8k").mkdir(parents=True)

@@ -14,7 +14,9 @@ from socket import create_connection, create_server, gethostname
 import pytest
 
 from areal_lora.network.keys import Plane, bearer_key
-from areal_lora.network.tls import ca_pem, client_context, on_loopback, server_context, write_client_files
+from areal_lora.network.tls import ca_pem, client_context, on_loopback, server_context
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import write_client_files
 from tests.support import shared_memory
 
 SECRET, OTHER = "5e" * 32, "5e" * 31 + "5f"
@@ -78,9 +80,10 @@ def test_servers_have_keys_of_their_own() -> None:
 
 
 def test_an_outside_client_with_the_two_files_checks_names_too(tmp_path: Path) -> None:
-    ca, data_key = tmp_path / "ca.pem", tmp_path / "data.key"
-    write_client_files(ca, data_key, SECRET)
-    write_client_files(ca, data_key, SECRET)  # every server does
+    run_folder = RunFolder(tmp_path)
+    ca, data_key = run_folder.ca, run_folder.data_key
+    write_client_files(run_folder, SECRET)
+    write_client_files(run_folder, SECRET)  # every server does
     assert data_key.read_text() == bearer_key(SECRET, Plane.DATA)
     assert data_key.stat().st_mode & 0o777 == 0o600
     assert sorted(p.name for p in tmp_path.iterdir()) == [ca.name, data_key.name]

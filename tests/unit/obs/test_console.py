@@ -15,10 +15,13 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
 from tests.support.clocks import Clock
 from tests.support.obs.fake_run import make_run
+from tests.support.obs.records import step_record
 
 
 def step(index: int, **values: Any) -> StepRecord:
-    return StepRecord(step=index, version=index, time_s=2.0 * (index + 1), staleness={0: 3, 1: 1}, step_s=2.0, **values)
+    return step_record(
+        step=index, version=index, time_s=2.0 * (index + 1), staleness={0: 3, 1: 1}, step_s=2.0, **values
+    )
 
 
 def plain(folder: Path, total: int = 10) -> tuple[LiveConsole, io.StringIO, Clock]:

@@ -28,9 +28,9 @@ from areal_lora.operations.messages import (
     ToService,
     What,
 )
-from areal_lora.operations.testing import ScriptedTrainer, scores
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
+from tests.support.operations.scripted_trainer import ScriptedTrainer, scores
 
 DATUM = Datum(tokens=np.array([3, 1, 4], "<i4").tobytes(), weights=np.array([1.0, 0.5], "<f4").tobytes())
 PASS = Pass(data=(DATUM,), loss=Loss.CROSS_ENTROPY)

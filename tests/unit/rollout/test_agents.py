@@ -21,10 +21,10 @@ from areal_lora.rollout.agents import AgentTask, AgentWorkflow
 from areal_lora.rollout.client import GenerationFault
 from areal_lora.rollout.gateway import MAX_BODY_BYTES, AgentGateway
 from areal_lora.rollout.routing import server_observer
-from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.rollout.workflow import Episode
 from areal_lora.tasks.scorer import Score
 from areal_lora.types import Outcome
+from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
 
 PROMPT = prompt_of("1+1=")

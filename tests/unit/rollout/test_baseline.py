@@ -13,11 +13,11 @@ from areal_lora.data.collate import collate
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.client import GenerationFault
 from areal_lora.rollout.loading import build_training
-from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.rollout.workflow import Episode, first_fault
 from areal_lora.tasks.scorer import Score
 from areal_lora.types import Outcome
 from tests.support.paths import EXAMPLES
+from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import SAMPLING, V1, Graded, prompt_of, served
 
 FILES = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]

@@ -9,8 +9,8 @@ import pytest
 from areal_lora.network.headers import LEAVING_HEADER
 from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.types import AdapterRef, Generation, Outcome
+from tests.support.rollout.fake_server import FakeServer, Fault
 
 V3 = AdapterRef(name="math", version=3)
 

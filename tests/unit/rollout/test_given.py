@@ -11,9 +11,9 @@ from areal_lora.data.checks import check_alignment
 from areal_lora.rollout.client import GenerationFault
 from areal_lora.rollout.controller.groups import Finished, Ticket
 from areal_lora.rollout.given import GivenFirst, GivenWorkflow
-from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef
+from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
 
 PROMPT = prompt_of("6*7=", answer="42")

@@ -19,9 +19,9 @@ from areal_lora.rollout.agents import AgentWorkflow
 from areal_lora.rollout.client import FaultKind, GenerationFault
 from areal_lora.rollout.loading import build_workflow
 from areal_lora.rollout.multi_turn import MultiTurnWorkflow
-from areal_lora.rollout.testing import FakeServer
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, Workflow, WorkflowContext
 from areal_lora.types import AdapterRef, Outcome, TrajectoryGroup
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.texts import MAX_MODEL_LEN, V1, Graded, prompt_of, served
 
 HERE = Path(__file__)

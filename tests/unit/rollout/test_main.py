@@ -24,7 +24,7 @@ from tests.support.rollout.patient_client import PatientClient
 COMMAND = [sys.executable, "-m", "areal_lora.rollout.main", "--run-folder"]
 SERVER = """
 import asyncio, sys
-from areal_lora.rollout.testing import FakeServer
+from tests.support.rollout.fake_server import FakeServer
 async def main():
     async with FakeServer(models={"math@v0"}, delay_s=lambda k: 0.0 if k < 4 else 60.0) as server:
         print(server.port, flush=True)

@@ -14,10 +14,10 @@ import pytest
 from areal_lora.data.checks import check_alignment
 from areal_lora.rollout.client import GenerationFault
 from areal_lora.rollout.multi_turn import MultiTurnWorkflow, Reply
-from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.rollout.workflow import Episode
 from areal_lora.tasks.scorer import Score
 from areal_lora.types import Outcome, Sample
+from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
 
 PROMPT = prompt_of("1+1=")

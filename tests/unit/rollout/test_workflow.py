@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from areal_lora.rollout.client import FaultKind, GenerationFault
-from areal_lora.rollout.testing import FakeServer
 from areal_lora.rollout.workflow import (
     Episode,
     SingleTurnWorkflow,
@@ -18,6 +17,7 @@ from areal_lora.rollout.workflow import (
 )
 from areal_lora.tasks.scorer import Score
 from areal_lora.types import AdapterRef, Generation, Outcome
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.texts import V1, Graded, prompt_of, served
 
 

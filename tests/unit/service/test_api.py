@@ -7,8 +7,9 @@ import errno
 import io
 import os
 import tarfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -23,18 +24,18 @@ from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.service import requests, streams, writer
 from areal_lora.service.main import bound
 from areal_lora.service.refused import ErrorBody
-from areal_lora.service.rows import Quota
+from areal_lora.service.rows import Quota, Tables
 from tests.support.checkpoint import trained_run
 from tests.support.service.running import Running, data_plane, running, section, service_config
 
 Scene = Callable[[Running], Awaitable[None]]
 
 
-def play(tmp_path: Path, scene: Scene, **service: Any) -> None:
+def play(tmp_path: Path, scene: Scene, limits: Mapping[str, float] = MappingProxyType({}), **service: Any) -> None:
     """Run ``scene`` with a service in ``tmp_path``, which has a space in its name."""
 
     async def run() -> None:
-        async with running(service_config(tmp_path / "the runs", **service)) as it:
+        async with running(service_config(tmp_path / "the runs", **service), **limits) as it:
             await scene(it)
 
     asyncio.run(run())
@@ -259,6 +260,12 @@ def test_an_unexpected_exception_is_one_callers_error(tmp_path: Path, monkeypatc
             await it.ask("acme", "POST", "/v1/adapters", json=section())
             refused(await it.ask("acme", "GET", "/v1/adapters/sums/metrics"), 500, "service")
         assert (await it.ask("bolt", "POST", "/v1/adapters", json=section())).status_code == 201
+        with monkeypatch.context() as patch:
+            patch.setattr(Tables, "after", fails)  # after the commit: the run has to read what is durable
+            refused(await it.ask("bolt", "POST", "/v1/adapters", json=section(name="late")), 500, "service")
+        assert "bolt-late.1" not in desired(it)
+        await it.writer.settle()
+        assert desired(it)["bolt-late.1"] == "active"
 
     play(tmp_path, scene)
 
@@ -475,7 +482,7 @@ def test_a_request_too_large_for_a_server_reaches_none(tmp_path: Path, body: dic
             refused(await it.ask("acme", "POST", "/v1/completions", json=body | {"model": "sums"}), 422)
             assert asked == []
 
-    play(tmp_path, scene, quota={"body_kib": 1024})
+    play(tmp_path, scene, limits={"body_kib": 1024})
 
 
 def test_a_client_that_stops_reading_holds_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from areal_lora.obs.metrics.records import (
-    AdapterStateRecord,
-    CheckpointRecord,
-    EvalRecord,
-    PublishRecord,
-    ResumeRecord,
-    StepRecord,
-)
+from areal_lora.obs.metrics.records import AdapterStateRecord, CheckpointRecord, EvalRecord, PublishRecord, ResumeRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.observed import PAGE, Observed, Seen
 from areal_lora.types import AdapterPhase
+from tests.support.obs.records import step_record
 
 
 def test_each_adapter_has_its_own_records(tmp_path: Path) -> None:
@@ -27,7 +21,7 @@ def test_each_adapter_has_its_own_records(tmp_path: Path) -> None:
         for name in ("acme-a.1", "bolt-a.1"):
             writer.write(AdapterStateRecord(adapter=name, state=AdapterPhase.ACTIVE, version=0))
             writer.write(PublishRecord(adapter=name, version=0, total_ms=1.0))
-        writer.write(StepRecord(adapter="acme-a.1", step=0, version=0, time_s=1.0, reward_mean=0.5, staleness={1: 4}))
+        writer.write(step_record(adapter="acme-a.1", step=0, version=0, time_s=1.0, reward_mean=0.5, staleness={1: 4}))
         writer.write(CheckpointRecord(adapter="acme-a.1", version=1, write_s=0.1))
         writer.write(PublishRecord(adapter="acme-a.1", version=1, total_ms=1.0))
         writer.write(AdapterStateRecord(adapter="bolt-a.1", state=AdapterPhase.FAILED, version=0, reason="it broke"))
@@ -79,7 +73,7 @@ def test_a_resume_takes_back_what_comes_again(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a run")
     with MetricsWriter(folder) as writer:
         for step in range(3):
-            writer.write(StepRecord(adapter="a.1", step=step, version=step, time_s=1.0))
+            writer.write(step_record(adapter="a.1", step=step, version=step, time_s=1.0))
             writer.write(CheckpointRecord(adapter="a.1", version=step + 1, write_s=0.1, failed=step == 2))
         writer.write(ResumeRecord(adapter="a.1", version=2, time_s=2.0))
     observed = Observed(folder)
@@ -92,7 +86,7 @@ def test_versions_of_a_clients_adapter_do_not_count_its_steps(tmp_path: Path) ->
     folder = RunFolder(tmp_path / "a run")
     with MetricsWriter(folder) as writer:
         for step, version, taken in ((0, 0, True), (1, 4, True), (2, 9, False)):
-            record = StepRecord(
+            record = step_record(
                 adapter="a.1", step=step, version=version, time_s=1.0, by_client=True, taken=taken, n_targets=8
             )
             writer.write(record)

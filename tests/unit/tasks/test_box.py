@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from areal_lora.config.reward import FunctionReward
+from areal_lora.config.sections.reward import FunctionReward
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks import box
 from areal_lora.tasks import fence as fence_module

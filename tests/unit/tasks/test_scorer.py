@@ -18,12 +18,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lora.config.reward import FunctionReward, MathVerifyReward, NumericMatchReward
+from areal_lora.config.sections.reward import BuiltInReward, FunctionReward
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks import scorer
 from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
 from areal_lora.tasks.tally import tally
 from areal_lora.types import Cause, Outcome, Sample
+from tests.support.docs import section
 from tests.support.paths import ROOT, SUPPORT
 
 FAULTY = f"{SUPPORT / 'tasks' / 'faulty_reward.py'}:reward"
@@ -60,7 +61,7 @@ def score(*batches: list[ScoreItem], reward=None, hidden: Path | None = None):
 
 def test_rewards_come_back_in_order():
     [scores, nothing] = score(
-        [item("#### 7"), item("#### 8"), item("7.0"), item("no number")], [], reward=NumericMatchReward()
+        [item("#### 7"), item("#### 8"), item("7.0"), item("no number")], [], reward=BuiltInReward()
     )
     assert [s.reward for s in scores] == [1.0, 0.0, 1.0, 0.0]
     assert {s.outcome for s in scores} == {Outcome.OK}
@@ -180,7 +181,7 @@ def test_scoring_that_ends_in_time_survives_a_controller_that_is_stopped(tmp_pat
     code = (
         "import asyncio\n"
         "from pathlib import Path\n"
-        "from areal_lora.config.reward import FunctionReward\n"
+        "from areal_lora.config.sections.reward import FunctionReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "async def run():\n"
         f"    async with ScorerPool(FunctionReward(path={FAULTY!r}, timeout_s=1)) as pool:\n"
@@ -224,7 +225,7 @@ def test_several_faults_in_a_row_and_at_both_ends():
 
 
 def test_an_unreadable_gold_answer_is_an_error_not_a_wrong_answer():
-    [scores] = score([item("7", "#### seven"), item("7")], reward=NumericMatchReward())
+    [scores] = score([item("7", "#### seven"), item("7")], reward=BuiltInReward())
     assert [s.outcome for s in scores] == [Outcome.ERROR, Outcome.OK]
     assert "states no number" in scores[0].detail
 
@@ -313,13 +314,11 @@ def test_a_private_temporary_folder_is_writable_bounded_and_removed(tmp_path, mo
     places = tmp_path / "temporary"
     places.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(places))
-    mine = FunctionReward(path=f"{tmp_path / 'mine.py'}:reward", scratch_mib=1, timeout_s=20)
-    [fits, bigger] = score([item("", "1000"), item("", "1000")], [item("", str(2 << 20))], reward=mine)
+    mine = FunctionReward(path=f"{tmp_path / 'mine.py'}:reward", timeout_s=20)
+    [fits, bigger] = score([item("", "1000"), item("", "1000")], [item("", str(17 << 20))], reward=mine)
     assert [s.reward for s in fits] == [2.0, 4.0]
     assert bigger[0].outcome is Outcome.ERROR
     assert list(places.iterdir()) == []
-    [[none]] = score([item("", "1")], reward=mine.model_copy(update={"scratch_mib": 0}))
-    assert none.outcome is Outcome.ERROR
 
 
 def test_a_reward_with_network_reaches_a_server_and_one_without_does_not(tmp_path):
@@ -378,7 +377,7 @@ def test_the_fence_holds_for_an_ordinary_user(tmp_path):
     code = (
         "import asyncio, os\n"
         "from pathlib import Path\n"
-        "from areal_lora.config.reward import FunctionReward\n"
+        "from areal_lora.config.sections.reward import FunctionReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "assert os.getuid() == 65534\n"
         f"folder = Path({str(tmp_path)!r})\n"
@@ -597,9 +596,9 @@ def test_a_reward_of_a_batch_gets_lists_as_trl_gives_them(tmp_path):
 
 @pytest.mark.parametrize(("example", "threshold"), [(0, 0.5), (1, None)])
 def test_the_shaped_rewards_of_the_docs_give_all_right_answers_an_accuracy_of_one(tmp_path, example, threshold):
-    page = ROOT / "docs" / "en" / "rewards.md"
+    page = section(ROOT / "docs" / "en" / "tasks.md", "Rewards")
     path = tmp_path / "rewards.py"
-    path.write_text(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[example])
+    path.write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[example])
     reward = FunctionReward(path=f"{path}:reward", correct_threshold=threshold)
     right, wrong = [item(f"it is {k}", f"{k}") for k in range(64)], [item("I do not know", "7")] * 64
     [of_right, of_all] = score(right, right + wrong, reward=reward)
@@ -608,7 +607,7 @@ def test_the_shaped_rewards_of_the_docs_give_all_right_answers_an_accuracy_of_on
     assert tally(of_all).accuracy == 0.5
 
 
-@pytest.mark.parametrize("reward", [NumericMatchReward(), MathVerifyReward()])
+@pytest.mark.parametrize("reward", [BuiltInReward(), BuiltInReward(kind="math_verify")])
 def test_the_built_in_rewards_say_what_is_correct(reward):
     [scores] = score([item("#### 7"), item("#### 8")], reward=reward)
     assert [(s.reward, s.correct) for s in scores] == [(1.0, True), (0.0, False)]
@@ -665,7 +664,7 @@ def test_a_thousand_faults_leak_no_process_and_no_descriptor():
 def test_children_end_when_their_parent_is_killed_while_they_score():
     code = (
         "import asyncio, os\n"
-        "from areal_lora.config.reward import FunctionReward\n"
+        "from areal_lora.config.sections.reward import FunctionReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "async def run():\n"
         f"    pool = ScorerPool(FunctionReward(path={FAULTY!r}, timeout_s=9))\n"
@@ -686,7 +685,7 @@ def test_children_end_when_their_parent_is_killed_while_they_score():
 def test_512_scores_are_quick():
     async def run():
         items = [item(f" 7+8=15 15-5=10 #### {k % 11}", " 5+2=7 7+3=10 #### 10") for k in range(512)]
-        async with ScorerPool(NumericMatchReward()) as pool:
+        async with ScorerPool(BuiltInReward()) as pool:
             await pool.score(items[:1])
             times = []
             for _ in range(5):
@@ -701,24 +700,27 @@ def test_512_scores_are_quick():
 
 
 @pytest.mark.parametrize("lasts", [2, 9])
-def test_a_start_that_fails_is_tried_again(lasts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+def test_a_start_that_fails_is_tried_again(first: bool, lasts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scorer, "START_PAUSES_S", (0.0, 0.0, 0.0))
     spawn, failures = scorer._Child.spawn, iter([BlockingIOError(11, "no more processes"), OSError(12, "memory")] * 5)
+    left = lasts
+
+    async def refused(*arguments):
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise next(failures)
+        return await spawn(*arguments)
 
     async def run() -> list[Score]:
-        async with ScorerPool(faulty()) as pool:
-            await pool._discard(await pool._idle.get())
-            pool._idle.put_nowait(None)
-            left = lasts
-
-            async def refused(*arguments):
-                nonlocal left
-                left -= 1
-                if left >= 0:
-                    raise next(failures)
-                return await spawn(*arguments)
-
+        if first:
             monkeypatch.setattr(scorer._Child, "spawn", refused)
+        async with ScorerPool(faulty()) as pool:
+            if not first:
+                await pool._discard(await pool._idle.get())
+                pool._idle.put_nowait(None)
+                monkeypatch.setattr(scorer._Child, "spawn", refused)
             return await pool.score([ScoreItem(completion="7", columns={})])
 
     if lasts == 2:
@@ -726,3 +728,17 @@ def test_a_start_that_fails_is_tried_again(lasts: int, monkeypatch: pytest.Monke
     else:
         with pytest.raises(EnvironmentError_, match="no process can be started"):
             asyncio.run(run())
+
+
+def test_a_first_start_that_no_time_helps_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def absent(*_: object) -> None:
+        raise FileNotFoundError(2, "no such program")
+
+    monkeypatch.setattr(scorer._Child, "spawn", absent)
+
+    async def run() -> None:
+        async with asyncio.timeout(0.5), ScorerPool(faulty()):
+            pass
+
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(run())

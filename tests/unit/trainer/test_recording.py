@@ -18,10 +18,13 @@ from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.report import svg
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.obs.trace import Spans
+from areal_lora.operations.messages import OptimStep, Stepped
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.recording import Recorder
+from areal_lora.trainer.step_metrics import Window
 from areal_lora.types import AdapterRef, TrajectoryGroup
+from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, stream, trajectory
 from tests.support.trainer.long_run import RESUMED
 
@@ -39,12 +42,31 @@ def test_rewards_are_averaged_over_samples_and_not_over_their_trajectories(tmp_p
     batch = collate([group])
     recorder.step(AdapterRef(name=NAME, version=1), batch, report, {0: 8}, spans)
     [step] = read_metrics(tmp_path).steps
-    assert (step.reward_mean, step.reward_std, step.n_sequences) == (0.5, 0.5, 4)
+    got = (step.reward_mean, step.metrics["train/reward_std"], step.metrics["train/n_sequences"])
+    assert got == (0.5, 0.5, 4)
     sampled = [-p for t in group.trajectories for p, on in zip(t.rollout_logprobs, t.loss_mask, strict=True) if on]
-    assert step.sampled_nll == pytest.approx(sum(sampled) / len(sampled))
+    assert step.metrics["train/sampled_nll"] == pytest.approx(sum(sampled) / len(sampled))
     given = replace(batch, given=torch.ones_like(batch.given))
     recorder.step(AdapterRef(name=NAME, version=2), given, report, {0: 8}, spans)
-    assert read_metrics(tmp_path).steps[-1].sampled_nll is None
+    assert "train/sampled_nll" not in read_metrics(tmp_path).steps[-1].metrics
+
+
+def test_the_record_of_a_clients_step_has_its_spans_and_nothing_of_rollouts(tmp_path: Path) -> None:
+    clock = Clock()
+    spans = Spans(lambda: clock.now)
+    spans.add("train", 0.5)
+    spans.add("publish_pack", 0.25)
+    clock.now += 4.0
+    recorder = Recorder(RunFolder(tmp_path), [], {}, time.monotonic())
+    before, window = AdapterRef(name="a.1", version=7), Window(tokens=10, sequences=4, targets=8, loss=4.0)
+    for version, skipped in ((7, False), (8, True)):
+        stepped = Stepped(step=3, grad_norm=1.5, skipped=skipped)
+        recorder.client_step(replace(before, version=version), window, OptimStep(lr=0.01), stepped, spans)
+    taken, skip = read_metrics(tmp_path).steps
+    assert (taken.adapter, taken.version, taken.step, taken.taken, taken.trained_tokens) == ("a.1", 7, 2, True, 8)
+    assert (taken.step_s, taken.spans) == (4.0, {"train": 0.5, "publish_pack": 0.25})
+    assert (taken.reward_mean, taken.mean_lag, taken.trainer_idle) == (None,) * 3
+    assert (skip.version, skip.step, skip.taken) == (8, 3, False)
 
 
 @pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])

@@ -13,7 +13,7 @@ from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.manifest import Envelope, check_layout, check_successor, decode, encode
 from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.testing.adapters import moe_shapes
+from tests.support.weight_sync.adapters import moe_shapes
 from tests.support.weight_sync.helpers import BASE, RUN, announce, layout_of, ref, share, spec, values
 
 A0 = "model.layers.0.self_attn.q_proj.lora_A.weight"

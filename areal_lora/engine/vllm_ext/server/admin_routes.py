@@ -27,10 +27,11 @@ from starlette.types import ASGIApp
 
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.server.generate import BadRequest, Generator
-from areal_lora.engine.vllm_ext.server.guards import BearerAuth, BodyLimit
+from areal_lora.engine.vllm_ext.server.guards import BearerAuth
 from areal_lora.engine.vllm_ext.server.leaving import Stop
 from areal_lora.engine.vllm_ext.server.sampling import all_of
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
+from areal_lora.network.http_server import BodyLimit
 from areal_lora.network.keys import Plane
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import (

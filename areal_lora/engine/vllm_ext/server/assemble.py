@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,8 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.config.models import Config
-from areal_lora.config.place import own_place
-from areal_lora.config.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions, served_targets
+from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions, served_targets
 from areal_lora.engine.vllm_ext.compat.engine import start_engine
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
@@ -31,6 +32,7 @@ from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension, 
 from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Scope
+from areal_lora.families.shape import read_hf_config
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import Payload
@@ -61,10 +63,22 @@ class Parts:
             file.unlink(missing_ok=True)
 
 
+def engine_context(longest: int, hf_config: Mapping[str, Any]) -> int:
+    """vLLM's context of tokens for a run's ``longest`` sequence: room for `SAMPLED` more.
+
+    Not where that would be above the original context of a model with LongRoPE: vLLM then takes the long factors at
+    every position, and the trainer those of the sequence's length.
+    """
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    original = rope.get("original_max_position_embeddings", hf_config.get("original_max_position_embeddings"))
+    is_long = rope.get("rope_type", rope.get("type")) == "longrope"
+    return longest if is_long and longest == original else longest + SAMPLED
+
+
 def engine_args(config: Config) -> AsyncEngineArgs:
-    """Derive vLLM's arguments; pure. Raises ConfigError for a rank or target that vLLM cannot hold."""
+    """Derive vLLM's arguments; reads config.json. Raises ConfigError for a rank or target that vLLM cannot hold."""
     rollout, on_cpu = config.rollout, config.cluster.device == "cpu"
-    longest = rollout.max_model_len + SAMPLED
+    longest = engine_context(rollout.max_model_len, read_hf_config(Path(config.model.folder)))
     targets = list(served_targets(config))
     unknown = [t for t in targets if not vllm_modules([t])]
     if unknown:
@@ -173,7 +187,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
     )
     model = engine.model_config
     generator = Generator(
-        engine=engine, max_model_len=model.max_model_len - SAMPLED, vocab_size=model.get_vocab_size(), counters=counters
+        engine=engine, max_model_len=config.rollout.max_model_len, vocab_size=model.get_vocab_size(), counters=counters
     )
     await generator.score([0, 0], VersionLease(name=BASE, ref=None, lora=None))  # the first request takes seconds
     info = InfoReply(

@@ -8,10 +8,9 @@ version resident until it ends; a client that disconnects ends its request.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -41,6 +40,7 @@ from areal_lora.engine.vllm_ext.server.openai_api import (
 from areal_lora.engine.vllm_ext.server.sampling import SampledPart, Sampler
 from areal_lora.engine.vllm_ext.server.tool_calls import PATH, ToolCallParsers, tool_calls_handler
 from areal_lora.errors import PublishError, UnknownVersionError
+from areal_lora.network.http_server import unless_disconnected
 from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, prompts_of, too_large
 
 Body = CompletionBody | ChatBody
@@ -108,7 +108,7 @@ class DataPlane:
         _check_size(body, len(prompts), sum(map(len, prompts)) + len(prompts) * n_new)
         if body.stream:
             return await self._stream(body, prompts, params)
-        return await _unless_disconnected(request, self._complete(body, prompts, params, only_echo))
+        return await unless_disconnected(request, self._complete(body, prompts, params, only_echo))
 
     async def _complete(
         self, body: Body, prompts: list[list[int]], params: SamplingParams, only_echo: bool
@@ -263,22 +263,6 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
 def _chosen(part: SampledPart) -> list[float]:
     """Log-probabilities of the sampled tokens. [A]"""
     return [row[token] for token, row in zip(part.token_ids, part.logprobs, strict=True)]
-
-
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Run ``work``; cancel it, and abort its request in the engine, when the client disconnects."""
-    task = asyncio.create_task(work)
-    gone = asyncio.ensure_future(request.receive())  # after the body the next message is the disconnect
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        task.cancel()
-        await asyncio.wait({task})
-        return Response(status_code=499)
-    finally:
-        task.cancel()
-        gone.cancel()
 
 
 def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

@@ -32,16 +32,16 @@ import psutil
 import uvloop
 
 from areal_lora.config.models import Config
-from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
-from areal_lora.config.slots import has_tenants
+from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sizing.slots import has_tenants
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID
 from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
 from areal_lora.network.addresses import set_variables
 from areal_lora.network.http_server import CLOSE_S, HttpServer
 from areal_lora.network.keys import Plane
-from areal_lora.network.tls import on_loopback, server_context, write_client_files
+from areal_lora.network.tls import on_loopback, server_context
 from areal_lora.processes import stacks
 from areal_lora.processes.devices import take_devices
 from areal_lora.processes.importing import collector_paused
@@ -50,7 +50,7 @@ from areal_lora.processes.parent import die_with_parent
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
+from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret, write_client_files
 from areal_lora.run_folder.status import LOADING, renewed_status, set_status
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def server_tls(host: str, run_folder: RunFolder, secret: str, *, closed: bool = 
     """
     planes = [Plane.ADMIN] if on_loopback(host) and not closed else [Plane.ADMIN, Plane.DATA]
     if Plane.DATA in planes:
-        write_client_files(run_folder.ca, run_folder.data_key, secret)
+        write_client_files(run_folder, secret)
     return {plane: server_context(secret, plane, host) for plane in planes}
 
 

@@ -24,17 +24,21 @@ import zmq
 import zmq.asyncio
 
 from areal_lora.errors import PublishError
-from areal_lora.network.curve import HANDSHAKE_REFUSED, OnlyKeyOf, connect_curve, serve_curve
+from areal_lora.network.curve import connect_curve
+from areal_lora.network.rpc import Listener, Wire
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_task, watched_thread
-from areal_lora.processes.watched_zmq import WatchedAuthenticator
 from areal_lora.weight_sync.messages import MAX_BODY_BYTES, JoinRequest, StageResult
 
 log = get_logger(__name__)
 
-SERVER_ROLE, WORKER_ROLE = "server-channel", "server-worker"  # CURVE identities
 CONNECT_S = 30.0
-MAX_COMMAND_BYTES, MAX_REPLY_BYTES = MAX_BODY_BYTES + 4096, 1 << 20  # a command may contain an announcement
+WIRE = Wire(
+    server="server-channel",
+    client="server-worker",
+    max_request_bytes=1 << 20,  # what workers send
+    max_reply_bytes=MAX_BODY_BYTES + 4096,  # commands to them, which may contain an announcement
+)
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
@@ -97,17 +101,12 @@ class WorkerChannel:
     """The server's end of the channel. Call it from the server's event loop only."""
 
     def __init__(self, secret: str) -> None:
-        self._context = zmq.asyncio.Context()  # its own context, because zmq authenticates peers per context
-        self._authenticator = WatchedAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyKeyOf(secret, WORKER_ROLE))
-        self._commands, self._replies = self._context.socket(zmq.ROUTER), self._context.socket(zmq.PULL)
+        self._listener = Listener("127.0.0.1", secret, WIRE)
+        self._commands = self._listener.socket
         self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown worker is an error, not silence
-        for socket in (self._commands, self._replies):
-            socket.linger = 0
-            serve_curve(socket, secret, SERVER_ROLE, MAX_REPLY_BYTES)
-        self._refused = self._commands.get_monitor_socket(HANDSHAKE_REFUSED)
-        self.ports = tuple(s.bind_to_random_port("tcp://127.0.0.1") for s in (self._commands, self._replies))
+        self._replies, replies_port = self._listener.bound(zmq.PULL)
+        self._refused = self._listener.watch_refusals()
+        self.ports = (self._listener.port, replies_port)
         self._identities: dict[int, bytes] = {}
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Queue[_Reply]] = {}
@@ -166,11 +165,7 @@ class WorkerChannel:
     def close(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
-        self._commands.disable_monitor()
-        for socket in (self._refused, self._commands, self._replies):
-            socket.close(linger=0)
-        self._authenticator.stop()
-        self._context.term()
+        self._listener.close()
 
 
 Respond = Callable[[WorkerAnswer], None]
@@ -198,7 +193,7 @@ class CommandThread:
         self._commands, self._replies = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
         for socket, port in zip((self._commands, self._replies), ports, strict=True):
             socket.linger = 0
-            connect_curve(socket, secret, WORKER_ROLE, SERVER_ROLE, MAX_COMMAND_BYTES)
+            connect_curve(socket, secret, WIRE.client, WIRE.server, WIRE.max_reply_bytes)
             socket.connect(f"tcp://127.0.0.1:{port}")
         watched_thread("worker-commands", self._run)
 

@@ -33,8 +33,8 @@ from areal_lora.weight_sync.link.backends import Backend, Seat
 from areal_lora.weight_sync.link.groups import CPU, GroupListener
 from areal_lora.weight_sync.manifest import encode
 from areal_lora.weight_sync.messages import JoinRequest
-from areal_lora.weight_sync.testing.recorded_lane import RecordedLane
 from tests.support.weight_sync.helpers import BASE, BUCKET_BYTES, RUN, packed, spec
+from tests.support.weight_sync.recorded_lane import RecordedLane
 
 pytestmark = pytest.mark.slow  # importing vLLM
 

@@ -21,8 +21,8 @@ from areal_lora.engine.vllm_ext.server.sampling import continuation_seed
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import ServerStats
-from areal_lora.weight_sync.testing import SOCKETS
 from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, Tensors, connect, hf_logits, start
+from tests.support.weight_sync import SOCKETS
 
 pytestmark = pytest.mark.slow
 

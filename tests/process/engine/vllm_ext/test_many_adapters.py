@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from areal_lora.config.memory import slot_parameters
 from areal_lora.config.models import WeightSyncConfig
+from areal_lora.config.sizing.memory import slot_parameters
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.families.shape import ModelShape
 from areal_lora.run_folder.paths import RunFolder
@@ -28,11 +28,11 @@ from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.served import covered
-from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.trainer.job import PublishHandle
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.engine.vllm_ext.serving import ALPHA, PROMPT, RANK, RunningServer, Tensors, connect, start
+from tests.support.weight_sync.adapters import pack_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

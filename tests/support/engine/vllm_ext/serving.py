@@ -31,10 +31,10 @@ from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.link.groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.manifest import Announcement, encode
 from areal_lora.weight_sync.messages import JoinRequest, PublishReply, ServerEndpoint
-from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 from tests.support.forks.starter import Fork, starter_of
+from tests.support.weight_sync.adapters import pack_of
 
 HIDDEN, RANK, ALPHA, VOCAB = 128, 8, 16.0, 288
 TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]

@@ -11,7 +11,7 @@ from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.tables import LayoutTables
-from areal_lora.weight_sync.testing.adapters import pack_of
+from tests.support.weight_sync.adapters import pack_of
 
 Full = dict[str, np.ndarray]
 """Whole tensors by name, fp32."""

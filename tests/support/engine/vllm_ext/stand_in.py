@@ -37,9 +37,9 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from areal_lora.config.models import Config
-from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
-from areal_lora.config.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions
+from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions
 from areal_lora.engine.vllm_ext.server.guards import guarded
 from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order
 from areal_lora.engine.vllm_ext.server.main import ROLE, bound_sockets, server_tls, tick
@@ -61,8 +61,8 @@ from areal_lora.run_folder.status import set_status
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.served import served_shapes
-from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from tests.support.paths import ROOT
+from tests.support.weight_sync.memory_server import MemoryServer
 
 log = get_logger("tests.support.engine.vllm_ext.stand_in")  # __name__ is __main__ here
 

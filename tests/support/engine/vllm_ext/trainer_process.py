@@ -22,12 +22,12 @@ from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import make_layout
-from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.packed_shard import Pack
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.engine.vllm_ext.serving import adapter
+from tests.support.weight_sync.adapters import pack_of
 
 
 def die() -> None:

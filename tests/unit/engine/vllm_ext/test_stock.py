@@ -14,6 +14,7 @@ def test_the_server_gets_the_sizes_of_the_run() -> None:
     options = dict(pairwise(words))
     assert (options["--host"], options["--port"]) == ("127.0.0.1", "8123")
     assert options["--lora-modules"] == "toy@v3=/a b/adapter"
+    assert options["--served-model-name"] == "base", "no path is a name"
     assert options["--max-lora-rank"] == str(config.rollout.max_lora_rank)
     assert "--enforce-eager" in words
     assert "--gpu-memory-utilization" not in words

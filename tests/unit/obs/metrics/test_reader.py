@@ -11,7 +11,7 @@ from areal_lora.obs.metrics.records import AdapterStateRecord, CheckpointRecord,
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
-from tests.support.obs.records import PUBLISH, STEP
+from tests.support.obs.records import PUBLISH, STEP, step_record
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
@@ -53,10 +53,10 @@ def test_the_tail_returns_what_is_before_a_line_that_is_no_record_then_names_it_
 
 
 def test_the_tail_takes_a_long_file_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "TAIL_BYTES", 2000)
+    monkeypatch.setattr(reader, "TAIL_BYTES", 1000)
     with MetricsWriter(RunFolder(tmp_path)) as writer:
         for step in range(40):
-            writer.write(StepRecord(step=step, version=step, time_s=1.0))
+            writer.write(step_record(step=step, version=step, time_s=1.0))
     tail, pieces = MetricsTail(RunFolder(tmp_path)), []
     while records := tail.read_new():
         pieces.append([r.step for r in records if isinstance(r, StepRecord)])
@@ -68,13 +68,17 @@ def test_a_resume_undoes_what_was_recorded_beyond_its_version(tmp_path: Path) ->
     with MetricsWriter(RunFolder(tmp_path)) as writer:
         for adapter in ("a", "b"):
             for k in range(4):
-                writer.write(StepRecord(step=k, version=k, time_s=1.0, adapter=adapter, n_tokens=1))
+                writer.write(step_record(step=k, version=k, time_s=1.0, adapter=adapter, n_tokens=1))
                 writer.write(PublishRecord(version=k + 1, total_ms=1.0, adapter=adapter))
                 writer.write(CheckpointRecord(version=k + 1, write_s=0.1, adapter=adapter, nbytes=k))
         writer.write(ResumeRecord(version=2, time_s=4.0, adapter="a"))
-        writer.write(StepRecord(step=2, version=2, time_s=5.0, adapter="a", n_tokens=2))
+        writer.write(step_record(step=2, version=2, time_s=5.0, adapter="a", n_tokens=2))
     metrics = read_metrics(tmp_path)
-    assert [(s.step, s.n_tokens) for s in metrics.steps if s.adapter == "a"] == [(0, 1), (1, 1), (2, 2)]
+    assert [(s.step, s.metrics.get("train/n_tokens")) for s in metrics.steps if s.adapter == "a"] == [
+        (0, 1),
+        (1, 1),
+        (2, 2),
+    ]
     assert [p.version for p in metrics.publishes if p.adapter == "a"] == [1, 2]
     assert [c.version for c in metrics.checkpoints if c.adapter == "a"] == [1, 2]
     assert [s.step for s in metrics.steps if s.adapter == "b"] == [0, 1, 2, 3]
@@ -99,7 +103,7 @@ def test_states_of_an_adapter_stay_until_a_resume_from_an_older_version(tmp_path
             writer.write(record)
         assert read_metrics(tmp_path).states == [*begun, failed, done]
         writer.write(resume)
-        writer.write(StepRecord(step=2, version=2, time_s=5.0, adapter="a"))
+        writer.write(step_record(step=2, version=2, time_s=5.0, adapter="a"))
         writer.write(again)
     assert read_metrics(tmp_path).states == [*begun, done, again]
     assert state_records(RunFolder(tmp_path)) == [*begun, failed, done, resume, again]

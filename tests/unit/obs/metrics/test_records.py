@@ -1,7 +1,6 @@
 """Figures derived from one record."""
 
-from areal_lora.obs.metrics.records import StepRecord
-from tests.support.obs.records import PUBLISH
+from tests.support.obs.records import PUBLISH, step_record
 
 
 def test_the_sequence_of_a_publish_adds_up_to_its_total() -> None:
@@ -11,7 +10,7 @@ def test_the_sequence_of_a_publish_adds_up_to_its_total() -> None:
 
 
 def test_the_trainers_idle_fraction_is_what_it_waited_for() -> None:
-    step = StepRecord(
+    step = step_record(
         step=0,
         version=0,
         time_s=1.0,
@@ -23,4 +22,4 @@ def test_the_trainers_idle_fraction_is_what_it_waited_for() -> None:
         publish_pack_s=0.5,
     )
     assert step.trainer_idle == 0.5
-    assert StepRecord(step=0, version=0, time_s=1.0).trainer_idle is None
+    assert step_record(step=0, version=0, time_s=1.0).trainer_idle is None

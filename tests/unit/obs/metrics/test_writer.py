@@ -11,13 +11,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from areal_lora.errors import RecordError
 from areal_lora.obs.metrics.reader import MetricsTail, read_metrics
-from areal_lora.obs.metrics.records import AdapterStateRecord, StepRecord
+from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.obs.metrics.samples import sample_files, sample_lines
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.jsonl import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
-from tests.support.obs.records import EVAL, PUBLISH, SAMPLE, STEP
+from tests.support.obs.records import EVAL, PUBLISH, SAMPLE, STEP, step_record
 
 
 def test_every_record_comes_back_as_written(tmp_path: Path) -> None:
@@ -87,21 +87,21 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
 
 def test_values_that_are_not_finite_come_back_as_none(tmp_path: Path) -> None:
     with MetricsWriter(RunFolder(tmp_path)) as writer:
-        writer.write(StepRecord(step=0, version=0, time_s=1.0, loss=math.nan, grad_norm=math.inf, lr=0.1))
+        writer.write(step_record(step=0, version=0, time_s=1.0, loss=math.nan, grad_norm=math.inf, lr=0.1))
     step = read_metrics(tmp_path).steps[0]
-    assert (step.loss, step.grad_norm, step.lr) == (None, None, 0.1)
+    assert step.metrics == {"train/loss": None, "train/grad_norm": None, "train/lr": 0.1}
 
 
 def test_a_resumed_writer_cuts_a_torn_line_and_the_last_repeat_counts(tmp_path: Path) -> None:
     with MetricsWriter(RunFolder(tmp_path)) as writer:
-        writer.write(StepRecord(step=0, version=0, time_s=1.0, reward_mean=0.1))
-        writer.write(StepRecord(step=1, version=1, time_s=2.0, reward_mean=0.2))
+        writer.write(step_record(step=0, version=0, time_s=1.0, reward_mean=0.1))
+        writer.write(step_record(step=1, version=1, time_s=2.0, reward_mean=0.2))
     with RunFolder(tmp_path).metrics.open("ab") as file:
         file.write(b'{"kind":"step","step":2,"ver')
     assert [s.step for s in read_metrics(tmp_path).steps] == [0, 1]
     with MetricsWriter(RunFolder(tmp_path)) as writer:
-        writer.write(StepRecord(step=1, version=1, time_s=3.0, reward_mean=0.9))
-        writer.write(StepRecord(step=1, version=1, time_s=3.0, reward_mean=0.4, adapter="other"))
+        writer.write(step_record(step=1, version=1, time_s=3.0, reward_mean=0.9))
+        writer.write(step_record(step=1, version=1, time_s=3.0, reward_mean=0.4, adapter="other"))
     assert [(s.adapter, s.step, s.reward_mean) for s in read_metrics(tmp_path).steps] == [
         ("", 0, 0.1),
         ("", 1, 0.9),

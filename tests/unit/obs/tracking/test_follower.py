@@ -17,6 +17,7 @@ from areal_lora.obs.tracking.follower import HOLD_S, Follower
 from areal_lora.obs.tracking.tracker import Row
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.clocks import Clock
+from tests.support.obs.records import step_record
 
 SEED = 57
 
@@ -31,7 +32,7 @@ def append(folder: RunFolder, *records: Record) -> None:
 
 
 def step(index: int, adapter: str = "a", loss: float = 0.0) -> StepRecord:
-    return StepRecord(step=index, version=index, time_s=2.0 * index, adapter=adapter, loss=loss)
+    return step_record(step=index, version=index, time_s=2.0 * index, adapter=adapter, loss=loss)
 
 
 def saved(version: int, adapter: str = "a") -> CheckpointRecord:

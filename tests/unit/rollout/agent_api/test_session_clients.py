@@ -9,9 +9,9 @@ import openai
 import pytest
 
 from areal_lora.rollout.agents import AgentTask
-from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.rollout.workflow import Episode
 from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, ToolTokenizer, episode, saying
+from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import EOS
 
 CALL = 'ok{add {"a": 1, "b": 2}}'

@@ -20,10 +20,10 @@ from areal_lora.engine.vllm_ext.server.openai_api import ToolCallsBody
 from areal_lora.engine.vllm_ext.server.tool_calls import ToolCallParsers
 from areal_lora.rollout.agents import AgentTask
 from areal_lora.rollout.conversations import ConversationFile, read_conversations
-from areal_lora.rollout.testing import FakeServer
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import EXAMPLES
 from tests.support.rollout.agent_endpoint import episode
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.texts import V1
 
 TEMPLATE = """\

@@ -17,7 +17,7 @@ from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.channel import session as sessions
 from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.channel.control import ControlSocket
-from areal_lora.rollout.channel.reminders import Reminders
+from areal_lora.rollout.channel.session import Reminders
 from areal_lora.run_folder.rendezvous import Endpoint
 from areal_lora.types import AdapterRef
 from tests.support.rollout.helpers import NAME, episode, stream

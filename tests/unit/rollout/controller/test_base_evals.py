@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 
-from areal_lora.config.evals import EvalSetConfig
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.reward import FunctionReward
-from areal_lora.config.task import WordProblemsTask
+from areal_lora.config.sections.reward import FunctionReward
+from areal_lora.config.sections.task import EvalSetConfig, WordProblemsTask
 from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
 from areal_lora.rollout.controller.base_evals import BaseEvals
 from areal_lora.rollout.eval_record import eval_record
 from areal_lora.rollout.main import adapter_data
-from areal_lora.rollout.testing import FakeServer
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.helpers import NAME, CharTokenizer, config
 from tests.support.rollout.patient_client import PatientClient
 from tests.support.rollout.running import Running

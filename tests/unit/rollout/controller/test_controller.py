@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfig
-from areal_lora.config.reward import FunctionReward
+from areal_lora.config.sections.reward import FunctionReward
 from areal_lora.data.collate import collate
 from areal_lora.errors import ExitCode, RolloutError
 from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.controller.retries import CODE_TRIES, MIN_LOST_IN_A_ROW
 from areal_lora.rollout.main import adapter_data
-from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef, Outcome, Sample
 from tests.support.clocks import wait_until
+from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.helpers import NAME, CharTokenizer, config
 from tests.support.rollout.patient_client import PatientClient
 from tests.support.rollout.running import Running

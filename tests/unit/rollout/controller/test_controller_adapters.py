@@ -21,11 +21,11 @@ from areal_lora.rollout.controller.admission import Claim
 from areal_lora.rollout.controller.controller import Controller, Opened
 from areal_lora.rollout.controller.groups import Tally
 from areal_lora.rollout.ledger.file import LedgerError
-from areal_lora.rollout.testing import FakeServer
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
 from tests.support.clocks import wait_until
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.helpers import NAME, CharTokenizer
 from tests.support.rollout.patient_client import PatientClient
 from tests.support.rollout.running import Running

@@ -12,12 +12,12 @@ import pytest
 from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfig
 from areal_lora.rollout.channel.messages import EvalSetResult, NotReady, Wanted
 from areal_lora.rollout.controller.eval_places import EvalPlaces
-from areal_lora.rollout.testing import FakeServer
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef
 from tests.support.clocks import wait_until
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.helpers import NAME, config
 from tests.support.rollout.patient_client import PatientClient
 from tests.support.rollout.running import Running

@@ -15,9 +15,9 @@ from areal_lora.rollout.controller.eval_places import EvalPlaces
 from areal_lora.rollout.controller.eval_sets import HeldOut, fitting
 from areal_lora.rollout.controller.evaluation import CHUNK, MAX_TRIES, SCORED_AT_ONCE, Evaluator
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Outcome, Sample
+from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.helpers import CharTokenizer, eval_set, samples
 
 V2 = AdapterRef(name="math", version=2)
@@ -25,7 +25,7 @@ PROBLEMS = samples(100)
 
 
 class ExactMatch:
-    """``!`` cannot be scored. The reward is shaped as in docs/en/rewards.md: a right answer has a little less than 1.
+    """``!`` cannot be scored. The reward is shaped as in docs/en/tasks.md: a right answer has a little less than 1.
 
     Without ``rule`` nothing says what is correct; "no" is left without where ``rule`` is "some".
     """

@@ -12,7 +12,6 @@ from typing import TypeVar
 import pytest
 
 from areal_lora.operations.messages import Failed, Operation, OptimStep, Pass, Poison, Scored, Stepped
-from areal_lora.operations.testing import scores
 from areal_lora.service.desk import listing
 from areal_lora.service.desk.asks import (
     CreateModel,
@@ -33,6 +32,7 @@ from areal_lora.service.desk.order import GAP_S
 from areal_lora.service.desk.signs import DEAD_S, SILENT_S
 from areal_lora.service.refused import Refused
 from areal_lora.service.rows import Tables
+from tests.support.operations.scripted_trainer import scores
 from tests.support.service.desk import LORA, QUOTA, STEP, Town, tokens, town, until
 
 T = TypeVar("T")
@@ -355,6 +355,21 @@ def test_a_full_quota_of_silent_sessions_takes_a_new_model_at_once(tmp_path: Pat
             await it.model()
             with pytest.raises(Refused):
                 await it.desk.heartbeat("acme", models[0].partition(":")[0])
+
+    asyncio.run(run())
+
+
+def test_a_client_that_trains_is_not_silent_without_heartbeats(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run", capacity=9) as it:
+            models = [await it.model() for _ in range(QUOTA.adapters)]
+            it.now_s += DEAD_S - 1
+            for model in models:
+                await it.asked(model, 1, tokens(1, 2))
+            it.now_s += DEAD_S - 1
+            with pytest.raises(Refused) as refused:
+                await it.model()
+            assert refused.value.status == 429
 
     asyncio.run(run())
 

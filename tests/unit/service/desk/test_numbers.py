@@ -36,9 +36,9 @@ from areal_lora.operations.messages import (
     ToTrainer,
     ends_window,
 )
+from areal_lora.operations.outbox import Windows
 from areal_lora.service.desk.asks import Answer, OfModel, Pending, Save, Train
 from areal_lora.service.desk.keeping import seal
-from areal_lora.service.desk.lines import Lines
 from areal_lora.service.desk.numbers import completed, expected, to_send
 from areal_lora.service.desk.order import GAP_S
 from areal_lora.service.desk.requests import look, submit
@@ -96,7 +96,7 @@ class Exchange(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger, self.trainer, self.lines = Ledger(), Executor(), Lines()
+        self.ledger, self.trainer, self.windows = Ledger(), Executor(), Windows()
         self.model, self.adapter = self.ledger.model()
         self.script: dict[int, OfModel] = {}
         self.answers: dict[int, Answer] = {}
@@ -139,9 +139,9 @@ class Exchange(RuleBasedStateMachine):
 
     @rule()
     def service_sends(self) -> None:
-        if (due := self.lines.due(self.adapter)) is not None:
+        if (due := self.windows.due(self.adapter)) is not None:
             for operation in self.ledger.change(lambda books: to_send(books, self.adapter, *due)):
-                assert self.lines.sends(self.adapter, operation.number)
+                assert self.windows.sends(self.adapter, operation.number)
                 self.to_trainer.append(operation)
 
     @precondition(lambda self: self.to_service)
@@ -151,17 +151,17 @@ class Exchange(RuleBasedStateMachine):
             case Completed(adapter=adapter, number=number, outcome=outcome):
                 self.ledger.change(lambda books: completed(books, adapter, number, outcome))
                 self.to_trainer.append(Acknowledged(adapter=adapter, number=number))
-                self.lines.heard(adapter, number)
+                self.windows.completed(adapter, number)
             case Expects(adapter=adapter, number=number):
                 assert self.ledger.change(lambda books: expected(books, adapter, number)), (
                     "nothing covered is asked for"
                 )
-                self.lines.expected(adapter, number)
+                self.windows.expected(adapter, number)
 
     @rule()
     def service_is_killed(self) -> None:
         """Its file stays. What was on the way is lost in both directions."""
-        self.lines = Lines()
+        self.windows = Windows()
         self.to_trainer, self.to_service = deque([Hello()]), deque()
 
     # ------------------------------------------------------------ both
@@ -198,7 +198,7 @@ class Exchange(RuleBasedStateMachine):
         self.to_trainer, self.to_service = deque([Hello()]), deque()
         begun = self.trainer.begin(self.adapter)
         self.to_service.extend(begun if told else [])
-        self.lines = Lines() if not told else self.lines
+        self.windows = Windows() if not told else self.windows
 
     # ------------------------------------------------------------ what must hold
 
@@ -225,7 +225,7 @@ class Exchange(RuleBasedStateMachine):
                 self.trainer_hears()
             elif self.trainer.backlog.first([self.adapter]) is not None:
                 self.trainer_works(1)
-            elif (due := self.lines.due(self.adapter)) and self.ledger.change(
+            elif (due := self.windows.due(self.adapter)) and self.ledger.change(
                 lambda books: to_send(books, self.adapter, *due)
             ):
                 self.service_sends()

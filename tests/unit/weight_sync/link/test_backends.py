@@ -18,7 +18,7 @@ from areal_lora.weight_sync.link import backends
 from areal_lora.weight_sync.link.backends import Backend, Seat
 from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.messages import SourceEndpoint
-from areal_lora.weight_sync.testing.recorded_lane import RecordedLane
+from tests.support.weight_sync.recorded_lane import RecordedLane
 
 ENDPOINT = SourceEndpoint(source=0, host="127.0.0.1", port=1, world=2, token="t", bucket_bytes=64, backend="recorder")
 

@@ -14,9 +14,9 @@ from areal_lora.network.keys import Plane, authorization, bearer_key
 from areal_lora.network.tls import client_context, server_context
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.manifest import Refusal
-from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of
+from tests.support.weight_sync.memory_server import MemoryServer
 from tests.support.wiretap import Wiretap
 
 

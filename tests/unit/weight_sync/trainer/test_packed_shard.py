@@ -10,8 +10,8 @@ import torch
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link.same_host import Window
 from areal_lora.weight_sync.seal import seal, trailer_part
-from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
+from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BUCKET_BYTES, layout_of, packed, ref, share, values
 
 

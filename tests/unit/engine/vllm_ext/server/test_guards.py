@@ -23,15 +23,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_lora.engine.vllm_ext.server.guards import BearerAuth, BodyLimit, guarded
-from areal_lora.network.http_server import CLOSE_S, HttpServer
+from areal_lora.engine.vllm_ext.server.guards import BearerAuth, guarded
+from areal_lora.network.http_server import CLOSE_S, BodyLimit, HttpServer
 from areal_lora.network.keys import Plane, authorization, bearer_key
-from areal_lora.network.tls import client_context, server_context, write_client_files
+from areal_lora.network.tls import client_context, server_context
 from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.testing import FakeServer
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import write_client_files
 from areal_lora.types import AdapterRef
 from tests.support.paths import ROOT
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.wiretap import Wiretap
 
 SECRET, LIMIT = "5e" * 32, 1000
@@ -178,15 +180,15 @@ def test_a_stop_does_not_wait_for_idle_connections(caplog: pytest.LogCaptureFixt
 
 
 def documented(fence: str) -> str:
-    """The only block of that kind in docs/en/security.md that is about a client outside the run."""
-    text = (ROOT / "docs" / "en" / "security.md").read_text()
+    """The only block of that kind in docs/en/cluster.md that is about a client outside the run."""
+    text = (ROOT / "docs" / "en" / "cluster.md").read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     [block] = [block for kind, block in blocks if kind == fence and "ca.pem" in block]
     return block.replace("runs/NAME/", "").replace("HOST", "localhost")
 
 
 def test_outside_clients_do_as_the_documentation_says(tmp_path: Path) -> None:
-    write_client_files(tmp_path / "ca.pem", tmp_path / "data.key", SECRET)
+    write_client_files(RunFolder(tmp_path), SECRET)
     app = guarded(Echo().app(), "0.0.0.0", SECRET)
     with serving(app, server_context(SECRET, Plane.DATA, "0.0.0.0")) as port:
         ask_models = "print(client.completions.create(model='a', prompt=[5, 6]).choices[0].text)"

@@ -1,0 +1,267 @@
+"""Messages between processes of a run: zmq behind CURVE, with keys derived from the run secret.
+
+    Listener, in an event loop    <-- ROUTER, one client key --   Connection, one thread: requests with their replies
+    Server, in its own thread                                     Subscription, in an event loop: messages both ways
+
+A request is ``[number (8 bytes), payload]``, and its reply repeats the number. Nothing reconnects below the caller: a
+connection whose other end is lost raises `ConnectionLost`, the caller makes another one, greets, and repeats what the
+other end may not have. Requests are therefore idempotent, and messages in order are numbered (`operations.outbox`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.auth import Authenticator
+from zmq.utils.monitor import parse_monitor_message
+
+from areal_lora.errors import EnvironmentError_
+from areal_lora.network.addresses import bracketed
+from areal_lora.network.curve import HANDSHAKE_REFUSED, OnlyKeyOf, connect_curve, serve_curve
+from areal_lora.processes.watched import watched_task
+
+LOOK_S = 0.25
+"""How often a waiting client checks whether the other end has moved."""
+START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """CURVE identities of the two ends, and how long one message to each of them may be."""
+
+    server: str
+    client: str
+    max_request_bytes: int
+    max_reply_bytes: int
+
+
+class WatchedAuthenticator(Authenticator):
+    """Checks client keys (ZAP) in a watched task, which ``zmq.auth.asyncio.AsyncioAuthenticator`` does not.
+
+    If the task ended silently, no client could connect.
+    """
+
+    def start(self) -> None:
+        super().start()
+        self._task = watched_task("zmq-keys", self._answer)
+
+    async def _answer(self) -> None:
+        poller = zmq.asyncio.Poller()
+        poller.register(self.zap_socket, zmq.POLLIN)
+        while True:
+            if await poller.poll():
+                await self.handle_zap_message(self.zap_socket.recv_multipart())
+
+    def stop(self) -> None:
+        self._task.cancel()
+        super().stop()
+
+
+class Listener:
+    """A ROUTER on exactly ``host`` and a ``port`` that the system chooses. Belongs to the running event loop.
+
+    Raises zmq.ZMQError if ``host`` cannot be bound.
+    """
+
+    def __init__(self, host: str, secret: str, wire: Wire) -> None:
+        self._host, self._secret, self._wire = host, secret, wire
+        self._context = zmq.asyncio.Context()  # its own context, because zmq authenticates peers per context
+        self._authenticator = WatchedAuthenticator(self._context)
+        self._authenticator.start()  # before a socket is bound: none may accept a client without this check
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyKeyOf(secret, wire.client))
+        self._sockets: list[zmq.asyncio.Socket] = []
+        self._refusals: zmq.asyncio.Socket | None = None
+        try:
+            self.socket, self.port = self.bound(zmq.ROUTER)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def bound(self, kind: int) -> tuple[zmq.asyncio.Socket, int]:
+        """Another socket for the same clients, and its port."""
+        socket = self._context.socket(kind)
+        self._sockets.append(socket)
+        serve_curve(socket, self._secret, self._wire.server, self._wire.max_request_bytes)
+        socket.sndhwm = socket.rcvhwm = 0  # a ROUTER drops what is above it
+        socket.ipv6 = ":" in self._host
+        socket.bind(f"tcp://{bracketed(self._host)}:*")
+        return socket, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def watch_refusals(self) -> zmq.asyncio.Socket:
+        """Readable once a client with another key was refused."""
+        self._refusals = self.socket.get_monitor_socket(HANDSHAKE_REFUSED)
+        return self._refusals
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Messages that were sent before leave within ``linger_s``."""
+        if self._refusals is not None:
+            self.socket.disable_monitor()
+            self._refusals.close(linger=0)
+        for socket in self._sockets:
+            socket.close(linger=int(linger_s * 1000))
+        self._authenticator.stop()
+        self._context.term()
+
+
+class Server:
+    """A `Listener` in the thread that calls `run`, where ``take(client, *frames)`` is called for every message."""
+
+    def __init__(self, host: str, secret: str, wire: Wire, take: Callable[..., None], *, linger_s: float = 0.0) -> None:
+        self._host, self._secret, self._wire, self._take, self._linger_s = host, secret, wire, take, linger_s
+        self._port = Future[int]()
+        self._stopped = threading.Event()
+
+    @property
+    def port(self) -> int:
+        """Raises EnvironmentError_ if the address cannot be bound."""
+        return self._port.result(START_S)
+
+    def run(self) -> None:
+        try:
+            with suppress(asyncio.CancelledError):
+                asyncio.run(self._serve())
+        finally:
+            self._stopped.set()
+
+    async def _serve(self) -> None:
+        try:
+            listener = Listener(self._host, self._secret, self._wire)
+        except zmq.ZMQError as error:
+            problem = f"{self._host}: no port can be bound: {error.strerror} (fix: see cluster.bind)"
+            self._port.set_exception(EnvironmentError_(problem))
+            return
+        self._loop, self._task, self._socket = asyncio.get_running_loop(), asyncio.current_task(), listener.socket
+        self._port.set_result(listener.port)
+        try:
+            while True:
+                self._take(*await listener.socket.recv_multipart())
+        finally:
+            listener.close(self._linger_s)
+
+    def send(self, *frames: bytes) -> None:
+        """To the client that the first frame names; lost if it is away. From any thread."""
+        with suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(self._socket.send_multipart, frames)
+
+    def close(self) -> None:
+        """Disconnect all clients, once what was sent before has left."""
+        if not self._stopped.is_set():
+            assert self._task is not None
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._task.cancel)
+            self._stopped.wait(10)
+
+
+class ConnectionLost(Exception):
+    """This connection can deliver no answer any more; ``refused`` if the handshake was, ``late`` if none came."""
+
+    def __init__(self, reason: str, *, refused: bool = False, late: bool = False) -> None:
+        self.reason, self.refused, self.late = reason, refused, late
+        super().__init__(reason)
+
+
+class _Dealer:
+    """A socket and its monitor. ``ready`` once the handshake has succeeded."""
+
+    def __init__(self, context: zmq.Context[Any], host: str, port: int, secret: str, wire: Wire) -> None:
+        self.address = f"tcp://{bracketed(host)}:{port}"
+        self.ready = False
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.reconnect_ivl = -1
+        self._socket.ipv6 = ":" in host
+        connect_curve(self._socket, secret, wire.client, wire.server, wire.max_reply_bytes)
+        self._monitor = self._socket.get_monitor_socket(
+            HANDSHAKE_REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        )
+        self._socket.connect(self.address)
+
+    def _note(self, frames: list[bytes]) -> None:
+        """Read one event of the monitor; a wrong key gets no other answer. Raises ConnectionLost."""
+        event = parse_monitor_message(frames)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.ready = True
+        elif event & HANDSHAKE_REFUSED or (event == zmq.EVENT_DISCONNECTED and not self.ready):
+            raise ConnectionLost(f"{self.address} refused the handshake", refused=True)
+        else:
+            raise ConnectionLost(f"{self.address} {'closed' if self.ready else 'refused'} the connection")
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+
+class Connection(_Dealer):
+    """Requests of one thread at a time."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, secret: str, wire: Wire) -> None:
+        super().__init__(context, host, port, secret, wire)
+        self._numbers = itertools.count(1)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def exchange(self, payload: bytes, timeout_s: float, moved: Callable[[], bool] = lambda: False) -> bytes:
+        """Send, and wait for the reply.
+
+        Raises:
+            ConnectionLost: the other side closed, refused the handshake, ``moved`` to another endpoint
+                (called every ``LOOK_S``), or gave no answer in ``timeout_s``.
+        """
+        number = next(self._numbers).to_bytes(8, "little")
+        try:
+            self._socket.send_multipart([number, payload], zmq.NOBLOCK)
+        except zmq.Again:  # it has ended already, and the monitor has the reason
+            while self._monitor.poll(1000):
+                self._note(self._monitor.recv_multipart())
+            raise ConnectionLost(f"{self.address} closed the connection") from None
+        deadline = time.monotonic() + timeout_s
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            readable = dict(self._poller.poll(int(min(remaining_s, LOOK_S) * 1000) + 1))
+            if self._socket in readable:
+                answered, reply = self._socket.recv_multipart()
+                if answered == number:  # else: late answer to an abandoned request
+                    return bytes(reply)
+            elif self._monitor in readable:
+                self._note(self._monitor.recv_multipart())
+            elif moved():
+                raise ConnectionLost(f"left {self.address}")
+        raise ConnectionLost(f"{self.address} did not answer within {timeout_s:.0f} s", late=True)
+
+    def usable(self) -> bool:
+        """Whether the idle connection still stands: after the handshake every event reports its end."""
+        return not self._monitor.poll(0)
+
+
+class Subscription(_Dealer):
+    """Messages both ways, in an event loop: ``context`` is one of ``zmq.asyncio``."""
+
+    async def run(self, greet: Callable[[], bytes], take: Callable[[bytes], None], moved: Callable[[], bool]) -> None:
+        """Send what ``greet`` gives after the handshake, then ``take`` every message. Raises ConnectionLost."""
+        poller = zmq.asyncio.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while True:
+            readable = dict(await poller.poll(int(LOOK_S * 1000)))
+            if self._socket in readable:
+                take(await self._socket.recv())
+            elif self._monitor in readable:
+                self._note(await self._monitor.recv_multipart())
+                await self._socket.send(greet())
+            elif moved():
+                raise ConnectionLost(f"left {self.address}")
+
+    async def send(self, payload: bytes) -> None:
+        await self._socket.send(payload)

@@ -1,0 +1,191 @@
+"""The metrics of a training step by tag: each is named here, once. `StepRecord.metrics` has them, readers use the tags.
+
+A tag is what TensorBoard and trackers show: ``train/``, ``time/`` (seconds), ``reward/`` and ``reward_cost/`` by name,
+``extra/``. Fractions are in [0, 1], log-probabilities in nats. What is not measured (None) has no entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal_lora.algorithms.advantages import sample_rewards
+from areal_lora.algorithms.alignment import shifted_share
+from areal_lora.algorithms.credit import explained_variance
+from areal_lora.operations.messages import OptimStep, Pass, Scored, Stepped
+from areal_lora.rollout.channel.messages import Batch, Stats
+from areal_lora.trainer.audit import Audit
+from areal_lora.trainer.learn import LearnReport
+from areal_lora.types import TrainBatch, TrajectoryGroup
+
+Metrics = dict[str, float | None]
+
+
+def measured(metrics: Mapping[str, float | None]) -> Metrics:
+    return {tag: value for tag, value in metrics.items() if value is not None}
+
+
+def of_rollouts(batch: Batch) -> Metrics:
+    """Of a batch as the controller sends it.
+
+    ``reward/`` are the means of the reward's named parts. ``reward_cost/`` is what a judge has cost since the previous
+    step: ``judge/calls``, ``judge/prompt_tokens``, ``judge/cached_share`` and so on.
+    """
+    parts: Metrics = {f"reward/{part}": mean for part, mean in batch.reward_components.items()}
+    costs = {f"reward_cost/{name}": value for name, value in batch.reward_costs.items()}
+    return parts | costs | of_groups(batch.groups) | of_queue(batch.stats)
+
+
+def of_queue(stats: Stats) -> Metrics:
+    """Groups at the delivery of a batch; reissued and late ones (answered after their group was reissued) in all.
+
+    ``groups_ahead`` is the number of groups that pacing allows before the version that would make them fresher.
+    ``batch_spare_s`` is how long the batch was whole before the trainer requested it (negative: the trainer waited);
+    with ``pacing_margin_s`` or less its groups count as late.
+    """
+    return measured(
+        {
+            "train/groups_ready": stats.ready,
+            "train/groups_running": stats.running,
+            "train/groups_leased": stats.leased,
+            "train/groups_issued": stats.issued,
+            "train/groups_consumed": stats.consumed,
+            "train/groups_ahead": stats.ahead,
+            "train/reissued": stats.reissued,
+            "train/late": stats.late,
+            "time/pacing_margin_s": stats.margin_s,
+            "time/batch_spare_s": stats.spare_s,
+        }
+    )
+
+
+def of_groups(groups: Sequence[TrajectoryGroup]) -> Metrics:
+    """Shares of the sampled groups: those whose rewards are all equal, which teach nothing, and whose answers are all
+    correct or all not, among the groups where that is known of every answer.
+    """
+    sampled = [group.trajectories for group in groups if not any(t.given for t in group.trajectories)]
+    judged = [{t.correct for t in group} for group in sampled if all(t.correct is not None for t in group)]
+    return measured(
+        {
+            "train/groups_equal": _share([len({t.reward for t in group}) == 1 for group in sampled]),
+            "train/groups_all_right": _share([correct == {True} for correct in judged]),
+            "train/groups_all_wrong": _share([correct == {False} for correct in judged]),
+        }
+    )
+
+
+def of_batch(batch: TrainBatch) -> Metrics:
+    """``explained_variance`` is the share of the returns' variance that a critic's values before the step explain (at
+    most 1). ``sampled_nll`` is the mean negative log-probability of the sampled tokens under the versions that sampled
+    them: an estimate of the policy's entropy. ``baseline_mean`` is the mean reward of the greedy answers.
+    """
+    rewards = sample_rewards(batch.rewards, batch.sample_ids)
+    given = batch.given.repeat_interleave(batch.cu_seqlens.diff())  # [T]
+    sampled = batch.rollout_logprobs[batch.loss_mask & ~given]
+    baselines = None if batch.baselines is None else sample_rewards(batch.baselines, batch.sample_ids)
+    return measured(
+        {
+            "train/reward_mean": float(rewards.mean()),
+            "train/reward_std": float(rewards.std(correction=0)),
+            "train/n_tokens": batch.n_tokens,
+            "train/n_sequences": batch.n_sequences,
+            "train/mean_answer_tokens": float(batch.loss_mask.sum()) / batch.n_sequences,
+            "train/sampled_nll": -float(sampled.mean()) if sampled.numel() else None,
+            "train/explained_variance": explained_variance(batch),
+            "extra/given_fraction": float(batch.given.float().mean()),
+            "extra/baseline_mean": None if baselines is None else float(baselines.nanmean()),
+        }
+    )
+
+
+def of_learning(report: LearnReport) -> Metrics:
+    """``behaviour_mean_abs`` is mean |prox - rollout| logprob over sampled tokens; ``mismatch_fresh`` is the same over
+    tokens of the trained version, where only numerics differ; ``mismatch_stale`` is the same over older tokens.
+    ``value_loss`` is half the squared error of a critic's values per trained token.
+    """
+    votes, share = shifted_share(report.sums)
+    return measured(
+        {
+            "train/loss": report.per_token("loss"),
+            "train/grad_norm": report.grad_norm,
+            "train/lr": report.lr,
+            "train/clip_fraction": report.per_sampled_token("clipped"),
+            "train/behaviour_mean_abs": report.per_sampled_token("behaviour_abs"),
+            "train/mismatch_fresh": _mismatch(report, "fresh"),
+            "train/mismatch_stale": _mismatch(report, "stale"),
+            "train/kl": report.per_sampled_token("kl"),
+            "train/entropy": report.per_token("entropy"),
+            "train/value_loss": report.mean("value_loss", "value_tokens"),
+            "extra/skipped": report.skipped,
+            "extra/capped_fraction": report.per_sampled_token("capped"),
+            "extra/shift_votes": votes,
+            "extra/shifted_share": share,
+            "extra/value_clipped": report.mean("value_clipped", "value_tokens"),
+            "extra/value_grad_norm": report.mean("value_grad_norms", "value_steps"),
+            "extra/value_skipped": report.mean("value_skipped", "value_steps"),
+        }
+    )
+
+
+def of_audit(audit: Audit) -> Metrics:
+    """``audited_tokens`` of this or the previous batch were scored again by a server under their own versions, with
+    ``audit_gap`` as the mean difference; ``unaudited_steps`` counts consecutive batches without an audit.
+    """
+    return measured(
+        {
+            "train/audited_tokens": audit.tokens,
+            "train/audit_gap": audit.gap,
+            "train/unaudited_steps": audit.silent_steps,
+            "extra/audit_s": audit.took_s,
+        }
+    )
+
+
+@dataclass(slots=True)
+class Window:
+    """Sums over a client's passes with gradients since its step before.
+
+    ``targets`` are tokens whose weight is not 0, ``loss`` is the sum of the losses.
+    """
+
+    tokens: int = 0
+    sequences: int = 0
+    targets: int = 0
+    loss: float = 0.0
+
+    def add(self, request: Pass, scored: Scored) -> None:
+        """Add a pass that was carried out; one without gradients is not part of what a step learns."""
+        if not request.backward:
+            return
+        self.tokens += sum(len(datum.tokens) // 4 for datum in request.data)
+        self.sequences += len(request.data)
+        self.targets += sum(int(np.count_nonzero(np.frombuffer(datum.weights, "<f4"))) for datum in request.data)
+        self.loss += scored.loss
+
+
+def of_client(window: Window, step: OptimStep, outcome: Stepped) -> Metrics:
+    """Of a client's step. It has no rewards and no groups here, and its tokens' versions are not known.
+
+    The loss is the mean over the targets.
+    """
+    return measured(
+        {
+            "train/loss": window.loss / window.targets if window.targets else None,
+            "train/grad_norm": None if outcome.skipped else outcome.grad_norm,
+            "train/lr": step.lr,
+            "train/n_tokens": window.tokens,
+            "train/n_sequences": window.sequences,
+        }
+    )
+
+
+def _share(found: Sequence[bool]) -> float | None:
+    return sum(found) / len(found) if found else None
+
+
+def _mismatch(report: LearnReport, kind: str) -> float | None:
+    """Mean |trainer - rollout| logprob over the ``fresh`` or ``stale`` tokens; None if there are none."""
+    count = report.sums[f"{kind}_tokens"]
+    return report.sums[f"{kind}_gap"] / count if count else None

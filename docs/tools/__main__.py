@@ -1,0 +1,14 @@
+"""``make docs`` writes the pages and files that are made from the package; tests fail while one is out of date."""
+
+from pathlib import Path
+
+from areal_lora.config.schema import json_schema
+from docs.tools import configuration, support_tables
+
+for target, text in (
+    (configuration.TARGET, configuration.render()),
+    (support_tables.TARGET, support_tables.render()),
+    (Path("examples/schema.json"), json_schema()),
+):
+    target.write_text(text, encoding="utf-8")
+    print(f"wrote {target}")

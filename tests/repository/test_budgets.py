@@ -1,0 +1,136 @@
+"""Counts of the package that may only fall, and lines per room, which a new capability may raise by what it needs.
+
+A change that lowers a count lowers its limit in the same commit. A room's limit is raised only in the commit that adds
+the capability, with the reason beside the number.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+PACKAGE = ROOT / "areal_lora"
+
+LINES = {"": 715}
+"""Lines of each room, tests and blank lines apart: those of the package's own files are under the empty name."""
+LIMITS: dict[str, float] = {
+    "lines": 70_000,
+    "largest folder": 60,
+    "share of imports": 0.13,
+    "classes over 15 methods": 30,
+    "class names used twice": 70,
+    "file names used twice": 80,
+    "participles as class names": 60,
+    "register words per 1,000 lines": 30,
+    "broad excepts per 1,000 lines": 0.7,
+    "longest file": 450,
+}
+FILES = {"__init__", "main"}
+"""Names that every folder may have."""
+REGISTER = re.compile(r"\b(asks?|asked|says?|said|hears?|begins?|began|begun|gone|newcomers?|who)\b", re.IGNORECASE)
+PARTICIPLE = re.compile(r"(ed|en|own|ost|aid)$")
+NOUNS = {"Token", "Embed", "Feed", "Need", "Seed", "Speed", "Queen", "Screen", "Cost", "Host", "Post"}
+
+
+@cache
+def sources() -> dict[Path, str]:
+    return {path.relative_to(PACKAGE): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(text) for path, text in sources().items()}
+
+
+def nodes(kind: type[ast.AST]) -> Iterator[ast.AST]:
+    return (node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, kind))
+
+
+def lines_by_room() -> Counter[str]:
+    rooms: Counter[str] = Counter()
+    for path, text in sources().items():
+        rooms[path.parts[0] if len(path.parts) > 1 else ""] += text.count("\n")
+    return rooms
+
+
+def twice(names: Iterator[str] | list[str]) -> int:
+    return sum(count > 1 for count in Counter(names).values())
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    names = {kind.id if isinstance(kind, ast.Name) else str(kind) for kind in kinds}
+    return not names.isdisjoint({"None", "Exception", "BaseException"})
+
+
+def methods(node: ast.ClassDef) -> int:
+    return sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
+
+
+def words(name: str) -> list[str]:
+    return re.findall(r"[A-Z][a-z0-9]*", name)
+
+
+def is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def height(node: ast.AST) -> int:
+    assert isinstance(node, ast.stmt)
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def per_kilo(found: Iterable[bool]) -> float:
+    return round(1e3 * sum(found) / sum(text.count("\n") for text in sources().values()), 2)
+
+
+@cache
+def measured() -> dict[str, float]:
+    lines = [line for text in sources().values() for line in text.splitlines()]
+    n_code = sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in lines)
+    n_code -= sum(height(node) for node in nodes(ast.Expr) if is_docstring(node))
+    imports = sum(height(node) for kind in (ast.Import, ast.ImportFrom) for node in nodes(kind))
+    classes = [node for node in nodes(ast.ClassDef) if isinstance(node, ast.ClassDef)]
+    participles = [
+        node.name
+        for node in classes
+        if len(words(node.name)) == 1 and PARTICIPLE.search(node.name) and node.name not in NOUNS
+    ]
+    handlers = [node for node in nodes(ast.ExceptHandler) if isinstance(node, ast.ExceptHandler)]
+    return {
+        "lines": len(lines),
+        "largest folder": max(Counter(path.parent for path in sources() if path.stem != "__init__").values()),
+        "share of imports": round(imports / n_code, 4),
+        "classes over 15 methods": sum(methods(node) > 15 for node in classes),
+        "class names used twice": twice([node.name for node in classes if not node.name.startswith("_")]),
+        "file names used twice": twice([path.stem for path in sources() if path.stem not in FILES]),
+        "participles as class names": len(participles),
+        "register words per 1,000 lines": per_kilo(bool(REGISTER.search(line)) for line in lines),
+        "broad excepts per 1,000 lines": per_kilo(map(is_broad, handlers)),
+        "longest file": max(text.count("\n") for text in sources().values()),
+    }
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_count_does_not_rise(name: str) -> None:
+    assert measured()[name] <= LIMITS[name]
+
+
+@pytest.mark.parametrize("room", sorted(lines_by_room()))
+def test_a_room_does_not_grow(room: str) -> None:
+    assert lines_by_room()[room] <= LINES[room]
+
+
+if __name__ == "__main__":
+    median = statistics.median(text.count("\n") for text in sources().values())
+    for key, value in {**measured(), "files": len(sources()), "median file": median, **lines_by_room()}.items():
+        print(f"{key or 'own files':34} {value}")

@@ -1,0 +1,101 @@
+"""Requests over CURVE: replies, and every way in which a connection ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from areal_lora.errors import EnvironmentError_
+from areal_lora.network.rpc import Connection, ConnectionLost, Server, Wire
+
+SECRET = "5e" * 32
+WIRE = Wire(server="server", client="client", max_request_bytes=1000, max_reply_bytes=1000)
+
+
+class Echo:
+    """Answers every request with its payload, but b"no" and, before the request that follows it, b"later"."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._later: tuple[bytes, bytes, bytes] | None = None
+        self.server = Server(host, SECRET, WIRE, self._take)
+        self.thread = threading.Thread(target=self.server.run)
+        self.thread.start()
+
+    def _take(self, client: bytes, number: bytes, payload: bytes) -> None:
+        if self._later is not None:
+            self.server.send(*self._later)
+            self._later = None
+        if payload == b"later":
+            self._later = (client, number, payload)
+        elif payload != b"no":
+            self.server.send(client, number, payload)
+
+    def close(self) -> None:
+        self.server.close()
+        self.thread.join(5)
+
+
+@pytest.fixture
+def echo() -> Iterator[Echo]:
+    made = Echo()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def test_a_late_reply_is_not_taken_for_that_of_the_next_request(echo, context) -> None:
+    connection = Connection(context, "127.0.0.1", echo.server.port, SECRET, WIRE)
+    assert connection.exchange(b"one", 5.0) == b"one"
+    with pytest.raises(ConnectionLost, match="did not answer within 0 s") as lost:
+        connection.exchange(b"later", 0.2)
+    assert lost.value.late
+    assert connection.exchange(b"two", 5.0) == b"two"
+    connection.close()
+
+
+def test_a_server_that_ends_is_noticed_while_waiting_and_afterwards(echo, context) -> None:
+    connection = Connection(context, "127.0.0.1", echo.server.port, SECRET, WIRE)
+    threading.Timer(0.2, echo.server.close).start()
+    with pytest.raises(ConnectionLost, match="closed the connection"):
+        connection.exchange(b"no", 30.0)
+    with pytest.raises(ConnectionLost, match="closed the connection"):
+        connection.exchange(b"no", 30.0)
+    connection.close()
+    another = Connection(context, "127.0.0.1", echo.server.port, SECRET, WIRE)
+    with pytest.raises(ConnectionLost, match="refused the connection") as lost:
+        another.exchange(b"no", 30.0)
+    assert not lost.value.refused, "the key was not at fault"
+    another.close()
+
+
+def test_an_endpoint_that_moved_ends_the_wait(echo, context) -> None:
+    connection = Connection(context, "127.0.0.1", echo.server.port, SECRET, WIRE)
+    assert connection.exchange(b"one", 5.0) == b"one"
+    with pytest.raises(ConnectionLost, match="left tcp"):
+        connection.exchange(b"no", 30.0, lambda: True)
+    connection.close()
+
+
+def test_another_secret_is_refused_as_such(echo, context) -> None:
+    for _ in range(3):
+        connection = Connection(context, "127.0.0.1", echo.server.port, "5f" * 32, WIRE)
+        with pytest.raises(ConnectionLost, match="refused the handshake") as lost:
+            connection.exchange(b"one", 5.0)
+        assert lost.value.refused
+        connection.close()
+
+
+def test_an_address_of_another_machine_is_an_error_at_once() -> None:
+    elsewhere = Echo("192.0.2.1")
+    with pytest.raises(EnvironmentError_, match="no port can be bound"):
+        elsewhere.server.port  # noqa: B018
+    elsewhere.thread.join(5)
