@@ -1,4 +1,4 @@
-"""A rollout server: ``python -m areal_lora.engine.vllm_ext.server --run-folder DIR --index N``.
+"""A rollout server: ``python -m areal_lora.engine.vllm_ext.server.main --run-folder DIR --index N``.
 
 One process with vLLM's engine (a child process) behind two HTTP apps on ports of their own::
 
@@ -35,8 +35,8 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.config.sections.cluster import own_place
 from areal_lora.config.sizing.slots import has_tenants
-from areal_lora.engine.vllm_ext.leaving import Door, Stop, leave_in_order
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID
+from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
 from areal_lora.network.addresses import set_variables
 from areal_lora.network.http_server import CLOSE_S, HttpServer
@@ -54,10 +54,10 @@ from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret, writ
 from areal_lora.run_folder.status import LOADING, renewed_status, set_status
 
 if TYPE_CHECKING:
-    from areal_lora.engine.vllm_ext.adapters import ServedAdapters
-    from areal_lora.engine.vllm_ext.assemble import Parts
+    from areal_lora.engine.vllm_ext.server.adapters import ServedAdapters
+    from areal_lora.engine.vllm_ext.server.assemble import Parts
 
-log = get_logger("areal_lora.engine.vllm_ext.server")  # __name__ is __main__ here
+log = get_logger("areal_lora.engine.vllm_ext.server.main")  # __name__ is __main__ here
 
 ROLE = "server"
 WATCH_S = 0.5
@@ -70,7 +70,7 @@ ENGINE_STOP_S = 1.5  # then the engine is killed: it holds nothing that must be 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.server.main", description=__doc__)
     parser.add_argument("--run-folder", type=RunFolder.of, required=True)
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--grace-s", type=float, default=0.0, help="leave the run in order within so many seconds")
@@ -159,7 +159,7 @@ async def serve(
     """Serve until a stop is requested; return the exit code. Raises ProcessFailed if the engine ends unasked."""
     set_status(run_folder, ROLE, index, "importing vLLM")
     with collector_paused():
-        from areal_lora.engine.vllm_ext.assemble import assemble  # vLLM reads the environment on import
+        from areal_lora.engine.vllm_ext.server.assemble import assemble  # vLLM reads the environment on import
 
     stop = Stop(grace_s)
     secret = read_secret(run_folder)

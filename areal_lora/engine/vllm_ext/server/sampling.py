@@ -26,10 +26,10 @@ from typing import Any, TypeVar
 from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters, VersionLease
-from areal_lora.engine.vllm_ext.extra_args import WHOLE
-from areal_lora.engine.vllm_ext.generate import CUT, EngineRequest, Generator, prompt_logprobs, prompt_rows
-from areal_lora.engine.vllm_ext.text import AnswerText
+from areal_lora.engine.vllm_ext.compat.engine import WHOLE
+from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters, VersionLease
+from areal_lora.engine.vllm_ext.server.generate import CUT, EngineRequest, Generator, prompt_logprobs, prompt_rows
+from areal_lora.engine.vllm_ext.server.text import AnswerText
 from areal_lora.types import AdapterRef
 
 T = TypeVar("T")

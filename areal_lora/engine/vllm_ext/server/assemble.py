@@ -18,18 +18,18 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from areal_lora.config.models import Config
 from areal_lora.config.sections.cluster import own_place
 from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions, served_targets
-from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters, VersionLease
-from areal_lora.engine.vllm_ext.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.compat.engine import start_engine
-from areal_lora.engine.vllm_ext.data_plane import DataPlane
-from areal_lora.engine.vllm_ext.generate import Generator, RequestCounters
-from areal_lora.engine.vllm_ext.guards import guarded
-from areal_lora.engine.vllm_ext.leaving import Stop
-from areal_lora.engine.vllm_ext.sampling import Sampler
-from areal_lora.engine.vllm_ext.tool_calls import ToolCallParsers, configured_parsers
+from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters, VersionLease
+from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
+from areal_lora.engine.vllm_ext.server.data_plane import DataPlane
+from areal_lora.engine.vllm_ext.server.generate import Generator, RequestCounters
+from areal_lora.engine.vllm_ext.server.guards import guarded
+from areal_lora.engine.vllm_ext.server.leaving import Stop
+from areal_lora.engine.vllm_ext.server.sampling import Sampler
+from areal_lora.engine.vllm_ext.server.tool_calls import ToolCallParsers, configured_parsers
+from areal_lora.engine.vllm_ext.worker.channel import WorkerChannel
 from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension, WorkerDescription, WorkerSetup
 from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
-from areal_lora.engine.vllm_ext.worker_channel import WorkerChannel
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Scope
 from areal_lora.families.shape import read_hf_config

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_lora.engine.vllm_ext.guards import BearerAuth, guarded
+from areal_lora.engine.vllm_ext.server.guards import BearerAuth, guarded
 from areal_lora.network.http_server import CLOSE_S, BodyLimit, HttpServer
 from areal_lora.network.keys import Plane, authorization, bearer_key
 from areal_lora.network.tls import client_context, server_context

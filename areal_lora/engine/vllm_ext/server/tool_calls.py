@@ -1,7 +1,8 @@
 """Find the tool calls in answers, with vLLM's own parsers: ``POST /v1/tool_calls``.
 
 The controller, which has no vLLM, sends the texts of answers here. Parsing changes no token: what is trained on are the
-sampled ones. Only parsers that the configuration names can be asked for.
+sampled ones. Only parsers of the configuration can be requested. Beside vLLM's own server, in evaluations of agents
+(``areal-lora eval``), `ToolCallsMiddleware` answers.
 """
 
 from __future__ import annotations
@@ -12,11 +13,19 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParser, ToolParserManager
 
 from areal_lora.config.models import AgentWorkflowConfig, Config
-from areal_lora.engine.vllm_ext.openai_api import ParsedCall, ParsedText, ToolCallsAnswer, ToolCallsBody, error_body
+from areal_lora.engine.vllm_ext.server.openai_api import (
+    ParsedCall,
+    ParsedText,
+    ToolCallsAnswer,
+    ToolCallsBody,
+    error_body,
+)
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.loading import load_import_path
 
@@ -82,3 +91,25 @@ def _parser_class(name: str) -> type[ToolParser]:
         known = ", ".join(ToolParserManager.list_registered())
         raise ConfigError(key, f"vLLM has no tool parser {name!r}", f"use one of {known}, or file.py:Class") from None
     return found
+
+
+_prepared: list[ToolCallParsers] = []
+
+
+def prepare(config: Config) -> None:
+    """Build the parsers of the run; vLLM gives its middleware no arguments. Raises ConfigError."""
+    _prepared.append(ToolCallParsers(AutoTokenizer.from_pretrained(config.model.folder), configured_parsers(config)))
+
+
+class ToolCallsMiddleware:
+    """Answers ``PATH``; everything else is for vLLM."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app, self._handle = app, tool_calls_handler(_prepared[0])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == PATH:
+            answer = await self._handle(Request(scope, receive))
+            await answer(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from areal_lora.engine.vllm_ext.text import AnswerText
+from areal_lora.engine.vllm_ext.server.text import AnswerText
 
 SENTENCES = ["plain words, and more", "Grüße aus Köln — 你好 🙂🙂!", "a\n\nb\n\n\nc", "x" * 40, "🙂"]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from areal_lora.data.packing import MicroPlan, Tree
-from areal_lora.engine.common.attention import attend
-from areal_lora.engine.common.packed import pack
+from areal_lora.engine.layers.attention import attend
+from areal_lora.engine.layers.packed import pack
 from tests.support.distributed.engine_ranks import make_batch
 
 ROWS = [[7] * 9 + [1, 2], [7] * 9 + [3], [7] * 9 + [4, 5, 6, 7, 8], [9, 9, 1], [5] * 23, [2]]

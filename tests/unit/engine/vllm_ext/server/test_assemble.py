@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_lora.engine.vllm_ext.assemble import engine_context
+from areal_lora.engine.vllm_ext.server.assemble import engine_context
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config.models import AgentWorkflowConfig
-from areal_lora.engine.vllm_ext.openai_api import ParsedCall, ParsedText, ToolCallsBody
-from areal_lora.engine.vllm_ext.tool_calls import ToolCallParsers, configured_parsers
+from areal_lora.engine.vllm_ext.server.openai_api import ParsedCall, ParsedText, ToolCallsBody
+from areal_lora.engine.vllm_ext.server.tool_calls import ToolCallParsers, configured_parsers
 from areal_lora.errors import ConfigError
 from tests.support.obs.fake_run import make_config
 from tests.support.paths import ROOT

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from areal_lora.data.collate import runs, select
 from areal_lora.data.packing import MicroPlan, Tree
-from areal_lora.engine.common.attention import AttentionPlan, Segment
-from areal_lora.engine.dropout import text_keys
+from areal_lora.engine.layers.attention import AttentionPlan, Segment
+from areal_lora.engine.layers.dropout import text_keys
 from areal_lora.types import TrainBatch
 
 PAD_ID = 0

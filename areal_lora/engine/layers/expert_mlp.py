@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from areal_lora.engine.dropout import Dropout, kept
+from areal_lora.engine.layers.dropout import Dropout, kept
 
 ALIGN_BYTES = 16  # torch's grouped matrix product wants rows that start at multiples of this
 

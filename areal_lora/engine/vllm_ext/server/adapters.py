@@ -28,8 +28,8 @@ from typing import Any, Protocol
 import msgspec
 from vllm.lora.request import LoRARequest
 
-from areal_lora.engine.vllm_ext.gate import Gate
-from areal_lora.engine.vllm_ext.worker_channel import Begin, CommandDone, Forget, Join, Ping, Staged, WorkerChannel
+from areal_lora.engine.vllm_ext.server.gate import Gate
+from areal_lora.engine.vllm_ext.worker.channel import Begin, CommandDone, Forget, Join, Ping, Staged, WorkerChannel
 from areal_lora.errors import PublishError, UnknownVersionError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger

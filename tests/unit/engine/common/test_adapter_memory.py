@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from areal_lora.engine.initial import initial_tensor
+from areal_lora.engine.common.adapter_memory import initial_tensor
 from areal_lora.weight_sync.layout import WireTensor
 
 

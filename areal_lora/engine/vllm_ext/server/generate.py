@@ -17,8 +17,8 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from areal_lora.engine.vllm_ext.adapters import VersionLease
-from areal_lora.engine.vllm_ext.extra_args import SCORE_TEMPERATURE
+from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
+from areal_lora.engine.vllm_ext.server.adapters import VersionLease
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef

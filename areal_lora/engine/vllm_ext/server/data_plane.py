@@ -26,12 +26,19 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters
-from areal_lora.engine.vllm_ext.extra_args import SCORE_TEMPERATURE
-from areal_lora.engine.vllm_ext.generate import BACKGROUND_S, BadRequest, Generator
-from areal_lora.engine.vllm_ext.openai_api import Answer, ChatBody, CompletionBody, CompletionChoice, Usage, error_body
-from areal_lora.engine.vllm_ext.sampling import SampledPart, Sampler
-from areal_lora.engine.vllm_ext.tool_calls import PATH, ToolCallParsers, tool_calls_handler
+from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
+from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
+from areal_lora.engine.vllm_ext.server.generate import BACKGROUND_S, BadRequest, Generator
+from areal_lora.engine.vllm_ext.server.openai_api import (
+    Answer,
+    ChatBody,
+    CompletionBody,
+    CompletionChoice,
+    Usage,
+    error_body,
+)
+from areal_lora.engine.vllm_ext.server.sampling import SampledPart, Sampler
+from areal_lora.engine.vllm_ext.server.tool_calls import PATH, ToolCallParsers, tool_calls_handler
 from areal_lora.errors import PublishError, UnknownVersionError
 from areal_lora.network.http_server import unless_disconnected
 from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, prompts_of, too_large

@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 
-from areal_lora.platforms.megatron_cpu import RmsNorm
+from areal_lora.engine.megatron_utils.cpu_patches import RmsNorm
 
 EPS = 1e-6
 IMPORT = """
 import sys
-from areal_lora.platforms.megatron_cpu import install_cpu_patches
+from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 install_cpu_patches()
 import areal_lora.engine.megatron_utils.megatron_model
 print("megatron.bridge" in sys.modules, "transformer_engine" in sys.modules)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from areal_lora.engine.dropout import Dropout
+from areal_lora.engine.layers.dropout import Dropout
 
 
 class ActiveAdapter:
