@@ -4,11 +4,16 @@ The adapter with the smallest virtual time is served next. n tokens move its tim
 follow the weights while several adapters wait, and no adapter waits for one that has nothing to do. The trainer
 queues steps with it, the rollout controller groups (`areal_lora.rollout.controller.admission`): the shares of trained
 tokens are the same whichever side is the slower one.
+
+The trainer has adapters with rollouts and those of clients in one order. An operation of a client is there at once, a
+batch may not be: an operation is carried out at its adapter's turn, after the batches of earlier turns that are ready
+(`before`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 
 
 class FairQueue:
@@ -56,3 +61,13 @@ class FairQueue:
         self._now = max(self._now, self.time(name))
         self.catch_up(name, self._now, tokens)
         self.charge(name, tokens)
+
+
+def before(order: Sequence[str], clients: Collection[str], ready: str | None) -> list[str]:
+    """The adapters of ``order`` whose batch is taken before the operation that is ``ready``; in order of turns.
+
+    ``clients`` have operations in place of batches. With an operation of the adapter ``ready``, only batches of earlier
+    turns come before it, and only those that are ready now; without one (None) all are waited for.
+    """
+    earlier = order if ready is None else takewhile(lambda name: name != ready, order)
+    return [name for name in earlier if name not in clients]

@@ -8,7 +8,7 @@ from areal_lora.algorithms.advantages import ADVANTAGES, Advantage, Discount
 from areal_lora.algorithms.credit import Shaping
 from areal_lora.algorithms.kl import ESTIMATORS
 from areal_lora.algorithms.losses import LOSSES, Behaviour, Clip, PolicyTerms
-from areal_lora.config.algorithm import AlgorithmConfig
+from areal_lora.config.sections.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class ReferenceTerms:
 class Algorithm:
     """What a run does with a batch: ``shaping`` and ``advantage`` before learning, ``terms`` in the loss.
 
-    Without ``reference`` the reference is the base. ``critic`` is None where nothing asks for values.
+    Without ``reference`` the reference is the base. ``critic`` is None where nothing needs values.
     """
 
     name: str

@@ -3,7 +3,7 @@
 main thread                     saver thread of every rank
 copy the state
 save ------------------------>  files -> fsync -> manifest -> rename -> fsync      `Store`
-publish ...                     durable: the publish of this version may begin
+publish ...                     durable: the publish of this version may start
 next batch ...                  rank 0: commit the step, delete old checkpoints
 join before the next learn <--  ended
 
@@ -26,6 +26,8 @@ from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef
 
 WAIT_LINE_S = 10.0
+MAX_FAILURES = 3
+"""Failed checkpoints of an adapter in a row that a run survives: a full or absent disk for some steps."""
 
 log = get_logger(__name__)
 
@@ -34,7 +36,7 @@ log = get_logger(__name__)
 class Save:
     """One checkpoint in progress at one rank, of the adapter after ``step`` optimizer steps.
 
-    ``label`` is that of a client's saved state, empty for a checkpoint. ``reason`` says why it has ``failed``.
+    ``label`` is that of a client's saved state, empty for a checkpoint. ``reason`` is that of a ``failed`` one.
     ``ended_s`` is time.monotonic.
     """
 
@@ -97,7 +99,7 @@ class Saver:
     def join(self, adapter: str) -> Save | None:
         """Wait for the adapter's save in progress, if any, and return it.
 
-        Raises CheckpointError on every rank when more than ``max_failures`` saves in a row have failed. Raises the
+        Raises CheckpointError on every rank when more than `MAX_FAILURES` saves in a row have failed. Raises the
         error of the saver thread otherwise: PublishError (a rank is lost), RolloutError (the controller is lost).
         """
         job = self._pending.pop(adapter, None)
@@ -109,10 +111,10 @@ class Saver:
         if job.label:
             return job
         self._failures[adapter] = self._failures.get(adapter, 0) + 1 if job.failed else 0
-        if self._failures[adapter] > self._config.max_failures:
+        if self._failures[adapter] > MAX_FAILURES:
             raise CheckpointError(
                 f"{self._failures[adapter]} checkpoints of {adapter!r} in a row could not be written, "
-                f"checkpoint.max_failures is {self._config.max_failures}; the log has path and reason of each "
+                f"at most {MAX_FAILURES} may fail; the log has path and reason of each "
                 "(fix: free disk space or repair the disk, then start the run again)"
             )
         return job
@@ -158,12 +160,12 @@ class Saver:
             return
         self._committed(job.ref)
         try:
-            gone = self._store.delete_old(snapshot, self._config)
+            deleted = self._store.delete_old(snapshot, self._config)
         except OSError as e:
             log.warning("old checkpoints of %s could not be deleted: %s: %s", adapter, e.filename, e.strerror)
         else:
-            if gone:
-                log.debug("deleted checkpoints of %s: %s", adapter, gone)
+            if deleted:
+                log.debug("deleted checkpoints of %s: %s", adapter, deleted)
 
 
 def _wait(event: threading.Event, what: str) -> None:

@@ -117,7 +117,7 @@ def keys(
     label: Annotated[str, typer.Option(metavar="NAME", help="name of the key; a key of that name ends")] = "default",
     remove: Annotated[bool, typer.Option("--remove", help="end the key instead")] = False,
     quota: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=N", help="another limit of the tenant, as in service.api.quota")
+        list[str] | None, typer.Option(metavar="KEY=N", help="another limit of the tenant, such as rank=64")
     ] = None,
 ) -> None:
     """Make, replace or end a key, with the operator's key. Without TENANT all tenants are listed."""

@@ -17,12 +17,11 @@ from areal_lora.cli.runs import RUN_HELP, find_run, recorded_config, run_names
 from areal_lora.errors import ConfigError, ProcessFailed
 
 if TYPE_CHECKING:
-    from areal_lora.config.models import Config
     from areal_lora.run_folder.paths import RunFolder
 
 POLL_S, REMIND_S = 0.1, 2.0
 SLACK_S = 30.0
-"""A stop takes at most ``run.stop_grace_s`` and some seconds; after so many more it counts as stuck."""
+"""A stop takes at most `STOP_GRACE_S` and some seconds; after so many more it counts as stuck."""
 SLURM_END_S = 180.0
 
 
@@ -35,15 +34,16 @@ def stop(
     Durable steps are kept; `areal-lora resume` continues from the newest checkpoint.
     """
     folder = find_run(run)
-    config = recorded_config(folder)
-    if config.cluster.kind == "slurm":
+    if recorded_config(folder).cluster.kind == "slurm":
         stop_job(folder, now)
     else:
-        stop_launcher(folder, config, now)
+        stop_launcher(folder, now)
 
 
-def stop_launcher(folder: RunFolder, config: Config, now: bool) -> None:
+def stop_launcher(folder: RunFolder, now: bool) -> None:
     """TERM to the launcher (twice for ``now``), then wait for it and for the processes of the run."""
+    from areal_lora.launcher.supervise import STOP_GRACE_S
+
     held = holder(folder)
     if held is None:
         if local_processes(folder):
@@ -60,7 +60,7 @@ def stop_launcher(folder: RunFolder, config: Config, now: bool) -> None:
         time.sleep(3 * POLL_S)  # two signals at once would count as one
         with contextlib.suppress(ProcessLookupError):
             os.kill(held.pid, signal.SIGTERM)
-    deadline = time.monotonic() + config.run.stop_grace_s + SLACK_S
+    deadline = time.monotonic() + STOP_GRACE_S + SLACK_S
     remind_at = time.monotonic() + REMIND_S
     while holder(folder) == held and launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > deadline:

@@ -56,16 +56,16 @@ def adapter_run(config: Config, adapter: AdapterConfig) -> AdapterRun:
         max_staleness=config.rollout.max_staleness if adapter.max_staleness is None else adapter.max_staleness,
         eval_every=config.eval.every_steps if adapter.eval_every_steps is None else adapter.eval_every_steps,
         checkpoint_every=1 if adapter.is_client else every,
-        wire_dtype=_wire_dtype(config, adapter),
+        wire_dtype=_wire_dtype(config),
         weight=adapter.weight,
     )
 
 
-def _wire_dtype(config: Config, adapter: AdapterConfig) -> Literal["float32", "bfloat16"]:
+def _wire_dtype(config: Config) -> Literal["float32", "bfloat16"]:
     """Merged weights are sums in fp32, cast once: to the type in which servers hold them."""
     if config.rollout.adapter_mode == "merged":
         return config.model.dtype
-    return adapter.wire_dtype or config.weight_sync.wire_dtype or config.model.dtype
+    return config.weight_sync.wire_dtype or config.model.dtype
 
 
 def probe_tolerance(config: Config) -> float:

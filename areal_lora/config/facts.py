@@ -21,9 +21,9 @@ from areal_lora.config.models import (
     ModelConfig,
     MultiTurnWorkflowConfig,
 )
-from areal_lora.config.place import own_place
-from areal_lora.config.reward import FunctionReward, JudgeReward, reward_keys
-from areal_lora.config.service import CODE_REWARD
+from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sections.reward import FunctionReward, JudgeReward, reward_keys
+from areal_lora.config.sections.service import CODE_REWARD
 from areal_lora.config.snapshot import missing_files
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.derived import Checkpoint, read_checkpoint

@@ -12,8 +12,7 @@ from areal_lora.config import schema
 from areal_lora.config.merge import apply_override, merge_maps
 from areal_lora.config.models import Config
 from areal_lora.config.problems import to_config_errors
-from areal_lora.config.shipped import configuration_file
-from areal_lora.config.sources import Source, origin_of, read_source, value_at
+from areal_lora.config.sources import Source, configuration_file, origin_of, read_source, value_at
 from areal_lora.errors import ConfigError, ConfigErrors
 
 GIVEN = "the given mapping"

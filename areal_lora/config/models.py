@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from areal_lora.config.adapter import AdapterConfig, OptimizerConfig, SamplingConfig, SftConfig
-from areal_lora.config.cluster import ClusterConfig
-from areal_lora.config.roles import RolloutConfig, TrainerConfig, WeightSyncConfig
-from areal_lora.config.run import CheckpointConfig, EvalConfig, ModelConfig, RunConfig
-from areal_lora.config.section import Section
-from areal_lora.config.service import ServiceConfig
-from areal_lora.config.workflow import (
+from areal_lora.config.sections.adapter import AdapterConfig, OptimizerConfig, SamplingConfig, SftConfig
+from areal_lora.config.sections.cluster import ClusterConfig
+from areal_lora.config.sections.run import (
+    CheckpointConfig,
+    EvalConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+    WeightSyncConfig,
+)
+from areal_lora.config.sections.section import Section
+from areal_lora.config.sections.service import ServiceConfig
+from areal_lora.config.sections.task import (
     AgentWorkflowConfig,
     ClientWorkflowConfig,
     CustomWorkflowConfig,

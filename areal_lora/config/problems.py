@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from areal_lora.config import schema
-from areal_lora.config.reward import ONE, SEVERAL
-from areal_lora.config.section import described
+from areal_lora.config.sections.reward import ONE, SEVERAL
+from areal_lora.config.sections.section import described
 from areal_lora.config.sources import COMMAND_LINE, Source, local_path, origin_of, value_at
 from areal_lora.errors import ConfigError
 
@@ -46,7 +46,7 @@ def to_config_errors(error: ValidationError, data: Any, sources: Sequence[Source
 
 
 def _to_config_error(first: ErrorDetails, data: Any, sources: Sequence[Source]) -> ConfigError:
-    path = _without_tags(first["loc"], data)
+    path = without_tags(first["loc"], data)
     name = schema.dotted(path)
     if first["type"] == "missing":
         labels = ", ".join(s.label for s in sources if s.label != COMMAND_LINE)
@@ -70,7 +70,7 @@ def _to_config_error(first: ErrorDetails, data: Any, sources: Sequence[Source]) 
     return ConfigError(name, f"{value!r} is not allowed{where}", _what_is_allowed(first))
 
 
-def _without_tags(loc: tuple[int | str, ...], data: Any) -> schema.Path:
+def without_tags(loc: tuple[int | str, ...], data: Any) -> schema.Path:
     """pydantic puts the chosen ``kind`` or spelling into the location; keys have no such part."""
     path: list[schema.Key] = []
     for key in loc:

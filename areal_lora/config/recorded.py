@@ -1,16 +1,24 @@
-"""The resolved configuration of a run, as its run folder records it."""
+"""The resolved configuration of a run, as its run folder records it, with the adapters that have joined since.
+
+What joins a run is configured like what started it: adapters of the desired state become entries of ``adapters``.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from areal_lora.config.joined import with_joined
-from areal_lora.config.models import Config
+from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.problems import to_config_errors, without_tags
+from areal_lora.config.sources import Source, value_at
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.atomic import write_file
+from areal_lora.run_folder.desired import DesiredAdapter, read_desired
 from areal_lora.run_folder.paths import RunFolder
 
 
@@ -21,14 +29,27 @@ def write_config(run_folder: RunFolder, config: Config) -> None:
 
 def read_config(run_folder: RunFolder) -> Config:
     """Inverse of :func:`write_config`. Raises ConfigError for a missing file and for one of another version."""
+    data = _without_old_keys(json.loads(_content(run_folder)))
     try:
-        return Config.model_validate_json(_content(run_folder))
+        return Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError(
             str(run_folder.config),
             f"this version cannot read it ({error.error_count()} keys differ), so the run cannot be resumed",
             "set another run.name, or start over with --fresh",
         ) from None
+
+
+def _without_old_keys(data: Any) -> Any:
+    """``data`` without the keys of an earlier version that are constants now."""
+    try:
+        Config.model_validate(data)
+    except ValidationError as error:
+        for detail in error.errors():
+            if detail["type"] == "extra_forbidden":
+                path = without_tags(detail["loc"], data)
+                del value_at(data, path[:-1])[path[-1]]
+    return data
 
 
 def read_config_here(run_folder: RunFolder) -> Config:
@@ -61,3 +82,44 @@ def _content(run_folder: RunFolder) -> bytes:
     except FileNotFoundError:
         reason = "the run folder has no resolved configuration"
         raise ConfigError(str(run_folder.config), reason, "name the folder of a started run") from None
+
+
+def joined(config: Config, desired: DesiredAdapter) -> AdapterConfig:
+    """The entry of ``adapters`` for ``desired``, named by its key. Raises ConfigError whose path is a key of it."""
+    data = config.model_dump(mode="json") | {"adapters": [desired.adapter | {"name": desired.key}]}
+    try:
+        [adapter] = Config.model_validate(data).adapters
+    except ValidationError as error:
+        source = Source(label=f"the settings of {desired.key}", data=data, lines={}, folder=Path.cwd())
+        raise own_path(to_config_errors(error, data, [source])[0]) from None
+    return adapter
+
+
+def own_path(error: ConfigError) -> ConfigError:
+    """``error`` about the only entry of ``adapters`` with a path that begins at that entry."""
+    return ConfigError(error.path.removeprefix("adapters.0."), error.reason, error.fix.replace("adapters.0.", ""))
+
+
+def alone(config: Config, adapter: AdapterConfig) -> Config:
+    """``config`` with this adapter only."""
+    return config.model_copy(update={"adapters": [adapter]})
+
+
+def with_joined(config: Config, run_folder: RunFolder) -> Config:
+    """``config`` with the adapters of the run's desired state beside its own, for those who look at the run.
+
+    Settings that are none are skipped; the adapter's state says what is wrong with them.
+    """
+    if config.service is None:
+        return config
+    return config.model_copy(
+        update={"adapters": [*config.adapters, *_valid(config, read_desired(run_folder).adapters)]}
+    )
+
+
+def _valid(config: Config, adapters: Iterable[DesiredAdapter]) -> Iterator[AdapterConfig]:
+    for desired in adapters:
+        try:
+            yield joined(config, desired)
+        except ConfigError:
+            continue

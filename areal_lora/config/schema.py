@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from areal_lora.config.models import Config
-from areal_lora.config.section import Section
+from areal_lora.config.sections.section import Section
 
 Key = str | int
 Path = tuple[Key, ...]
@@ -57,7 +58,7 @@ def choose(field: FieldInfo, data: Any) -> type[Section] | None:
     if len(options) <= 1:
         return options[0] if options else None
     kind = data.get("kind") if isinstance(data, Mapping) else None
-    return next((option for option in options if option.model_fields["kind"].default == kind), None)
+    return next((option for option in options if kind in get_args(option.model_fields["kind"].annotation)), None)
 
 
 def leaf_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
@@ -77,3 +78,24 @@ def _item(data: Any, key: Key) -> Any:
     if isinstance(data, list) and isinstance(key, int) and key < len(data):
         return data[key]
     return None
+
+
+def json_schema() -> str:
+    """JSON schema of the configuration, for editors: they complete keys, show their meaning and mark wrong ones.
+
+    No key is required and several alternatives may fit: a file may be an overlay, and what it lacks is in another one.
+    """
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_of_overlays(Config.model_json_schema())}
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def _of_overlays(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_of_overlays(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    names = {"oneOf": "anyOf"}
+    found = {names.get(key, key): _of_overlays(value) for key, value in node.items() if key != "discriminator"}
+    if isinstance(found.get("required"), list):
+        del found["required"]
+    return found

@@ -1,4 +1,4 @@
-"""Sources of configuration keys: files with line numbers, and overrides."""
+"""Sources of configuration keys: files with line numbers, overrides, and the examples that come with the package."""
 
 from __future__ import annotations
 
@@ -116,3 +116,19 @@ def local_path(path: schema.Path, data: Any, local: Mapping[str, Any]) -> schema
 
 def _is_named(entry: Any, name: Any) -> bool:
     return isinstance(entry, dict) and entry.get("name") == name
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def examples() -> Path:
+    """Folder of the shipped examples."""
+    installed = _PACKAGE / "examples"
+    return installed if installed.is_dir() else _PACKAGE.parent / "examples"
+
+
+def configuration_file(path: Path) -> Path:
+    """``path``, or the shipped example of this name if ``path`` is a bare name of no file of the working folder."""
+    if path.exists() or path.name != str(path):
+        return path
+    return next(iter(sorted(examples().glob(f"*/{path.name}"))), path) if path.suffix in (".yaml", ".yml") else path

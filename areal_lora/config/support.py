@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from areal_lora.config.algorithm import Kind
 from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.sections.algorithm import Kind
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 from areal_lora.families.engines import ENGINES, PACKED, UNSERVED, Engine, variants

@@ -1,6 +1,6 @@
 """Write prompts and replies as the tokens that the model continues. All workflows and evaluations use this code.
 
-A plain prompt is tokenized with the tokenizer's own begin of sequence. A chat prompt is written by the tokenizer's
+A plain prompt is tokenized with the tokenizer's own start of sequence. A chat prompt is written by the tokenizer's
 chat template, which contains all special tokens, so none are added.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_lora.config.task import ChatFormat, PromptFormat, TemplateFormat
+from areal_lora.config.sections.task import PromptFormat
 from areal_lora.data.tokenizer import TextTokenizer
 from areal_lora.errors import ConfigError
 from areal_lora.types import Sample
@@ -23,22 +23,22 @@ class Formatter:
     """The format of one adapter's prompts. Raises ConfigError for chat without a chat template."""
 
     tokenizer: TextTokenizer
-    how: PromptFormat = field(default_factory=TemplateFormat)
+    how: PromptFormat = field(default_factory=PromptFormat)
 
     def __post_init__(self) -> None:
-        if isinstance(self.how, ChatFormat) and not self.tokenizer.chat_template:
+        if self.how.is_chat and not self.tokenizer.chat_template:
             raise ConfigError(
                 "task.format.kind", "the model's tokenizer has no chat template", "set task.format.kind=template"
             )
 
     @property
     def prefill(self) -> str:
-        """Text with which each answer begins; part of the prompt's tokens."""
-        return self.how.prefill if isinstance(self.how, ChatFormat) else ""
+        """Text with which each answer starts; part of the prompt's tokens."""
+        return self.how.prefill
 
     def text(self, sample: Sample) -> str:
         """The whole prompt as text."""
-        if not isinstance(self.how, ChatFormat) or sample.messages is None:
+        if not self.how.is_chat or sample.messages is None:
             return sample.prompt
         return self.chat(list(sample.messages), last=True) + self.how.prefill
 
@@ -58,7 +58,7 @@ class Formatter:
         Plain text goes in as it is. In a chat it is a message of ``role``: the end of the assistant's turn, if the
         model has not sampled it, the message, and the beginning of the next turn.
         """
-        if not isinstance(self.how, ChatFormat):
+        if not self.how.is_chat:
             return self.tokenizer.encode(text, add_special_tokens=False)
         turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         whole = self.chat([*turns, {"role": role, "content": _REPLY}], last=True)
@@ -68,22 +68,22 @@ class Formatter:
     def answer(self, text: str) -> list[int]:
         """Tokens [A] of a whole answer of the assistant after its prompt, with the end that the model has to sample."""
         ids = self.tokenizer.encode(text.removeprefix(self.prefill), add_special_tokens=False)
-        if not isinstance(self.how, ChatFormat):
+        if not self.how.is_chat:
             return [*ids, self.tokenizer.eos_token_id]
         turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         after = self.tokenizer.encode(self.chat(turns, last=False).partition(_ANSWER)[2], add_special_tokens=False)
         return [*ids, *(after[:1] or [self.tokenizer.eos_token_id])]
 
     def without_end(self, ids: list[int], answer_ids: list[int]) -> list[int]:
-        """Drop the end of turn with which ``ids`` begins where the model has sampled it."""
+        """Drop the end of turn with which ``ids`` starts where the model has sampled it."""
         return ids[1:] if answer_ids and ids and ids[0] == answer_ids[-1] else ids
 
     def chat(self, messages: list[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = (), last: bool) -> str:
-        """The chat template's text of ``messages``, with the begin of the assistant's turn if they are ``last``.
+        """The chat template's text of ``messages``, with the start of the assistant's turn if they are ``last``.
 
         Raises ConfigError for messages that the template refuses.
         """
-        arguments = dict(self.how.chat_template_kwargs) if isinstance(self.how, ChatFormat) else {}
+        arguments = dict(self.how.chat_template_kwargs)
         if tools:
             arguments["tools"] = list(tools)
         try:

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 import psutil
 
-from areal_lora.config.cluster import ClusterConfig
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import write_config
+from areal_lora.config.sections.cluster import ClusterConfig
 from areal_lora.doctor.facts import CanaryFacts
 from areal_lora.doctor.probes import interpreters
 from areal_lora.launcher.ended import last_lines
@@ -89,7 +89,7 @@ def fly(config: Config, root: Path) -> CanaryFacts:
     python = interpreters(config)
     flight = _Flight(folder, small.cluster)
     try:
-        server = flight.start("server", python["rollout"], "areal_lora.engine.vllm_ext.server", "--index", "0")
+        server = flight.start("server", python["rollout"], "areal_lora.engine.vllm_ext.server.main", "--index", "0")
         trainer = flight.start("trainer", python["trainer"], "areal_lora.doctor.canary_trainer")
         ready_s = 0.0
         while (code := trainer.poll()) is None:

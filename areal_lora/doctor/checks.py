@@ -9,7 +9,7 @@ from areal_lora.config.models import Config
 from areal_lora.doctor.facts import BandwidthFacts, CanaryFacts, Facts, FolderFacts, NodeFacts, RoleFacts
 from areal_lora.doctor.findings import Finding, fail, note, ok
 from areal_lora.doctor.versions import version_findings
-from areal_lora.launcher.details import human_bytes
+from areal_lora.obs.console import human_bytes
 
 LOGS_BYTES = 200_000_000
 CLOCK_S = 5.0
@@ -24,7 +24,7 @@ def check_all(config: Config, facts: Facts, need_bytes: int) -> list[Finding]:
     """All findings, in the order of the page. ``need_bytes`` is the disk space that checkpoints of the run take."""
     found: list[Finding] = []
     for host in facts.missing_nodes:
-        fix = f"srun --nodelist={host} true shows why; exclude the node with cluster.slurm.exclude"
+        fix = f"srun --nodelist={host} true shows why; exclude the node with --exclude in cluster.slurm.extra"
         found.append(fail("node", host, "it did not answer", fix))
     for node in facts.nodes:
         for role in node.roles:

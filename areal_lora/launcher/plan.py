@@ -1,6 +1,6 @@
 """Config -> JobPlan: every process of a run, where it runs and with what. Pure: touches nothing.
 
-Which process is on which node and device is decided in ``config.pools``.
+Which process is on which node and device is decided in `config.sizing.pools`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.facts import Facts, server_ports
-from areal_lora.config.memory import JobMemory, job_memory, kv_token_bytes, version_bytes
 from areal_lora.config.models import Config
-from areal_lora.config.pools import Pool, Seats, pools_of, seats_of
-from areal_lora.config.slots import has_tenants
-from areal_lora.config.what_if import WhatIf, what_if
+from areal_lora.config.sections.cluster import Role
+from areal_lora.config.sizing.memory import JobMemory, job_memory, kv_token_bytes, version_bytes
+from areal_lora.config.sizing.pools import Pool, Seats, pools_of, seats_of
+from areal_lora.config.sizing.slots import has_tenants
+from areal_lora.config.sizing.what_if import WhatIf, what_if
 from areal_lora.errors import ConfigError
 from areal_lora.families.adapter_size import AdapterSize, adapter_size
 from areal_lora.families.shape import ModelShape, base_bytes
@@ -28,7 +29,7 @@ TRAINER, CONTROLLER, SERVER, SERVICE = "trainer", "controller", "server", "servi
 MODULES = {
     TRAINER: "areal_lora.trainer.main",
     CONTROLLER: "areal_lora.rollout.main",
-    SERVER: "areal_lora.engine.vllm_ext.server",
+    SERVER: "areal_lora.engine.vllm_ext.server.main",
     SERVICE: "areal_lora.service.main",
 }
 
@@ -177,11 +178,8 @@ def _argv(config: Config, role: str, folder: RunFolder, *more: str) -> tuple[str
         CONTROLLER: config.cluster.controller_python,
         SERVICE: config.cluster.controller_python,
     }[role]
-    slurm = config.cluster.slurm.wrapper
-    wrapper = {TRAINER: slurm.trainer, SERVER: slurm.rollout, CONTROLLER: slurm.controller, SERVICE: slurm.controller}[
-        role
-    ]
-    words = wrapper if config.cluster.kind == "slurm" else []
+    names: dict[str, Role] = {TRAINER: "trainer", SERVER: "rollout", CONTROLLER: "controller", SERVICE: "controller"}
+    words = config.cluster.slurm.wrapper.get(names[role], []) if config.cluster.kind == "slurm" else []
     return (*words, python or sys.executable, "-m", MODULES[role], "--run-folder", str(folder), *more)
 
 

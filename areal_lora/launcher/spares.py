@@ -1,6 +1,6 @@
 """Spare servers of a run in progress: start some on this machine, see to them, and end them with the run.
 
-    claim fresh indices -> start -> watch: failed: restart, within rollout.max_restarts
+    claim fresh indices -> start -> watch: failed: restart, within run.max_restarts
                                     signal: leave in order, within the grace time; a second one ends them at once
                                     the run is over: end them at once
                                     the run has another session (a requeued job): end them, start others in it
@@ -22,13 +22,14 @@ from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher.ended import Ended
 from areal_lora.launcher.plan import SERVER, ProcessSpec, spare_server
-from areal_lora.launcher.pulse import Pulse
 from areal_lora.launcher.restarts import Restarts
 from areal_lora.launcher.run_lock import is_locked
 from areal_lora.launcher.slurm.queue import look as look_up
 from areal_lora.launcher.slurm.states import JobRecord, Phase, explain
 from areal_lora.launcher.spare_folder import claim_indices, note_process
+from areal_lora.launcher.stalls import Pulse
 from areal_lora.launcher.supervise import Interrupts, Supervisor
+from areal_lora.run_folder.heartbeat import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
 from areal_lora.run_folder.heartbeat import forget_beats, last_beats
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import forget_endpoint
@@ -168,8 +169,8 @@ class _Watch:
         look: Callable[[], RunState],
     ) -> None:
         self._run, self._began, self._supervisor, self._console, self._look = run, began, supervisor, console, look
-        self._restarts = Restarts(specs, {SERVER: config.rollout.max_restarts}, min_servers=0)
-        self._pulse = Pulse({SERVER: config.run.heartbeat_timeout_s})
+        self._restarts = Restarts(specs, {SERVER: config.run.max_restarts}, min_servers=0)
+        self._pulse = Pulse({SERVER: HEARTBEAT_TIMEOUT_S})
         self._names = {spec.name for spec in specs}
         self._left = len(specs)
         self._every_s = LOOK_S[config.cluster.kind]

@@ -31,6 +31,8 @@ from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.processes import stacks
 from areal_lora.processes.faults import reached
 
+STOP_GRACE_S = 8.0
+"""Time between SIGTERM and SIGKILL: a stop takes less than 10 seconds, Slurm's and Kubernetes' usual patience is 30."""
 KILL_WAIT_S = 1.5
 SHARED_LOOKS = 20
 """Number of checks after which an unclaimed name of shared memory counts as that of another program."""

@@ -16,11 +16,11 @@ from areal_lora.config.models import Config
 from areal_lora.errors import ExitCode
 from areal_lora.launcher.ended import Ended, last_lines, with_error
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
-from areal_lora.launcher.pulse import Pulse
 from areal_lora.launcher.restarts import Restarts, Verdict, to_blame, unit_of
-from areal_lora.launcher.stalls import waits, write_stall
+from areal_lora.launcher.stalls import Pulse, waits, write_stall
 from areal_lora.obs.console import LiveConsole
 from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, now_utc, write_event
+from areal_lora.run_folder.heartbeat import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
 from areal_lora.run_folder.heartbeat import forget_beats, last_beats
 from areal_lora.run_folder.rendezvous import forget_endpoint
 
@@ -66,11 +66,10 @@ class Watch:
         self, config: Config, plan: JobPlan, processes: Processes, view: LiveConsole, poll_s: float = POLL_S
     ) -> None:
         self._folder, self._processes, self._view, self._poll_s = plan.run_folder, processes, view, poll_s
-        trainer, servers = config.run.max_restarts, config.rollout.max_restarts
-        beats_s = config.run.heartbeat_timeout_s
+        budget, beats_s = config.run.max_restarts, HEARTBEAT_TIMEOUT_S
         self._restarts = Restarts(
             plan.processes,
-            {TRAINER: trainer, CONTROLLER: trainer, SERVER: servers},
+            {TRAINER: budget, CONTROLLER: budget, SERVER: budget},
             min_servers=config.cluster.min_servers,
         )
         self._pulse = Pulse({TRAINER: config.run.stall_s, CONTROLLER: beats_s, SERVER: beats_s, SERVICE: beats_s})

@@ -21,7 +21,7 @@ from areal_lora.config.models import (
     CustomWorkflowConfig,
     MultiTurnWorkflowConfig,
 )
-from areal_lora.config.reward import FunctionReward, RewardSection
+from areal_lora.config.sections.reward import FunctionReward, RewardSection
 from areal_lora.errors import ConfigError
 from areal_lora.library.source import saved_source, stub_source
 

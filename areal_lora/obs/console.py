@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_lora.config.evals import DEFAULT_SET
+from areal_lora.config.sections.task import DEFAULT_SET
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.reader import MetricsTail
 from areal_lora.obs.metrics.records import (
@@ -58,6 +58,15 @@ def duration(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
     minutes, whole = divmod(rest, 60)
     return f"{hours}:{minutes:02d}:{whole:02d}" if hours else f"{minutes}:{whole:02d}"
+
+
+def human_bytes(n: float) -> str:
+    """``1500000`` -> ``1.50 MB`` (decimal units, as link and disk sizes are given)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1000
+    return f"{n:.2f} TB"
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -140,7 +149,7 @@ class LiveConsole:
             self._live = None
 
     def _read_new(self) -> list[Record]:
-        """New records; none where they cannot be read, which is said once in a row."""
+        """New records; none where they cannot be read, which is printed once in a row."""
         try:
             records, problem = self._tail.read_new(), ""
         except OSError as error:
@@ -154,9 +163,9 @@ class LiveConsole:
 
     def _print_plain(self, records: list[Record], problems: list[list[str]], statuses: dict[str, str]) -> None:
         if not self.view.steps or self._clock() - self._changed > QUIET_S:
-            for who, text in statuses.items():
-                if self._statuses.get(who) != text:
-                    self._line(f"{who}: {text}")
+            for process, text in statuses.items():
+                if self._statuses.get(process) != text:
+                    self._line(f"{process}: {text}")
         self._statuses = statuses
         for record, found in zip(records, problems, strict=True):
             line = self._plain_line(record)
@@ -248,8 +257,8 @@ class LiveConsole:
 
     def _status_table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
-        for who, text in self._statuses.items():
-            table.add_row(Text(who, style="cyan"), Text(text))
+        for process, text in self._statuses.items():
+            table.add_row(Text(process, style="cyan"), Text(text))
         return table if self._statuses else Text("starting processes", style="dim")
 
 

@@ -121,7 +121,7 @@ class DropState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class LoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Set the adapter to what ``adapter`` saved under ``label``; with ``optimizer`` moments and clock as well.
 
-    Without, moments and clock start anew. One that fails changes nothing, and poisons the window that it starts.
+    Without, moments and clock are reset. One that fails changes nothing, and poisons the window that it starts.
     """
 
     adapter: str

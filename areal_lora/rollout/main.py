@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from areal_lora.config.adapter_run import adapter_run
-from areal_lora.config.joined import alone
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config, SingleTurnWorkflowConfig
-from areal_lora.config.place import own_place
-from areal_lora.config.recorded import read_config
+from areal_lora.config.recorded import alone, read_config
+from areal_lora.config.sections.cluster import own_place
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import PromptStream
 from areal_lora.data.tokenizer import TextTokenizer, load_tokenizer
@@ -52,7 +51,7 @@ from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
 from areal_lora.run_folder.status import set_status
-from areal_lora.tasks.datasets import load_samples, prompt_format
+from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.reward_sum import RewardSum
 
 ROLE = "controller"
@@ -106,7 +105,7 @@ def load_data(config: Config, run_folder: RunFolder) -> list[AdapterData]:
 
 
 def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> AdapterData:
-    formatter = Formatter(tokenizer=tokenizer, how=prompt_format(adapter.task))
+    formatter = Formatter(tokenizer=tokenizer, how=adapter.task.format)
     max_prompt_tokens = config.rollout.max_model_len - adapter.sampling.max_new_tokens
     sets = load_sets(config, adapter, tokenizer)
     return AdapterData(

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_lora.config.facts import gather_facts
-from areal_lora.config.joined import alone, joined, own_path
 from areal_lora.config.load import load_config
 from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.recorded import alone, joined, own_path
 from areal_lora.config.rules.adapters import unserved
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets
-from areal_lora.config.service import ApiConfig
+from areal_lora.config.sections.service import ApiConfig
 from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.service.allowed import allowed

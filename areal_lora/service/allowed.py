@@ -11,12 +11,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
 
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, CustomWorkflowConfig, MultiTurnWorkflowConfig
-from areal_lora.config.reward import CodeReward, FunctionReward, JudgeReward, RewardConfig, RewardsConfig, reward_keys
-from areal_lora.config.service import CODE_REWARD, ApiConfig
-from areal_lora.config.task import DatasetTask, Gsm8kTask, HeldOutTask, WordProblemsTask
+from areal_lora.config.sections.reward import (
+    CodeReward,
+    FunctionReward,
+    JudgeReward,
+    RewardConfig,
+    RewardsConfig,
+    reward_keys,
+)
+from areal_lora.config.sections.service import CODE_REWARD, ApiConfig
+from areal_lora.config.sections.task import DatasetTask, TaskConfig, WordProblemsTask
 from areal_lora.service.queue.rows import Quota
 from areal_lora.service.refused import Refused
 
@@ -24,7 +30,6 @@ SHARED = "shared"
 """The folder below ``service.api.data`` whose files every tenant may name."""
 _PLAIN = re.compile(r"[A-Za-z0-9_.]{1,128}")
 MAX_NAMES, MAX_LENGTH = 64, 256
-AnyTask: TypeAlias = WordProblemsTask | Gsm8kTask | DatasetTask
 
 
 def allowed(adapter: AdapterConfig, offered: ApiConfig, quota: Quota, tenant: str) -> AdapterConfig:
@@ -72,7 +77,7 @@ def _named_code(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
 
 
 def _judges(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[Refused]:
-    """Addresses that scorers would action, and keys that they would send there."""
+    """Addresses that scorers would ask, and keys that they would send there."""
     for key, reward in _rewards(adapter.reward):
         if not isinstance(reward, JudgeReward):
             continue
@@ -90,7 +95,7 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[Refused]:
         ("reward", sum(reward.workers for _, reward in rewards), quota.workers),
         ("sampling", adapter.sampling.prompts_per_step * adapter.sampling.n_samples, quota.sequences),
         ("evals", max((each.n_samples for each in adapter.evals), default=0), quota.sequences),
-        ("reward", max(reward.memory_mib for _, reward in rewards), 1 << 12),
+        ("reward", max((r.memory_mib for _, r in rewards if isinstance(r, FunctionReward)), default=0), 1 << 12),
     ):
         if found > most:
             yield Refused(422, key, f"{found} is above the quota of {most}", f"use at most {most}")
@@ -115,14 +120,14 @@ def _rewards(rewards: RewardsConfig) -> list[tuple[str, RewardConfig]]:
     return [(key.removeprefix("."), reward) for key, reward in reward_keys("", rewards)]
 
 
-def _task(task: AnyTask, key: str, offered: ApiConfig, quota: Quota, tenant: str) -> AnyTask:
+def _task(task: TaskConfig, key: str, offered: ApiConfig, quota: Quota, tenant: str) -> TaskConfig:
     """``task`` with whole paths. Raises Refused for another's file, and a hub data set that is not offered."""
     if isinstance(task, WordProblemsTask):
         if max(task.n_train, task.n_eval) > quota.problems:
             raise Refused(422, key, f"more than {quota.problems} generated problems", f"use at most {quota.problems}")
         return task
     named = {"train": task.train, "eval": task.eval}
-    if isinstance(task, HeldOutTask):
+    if key != "task":
         del named["train"]  # not read
     changes: dict[str, str] = {}
     for name, text in named.items():

@@ -200,7 +200,7 @@ class Api:
         try:
             quota = msgspec.convert(msgspec.to_builtins(before) | body.quota, Quota)
         except msgspec.ValidationError as error:
-            raise Refused(422, "quota", str(error), "name keys of service.api.quota, with numbers above 0") from None
+            raise Refused(422, "quota", str(error), "name limits of a tenant, with numbers above 0") from None
         if any(value <= 0 for value in msgspec.structs.astuple(quota)):
             raise Refused(422, "quota", "a limit is not above 0", "give numbers above 0")
         await self._writer.put_tenant(body.tenant, quota)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from areal_lora.checkpoint.versions import NEWEST, Version, pick_version, saved_version
-from areal_lora.config.joined import alone, joined
 from areal_lora.config.models import Config
+from areal_lora.config.recorded import alone, joined
 from areal_lora.errors import AdapterError, CheckpointError, ConfigError
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.run_folder.paths import RunFolder

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.reward import CodeReward, MathVerifyReward, NumericMatchReward, RewardsConfig, reward_keys
-from areal_lora.config.task import TaskConfig, WordProblemsTask
+from areal_lora.config.sections.reward import BuiltInReward, CodeReward, RewardsConfig, reward_keys
+from areal_lora.config.sections.task import TaskConfig, WordProblemsTask
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.code_reward import CodeSettings, row_tests
 from areal_lora.tasks.datasets import hub_sources, load_samples
@@ -55,7 +55,7 @@ def _problem(
         return ConfigError(path, error.reason, error.fix)
     without = next((sample for sample in samples if not sample.gold.strip()), None)
     for place, reward in reward_keys(at, rewards):
-        if without is not None and isinstance(reward, NumericMatchReward | MathVerifyReward):
+        if without is not None and isinstance(reward, BuiltInReward):
             return ConfigError(
                 f"{place}.kind",
                 f"{reward.kind} compares with a gold answer, and {without.uid} has none",

@@ -8,6 +8,7 @@ a `Verdict`, which costs credit.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import resource
@@ -29,11 +30,15 @@ from typing import Any
 import msgspec
 
 from areal_lora.errors import EnvironmentError_
-from areal_lora.tasks.fence import Doors, raise_fence
-from areal_lora.tasks.seccomp import Processes
+from areal_lora.tasks.sandbox.fence import Doors, raise_fence
+from areal_lora.tasks.sandbox.seccomp import Processes
 
 UNFENCED = 97  # exit status of a process that could not be fenced
 START_S = 30.0
+WALL_FACTOR = 2.5
+"""Seconds of a test over its CPU seconds: several run on a busy machine."""
+OUTPUT_BYTES = 256 << 10
+"""Largest output of a test, and largest file in its temporary folder."""
 _SYSTEM = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"),
     *("/usr/share/zoneinfo", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"),
@@ -55,17 +60,15 @@ class Verdict(StrEnum):
 
 
 class CodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of ``config.reward.CodeReward`` that matter here."""
+    """The keys of ``config.sections.reward.CodeReward`` that matter here."""
 
     inputs: str | None
     outputs: str | None
     asserts: str | None
     credit: str
     timeout_s: float
-    test_cpu_s: int
     test_s: float
     test_memory_mib: int
-    test_output_kib: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +116,7 @@ class CodeRunner:
         failed: Verdict | None = None if program is not None else Verdict.NO_CODE
         for test in tests:
             if failed is None or (s.credit == "partial" and program is not None):
-                left_s = min(s.test_s, ends_s - time.monotonic())
+                left_s = min(WALL_FACTOR * s.test_s, ends_s - time.monotonic())
                 verdict = Verdict.TIME if left_s <= 0 else self._run(program or "", test, left_s)
                 failed = failed or (None if verdict is Verdict.PASSED else verdict)
                 yield verdict
@@ -130,7 +133,7 @@ class CodeRunner:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _run_in(self, folder: Path, program: str, test: CodeTest, limit_s: float) -> Verdict:
-        s, seal = self._settings, secrets.token_hex(16)
+        seal = secrets.token_hex(16)
         ending = "" if test.code is None else f"\n\n{test.code}\n\nimport os as _os\n_os.write(1, b'\\n{seal}')\n"
         (folder / "main.py").write_text(program + ending, encoding="utf-8", errors="replace")
         (folder / "stdin").write_text(test.stdin, encoding="utf-8", errors="replace")
@@ -159,8 +162,8 @@ class CodeRunner:
         if status == UNFENCED:
             raise EnvironmentError_("reward code: this machine cannot fence a program (Landlock, seccomp)")
         written = (folder / "stdout").read_bytes()
-        if status != 0 or len(written) >= s.test_output_kib << 10:
-            return _failure(status, len(written) >= s.test_output_kib << 10, folder / "stderr")
+        if status != 0 or len(written) >= OUTPUT_BYTES:
+            return _failure(status, len(written) >= OUTPUT_BYTES, folder / "stderr")
         text = written.decode("utf-8", errors="replace")
         if test.code is not None:
             return Verdict.PASSED if text.endswith(f"\n{seal}") else Verdict.WRONG
@@ -169,12 +172,12 @@ class CodeRunner:
     def _fence(self, folder: Path) -> None:
         """In the new process, before it becomes the interpreter."""
         s = self._settings
-        memory, output = s.test_memory_mib << 20, s.test_output_kib << 10
+        memory = s.test_memory_mib << 20
         _lower(resource.RLIMIT_AS, memory)
-        _lower(resource.RLIMIT_CPU, s.test_cpu_s)
+        _lower(resource.RLIMIT_CPU, math.ceil(s.test_s))
         doors = Doors(
             scratch=folder / "work",
-            scratch_bytes=output,
+            scratch_bytes=OUTPUT_BYTES,
             processes=Processes.EXEC,
             readable=(*_interpreter(), folder / "main.py", folder / "stdin"),
         )

@@ -12,16 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, assert_never
 
-from areal_lora.config.task import (
-    ChatFormat,
-    Columns,
-    DatasetTask,
-    Gsm8kTask,
-    PromptFormat,
-    TaskConfig,
-    TemplateFormat,
-    WordProblemsTask,
-)
+from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, TaskConfig, WordProblemsTask
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.loading import load_import_path
 from areal_lora.tasks.long_problems import long_problem
@@ -46,26 +37,15 @@ def load_samples(task: TaskConfig, split: Split) -> list[Sample]:
             size = task.n_train if split == "train" else task.n_eval
             make = long_problem if task.level == "three_step" else word_problem
             return [_reformatted(make(task.seed, split, index), task.format) for index in range(size)]
-        case Gsm8kTask():
-            return [_with_number(place, sample) for place, sample in _placed(gsm8k_as_dataset(task), split, "gsm8k")]
         case DatasetTask():
-            return [sample for _, sample in _placed(task, split, "dataset")]
+            finish = _with_number if task.kind == "gsm8k" else _as_it_is
+            return [finish(place, sample) for place, sample in _placed(task, split)]
         case _:
             assert_never(task)
 
 
-def gsm8k_as_dataset(task: Gsm8kTask) -> DatasetTask:
-    """The general task that the preset ``gsm8k`` stands for."""
-    if "{question}" not in task.prompt_template:
-        raise ConfigError("task.prompt_template", "has no {question}", "write {question} where the problem goes")
-    return DatasetTask(
-        train=task.train,
-        eval=task.eval,
-        n_eval=task.n_eval,
-        columns=Columns(prompt="question", answer="answer"),
-        format=TemplateFormat(template=task.prompt_template),
-        subset="main",
-    )
+def _as_it_is(place: str, sample: Sample) -> Sample:
+    return sample
 
 
 def hub_sources(task: TaskConfig) -> list[RowSource]:
@@ -73,19 +53,12 @@ def hub_sources(task: TaskConfig) -> list[RowSource]:
     match task:
         case WordProblemsTask():
             return []
-        case Gsm8kTask():
-            return hub_sources(gsm8k_as_dataset(task))
         case DatasetTask():
             splits: tuple[Split, ...] = ("train", "eval") if task.eval else ("train",)
             sources = [_source(task, split) for split in splits if split == "eval" or task.train]
             return [source for source in sources if source.on_hub]
         case _:
             assert_never(task)
-
-
-def prompt_format(task: TaskConfig) -> PromptFormat:
-    """How the prompts of ``task`` become tokens."""
-    return TemplateFormat() if isinstance(task, Gsm8kTask) else task.format
 
 
 def _source(task: DatasetTask, split: Split) -> RowSource:
@@ -99,7 +72,7 @@ def _source(task: DatasetTask, split: Split) -> RowSource:
     )
 
 
-def _placed(task: DatasetTask, split: Split, prefix: str) -> Iterator[tuple[str, Sample]]:
+def _placed(task: DatasetTask, split: Split) -> Iterator[tuple[str, Sample]]:
     """Yield ``(place, sample)``; raises ConfigError where there is none."""
     source = _source(task, split)
     rows = list(enumerate(_kept(task, read_rows(source))))
@@ -111,7 +84,7 @@ def _placed(task: DatasetTask, split: Split, prefix: str) -> Iterator[tuple[str,
         why = "no problems in this file" if not task.where and task.keep is None else "no row passes the filter"
         raise ConfigError(source.path, why, "check the file, task.where and task.keep")
     for index, row in islice(rows, most):
-        uid = f"{prefix}/{split}/{_identity(task.columns, row, index)}"
+        uid = f"{task.kind}/{split}/{_identity(task.columns, row, index)}"
         yield row.place, _sample(uid, row, task.columns, task.format)
 
 
@@ -177,7 +150,7 @@ def _identity(columns: Columns, row: Row, index: int) -> str:
 
 def _reformatted(sample: Sample, how: PromptFormat) -> Sample:
     """A generated problem in another format than its own."""
-    if how == TemplateFormat():
+    if how == PromptFormat():
         return sample
     row = Row(sample.uid, {"prompt": sample.prompt, "answer": sample.answer})
     return _sample(sample.uid, row, Columns(), how)
@@ -188,12 +161,12 @@ def _sample(uid: str, row: Row, columns: Columns, how: PromptFormat) -> Sample:
     if messages is None:
         prompt = _filled(how.template, row, columns.prompt)
         messages = [{"role": "user", "content": prompt}]
-    elif isinstance(how, ChatFormat):
+    elif how.is_chat:
         prompt = "\n".join(str(m["content"]) for m in messages if m["role"] != "system")
     else:
         raise ConfigError("task.format.kind", "messages need a chat template", "set task.format.kind=chat")
     answer = None if columns.answer is None else _column(row, columns.answer, "task.columns.answer (or null)")
-    if not isinstance(how, ChatFormat):
+    if not how.is_chat:
         return Sample(uid=uid, prompt=prompt, answer=answer, columns=row.values)
     if how.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": how.system_prompt}, *messages]

@@ -27,6 +27,7 @@ from areal_lora.tasks.judge_cache import JudgeCache, Reply
 from areal_lora.types import gold_text
 
 LARGEST_REPLY_BYTES = 1 << 20
+LOWEST, HIGHEST = 0.0, 10.0  # scores, which become reward 0 and 1
 READ_CHARACTERS = 1 << 16  # of a reply's end
 LONGEST_PAUSE_S = 60.0
 RETRIED = frozenset({408, 409, 425, 429})
@@ -38,7 +39,7 @@ class JudgeFault(Exception):
 
 
 class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of ``config.reward.JudgeReward`` that matter here."""
+    """The keys of ``config.sections.reward.JudgeReward`` that matter here, and `scorer_setup.JUDGE_LIMITS`."""
 
     url: str
     model: str
@@ -47,17 +48,12 @@ class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
     key_env: str | None
     json_field: str | None
     pattern: str
-    scale: tuple[float, float]
-    temperature: float
-    max_tokens: int
     parameters: dict[str, Any]
+    workers: int
     attempt_s: float
     attempts: int
     backoff_s: float
-    workers: int
     concurrency: int
-    price_prompt: float | None
-    price_completion: float | None
 
 
 class _Message(msgspec.Struct):
@@ -121,7 +117,7 @@ class LlmJudge:
                 pass  # it was read by another pattern
             else:
                 self._costs["cached"] += 1
-                return self._scaled(score)
+                return _scaled(score)
         # Equal answers of a batch are asked once; a caller that runs out of time does not end the others' request.
         if (task := self._asked.get(key)) is None:
             task = self._asked[key] = asyncio.create_task(self._ask(body))
@@ -131,16 +127,12 @@ class LlmJudge:
         reply, score = await asyncio.shield(task)
         if self._cache is not None and not self._cache.put(key, reply):
             self._costs["cache_faults"] += 1
-        return self._scaled(score)
+        return _scaled(score)
 
     def take_costs(self) -> dict[str, float]:
-        """What was spent since the last call: answers, calls, tokens, milliseconds, price."""
+        """What was spent since the last call: answers, calls, tokens, milliseconds."""
         costs, self._costs = dict(self._costs), defaultdict(float)
         return costs
-
-    def _scaled(self, score: float) -> float:
-        low, high = self._settings.scale
-        return (score - low) / (high - low)
 
     def _body(self, fields: Mapping[str, Any]) -> str:
         s = self._settings
@@ -148,8 +140,8 @@ class LlmJudge:
         body = {
             "model": s.model,
             "messages": [*system, {"role": "user", "content": fill(s.prompt, fields)}],
-            "temperature": s.temperature,
-            "max_tokens": s.max_tokens,
+            "temperature": 0.0,
+            "max_tokens": 512,
             **s.parameters,
         }
         return json.dumps(body, sort_keys=True)
@@ -205,13 +197,9 @@ class LlmJudge:
             content = made.choices[0].message.content
         except (msgspec.MsgspecError, UnicodeDecodeError, IndexError):
             raise _TryAgain(f"no chat completion: {self._without_key(text)}") from None
-        s, usage = self._settings, made.usage or _Usage()
+        usage = made.usage or _Usage()
         self._costs["prompt_tokens"] += usage.prompt_tokens
         self._costs["completion_tokens"] += usage.completion_tokens
-        if s.price_prompt is not None or s.price_completion is not None:
-            prices = (s.price_prompt or 0.0, s.price_completion or 0.0)
-            spent = usage.prompt_tokens * prices[0] + usage.completion_tokens * prices[1]
-            self._costs["price"] += spent / 1e6
         if content is None:
             raise _TryAgain("the reply has no text")
         return Reply(text=content, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
@@ -253,10 +241,14 @@ def read_score(text: str, settings: JudgeSettings) -> float:
         value = matches[-1][1] if matches else None
     if value is None or isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"it states no score: {text[-80:]!r}")
-    score, (low, high) = float(value), settings.scale
-    if not math.isfinite(score) or not low <= score <= high:
-        raise ValueError(f"the score {score:g} is not between {low:g} and {high:g}")
+    score = float(value)
+    if not math.isfinite(score) or not LOWEST <= score <= HIGHEST:
+        raise ValueError(f"the score {score:g} is not between {LOWEST:g} and {HIGHEST:g}")
     return score
+
+
+def _scaled(score: float) -> float:
+    return (score - LOWEST) / (HIGHEST - LOWEST)
 
 
 def _last_object(text: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.reward import FunctionReward, reward_keys
+from areal_lora.config.sections.reward import FunctionReward, reward_keys
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.datasets import hub_sources, load_samples
 from areal_lora.tasks.score_item import ScoreItem

@@ -10,14 +10,19 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.config.reward import CodeReward, FunctionReward, JudgeReward, RewardConfig
+from areal_lora.config.sections.reward import CodeReward, FunctionReward, JudgeReward, RewardConfig
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.tasks.box import PARENT_PID, boxed
+from areal_lora.tasks.sandbox.box import PARENT_PID, boxed
+from areal_lora.tasks.sandbox.seccomp import Processes
 from areal_lora.tasks.scorer_child import Setup
-from areal_lora.tasks.seccomp import Processes
 
 CACHE_BYTES = 1 << 36
 PROGRAM_BYTES = 1 << 24
+MEMORY_BYTES, SCRATCH_BYTES = 1 << 30, 1 << 24
+"""Address space of a scorer beyond its size after loading; largest file in a function's private temporary folder."""
+JUDGE_LIMITS = {"attempt_s": 60.0, "attempts": 5, "backoff_s": 1.0, "concurrency": 16}
+"""Seconds of one attempt, attempts per answer, pause before the second one (it doubles), open requests of all scorers:
+a hosted API answers within a minute and refuses more at a time than its rate allows, whatever the run."""
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +34,7 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
         path=None,
         correct_threshold=None,
         timeout_s=reward.timeout_s,
-        memory_bytes=reward.memory_mib << 20,
+        memory_bytes=MEMORY_BYTES,
         hidden=None if hidden is None else str(hidden),
         scratch=None,
         scratch_bytes=0,
@@ -43,7 +48,8 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
                 setup,
                 path=reward.path,
                 correct_threshold=reward.correct_threshold,
-                scratch_bytes=reward.scratch_mib << 20,
+                memory_bytes=reward.memory_mib << 20,
+                scratch_bytes=SCRATCH_BYTES,
                 network=reward.network,
                 processes=Processes.MANY if reward.allow_subprocess else Processes.NONE,
             )
@@ -57,15 +63,12 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
                 correct_threshold=reward.correct_threshold,
                 scratch_bytes=CACHE_BYTES,
                 network=True,
-                settings=reward.model_dump(),
+                settings=reward.model_dump() | JUDGE_LIMITS,
                 kept=None if kept is None else str(kept),
             )
         case CodeReward():
             return msgspec.structs.replace(
-                setup,
-                scratch_bytes=max(PROGRAM_BYTES, reward.test_output_kib << 10),
-                processes=Processes.MANY,
-                settings=reward.model_dump(),
+                setup, scratch_bytes=PROGRAM_BYTES, processes=Processes.MANY, settings=reward.model_dump()
             )
         case _:
             return setup

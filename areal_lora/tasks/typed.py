@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from areal_lora.config.task import ChatFormat, DatasetTask, Gsm8kTask, TaskConfig
+from areal_lora.config.sections.task import DatasetTask, TaskConfig
 from areal_lora.errors import ConfigError
-from areal_lora.tasks.datasets import gsm8k_as_dataset
 from areal_lora.types import Sample
 
 _NAME = re.compile(r"\{(\w+)\}")
@@ -19,8 +18,6 @@ def typed_sample(task: TaskConfig, text: str, before: Sequence[dict[str, Any]] =
 
     Raises ConfigError for a template that needs other columns than the prompt.
     """
-    if isinstance(task, Gsm8kTask):
-        task = gsm8k_as_dataset(task)
     if isinstance(task, DatasetTask):
         text, names = _filled(task.format.template, text, {"prompt", task.columns.prompt})
         if names:
@@ -29,7 +26,7 @@ def typed_sample(task: TaskConfig, text: str, before: Sequence[dict[str, Any]] =
     elif not text.startswith("Q: "):
         text = f"Q: {text}\nA:"  # a generated word problem
     how = task.format
-    if not isinstance(how, ChatFormat):
+    if not how.is_chat:
         return Sample(uid="typed", prompt=text, answer=None)
     system = [] if how.system_prompt is None else [{"role": "system", "content": how.system_prompt}]
     messages = (*system, *before, {"role": "user", "content": text})

@@ -132,16 +132,20 @@ def build_adapter(config: Config, adapter: AdapterConfig, probe: TokenRows) -> A
     )
 
 
+PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
+"""Fixed sequences that trainer and server score after a publish, and their length: some milliseconds on any model."""
+
+
 def probe_rows(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> TokenRows:
     """The fixed sequences of the truth check (contract C6): held-out problems with their gold answers.
 
     Without a task, any tokens.
     """
-    sync = config.weight_sync
+    tokens = min(PROBE_TOKENS, config.rollout.max_model_len - 1)
     if adapter.is_client:
         vocabulary = ModelShape.from_hf(read_hf_config(Path(config.model.folder))).vocab
         choose = random.Random(0)
-        return [[choose.randrange(vocabulary) for _ in range(sync.probe_tokens)] for _ in range(sync.probe_sequences)]
-    # Without the chat template: sequences that begin with one system prompt would test the same tokens.
-    samples = load_samples(adapter.task, "eval")[: sync.probe_sequences]
-    return [tokenizer.encode(s.prompt + s.gold, add_special_tokens=False)[: sync.probe_tokens] for s in samples]
+        return [[choose.randrange(vocabulary) for _ in range(tokens)] for _ in range(PROBE_SEQUENCES)]
+    # Without the chat template: sequences that start with one system prompt would test the same tokens.
+    samples = load_samples(adapter.task, "eval")[:PROBE_SEQUENCES]
+    return [tokenizer.encode(s.prompt + s.gold, add_special_tokens=False)[:tokens] for s in samples]

@@ -16,9 +16,9 @@ from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
 from areal_lora.config.adapter_run import probe_tolerance
-from areal_lora.config.broadcast import broadcast_backend
 from areal_lora.config.models import Config
-from areal_lora.config.place import own_place
+from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sizing.pools import broadcast_backend
 from areal_lora.data.tokenizer import load_tokenizer
 from areal_lora.distributed.exchange import Exchange, GroupExchange
 from areal_lora.engine.base import TrainEngine
@@ -28,23 +28,23 @@ from areal_lora.operations.link import TrainerEnd
 from areal_lora.platforms.device import own_device
 from areal_lora.processes.faults import reached
 from areal_lora.rollout.channel.client import ControllerClient
+from areal_lora.run_folder.heartbeat import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
 from areal_lora.run_folder.heartbeat import beat_on
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint, wait_servers
 from areal_lora.run_folder.status import LoadingServers, set_status
 from areal_lora.trainer.adapter import ControllerState, Restored, TokenRows, TrainingState, build_adapter, probe_rows
 from areal_lora.trainer.audit import Auditor
-from areal_lora.trainer.checkpointing import Checkpointing, resume
-from areal_lora.trainer.clients import Clients
+from areal_lora.trainer.clients.link import Clients
+from areal_lora.trainer.clients.passes import Limits
+from areal_lora.trainer.clients.saved_states import tidy_states
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
-from areal_lora.trainer.newcomers import newcomers
-from areal_lora.trainer.passes import Limits
-from areal_lora.trainer.payload import outgoing_payload
-from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.saved_states import tidy_states
+from areal_lora.trainer.roster.desired import desired_view
 from areal_lora.trainer.state import Rank0, Trainer
+from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
+from areal_lora.trainer.versions.publishing import AdapterPublishing
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
@@ -103,7 +103,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
         states=states,
         checkpointing=Checkpointing(config, engine, saver, versions),
         publishing=AdapterPublishing(
-            engine, publisher, outgoing_payload(config, engine), on_report, rank_0.recorder.members if rank_0 else None
+            engine, publisher, config.rollout.adapter_mode, on_report, rank_0.recorder.members if rank_0 else None
         ),
         control=control,
         rank_0=rank_0,
@@ -163,14 +163,14 @@ def _rank_0(
         recorder=recorder,
         auditor=auditor,
         turns=FairQueue({name: state.adapter.run.weight for name, state in states.items()}),
-        newcomers=newcomers(config, run_folder) if config.service else None,
+        desired=desired_view(config, run_folder) if config.service else None,
         clients=clients,
     )
 
 
 def controller_patience_s(config: Config) -> float:
     """Longest wait for a controller whose event loop is stuck: until it is detected, ended and restarted."""
-    return config.run.stall_s + config.run.heartbeat_timeout_s + CONTROLLER_START_S
+    return config.run.stall_s + HEARTBEAT_TIMEOUT_S + CONTROLLER_START_S
 
 
 def _clients(config: Config, run_folder: RunFolder, engine: TrainEngine) -> Clients:
@@ -184,7 +184,7 @@ def _clients(config: Config, run_folder: RunFolder, engine: TrainEngine) -> Clie
 def _commit(client: ControllerClient, clients: Clients | None, ref: AdapterRef) -> None:
     """Commit the step that produced ``ref``; the checkpoint of ``ref`` is durable. No step produces version 0.
 
-    The controller has nothing of an adapter that a client drives: the client hears it.
+    The controller has nothing of an adapter that a client drives: the client receives it.
     """
     if clients and ref.name in clients.known:
         clients.durable(ref)
@@ -196,7 +196,7 @@ def _commit(client: ControllerClient, clients: Clients | None, ref: AdapterRef) 
 def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, rank_0: Rank0) -> Leader:
     """Build rank 0's publish role, which announces to the controller the servers of each active version.
 
-    The controller has nothing of an adapter that a client drives: the client hears it.
+    The controller has nothing of an adapter that a client drives: the client receives it.
     """
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
@@ -211,8 +211,8 @@ def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, ran
         reached("trainer.published")
 
     def waits(ref: AdapterRef, held: str) -> None:
-        said = f"{ref} waits for an adapter slot: {held}" if held else f"{ref} has an adapter slot"
-        set_status(run_folder, "trainer", 0, said)
+        text = f"{ref} waits for an adapter slot: {held}" if held else f"{ref} has an adapter slot"
+        set_status(run_folder, "trainer", 0, text)
 
     servers = LoadingServers(run_folder)
 

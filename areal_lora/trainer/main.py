@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.models import Config
-from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
+from areal_lora.config.sections.cluster import own_place
 from areal_lora.distributed.store import CurveStore
 from areal_lora.distributed.store_server import StoreServer
 from areal_lora.errors import ArealLoraError, exit_code_of

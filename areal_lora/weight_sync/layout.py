@@ -22,7 +22,7 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from areal_lora.config.buckets import bucket_ends
+from areal_lora.config.sizing.slots import bucket_ends
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.blocks import ITEM_BYTES

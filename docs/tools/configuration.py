@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from areal_lora.config import schema
 from areal_lora.config.models import Config
-from areal_lora.config.section import Section
+from areal_lora.config.sections.section import Section
 
 TARGET = Path("docs/en/configuration.md")
 _PLAIN: dict[type, str] = {str: "text", int: "integer", float: "number", bool: "true/false", Path: "path"}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal_lora.config.algorithm import PRESETS
+from areal_lora.config.sections.algorithm import PRESETS
 from areal_lora.config.support import ASKS, LAYOUTS, MODES, REFUSALS, Combination, Refusal, group_of
 from areal_lora.families.engines import ENGINES, PACKED, UNSERVED
 from areal_lora.families.registry import FAMILIES, supported
@@ -50,7 +50,7 @@ _ROWLESS_SERVER = f"{_ROWLESS_TESTS}::test_a_real_server_scores_a_published_adap
 _NAMES = "tests/unit/families/test_sites_checkpoints.py::test_names_and_sizes_are_those_of_the_checkpoint"
 _OVERLAY = "tests/e2e/test_overlays.py::test_an_algorithm_learns_the_task"
 _SHORT_FSDP = "tests/e2e/test_overlays.py::test_given_answers_and_then_rollouts_with_the_fsdp_engine"
-_ENTROPY = "tests/unit/engine/common/test_vocab_logprobs.py::test_whole_vocabulary"
+_ENTROPY = "tests/unit/engine/layers/test_vocab_logprobs.py::test_whole_vocabulary"
 _CRITIC_RUN = "tests/e2e/test_critic_run.py::test_every_step_trains_the_critic_also_after_the_resume"
 _EMBEDDED = "tests/e2e/test_embedded_run.py::test_it_ends_well_and_says_what_it_made"
 _MERGED_RUN = "tests/e2e/test_merged_run.py::test_a_merged_run_survives_a_half_written_server_and_goes_on"

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lora.config.adapter_run import adapter_named
 from areal_lora.config.recorded import read_config
-from areal_lora.config.reward import RewardConfig
+from areal_lora.config.sections.reward import RewardConfig
 from areal_lora.data.formatting import Formatter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.datasets import load_samples, prompt_format

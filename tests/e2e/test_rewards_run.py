@@ -30,8 +30,6 @@ adapters:
         model: stub
         key_env: TEST_JUDGE_KEY
         prompt: "Answer: {{completion}}. Grade from 0 to 10."
-        scale: [0, 10]
-        price_prompt: 2.0
 """
 
 

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from areal_lora.config.load import load_config
-from areal_lora.config.task import ChatFormat
 from areal_lora.tasks.datasets import load_samples
 from tests.support.docs import section
 from tests.support.paths import EXAMPLES, ROOT
@@ -57,7 +56,7 @@ def test_the_template(blocks: list[dict[str, Any]], tmp_path: Path) -> None:
 
 def test_the_chat(blocks: list[dict[str, Any]], tmp_path: Path) -> None:
     task = task_of(blocks, tmp_path, 2)
-    assert isinstance(task.format, ChatFormat)
+    assert task.format.is_chat
     assert (task.format.prefill, task.format.chat_template_kwargs) == ("<answer>", {"enable_thinking": False})
     [first, *_] = load_samples(task, "train")
     assert first.messages == (

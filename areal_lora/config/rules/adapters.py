@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.rules.findings import Finding, Severity, shape_of
-from areal_lora.config.slots import served_targets
+from areal_lora.config.sizing.slots import served_targets
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 from areal_lora.families.family import Scope, covers

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from areal_lora.config.algorithm import AdvantageName, AlgorithmConfig
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.rules.findings import Finding
+from areal_lora.config.sections.algorithm import AdvantageName, AlgorithmConfig
 
 UNGROUPED: frozenset[AdvantageName] = frozenset({"reinforce_pp", "batch", "remax", "gae"})
 """Advantages that do not compare the answers of one prompt."""

@@ -1,4 +1,4 @@
-"""Inputs and results of a configuration rule."""
+"""Inputs and results of a configuration rule, and targets in their canonical names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from enum import StrEnum
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
+from areal_lora.families import targets
 from areal_lora.families.shape import ModelShape
 
 
@@ -46,3 +47,24 @@ def shape_of(facts: Facts) -> ModelShape | None:
         return ModelShape.from_hf(facts.hf_config, facts.checkpoint)
     except (KeyError, ConfigError):
         return None
+
+
+def canonical(config: Config, shape: ModelShape) -> Config:
+    """``config`` with canonical ``target_modules`` and nothing left to exclude.
+
+    Raises ConfigError for targets that the model does not have.
+    """
+    adapters = [
+        adapter.model_copy(
+            update={
+                "target_modules": list(targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)),
+                "exclude_modules": [],
+            }
+        )
+        for adapter in config.adapters
+    ]
+    service = config.service
+    if service is not None:
+        every = list(targets.resolve(service.target_modules, [], shape))
+        service = service.model_copy(update={"target_modules": every})
+    return config.model_copy(update={"adapters": adapters, "service": service})

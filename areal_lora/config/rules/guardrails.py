@@ -21,28 +21,28 @@ from areal_lora.config.rules.adapters import (
     user_code,
 )
 from areal_lora.config.rules.algorithm import algorithm, group_size
-from areal_lora.config.rules.canonical import canonical
-from areal_lora.config.rules.evals import eval_sets
-from areal_lora.config.rules.findings import Finding, Rule, Severity, shape_of
+from areal_lora.config.rules.findings import Finding, Rule, Severity, canonical, shape_of
 from areal_lora.config.rules.init_from import init_from
-from areal_lora.config.rules.layout import engine_fits, rollout_layout, trainer_layout
-from areal_lora.config.rules.machine import cluster_is_reachable, devices_suffice, interface_counts, ports_free
+from areal_lora.config.rules.layout import backend_fits, devices_are_shared, engine_fits, rollout_layout, trainer_layout
+from areal_lora.config.rules.machine import (
+    cluster_is_reachable,
+    devices_suffice,
+    interface_counts,
+    ports_free,
+    service_fits,
+)
 from areal_lora.config.rules.memory import memory_suffices, shared_base_fits
 from areal_lora.config.rules.model import (
     adapters_divide,
+    combinations,
     kernels_take_the_type,
     lengths,
     model_readable,
     model_trainable,
 )
-from areal_lora.config.rules.rollout import deterministic, merged_rollouts
-from areal_lora.config.rules.run import time_outs
-from areal_lora.config.rules.service import service_fits
-from areal_lora.config.rules.sharing import backend_fits, devices_are_shared
+from areal_lora.config.rules.rollout import deterministic, merged_rollouts, time_outs
 from areal_lora.config.rules.slurm import components_agree, no_idle_node, own_directives, servers_suffice
-from areal_lora.config.rules.support import combinations
-from areal_lora.config.rules.task import chat_template, columns_exist, sampling_is_trained
-from areal_lora.config.rules.training import seldom_meant
+from areal_lora.config.rules.task import chat_template, columns_exist, eval_sets, sampling_is_trained, seldom_meant
 from areal_lora.errors import ConfigError
 
 RULES: tuple[Rule, ...] = (

@@ -1,4 +1,7 @@
-"""Rules about parallel sizes. `engine.common.parallel_layout` would refuse the trainer's sizes later."""
+"""Rules about parallel sizes, devices that a trainer rank and a server share, and the library that carries versions.
+
+`engine.common.parallel_layout` would refuse the trainer's sizes later.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config, TrainerConfig
 from areal_lora.config.rules.findings import Finding, shape_of
 from areal_lora.config.rules.slurm import most_devices
+from areal_lora.config.sizing.pools import OF_DEVICES, shared_devices
+from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape
 
 
@@ -126,3 +131,49 @@ def _kv_heads(key: str, tp: int, shape: ModelShape) -> Iterator[Finding]:
             reason=f"{tp} is neither a divisor nor a multiple of the model's {shape.kv_heads} key/value heads",
             fix=f"use a divisor or a multiple of {shape.kv_heads}",
         )
+
+
+def devices_are_shared(config: Config, facts: Facts) -> Iterator[Finding]:
+    """``cluster.share_devices`` has an effect, and the server's memory does not depend on the trainer's."""
+    if not config.cluster.share_devices:
+        return
+    if config.cluster.device == "cpu":
+        reason = "on CPUs there is no device, and processes share the machine anyway"
+        yield Finding(path="cluster.share_devices", reason=reason, fix="set it to false")
+        return
+    if config.rollout.kv_cache_gib is None:
+        yield Finding(
+            path="rollout.kv_cache_gib",
+            reason="vLLM would measure what is free on a device while a trainer rank takes its part of it",
+            fix="set it, for example to 4",
+        )
+    if _share(config) is False:
+        reason = "trainer ranks and servers are on different nodes, so no device is shared"
+        yield Finding(path="cluster.share_devices", reason=reason, fix="set it to false")
+
+
+def backend_fits(config: Config, facts: Facts) -> Iterator[Finding]:
+    """The named library sends between these devices."""
+    backend, device = config.weight_sync.backend, config.cluster.device
+    if backend in ("auto", "gloo"):
+        return
+    if backend != OF_DEVICES[device]:
+        yield Finding(
+            path="weight_sync.backend",
+            reason=f"{backend} does not send the memory of cluster.device = {device}",
+            fix="set it to auto",
+        )
+    elif _share(config):
+        yield Finding(
+            path="weight_sync.backend",
+            reason=f"{backend} refuses two members on one device, and a trainer rank and a server share one",
+            fix="set it to auto",
+        )
+
+
+def _share(config: Config) -> bool | None:
+    """Whether a trainer rank and a server share a device; None if they have no place, which other rules report."""
+    try:
+        return bool(shared_devices(config))
+    except ConfigError:
+        return None

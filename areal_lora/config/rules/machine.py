@@ -1,4 +1,4 @@
-"""Rules about the cluster and this machine: devices, memory, addresses, ports."""
+"""Rules about the cluster and this machine: devices, addresses, ports, the service."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.models import Config
-from areal_lora.config.pools import pools_of, seats_of
 from areal_lora.config.rules.findings import Finding
 from areal_lora.config.rules.slurm import components_agree, most_devices
+from areal_lora.config.sizing.pools import pools_of, seats_of
+from areal_lora.config.sizing.slots import has_tenants
 from areal_lora.errors import ConfigError
 from areal_lora.network.addresses import WILDCARDS, as_network
 
@@ -98,4 +99,17 @@ def interface_counts(config: Config, facts: Facts) -> Iterator[Finding]:
         facts.address_problem is not None and cluster.total_nodes == 1
     ):  # several nodes: not a question about this machine
         problem = facts.address_problem
+        yield Finding(path=problem.path, reason=problem.reason, fix=problem.fix)
+
+
+def service_fits(config: Config, facts: Facts) -> Iterator[Finding]:
+    if not has_tenants(config):
+        return
+    if config.cluster.kind != "local":
+        yield Finding(
+            path="cluster.kind",
+            reason="the service listens on the loopback address of the launcher's machine, and a Slurm job has several",
+            fix="start it with cluster.kind=local, inside an allocation for example",
+        )
+    for problem in facts.service_problems:
         yield Finding(path=problem.path, reason=problem.reason, fix=problem.fix)

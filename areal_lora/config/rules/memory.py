@@ -1,11 +1,14 @@
-"""The rule about memory: what the estimate of `config.memory` says about devices and hosts."""
+"""The rule about memory: what the estimate of `config.sizing.memory` says about devices and hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
-from areal_lora.config.memory import (
+from areal_lora.config.models import Config
+from areal_lora.config.rules.findings import Finding, Severity, canonical, shape_of
+from areal_lora.config.rules.layout import trainer_layout
+from areal_lora.config.sizing.memory import (
     GIB,
     JOINING,
     LEAST_KV,
@@ -18,11 +21,7 @@ from areal_lora.config.memory import (
     kv_part,
     slurm_bytes,
 )
-from areal_lora.config.models import Config
-from areal_lora.config.pools import Pool, pools_of, shared_devices
-from areal_lora.config.rules.canonical import canonical
-from areal_lora.config.rules.findings import Finding, Severity, shape_of
-from areal_lora.config.rules.layout import trainer_layout
+from areal_lora.config.sizing.pools import Pool, pools_of, shared_devices
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape, base_bytes
 

@@ -1,4 +1,4 @@
-"""Rules about the base model, and about lengths that have to fit it."""
+"""Rules about the base model, what it can be combined with (`config.support`), and lengths that have to fit it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity, shape_of
-from areal_lora.config.support import engine_problems, engines, group_of
+from areal_lora.config.support import (
+    MODEL,
+    combination_of,
+    combination_of_run,
+    engine_problems,
+    engines,
+    group_of,
+    refusals,
+)
 from areal_lora.families.engines import ENGINES
 from areal_lora.families.published import is_hub_name, known_models
 from areal_lora.families.registry import supported
@@ -98,13 +106,6 @@ def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
             reason=f"{budget} cannot hold one sequence of rollout.max_model_len = {longest} tokens",
             fix=f"set it to at least {longest}",
         )
-    probe = config.weight_sync.probe_tokens
-    if probe >= longest:
-        yield Finding(
-            path="weight_sync.probe_tokens",
-            reason=f"{probe} tokens do not fit rollout.max_model_len = {longest}",
-            fix="lower it",
-        )
     shape = shape_of(facts)
     if shape and shape.max_positions and longest > shape.max_positions:
         yield Finding(
@@ -112,3 +113,16 @@ def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
             reason=f"{longest} is beyond the model's {shape.max_positions} positions",
             fix=f"set it to at most {shape.max_positions}",
         )
+
+
+def combinations(config: Config, facts: Facts) -> Iterator[Finding]:
+    family, shape = str((facts.hf_config or {}).get("model_type")), shape_of(facts)
+    seen: set[tuple[str, str]] = set()
+    of_adapters = [combination_of(config, adapter, family, shape) for adapter in config.adapters]
+    for i, combination in enumerate(of_adapters or [combination_of_run(config, family, shape)]):
+        for refusal in refusals(combination):
+            at, reason = refusal.key.format(i=i), refusal.text(family)
+            if refusal.key == MODEL or (at, reason) in seen:
+                continue
+            seen.add((at, reason))
+            yield Finding(path=at, reason=reason, fix=refusal.fix, subject=reason)

@@ -1,4 +1,4 @@
-"""Rules about how rollouts run."""
+"""Rules about how rollouts run, and about time-outs that watch over each other."""
 
 from __future__ import annotations
 
@@ -39,4 +39,16 @@ def merged_rollouts(config: Config, facts: Facts) -> Iterator[Finding]:
             path="rollout.expert_parallel",
             reason="without LoRA, vLLM's expert kernel for CPUs ends the process with distributed experts",
             fix="set it to false, or rollout.adapter_mode=unmerged",
+        )
+
+
+def time_outs(config: Config, facts: Facts) -> Iterator[Finding]:
+    run, sync = config.run, config.weight_sync
+    longest_s = sync.publish_s + sync.rejoin_s
+    if run.stall_s <= longest_s:
+        yield Finding(
+            path="run.stall_s",
+            reason=f"{run.stall_s:g} s is not longer than a publish may take that waits for servers, "
+            f"{longest_s:g} s: trainer rank 0 sends no heartbeat meanwhile",
+            fix="raise it, or lower weight_sync.timeout_s or weight_sync.rejoin_s",
         )

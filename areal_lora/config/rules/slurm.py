@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
-from areal_lora.config.pools import ALL_ROLES, pools_of, seats_of
 from areal_lora.config.rules.findings import Finding, Severity
+from areal_lora.config.sizing.pools import ALL_ROLES, pools_of, seats_of
 from areal_lora.errors import ConfigError
 
 _KEYS = {
@@ -17,15 +17,7 @@ _KEYS = {
     "time": "cluster.slurm.time_limit",
     "partition": "cluster.slurm.partition",
     "account": "cluster.slurm.account",
-    "qos": "cluster.slurm.qos",
-    "constraint": "cluster.slurm.constraint",
-    "reservation": "cluster.slurm.reservation",
-    "exclude": "cluster.slurm.exclude",
-    "dependency": "cluster.slurm.dependency",
-    "mail-user": "cluster.slurm.mail_user",
-    "mail-type": "cluster.slurm.mail_type",
     "mem": "cluster.slurm.mem",
-    "exclusive": "cluster.slurm.exclusive",
     "gres": "cluster.devices_per_node and cluster.slurm.gres_type",
     "gpus": "cluster.devices_per_node and cluster.slurm.gres_type",
     "gpus-per-node": "cluster.devices_per_node and cluster.slurm.gres_type",
@@ -33,8 +25,8 @@ _KEYS = {
 """Options of sbatch that have a key of their own."""
 _OURS = {"signal", "requeue", "no-requeue", "output", "open-mode", "ntasks", "ntasks-per-node", "mincpus", "array"}
 """Options of sbatch that the job script depends on."""
-_SHORT = {"N": "nodes", "J": "job-name", "t": "time", "p": "partition", "A": "account", "q": "qos", "C": "constraint"}
-_SHORT |= {"x": "exclude", "d": "dependency", "G": "gpus", "o": "output", "n": "ntasks", "a": "array"}
+_SHORT = {"N": "nodes", "J": "job-name", "t": "time", "p": "partition", "A": "account"}
+_SHORT |= {"G": "gpus", "o": "output", "n": "ntasks", "a": "array"}
 
 
 def most_devices(config: Config) -> int:
@@ -97,7 +89,7 @@ def components_agree(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def own_directives(config: Config, facts: Facts) -> Iterator[Finding]:
-    """``extra`` neither repeats a key nor changes what the script depends on; mail needs both of its keys."""
+    """``extra`` neither repeats a key nor changes what the script depends on."""
     slurm = config.cluster.slurm
     lists = {"cluster.slurm.extra": slurm.extra}
     lists |= {f"cluster.slurm.components.{i}.extra": part.extra for i, part in enumerate(slurm.components)}
@@ -114,18 +106,6 @@ def own_directives(config: Config, facts: Facts) -> Iterator[Finding]:
                 yield Finding(path=path, reason=f"{line!r} has a key of its own", fix=f"use {_KEYS[option]}")
             elif option in _OURS:
                 yield Finding(path=path, reason=f"the job script sets --{option} and depends on it", fix="remove it")
-    if slurm.mail_user and not slurm.mail_type:
-        yield Finding(
-            path="cluster.slurm.mail_user",
-            reason="Slurm sends no mail without cluster.slurm.mail_type",
-            fix="set cluster.slurm.mail_type=END,FAIL,REQUEUE",
-        )
-    if slurm.gpu_bind and slurm.gpu_bind.split(",")[-1] != "none":
-        yield Finding(
-            path="cluster.slurm.gpu_bind",
-            reason=f"{slurm.gpu_bind} hides devices that the plan gives to a process",
-            fix="leave it out, or set it to none or verbose,none",
-        )
     if slurm.gres_type and config.cluster.device == "cpu":
         yield Finding(
             path="cluster.slurm.gres_type",

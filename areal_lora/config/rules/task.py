@@ -1,13 +1,14 @@
-"""Rules about tasks: what can be judged without reading their rows."""
+"""Rules about tasks, evaluation sets, and values of training that are seldom meant; no rows are read."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity
-from areal_lora.config.task import ChatFormat, DatasetTask, Gsm8kTask, TaskConfig, WordProblemsTask
+from areal_lora.config.sections.task import DatasetTask, TaskConfig, WordProblemsTask
 
 
 def _tasks(config: Config) -> Iterator[tuple[str, TaskConfig]]:
@@ -22,7 +23,7 @@ def _tasks(config: Config) -> Iterator[tuple[str, TaskConfig]]:
 def chat_template(config: Config, facts: Facts) -> Iterator[Finding]:
     """The format chat needs a chat template, and messages need the format chat."""
     for at, task in _tasks(config):
-        chat = not isinstance(task, Gsm8kTask) and isinstance(task.format, ChatFormat)
+        chat = task.format.is_chat
         if chat and facts.chat_template is False:
             yield Finding(
                 path=f"{at}.format.kind",
@@ -68,3 +69,70 @@ def sampling_is_trained(config: Config, facts: Facts) -> Iterator[Finding]:
                     fix=f"leave it at {off:g}, or accept the bias (docs/en/algorithms.md)",
                     severity=Severity.WARNING,
                 )
+
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM's minimum above 0."""
+
+
+def eval_sets(config: Config, facts: Facts) -> Iterator[Finding]:
+    longest = config.rollout.max_model_len
+    for i, adapter in enumerate(config.adapters):
+        for name, count in Counter(chosen.name for chosen in adapter.evals).items():
+            if count > 1:
+                yield Finding(
+                    path=f"adapters.{i}.evals", reason=f"{count} sets are named {name!r}", fix="give each its own name"
+                )
+        for j, chosen in enumerate(adapter.evals):
+            at = f"adapters.{i}.evals.{j}"
+            if chosen.n_samples > 1 and chosen.temperature == 0:
+                yield Finding(
+                    path=f"{at}.temperature",
+                    reason=f"at 0 all {chosen.n_samples} answers to a problem are the same",
+                    fix="raise it, for example to 0.8, or set n_samples=1",
+                )
+            elif 0 < chosen.temperature < LEAST_TEMPERATURE:
+                yield Finding(
+                    path=f"{at}.temperature",
+                    reason=f"vLLM's minimum above 0 is {LEAST_TEMPERATURE}",
+                    fix="set it to 0 for greedy answers",
+                )
+            if chosen.max_new_tokens is not None and chosen.max_new_tokens >= longest:
+                yield Finding(
+                    path=f"{at}.max_new_tokens",
+                    reason=f"{chosen.max_new_tokens} new tokens leave no room for a prompt in "
+                    f"rollout.max_model_len = {longest}",
+                    fix=f"lower it, or raise rollout.max_model_len above {chosen.max_new_tokens}",
+                )
+
+
+HIGHEST_LR, MOST_SEQUENCES = 0.1, 65_536
+"""A hundred times the usual learning rate of LoRA with Adam; four times the largest published batches of RL."""
+
+
+def seldom_meant(config: Config, facts: Facts) -> Iterator[Finding]:
+    for i, adapter in enumerate(config.adapters):
+        if adapter.is_client:
+            continue
+        at, sampling, optimizer = f"adapters.{i}", adapter.sampling, adapter.optimizer
+        if optimizer.lr > HIGHEST_LR:
+            yield Finding(
+                path=f"{at}.optimizer.lr",
+                reason=f"{optimizer.lr:g} lets Adam change each weight by about this much in a step",
+                fix="usual values are 1e-6 to 1e-3",
+                severity=Severity.WARNING,
+            )
+        if (sequences := sampling.prompts_per_step * sampling.n_samples) > MOST_SEQUENCES:
+            yield Finding(
+                path=f"{at}.sampling.prompts_per_step",
+                reason=f"a step samples {sequences:,} answers before it trains",
+                fix=f"usual steps have at most {MOST_SEQUENCES:,}",
+                severity=Severity.WARNING,
+            )
+        if adapter.minibatches <= sampling.prompts_per_step and sampling.prompts_per_step % adapter.minibatches:
+            yield Finding(
+                path=f"{at}.minibatches",
+                reason=f"{adapter.minibatches} minibatches of {sampling.prompts_per_step} prompts are of unequal size",
+                fix="choose a divisor of sampling.prompts_per_step",
+                severity=Severity.WARNING,
+            )

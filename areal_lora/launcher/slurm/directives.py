@@ -1,15 +1,15 @@
 """What Slurm is asked for, as text: the ``#SBATCH`` lines of a job and the srun options of a role. Pure.
 
 A heterogeneous job has one block of lines for each component, with ``#SBATCH hetjob`` between them. Slurm hands some
-options of the first component (memory, account, dependency) to the others and some not (constraint, GPUs), so each
-block has all that concerns its nodes; what concerns the job is in the first only.
+options of the first component (memory, account) to the others and some not (GPUs), so each block has all that concerns
+its nodes; what concerns the job is in the first only.
 """
 
 from __future__ import annotations
 
-from areal_lora.config.cluster import Role, SlurmComponent, SlurmConfig
 from areal_lora.config.models import Config
-from areal_lora.config.pools import Pool
+from areal_lora.config.sections.cluster import Role, SlurmComponent, SlurmConfig
+from areal_lora.config.sizing.pools import Pool
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan
 
 SIGNAL_LEAD_S = 60
@@ -40,15 +40,16 @@ def step_options(config: Config, plan: JobPlan, role: str) -> list[str]:
     """Words for an srun that starts processes of ``role``: all but nodes, tasks, output and the command.
 
     ``--mem=0`` gives the step the memory of its job: a cluster's default memory per CPU would give it less.
-    ``--gpu-bind=none``: the plan chooses the devices of a process, by their number on the node.
+    ``--gpu-bind=none``: the plan chooses the devices of a process, by their number on the node. ``--cpu-bind=none``:
+    steps overlap, and one that binds may bind to the cores of another step of its node.
     """
-    specs, slurm = plan.role(role), config.cluster.slurm
+    specs = plan.role(role)
     words = [f"--het-group={plan.pool_of(specs[0].node)}"] if len(plan.pools) > 1 else []
     words += [f"--cpus-per-task={max(spec.cpus for spec in specs)}", "--mem=0"]
-    words.append(f"--cpu-bind={slurm.cpu_bind or 'none'}")
+    words.append("--cpu-bind=none")
     if config.cluster.device != "cpu":
-        words.append(f"--gpu-bind={slurm.gpu_bind or 'none'}")
-    return [*words, *slurm.srun_extra.of(ROLES[role])]
+        words.append("--gpu-bind=none")
+    return [*words, *config.cluster.slurm.srun_extra.get(ROLES[role], [])]
 
 
 def quoted(text: str) -> str:
@@ -59,19 +60,16 @@ def quoted(text: str) -> str:
 
 
 def _of_the_job(config: Config, plan: JobPlan) -> list[str]:
-    """What the whole job has: its name, its log, how it is requeued and reported."""
-    slurm, run = config.cluster.slurm, plan.run_folder
+    """What the whole job has: its name, its log, how it is requeued."""
     # In a file name % begins a replacement.
-    log = str(run.log("job-JOB")).replace("%", "%%").replace("job-JOB", "job-%j")
-    options = [
+    log = str(plan.run_folder.log("job-JOB")).replace("%", "%%").replace("job-JOB", "job-%j")
+    return [
         f"--job-name={config.run.name}",
         f"--output={quoted(log)}",
         "--open-mode=append",
         "--requeue",
         f"--signal=B:USR1@{SIGNAL_LEAD_S}",
     ]
-    named = {"dependency": slurm.dependency, "mail-user": slurm.mail_user, "mail-type": slurm.mail_type}
-    return options + [f"--{name}={quoted(value)}" for name, value in named.items() if value]
 
 
 def _of_the_nodes(config: Config, plan: JobPlan, pool: Pool, component: SlurmComponent | None) -> list[str]:
@@ -93,13 +91,8 @@ def _of_the_nodes(config: Config, plan: JobPlan, pool: Pool, component: SlurmCom
         "time": slurm.time_limit,
         "partition": _of(component, slurm, "partition"),
         "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": _of(component, slurm, "constraint"),
-        "reservation": slurm.reservation,
-        "exclude": slurm.exclude,
     }
     options += [f"--{name}={quoted(value)}" for name, value in named.items() if value]
-    options += ["--exclusive"] if slurm.exclusive else []
     # The job outlives a lost node, where enough servers remain.
     return options + (["--no-kill"] if plan.nodes > 1 else [])
 

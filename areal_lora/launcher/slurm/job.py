@@ -18,19 +18,17 @@ from rich.console import Console
 from areal_lora.checkpoint.store import versions_in
 from areal_lora.config.adapter_run import ends_of
 from areal_lora.config.facts import gather_facts
-from areal_lora.config.joined import with_joined
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import read_config
+from areal_lora.config.recorded import read_config, with_joined
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm import commands
 from areal_lora.launcher.slurm.allocation import Allocation, allocation
-from areal_lora.launcher.slurm.outcome import RUNNING, Outcome, outcome
+from areal_lora.launcher.slurm.outcome import RUNNING, Outcome, Words, outcome
 from areal_lora.launcher.slurm.queue import look
 from areal_lora.launcher.slurm.requeues import Lifetime, next_lifetime, read_lifetime, too_many, write_lifetime
 from areal_lora.launcher.slurm.states import is_active
 from areal_lora.launcher.slurm.steps import POLL_S, SlurmSteps
-from areal_lora.launcher.slurm.words import Words
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.obs.console import LiveConsole
@@ -75,7 +73,7 @@ class Job:
         self._take_folder()
         lifetime = self._begin()
         words = Words(sys.stdin.fileno(), self._folder)
-        if why := too_many(lifetime.without, self._config.cluster.slurm.max_requeues):
+        if why := too_many(lifetime.without, self._config.run.max_restarts):
             self._say(f"The job ends as failed: {why}")
             return ExitCode.COMPONENT_FAILED
         with SlurmSteps(self._config, self._plan, self._job) as steps:
@@ -139,13 +137,13 @@ class Job:
     def _requeue(self, lifetime: Lifetime, result: Outcome) -> Outcome:
         """Requeue the job, or say why it ends instead."""
         without = lifetime.next_without(self._newest())
-        if why := too_many(without, self._config.cluster.slurm.max_requeues):
+        if why := too_many(without, self._config.run.max_restarts):
             return Outcome(code=ExitCode.COMPONENT_FAILED, text=f"{result.requeue}; the job ends as failed: {why}")
         state = self._state()
         if state != RUNNING:
             # scancel, while the steps stopped.
             return outcome(None, result.requeue, state)
-        count = f" ({without} of {self._config.cluster.slurm.max_requeues} without a new checkpoint)" if without else ""
+        count = f" ({without} of {self._config.run.max_restarts} without a new checkpoint)" if without else ""
         self._say(f"The job is requeued: {result.requeue}{count}")
         self._record_requeue(result.requeue, without)
         write_lifetime(self._folder, lifetime.requeued(result.requeue))

@@ -47,7 +47,7 @@ def too_many(without: int, most: int) -> str:
     times = f"{without} times" if without > 1 else "once"
     return (
         f"the job would be requeued {times} in a row without a new checkpoint "
-        f"(cluster.slurm.max_requeues is {most}; fix: see the reasons above, or raise the time limit)"
+        f"(run.max_restarts is {most}; fix: see the reasons above, or raise the time limit)"
     )
 
 

@@ -43,10 +43,6 @@ def spare_script(config: Config, run_folder: RunFolder, job: SpareJob, module: s
         "time": job.time_limit or slurm.time_limit,
         "partition": job.partition or slurm.partition,
         "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "reservation": slurm.reservation,
-        "exclude": slurm.exclude,
     }
     log = str(run_folder.log("servers-JOB")).replace("%", "%%").replace("servers-JOB", "servers-%j")
     options = [

@@ -79,7 +79,7 @@ STATES: dict[str, tuple[str, str]] = {
         "the time limit ended the job before it could requeue itself",
         f"{RESUME}; give more time with cluster.slurm.time_limit",
     ),
-    "NODE_FAIL": ("a node of the job failed", f"{RESUME}; cluster.slurm.exclude keeps off a bad node"),
+    "NODE_FAIL": ("a node of the job failed", f"{RESUME}; --exclude (cluster.slurm.extra) keeps off a bad node"),
     "PREEMPTED": (
         "a job of higher priority took the nodes, and Slurm did not requeue this one (PreemptMode=CANCEL)",
         f"{RESUME}; a QOS or partition with PreemptMode=REQUEUE resumes by itself",
@@ -130,7 +130,7 @@ CODES: dict[int, tuple[str, str]] = {
 REASONS: dict[str, tuple[str, str]] = {
     "DependencyNeverSatisfied": (
         "the job it depends on ended in a way that never starts it",
-        "areal-lora stop RUN, then areal-lora resume RUN with another cluster.slurm.dependency",
+        "areal-lora stop RUN, then areal-lora resume RUN with another --dependency (cluster.slurm.extra)",
     ),
     "ReqNodeNotAvail": (
         "a node that it requires is down, drained or reserved",
@@ -139,7 +139,7 @@ REASONS: dict[str, tuple[str, str]] = {
     "launch failed requeued held": ("its start failed on a node, and Slurm holds it", "scontrol release JOB"),
     "JobHeldAdmin": ("an admin holds it", "ask the admins why"),
     "JobH": ("it is on hold by its user, or was requeued too often", "scontrol release JOB"),
-    "QOS": ("a limit of its QOS is reached", "wait for other jobs of the QOS, or set another cluster.slurm.qos"),
+    "QOS": ("a limit of its QOS is reached", "wait, or set another --qos (cluster.slurm.extra)"),
     "Assoc": ("a limit of its account or user is reached", "wait for other jobs of the account"),
     "Partition": (
         "its partition does not run it",

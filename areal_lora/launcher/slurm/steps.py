@@ -23,12 +23,12 @@ from areal_lora.launcher.ended import Ended
 from areal_lora.launcher.plan import JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import unit_of
 from areal_lora.launcher.slurm import ask, commands
-from areal_lora.launcher.slurm.allocation import Allocation
+from areal_lora.launcher.slurm.allocation import Allocation, write_hosts
 from areal_lora.launcher.slurm.causes import Records, causes
 from areal_lora.launcher.slurm.directives import step_options
-from areal_lora.launcher.slurm.placement import write_hosts
 from areal_lora.launcher.slurm.script import STEP
 from areal_lora.launcher.slurm.task import BEGAN, FIRST, task_script
+from areal_lora.launcher.supervise import STOP_GRACE_S
 from areal_lora.launcher.watch import EARLY_END_S
 
 POLL_S = 0.2
@@ -121,9 +121,9 @@ class SlurmSteps:
         return sum(int(word) for word in done.stdout.split() if word.isdecimal())
 
     def stop(self) -> None:
-        """Ask every process to end, wait up to ``run.stop_grace_s``, then kill the remaining ones."""
+        """Ask every process to end, wait up to `STOP_GRACE_S`, then kill the remaining ones."""
         self._signal("TERM", self._steps)
-        _wait(self._steps, self._config.run.stop_grace_s)
+        _wait(self._steps, STOP_GRACE_S)
         self._kill([step for step in self._steps if step.srun.poll() is None])
         self._steps = []
 

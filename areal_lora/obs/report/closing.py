@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from areal_lora.config.adapter_run import more_steps
-from areal_lora.config.joined import with_joined
-from areal_lora.config.recorded import read_config
-from areal_lora.config.shipped import examples
+from areal_lora.config.recorded import read_config, with_joined
+from areal_lora.config.sources import examples
 from areal_lora.obs.console import duration, number, percent
 from areal_lora.obs.report.summary import AdapterSummary, Summary, read_summary
 from areal_lora.run_folder.paths import RunFolder

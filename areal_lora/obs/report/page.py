@@ -7,9 +7,8 @@ from html import escape
 from pathlib import Path
 
 from areal_lora.config.adapter_run import adapter_runs
-from areal_lora.config.joined import with_joined
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import config_digest, read_config
+from areal_lora.config.recorded import config_digest, read_config, with_joined
 from areal_lora.obs.console import duration, number
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.report import svg

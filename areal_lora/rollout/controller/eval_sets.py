@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_lora.config.evals import EvalSetConfig
 from areal_lora.config.models import AdapterConfig, Config, SamplingConfig, SingleTurnWorkflowConfig, WorkflowConfig
+from areal_lora.config.sections.task import EvalSetConfig
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import tokenize
 from areal_lora.data.tokenizer import TextTokenizer
 from areal_lora.errors import ConfigError
 from areal_lora.processes.log import get_logger
-from areal_lora.tasks.datasets import load_samples, prompt_format
+from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import Sample
 
 N_NAMED = 5  # prompts left out that are named
@@ -84,7 +84,7 @@ def load_sets(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) 
 
 def _load(config: Config, adapter: AdapterConfig, chosen: EvalSetConfig, tokenizer: TextTokenizer) -> EvalSet:
     task = chosen.task or adapter.task
-    formatter = Formatter(tokenizer=tokenizer, how=prompt_format(task))
+    formatter = Formatter(tokenizer=tokenizer, how=task.format)
     samples = load_samples(task, "eval")[: chosen.n]
     sampling = sampling_of(adapter.sampling, chosen)
     room = config.rollout.max_model_len - sampling.max_new_tokens

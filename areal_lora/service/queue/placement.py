@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from areal_lora.config.models import Config
-from areal_lora.config.slots import adapter_capacity
+from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.processes.log import get_logger
 from areal_lora.service.observed import Observed, Seen
 from areal_lora.service.queue import sessions

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.config.service import QuotaConfig
+from areal_lora.config.sections.service import QuotaConfig
 from areal_lora.run_folder.desired import Desired, DesiredAdapter, DesiredPhase
 from areal_lora.service.queue.requests import Lora
 
@@ -33,22 +33,28 @@ class Verb(StrEnum):
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one tenant, as `QuotaConfig` describes them."""
+    """Limits of one tenant. `QuotaConfig` describes those without a default, ``tokens`` and ``requests``.
+
+    ``weight`` is that of an adapter, ``operations`` are acknowledged and not carried out yet, ``body_kib`` and
+    ``pass_kib`` bound the body of a request and of a pass of an SDK client, ``problems`` a generated split,
+    ``workers`` the scorer processes of an adapter. Of SDK clients: ``queued`` requests that are not answered,
+    ``queued_mib`` of data kept for them and since the last step, ``saved`` states.
+    """
 
     adapters: int
     rank: int
-    weight: float
-    operations: int
-    body_kib: int
     sequences: int
-    problems: int
-    workers: int
+    tokens: int = 1 << 23
+    requests: int = 12_000
+    weight: float = 1.0
+    operations: int = 64
+    body_kib: int = 256
+    problems: int = 100_000
+    workers: int = 4
     queued: int = 256
     queued_mib: int = 256
     pass_kib: int = 8192
     saved: int = 64
-    tokens: int = 1 << 23
-    requests: int = 12_000
 
     @classmethod
     def of(cls, config: QuotaConfig) -> Quota:

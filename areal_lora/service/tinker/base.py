@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.config.slots import served_targets
+from areal_lora.config.sizing.slots import served_targets
 from areal_lora.families.family import ATTENTION_LINEARS
 from areal_lora.service.queue.requests import Lora
 from areal_lora.service.refused import Refused

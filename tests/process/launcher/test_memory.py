@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config.load import load_config
-from areal_lora.config.memory import job_memory
+from areal_lora.config.sizing.memory import job_memory
 from areal_lora.families.shape import ModelShape
 from tests.support.launcher.memory_runs import SHAPES, SHORT, measured
 from tests.support.paths import EXAMPLES

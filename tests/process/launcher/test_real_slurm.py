@@ -24,9 +24,10 @@ from areal_lora.errors import ConfigError
 from areal_lora.families.published import known_config
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm.job import BY_SLURM
-from areal_lora.launcher.slurm.submit import submit
+from areal_lora.launcher.slurm.script import submit
 from areal_lora.launcher.start import RunStart
 from areal_lora.run_folder.events import RequeueEvent, count_restarts, read_events
+from areal_lora.run_folder.heartbeat import TIMEOUT_S
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.cli.command import COMMAND
 from tests.support.launcher.real_slurm import Slurm
@@ -42,7 +43,6 @@ LAYOUT = (
     "trainer.world_size=4",
     "trainer.ep=2",
     "rollout.servers=2",
-    "run.stop_grace_s=4",
 )
 # Roles beat once: without a heartbeat a failure ends the run.
 UP = """\
@@ -189,12 +189,12 @@ def test_a_silent_server_is_found_with_the_stacks_of_all_nodes_and_starts_again(
         "import faulthandler, os, pathlib, signal, sys, time; sys.path.insert(0, os.getcwd());"
         "from areal_lora.processes import stacks; from areal_lora.run_folder.paths import RunFolder;"
         "f = RunFolder(pathlib.Path(sys.argv[1])); stacks.install(f.stack_dump('controller-0'));"
-        "print('installed', flush=True); time.sleep(60)"
+        "print('installed', flush=True); time.sleep(200)"
     )
-    server = UP + 'while [ "$NAME" = server-0 ]; do beat; sleep 0.3; done; sleep 60'
+    server = UP + 'while [ "$NAME" = server-0 ]; do beat; sleep 0.3; done; sleep 200'
     trainer = f'if [ $RANK = 0 ]; then exec {quote(sys.executable)} -c {quote(dumps)} "$R"; fi; {SLEEPS}'
-    job = submitted(slurm, tmp_path, trainer, "run.heartbeat_timeout_s=3", server=server)
-    slurm.until("the stall", lambda: count_restarts(RunFolder(job.folder)).get("server-1") == 1)
+    job = submitted(slurm, tmp_path, trainer, server=server)
+    slurm.until("the stall", lambda: count_restarts(RunFolder(job.folder)).get("server-1") == 1, TIMEOUT_S + 30)
     slurm.until("the second start", lambda: job.log("server-1").count("up on") == 2)
     assert "server-1 sent no heartbeat for" in job.log(f"job-{job.id}")
     stall = (job.folder / "stacks" / "stall-1.txt").read_text()
@@ -269,7 +269,7 @@ def test_a_second_start_leaves_a_running_job_alone(
 def test_a_signal_before_anything_is_up_requeues_and_requeues_without_a_checkpoint_are_bounded(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    job = submitted(slurm, tmp_path, SLEEPS, "cluster.slurm.max_requeues=1")
+    job = submitted(slurm, tmp_path, SLEEPS, "run.max_restarts=1")
     slurm.until_signals_are_kept(job.id)
     slurm.run("scancel", "--signal=USR1", "--batch", job.id)
     slurm.until_requeued(job.id)

@@ -31,9 +31,12 @@ SERVER = (
 TRAINER = "import pathlib, time\nwhile not (pathlib.Path({folder!r}) / 'enough').exists(): time.sleep(0.05)"
 
 
-def test_a_stopped_controller_and_a_stopped_server_are_started_again(begin: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_stopped_controller_and_a_stopped_server_are_started_again(
+    begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEARTBEAT_TIMEOUT_S", str(LIMIT_S))
     folder = tmp_path / "run"
-    overrides = [f"run.heartbeat_timeout_s={LIMIT_S}", "adapters.gsm8k.task.n_train=64", "adapters.gsm8k.task.n_eval=8"]
+    overrides = ["adapters.gsm8k.task.n_train=64", "adapters.gsm8k.task.n_eval=8"]
     config = load_config(
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
         [f"run.root={tmp_path}", "run.name=run", *overrides],

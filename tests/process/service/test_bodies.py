@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 from areal_lora.config.models import AdapterConfig
-from areal_lora.engine.vllm_ext.openai_api import ChatBody, CompletionBody
+from areal_lora.engine.vllm_ext.server.openai_api import ChatBody, CompletionBody
 from areal_lora.service import bodies as api
 from areal_lora.service.tinker import bodies, protos
 from areal_lora.service.tinker.samples import SampleRequest
@@ -31,7 +31,7 @@ from tests.support.tinker.tenant_world import API, PROTOBUF, TOKENS, World, chec
 
 pytestmark = pytest.mark.slow
 
-N_REQUESTS = size(2000, 20_000)
+N_REQUESTS = size(800, 20_000)
 PASS = f"{API}/forward_backward"
 SDK: dict[str, type[msgspec.Struct]] = {
     "create_session": bodies.CreateSession,
@@ -109,7 +109,7 @@ def test_no_body_ends_the_service_or_has_an_untyped_answer(tmp_path: Path) -> No
     seed = int(os.environ.get("AREAL_LORA_SEED", random.randrange(10**6)))
     print(f"AREAL_LORA_SEED={seed}")
     draw, statuses, wrong = random.Random(seed), Counter[tuple[str, int]](), dict[str, str]()
-    with ScriptedRun(tmp_path / "a run", quota={"tokens": 4096, "queued": 10_000, "adapters": 16}) as run:
+    with ScriptedRun(tmp_path / "a run", limits={"tokens": 4096, "queued": 10_000, "adapters": 16}) as run:
         run.tenant("spare")
         me, other = settle(run, "acme", "own", "secret"), settle(run, "bolt", "others", "hidden")
         operator = run.folder.service_key.read_text().strip()

@@ -55,7 +55,7 @@ class Storm:
 def storm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Storm]:
     seed = int(os.environ.get("AREAL_LORA_SEED", random.randrange(10**6)))
     print(f"AREAL_LORA_SEED={seed}")
-    with ScriptedRun(tmp_path_factory.mktemp("a run"), quota=QUOTA) as run:
+    with ScriptedRun(tmp_path_factory.mktemp("a run"), limits=QUOTA) as run:
         worlds = [settle(run, tenant, *words) for tenant, words in WORDS.items()]
         before = [each for each in read_desired(run.folder).adapters if any(w.mark in each.key for w in worlds)]
         process, found = psutil.Process(run.process.pid), Storm()

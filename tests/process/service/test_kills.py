@@ -89,7 +89,7 @@ class Life:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    config = service_config(tmp_path / "the runs", quota={"adapters": 99, "operations": 99, "rank": 8})
+    config = service_config(tmp_path / "the runs", quota={"adapters": 99, "rank": 8})
     folder = config.run_folder
     folder.path.mkdir(parents=True)
     create_secret(folder)

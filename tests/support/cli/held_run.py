@@ -14,8 +14,8 @@ from rich.console import Console
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.families.published import known_config
-from areal_lora.launcher.local import run_local
 from areal_lora.launcher.plan import make_plan
+from areal_lora.launcher.run import run_local
 from areal_lora.launcher.start import RunStart
 from tests.support.paths import EXAMPLES
 
@@ -35,7 +35,7 @@ def main() -> int:
     root, name, stop_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     config = load_config(
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
-        [f"run.root={root}", f"run.name={name}", "run.stop_grace_s=6"],
+        [f"run.root={root}", f"run.name={name}"],
     )
     plan = make_plan(config, Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B")))
     code = ROLE.format(stop_s=stop_s)

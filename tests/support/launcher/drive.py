@@ -15,18 +15,17 @@ from rich.console import Console
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.families.published import known_config
-from areal_lora.launcher import watch
-from areal_lora.launcher.local import run_local
+from areal_lora.launcher import run, watch
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import EXAMPLES
 
 
 def main() -> int:
-    folder, grace_s, processes = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    folder, processes = Path(sys.argv[1]), json.loads(sys.argv[3])
     config = load_config(
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
-        [f"run.root={folder.parent}", f"run.name={folder.name}", f"run.stop_grace_s={grace_s}", *sys.argv[4:]],
+        [f"run.root={folder.parent}", f"run.name={folder.name}", *sys.argv[4:]],
     )
     plan = make_plan(config, Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B")))
     specs = tuple(
@@ -45,8 +44,10 @@ def main() -> int:
         memory=plan.memory,
         what_if=plan.what_if,
     )
+    run.STOP_GRACE_S = float(sys.argv[2])
+    watch.HEARTBEAT_TIMEOUT_S = float(os.environ.get("HEARTBEAT_TIMEOUT_S", watch.HEARTBEAT_TIMEOUT_S))
     watch.EARLY_END_S = float(os.environ.get("EARLY_END_S", watch.EARLY_END_S))
-    return run_local(config, dummy, Console()).code
+    return run.run_local(config, dummy, Console()).code
 
 
 if __name__ == "__main__":

@@ -18,15 +18,15 @@ from tests.support.paths import EXAMPLES
 MOE = "gsm8k_grpo_megatron_lora_moe"
 SLURM = ("cluster.slurm.partition=gpu", "cluster.slurm.time_limit=08:00:00")
 COMPONENTS = (
-    "cluster.slurm.components=[{roles: [trainer], nodes: 2, gres_type: h100, constraint: h100}, "
-    "{roles: [rollout], nodes: 2, devices_per_node: 4, gres_type: l40s, constraint: l40s}, "
+    "cluster.slurm.components=[{roles: [trainer], nodes: 2, gres_type: h100, extra: [--constraint=h100]}, "
+    "{roles: [rollout], nodes: 2, devices_per_node: 4, gres_type: l40s, extra: [--constraint=l40s]}, "
     "{roles: [controller], partition: cpu, mem: 16G}]"
 )
 JOBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "laptop": ((MOE, "embedded"), ()),
     "one_gpu": (("one_gpu",), ()),
     "one_node": (("gsm8k_grpo_megatron_lora_moe_one_node",), (*SLURM, "cluster.kind=slurm")),
-    "three_nodes": ((MOE,), (*SLURM, "cluster.slurm.exclusive=true", "cluster.slurm.gres_type=h100")),
+    "three_nodes": ((MOE,), (*SLURM, "cluster.slurm.extra=[--exclusive]", "cluster.slurm.gres_type=h100")),
     "eight_nodes": (
         ("gsm8k_grpo_megatron_lora_72b",),
         (*SLURM, "cluster.nodes=8", "trainer.world_size=32", "rollout.servers=4", "cluster.slurm.mem=1500G"),

@@ -21,9 +21,9 @@ from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
-from areal_lora.config.joined import joined
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
+from areal_lora.config.recorded import joined
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import RunMetrics
@@ -33,13 +33,13 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.trainer.adapter import Adapter, ControllerState, TrainingState, build_adapter
 from areal_lora.trainer.build import _commit
-from areal_lora.trainer.checkpointing import Checkpointing
-from areal_lora.trainer.clients import Clients
-from areal_lora.trainer.operating import conclude, operate
-from areal_lora.trainer.passes import Limits
+from areal_lora.trainer.clients.link import Clients
+from areal_lora.trainer.clients.passes import Limits
+from areal_lora.trainer.collective.next_work import next_work
+from areal_lora.trainer.collective.operating import conclude, operate
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.state import Rank0, Trainer
-from areal_lora.trainer.waits import next_work
+from areal_lora.trainer.versions.checkpointing import Checkpointing
 from areal_lora.trainer.work import Concludes, Operates, TrainOn, Work
 from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.operations.client import Client
@@ -156,7 +156,7 @@ class Side:
             recorder=self.recorder,
             auditor=SimpleNamespace(collect=lambda *_, **__: None),  # type: ignore[arg-type]
             turns=FairQueue({}),
-            newcomers=SimpleNamespace(closed=False),  # type: ignore[arg-type]
+            desired=SimpleNamespace(closed=False),  # type: ignore[arg-type]
             clients=self.clients,
         )
         self.trainer = Trainer(

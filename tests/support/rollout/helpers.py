@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.config.evals import EvalSetConfig
 from areal_lora.config.models import Config, SamplingConfig, SingleTurnWorkflowConfig, WorkflowConfig
+from areal_lora.config.sections.task import EvalSetConfig
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import Prompt, PromptStream
 from areal_lora.rollout.controller.eval_sets import EvalSet, HeldOut, sampling_of

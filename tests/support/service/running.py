@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import yaml
 from aiohttp import web
 
@@ -71,13 +72,16 @@ class Running:
 
 
 @asynccontextmanager
-async def running(config: Config, *, raises: bool = True) -> AsyncIterator[Running]:
-    """A service of ``config`` with the tenants ``acme`` and ``bolt``. With ``raises`` an unforeseen error is raised."""
+async def running(config: Config, *, raises: bool = True, **limits: float) -> AsyncIterator[Running]:
+    """A service of ``config`` with the tenants ``acme`` and ``bolt``, whose quota has these ``limits``.
+
+    With ``raises`` an unforeseen error is raised.
+    """
     folder = config.run_folder
     folder.path.mkdir(parents=True, exist_ok=True)
     if not folder.secret.exists():
         create_secret(folder)
-    quota = Quota.of(api_of(config).quota)
+    quota = msgspec.structs.replace(Quota.of(api_of(config).quota), **limits)
     store, observed = Store(folder.service_tables, config.run.name), Observed(folder)
     observed.look()
     admit_operator(store, folder.service_key, quota)

@@ -12,8 +12,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ import msgspec
 from aiohttp import web
 
 from areal_lora.config.recorded import write_config
-from areal_lora.engine.vllm_ext.openai_api import CompletionBody, error_body
+from areal_lora.engine.vllm_ext.server.openai_api import CompletionBody, error_body
 from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, prompts_of
 from areal_lora.operations.messages import Failed, Operation
 from areal_lora.run_folder.desired import DesiredPhase, read_desired
@@ -39,13 +40,20 @@ PROGRAMS = Path(__file__).parent
 class ScriptedRun:
     """``with ScriptedRun(root)``; adapters of the desired state join the trainer as they come."""
 
-    def __init__(self, root: Path, fault: Callable[[Operation], Failed | None] = lambda _: None, **api: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        fault: Callable[[Operation], Failed | None] = lambda _: None,
+        limits: Mapping[str, float] = MappingProxyType({}),
+        **api: Any,
+    ) -> None:
+        """``limits`` are those of each tenant of `tenant`."""
         config = service_config(root, port=_free_port(), **api)  # the same one after a restart
         self.folder = config.run_folder
         self.folder.path.mkdir(parents=True)
         create_secret(self.folder)
         write_config(self.folder, config)
-        self._fault = fault
+        self._fault, self._limits = fault, limits
         self.asked: list[dict[str, Any]] = []
         """Bodies of samples that the server got."""
         self.answers = threading.Event()
@@ -97,7 +105,7 @@ class ScriptedRun:
 
     def tenant(self, name: str, **quota: float) -> str:
         """A new tenant's key."""
-        return new_tenant(self.folder, self.url, name, **quota)
+        return new_tenant(self.folder, self.url, name, **{**self._limits, **quota})
 
     # ------------------------------------------------------------ programs
 

@@ -21,9 +21,9 @@ from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.saver import Save, Saver
 from areal_lora.checkpoint.store import Store
 from areal_lora.config.adapter_run import adapter_run
-from areal_lora.config.algorithm import AlgorithmConfig
 from areal_lora.config.load import load_config
 from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
+from areal_lora.config.sections.algorithm import AlgorithmConfig
 from areal_lora.data.collate import scoring_batch
 from areal_lora.data.order import PromptOrder
 from areal_lora.distributed.exchange import GroupExchange
@@ -32,10 +32,10 @@ from areal_lora.processes import faults
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import Adapter, ControllerState, Restored, TrainingState
-from areal_lora.trainer.checkpointing import Checkpointing, resume
 from areal_lora.trainer.controller_link import EvalTracker, evaluation_due
 from areal_lora.trainer.learn import LearnReport, learn
 from areal_lora.trainer.state import Rank0, Trainer
+from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
 from areal_lora.trainer.work import Drained, TrainOn
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from tests.support.distributed.engine_ranks import TARGETS, forget_layout, make_batch, make_rows
@@ -191,7 +191,7 @@ class Controller:
     def collect(self, name: str, *, wait: bool = False) -> None:
         """Nothing was audited."""
 
-    checkpointed = finish = shutdown = begin = close = end = phase = ignored
+    checkpointed = finish = shutdown = start = close = end = phase = ignored
 
 
 def live(session: Session) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_lora.checkpoint import saver
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.saver import Save, Saver
@@ -69,9 +70,10 @@ def test_neither_the_gate_opens_nor_the_step_is_committed_before_it_is_durable(t
 
 
 def test_a_full_disk_is_survived_until_it_has_failed_too_often(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saving = Saving(tmp_path, max_failures=2)
+    monkeypatch.setattr(saver, "MAX_FAILURES", 2)
+    saving = Saving(tmp_path)
     saving.disk.go_on.set()
     saving.disk.full = True
     for version in (1, 2):
@@ -86,7 +88,7 @@ def test_a_full_disk_is_survived_until_it_has_failed_too_often(
         saving.saver.save(snapshot_of(version, 0))
         saving.saver.join(SPEC.name)
     saving.saver.save(snapshot_of(6, 0))
-    with pytest.raises(CheckpointError, match=r"3 checkpoints of 'math' in a row .*max_failures is 2"):
+    with pytest.raises(CheckpointError, match=r"3 checkpoints of 'math' in a row .*at most 2 may fail"):
         saving.saver.join(SPEC.name)
     assert saving.committed == ["math@v3"]
     assert find(RunFolder(tmp_path), SPEC.name).ref.version == 3
@@ -123,9 +125,10 @@ def test_what_the_commit_raised_comes_out_of_join(tmp_path: Path) -> None:
     saving.saver.close()
 
 
-def test_what_a_client_saves_is_no_checkpoint(tmp_path: Path) -> None:
+def test_what_a_client_saves_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said when it is durable or has failed, commits no step, and its failures end no adapter."""
-    saving = Saving(tmp_path, max_failures=0)
+    monkeypatch.setattr(saver, "MAX_FAILURES", 0)
+    saving = Saving(tmp_path)
     first = saving.saver.save(snapshot_of(1, 0), "mine")
     assert saving.saver.pending(SPEC.name) is first
     assert saving.kept == []

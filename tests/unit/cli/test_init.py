@@ -9,8 +9,8 @@ import pytest
 
 from areal_lora.cli import app
 from areal_lora.config.load import load_config
-from areal_lora.config.reward import FunctionReward
-from areal_lora.config.task import ChatFormat, DatasetTask
+from areal_lora.config.sections.reward import FunctionReward
+from areal_lora.config.sections.task import DatasetTask
 from tests.support.paths import TINY_MODEL
 
 ROWS = [{"problem": f"{n} + 1?", "solution": f"#### {n + 1}"} for n in range(20)]
@@ -39,7 +39,7 @@ def test_what_it_writes_passes_the_dry_run(
     config = load_config([tmp_path / "my task.yaml"])
     task = config.adapters[0].task
     assert isinstance(task, DatasetTask)
-    assert (config.run.name, task.train, isinstance(task.format, ChatFormat)) == ("my-task", str(data), chat)
+    assert (config.run.name, task.train, task.format.is_chat) == ("my-task", str(data), chat)
     capsys.readouterr()
     assert app.main(["plan", "--config", "my task.yaml", "rollout.max_model_len=256", "adapters.0.rank=4"]) == 0
     out, err = capsys.readouterr()

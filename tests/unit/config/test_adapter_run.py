@@ -22,7 +22,6 @@ OWN = {
     "max_staleness": ("max_staleness", "rollout.max_staleness", 0),
     "eval_every": ("eval_every_steps", "eval.every_steps", 3),
     "checkpoint_every": ("checkpoint_every_steps", "checkpoint.every_steps", 5),
-    "wire_dtype": ("wire_dtype", "weight_sync.wire_dtype", "bfloat16"),
 }
 
 

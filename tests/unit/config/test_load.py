@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config.algorithm import PRESETS
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.section import described
+from areal_lora.config.sections.algorithm import PRESETS
+from areal_lora.config.sections.section import described
 from areal_lora.errors import ConfigError, ConfigErrors
 from tests.support.paths import EXAMPLES
 

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from areal_lora.config import support
-from areal_lora.config.algorithm import Kind
+from areal_lora.config.sections.algorithm import Kind
 from areal_lora.config.support import LAYOUTS, MODES, REFUSALS, Ask, Combination, engines, group_of, refusals
 from areal_lora.families.engines import ENGINES, PACKED, UNSERVED
 from areal_lora.families.registry import FAMILIES, supported

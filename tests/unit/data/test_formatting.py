@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from areal_lora.config.task import ChatFormat, TemplateFormat
+from areal_lora.config.sections.task import PromptFormat
 from areal_lora.data.formatting import Formatter
 from areal_lora.errors import ConfigError
 from areal_lora.types import Sample
@@ -39,7 +39,7 @@ def asked(*messages: dict[str, Any]) -> Sample:
 
 def test_a_chat_prompt_has_the_tokens_of_the_chat_template(chatty: Any) -> None:
     kwargs = {"enable_thinking": False}
-    formatter = Formatter(tokenizer=chatty, how=ChatFormat(chat_template_kwargs=kwargs))
+    formatter = Formatter(tokenizer=chatty, how=PromptFormat(kind="chat", chat_template_kwargs=kwargs))
     turns = [
         {"role": "user", "content": "1+1?"},
         {"role": "assistant", "content": "2"},
@@ -51,7 +51,7 @@ def test_a_chat_prompt_has_the_tokens_of_the_chat_template(chatty: Any) -> None:
 
 
 def test_a_prefill_is_part_of_the_prompt(chatty: Any) -> None:
-    formatter = Formatter(tokenizer=chatty, how=ChatFormat(prefill="Answer:"))
+    formatter = Formatter(tokenizer=chatty, how=PromptFormat(kind="chat", prefill="Answer:"))
     assert formatter.text(asked()).endswith("<|im_start|>assistant\nAnswer:")
     assert chatty.decode(formatter.token_ids(asked())) == formatter.text(asked())
 
@@ -59,19 +59,19 @@ def test_a_prefill_is_part_of_the_prompt(chatty: Any) -> None:
 def test_a_given_answer_ends_as_the_model_has_to_end_it(chatty: Any) -> None:
     turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is 2."}]
     whole = chatty.apply_chat_template(turns, tokenize=False)
-    formatter = Formatter(tokenizer=chatty, how=ChatFormat())
+    formatter = Formatter(tokenizer=chatty, how=PromptFormat(kind="chat"))
     written = [*formatter.token_ids(asked()), *formatter.answer("It is 2.")]
     assert chatty.decode(written) == whole.removesuffix("\n")
-    prefilled = Formatter(tokenizer=chatty, how=ChatFormat(prefill="It is"))
+    prefilled = Formatter(tokenizer=chatty, how=PromptFormat(kind="chat", prefill="It is"))
     assert [*prefilled.token_ids(asked()), *prefilled.answer("It is 2.")] == written
-    plain = Formatter(tokenizer=chatty, how=TemplateFormat())
+    plain = Formatter(tokenizer=chatty, how=PromptFormat())
     assert plain.answer(" 2") == [*chatty.encode(" 2", add_special_tokens=False), chatty.eos_token_id]
 
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_reply_continues_the_conversation_as_the_chat_template_writes_it(chatty: Any, ended: bool) -> None:
     """With the end of turn sampled by the model, or cut off before it."""
-    formatter = Formatter(tokenizer=chatty, how=ChatFormat())
+    formatter = Formatter(tokenizer=chatty, how=PromptFormat(kind="chat"))
     answer = chatty.encode("2" + ("<|im_end|>" if ended else ""), add_special_tokens=False)
     ids = formatter.token_ids(asked()) + answer + formatter.reply("Sure?", "user", answer)
     turns = [
@@ -83,7 +83,7 @@ def test_a_reply_continues_the_conversation_as_the_chat_template_writes_it(chatt
 
 
 def test_plain_prompts_and_replies_go_in_as_they_are(chatty: Any) -> None:
-    formatter = Formatter(tokenizer=chatty, how=TemplateFormat())
+    formatter = Formatter(tokenizer=chatty, how=PromptFormat())
     plain = Sample(uid="s", prompt="1+1=", answer="2")
     assert formatter.token_ids(plain) == chatty(["1+1="])["input_ids"][0]
     assert formatter.reply("\n2+2=", "user", [1]) == chatty.encode("\n2+2=", add_special_tokens=False)
@@ -92,8 +92,8 @@ def test_plain_prompts_and_replies_go_in_as_they_are(chatty: Any) -> None:
 def test_chat_needs_a_chat_template_and_messages_that_it_takes(chatty: Any, tmp_path: Path) -> None:
     chatty.chat_template = None
     with pytest.raises(ConfigError, match="has no chat template"):
-        Formatter(tokenizer=chatty, how=ChatFormat())
+        Formatter(tokenizer=chatty, how=PromptFormat(kind="chat"))
     chatty.chat_template = "{{ raise_exception('no system') }}"
     with pytest.raises(ConfigError, match=r"refuses these messages: .*no system") as caught:
-        Formatter(tokenizer=chatty, how=ChatFormat()).text(asked())
+        Formatter(tokenizer=chatty, how=PromptFormat(kind="chat")).text(asked())
     assert "\n" not in str(caught.value)

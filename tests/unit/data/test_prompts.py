@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from areal_lora.config.task import Gsm8kTask
+from areal_lora.config.sections.task import DatasetTask, PromptFormat
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import PromptStream, tokenize
 from areal_lora.errors import ConfigError
@@ -53,7 +53,9 @@ def test_memory_does_not_grow_with_the_tokens_of_a_data_set(tmp_path: Path) -> N
     n, path = 50_000, tmp_path / "train.jsonl"
     row = {"question": "12+34=" * 33, "answer": "#### 7"}
     path.write_text("".join(json.dumps(row | {"question": f"{row['question']}{i:06d}"}) + "\n" for i in range(n)))
-    loaded = load_samples(Gsm8kTask(train=str(path), prompt_template="{question}"), "train")
+    loaded = load_samples(
+        DatasetTask(kind="gsm8k", train=str(path), format=PromptFormat(template="{question}")), "train"
+    )
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     tracemalloc.start()
     try:

@@ -119,7 +119,7 @@ FAULTS: dict[str, tuple[Facts, Level, str, str]] = {
     "few files": (node(open_files=256), Level.FAIL, "the limit is 256", "ulimit -n"),
     "no GPU": (node(gpus=[]), Level.FAIL, "lists no GPU", "gres_type"),
     "few GPUs": (node(gpus=[GPU] * 4), Level.FAIL, "4 GPUs", "devices_per_node=4"),
-    "lost node": (replace(HEALTHY, missing_nodes=["n4"]), Level.FAIL, "did not answer", "cluster.slurm.exclude"),
+    "lost node": (replace(HEALTHY, missing_nodes=["n4"]), Level.FAIL, "did not answer", "--exclude in cluster.slurm"),
     "no meeting": (
         replace(HEALTHY, bandwidth=[BandwidthFacts(backend="gloo", hosts=["n1"], problem="timed out")]),
         Level.FAIL,

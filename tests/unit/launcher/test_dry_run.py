@@ -24,9 +24,11 @@ def printed(config: Config) -> list[str]:
 
 
 def several() -> Config:
-    config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], ["run.steps=100"])
+    config = load_config(
+        [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], ["run.steps=100", "weight_sync.wire_dtype=float32"]
+    )
     [only] = config.adapters
-    light = {"target_modules": ["linear_qkv"], "steps": 10, "weight": 3.0, "wire_dtype": "float32"}
+    light = {"target_modules": ["linear_qkv"], "steps": 10, "weight": 3.0}
     adapters = [only, only.model_copy(update={"name": "light", **light})]
     return config.model_copy(update={"adapters": adapters})
 

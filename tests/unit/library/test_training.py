@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import areal_lora
-from areal_lora.config.reward import FunctionReward
+from areal_lora.config.sections.reward import FunctionReward
 from areal_lora.errors import ConfigErrors, ExitCode, RunFailed, RunInterrupted
 from areal_lora.launcher import run as running
 from areal_lora.launcher.ended import RunEnd

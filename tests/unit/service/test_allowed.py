@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import AdapterConfig
-from areal_lora.config.service import ApiConfig, QuotaConfig
+from areal_lora.config.sections.service import ApiConfig, QuotaConfig
 from areal_lora.service.allowed import allowed
 from areal_lora.service.queue.rows import Quota
 from areal_lora.service.refused import Refused
@@ -92,7 +92,7 @@ def rows(train: str, **more: Any) -> dict[str, Any]:
         ({"task": {"kind": "word_problems", "n_train": 10**9}}, "task"),
         ({"sampling": {"prompts_per_step": 10**6, "n_samples": 8, "max_new_tokens": 4}}, "sampling"),
         ({"reward": {"kind": "numeric_match", "workers": 1000}}, "reward"),
-        ({"reward": {"kind": "numeric_match", "memory_mib": 10**6}}, "reward"),
+        ({"reward": {"kind": "function", "path": CODE, "memory_mib": 10**6}}, "reward"),
         ({"rank_pattern": {"(a+)+$": 4}}, "rank_pattern"),
         ({"alpha_pattern": {".*.*.*x": 4}}, "alpha_pattern"),
         ({"target_modules": ["*a" * 200]}, "target_modules"),

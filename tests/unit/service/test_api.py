@@ -7,8 +7,9 @@ import errno
 import io
 import os
 import tarfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -31,11 +32,11 @@ from tests.support.service.running import Running, data_plane, running, section,
 Scene = Callable[[Running], Awaitable[None]]
 
 
-def play(tmp_path: Path, scene: Scene, **service: Any) -> None:
+def play(tmp_path: Path, scene: Scene, limits: Mapping[str, float] = MappingProxyType({}), **service: Any) -> None:
     """Run ``scene`` with a service in ``tmp_path``, which has a space in its name."""
 
     async def run() -> None:
-        async with running(service_config(tmp_path / "the runs", **service)) as it:
+        async with running(service_config(tmp_path / "the runs", **service), **limits) as it:
             await scene(it)
 
     asyncio.run(run())
@@ -484,7 +485,7 @@ def test_a_request_too_large_for_a_server_reaches_none(tmp_path: Path, body: dic
             refused(await it.call("acme", "POST", "/v1/completions", json=body | {"model": "sums"}), 422)
             assert asked == []
 
-    play(tmp_path, scene, quota={"body_kib": 1024})
+    play(tmp_path, scene, limits={"body_kib": 1024})
 
 
 def test_a_client_that_stops_reading_holds_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import psutil
 import pytest
 
-from areal_lora.config.reward import CodeReward
+from areal_lora.config.sections.reward import CodeReward
 from areal_lora.errors import EnvironmentError_
 from areal_lora.tasks.code_reward import CodeSettings, extract_program, row_tests
 from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
@@ -93,7 +93,7 @@ def test_hostile_programs_end_with_a_verdict_and_harm_nothing(fence, tmp_path):
     before = set(tmp_path.iterdir())
     names = {"OUTSIDE": tmp_path / "new", "PRECIOUS": precious, "SECRET": run / "secret"}
     head = "".join(f"{name} = {str(path)!r}\n" for name, path in names.items()) + f"CONTROLLER = {os.getpid()}\n"
-    reward = code(test_cpu_s=1, test_s=4.0, test_memory_mib=128, test_output_kib=64, timeout_s=60)
+    reward = code(test_s=1.6, test_memory_mib=128, timeout_s=60)
     row = {"inputs": [""], "outputs": ["the secret"]}
     items = [answer(head + program, **row) for program, _ in HOSTILE.values()]
     began = time.monotonic()

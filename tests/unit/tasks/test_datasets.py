@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config.task import DatasetTask, Gsm8kTask, WordProblemsTask
+from areal_lora.config.sections.task import DatasetTask, PromptFormat, WordProblemsTask
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.rewards import numeric_match
@@ -14,8 +14,8 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 GOOD = {"question": "How many {n}?", "answer": "1+1=2\n#### 2"}
 
 
-def task(path: Path, **fields) -> Gsm8kTask:
-    return Gsm8kTask(train=str(path), eval=str(path), **fields)
+def task(path: Path, **fields) -> DatasetTask:
+    return DatasetTask(kind="gsm8k", train=str(path), eval=str(path), **fields)
 
 
 def write(path: Path, *lines: str) -> Path:
@@ -34,7 +34,7 @@ def test_word_problems_sizes_and_disjoint_splits():
 
 def test_jsonl_rows_become_prompts(tmp_path):
     path = write(tmp_path / "a b.jsonl", json.dumps(GOOD), "", json.dumps({**GOOD, "extra": 1, "answer": "#### 3"}))
-    samples = load_samples(task(path, prompt_template=r"{question} End with \boxed{}."), "train")
+    samples = load_samples(task(path, format=PromptFormat(template=r"{question} End with \boxed{}.")), "train")
     assert [s.uid for s in samples] == ["gsm8k/train/0", "gsm8k/train/1"]
     assert samples[0].prompt == r"How many {n}? End with \boxed{}."
     assert samples[1].answer == "#### 3"
@@ -79,9 +79,6 @@ def test_other_wrong_input(tmp_path):
         load_samples(task(empty), "train")
     with pytest.raises(ConfigError, match="no such file"):
         load_samples(task(tmp_path / "missing.jsonl"), "train")
-    good = write(tmp_path / "good.jsonl", json.dumps(GOOD))
-    with pytest.raises(ConfigError, match=r"prompt_template.*\{question\}"):
-        load_samples(task(good, prompt_template="hello"), "train")
 
 
 class UnreachableHub:
@@ -93,19 +90,19 @@ class UnreachableHub:
 def test_a_hub_name_without_a_hub_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", UnreachableHub)
     with pytest.raises(EnvironmentError_, match=r"openai/gsm8k.*cannot reach the hub.*JSONL") as caught:
-        load_samples(Gsm8kTask(), "eval")
+        load_samples(DatasetTask(kind="gsm8k"), "eval")
     assert "\n" not in str(caught.value)
 
 
 def test_a_hub_name_without_the_package_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(EnvironmentError_, match="pip install datasets"):
-        load_samples(Gsm8kTask(), "train")
+        load_samples(DatasetTask(kind="gsm8k"), "train")
 
 
 @pytest.mark.skipif(not (GSM8K / "test.jsonl").is_file(), reason=f"no GSM8K files in {GSM8K}")
 def test_the_real_files_load():
-    config = Gsm8kTask(train=str(GSM8K / "train.jsonl"), eval=str(GSM8K / "test.jsonl"))
+    config = DatasetTask(kind="gsm8k", train=str(GSM8K / "train.jsonl"), eval=str(GSM8K / "test.jsonl"))
     train, held_out = load_samples(config, "train"), load_samples(config, "eval")
     assert (len(train), len(held_out)) == (7473, 1319)
     assert all(numeric_match(s.answer, s.answer) == 1.0 for s in held_out)

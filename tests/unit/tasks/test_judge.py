@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_lora.config.reward import JudgeReward
+from areal_lora.config.sections.reward import JudgeReward
 from areal_lora.errors import ConfigError
+from areal_lora.tasks import scorer_setup
 from areal_lora.tasks.judge import JudgeFault, JudgeSettings, fill, read_score
 from areal_lora.tasks.reward_sum import RewardSum
 from areal_lora.tasks.scorer import ScoreItem
@@ -20,8 +21,22 @@ KEY = "sk-0123456789abcdef"
 
 
 def judge(url: str, **keys) -> JudgeReward:
-    first = {"model": "j", "prompt": "Q: {prompt} A: {completion} ({level})", "backoff_s": 0.01, "workers": 1}
-    return JudgeReward(url=url, **{**first, "attempts": 3, "attempt_s": 5.0, "timeout_s": 20.0, **keys})
+    first = {"model": "j", "prompt": "Q: {prompt} A: {completion} ({level})", "workers": 1}
+    return JudgeReward(url=url, **{**first, "timeout_s": 20.0, **keys})
+
+
+QUICK = {"attempt_s": 5.0, "attempts": 3, "backoff_s": 0.01, "concurrency": 16}
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch):
+    """Sets limits that no key sets; quick ones unless a test gives others."""
+
+    def put(**keys):
+        monkeypatch.setattr(scorer_setup, "JUDGE_LIMITS", QUICK | keys)
+
+    put()
+    return put
 
 
 def item(completion: str) -> ScoreItem:
@@ -44,14 +59,13 @@ def by_length(_: int, body: dict) -> tuple:
 def test_it_asks_with_the_columns_and_scales_what_it_reads(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with JudgeStub(by_length) as stub:
-        reward = judge(stub.url, key_env="JUDGE_KEY", system_prompt="Be fair.", correct_threshold=0.5, price_prompt=2.0)
+        reward = judge(stub.url, key_env="JUDGE_KEY", system_prompt="Be fair.", correct_threshold=0.5)
         [[good, bad]], costs = score(reward, [item("good {answer}"), item("bad")])
     assert (good.reward, good.correct, bad.reward, bad.correct) == (0.5, True, 0.0, False)
     assert {tuple(m["role"] for m in body["messages"]) for body in stub.bodies} == {("system", "user")}
     assert "Q: 3+4? A: good {answer} (2)" in [body["messages"][1]["content"] for body in stub.bodies]
     assert set(stub.keys) == {f"Bearer {KEY}"}
     assert costs.pop("judge/ms") > 0
-    assert costs.pop("judge/price") == pytest.approx(2 * 100 * 2.0 / 1e6)
     counted = {"answers": 2, "calls": 2, "prompt_tokens": 200, "completion_tokens": 20, "cached_share": 0}
     assert costs == {f"judge/{name}": value for name, value in counted.items()}
 
@@ -91,7 +105,8 @@ FATAL = [
 ]
 
 
-def test_what_it_cannot_score_is_an_error_of_that_answer_and_never_reward_0(monkeypatch):
+def test_what_it_cannot_score_is_an_error_of_that_answer_and_never_reward_0(monkeypatch, limits):
+    limits(attempt_s=2.0)
     monkeypatch.setenv("JUDGE_KEY", KEY)
     asked = Counter()
 
@@ -101,7 +116,7 @@ def test_what_it_cannot_score_is_an_error_of_that_answer_and_never_reward_0(monk
         return said("Score: 5") if which == "fine" else FATAL[int(which)][0]()
 
     with JudgeStub(behave) as stub:
-        reward = judge(stub.url, key_env="JUDGE_KEY", attempt_s=2.0)
+        reward = judge(stub.url, key_env="JUDGE_KEY")
         [[fine, *scores]], _ = score(reward, [item("fine"), *(item(str(i)) for i in range(len(FATAL)))])
     assert (fine.outcome, fine.reward) == (Outcome.OK, 0.5)
     for i, (scored, (_, calls, words)) in enumerate(zip(scores, FATAL, strict=True)):
@@ -128,17 +143,19 @@ def test_equal_questions_are_asked_once_also_in_a_later_run(tmp_path):
         assert [s.reward for s in later[0]] == [s.reward for s in first[0]] == [0.5, 0.5, 0.0]
         assert len(stub.bodies) == 2
         assert (costs["judge/cached_share"], costs.get("judge/calls")) == (1.0, None)
-        # Another scale reads the same reply; anything else that was sent is asked again.
-        assert score(judge(stub.url, scale=(0, 5)), [item("good")], hidden=tmp_path)[0][0][0].reward == 1.0
+        # Another pattern reads the same reply; anything else that was sent is asked again.
+        first = judge(stub.url, pattern="Score: ([0-9])")
+        assert score(first, [item("good")], hidden=tmp_path)[0][0][0].reward == 0.3
         assert len(stub.bodies) == 2
         score(judge(stub.url, parameters={"seed": 1}), [item("good")], hidden=tmp_path)
         assert len(stub.bodies) == 3
     assert KEY.encode() not in b"".join(path.read_bytes() for path in (tmp_path / "judge").iterdir())
 
 
-def test_no_more_requests_are_open_than_allowed():
+def test_no_more_requests_are_open_than_allowed(limits):
+    limits(concurrency=3)
     with JudgeStub(lambda n, _: hang(0.1)) as stub:
-        score(judge(stub.url, concurrency=3), [item(str(i)) for i in range(12)])
+        score(judge(stub.url), [item(str(i)) for i in range(12)])
     assert (stub.most_open, len(stub.bodies)) == (3, 12)
 
 
@@ -152,10 +169,8 @@ def test_a_key_that_is_not_set_is_one_line(monkeypatch):
     ("keys", "words"),
     [
         ({"url": "http://judge.example/v1", "key_env": "K"}, "unencrypted"),
-        ({"scale": (1, 1)}, "empty"),
         ({"pattern": "score"}, "no group"),
         ({"pattern": "("}, "no regular expression"),
-        ({"concurrency": 1, "workers": 2}, "less than workers"),
     ],
 )
 def test_what_the_configuration_refuses(keys, words):
@@ -164,7 +179,7 @@ def test_what_the_configuration_refuses(keys, words):
 
 
 def settings(**keys) -> JudgeSettings:
-    return msgspec.convert(judge("https://x/v1", **keys).model_dump(), JudgeSettings)
+    return msgspec.convert(judge("https://x/v1", **keys).model_dump() | QUICK, JudgeSettings)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from areal_lora.config.task import WordProblemsTask
+from areal_lora.config.sections.task import WordProblemsTask
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.long_problems import LARGEST_VALUE, STEPS, draw_long_problem, long_problem
 from areal_lora.tasks.rewards import extract_answer

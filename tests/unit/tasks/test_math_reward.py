@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from areal_lora.config.reward import MathVerifyReward
+from areal_lora.config.sections.reward import BuiltInReward
 from areal_lora.tasks.rewards import Wanted, reward_call
 from areal_lora.tasks.scorer import ScoreItem, ScorerPool
 from areal_lora.types import Outcome
@@ -62,7 +62,7 @@ def test_a_gold_answer_that_states_nothing_is_an_error():
 
 def test_the_deadline_rules_over_expressions_that_never_end():
     async def run():
-        async with ScorerPool(MathVerifyReward(timeout_s=2.0)) as pool:
+        async with ScorerPool(BuiltInReward(kind="math_verify", timeout_s=2.0)) as pool:
             texts = ("#### 7", r"\boxed{9^{9^{9^9}}}", "#### 7")
             return await pool.score([ScoreItem(completion=text, answer="#### 7") for text in texts])
 

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from areal_lora.config.reward import CodeReward, FunctionReward, NumericMatchReward, RewardConfig
+from areal_lora.config.sections.reward import BuiltInReward, CodeReward, FunctionReward, RewardConfig
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.reward_sum import RewardSum, weighted
 from areal_lora.tasks.scorer import Score, ScoreItem
@@ -34,7 +34,7 @@ def own(tmp_path):
 
 
 def test_weights_names_parts_and_who_says_what_is_correct(own):
-    rewards = [NumericMatchReward(weight=2.0), own("short", name="length", weight=0.1)]
+    rewards = [BuiltInReward(weight=2.0), own("short", name="length", weight=0.1)]
     right, wrong = score(rewards, "7", "0008")
     assert right.reward == pytest.approx(2.0 - 0.1)
     assert dict(right.components) == {"numeric_match": 1.0, "length": -1.0, "length/characters": 1.0}
@@ -48,7 +48,7 @@ def test_one_reward_is_a_list_of_one(own):
 
 
 def test_an_answer_that_one_reward_cannot_score_is_not_scored(own):
-    fault, fine = score([NumericMatchReward(), own("fails", name="mine")], "0", "7")
+    fault, fine = score([BuiltInReward(), own("fails", name="mine")], "0", "7")
     assert (fault.outcome, fine.outcome, fine.reward) == (Outcome.ERROR, Outcome.OK, 2.0)
     assert math.isnan(fault.reward)
     assert fault.detail.startswith("mine: ZeroDivisionError")
@@ -56,7 +56,7 @@ def test_an_answer_that_one_reward_cannot_score_is_not_scored(own):
 
 def test_a_reward_that_cannot_be_loaded_is_one_error_and_ends_the_others(own):
     with pytest.raises(ConfigError, match="absent"):
-        score([NumericMatchReward(), own("absent", name="x")], "7")
+        score([BuiltInReward(), own("absent", name="x")], "7")
 
 
 def test_the_first_fault_is_the_answers():

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lora.config.reward import FunctionReward, MathVerifyReward, NumericMatchReward
+from areal_lora.config.sections.reward import BuiltInReward, FunctionReward
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks import scorer
 from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
@@ -61,7 +61,7 @@ def score(*batches: list[ScoreItem], reward=None, hidden: Path | None = None):
 
 def test_rewards_come_back_in_order():
     [scores, nothing] = score(
-        [item("#### 7"), item("#### 8"), item("7.0"), item("no number")], [], reward=NumericMatchReward()
+        [item("#### 7"), item("#### 8"), item("7.0"), item("no number")], [], reward=BuiltInReward()
     )
     assert [s.reward for s in scores] == [1.0, 0.0, 1.0, 0.0]
     assert {s.outcome for s in scores} == {Outcome.OK}
@@ -181,7 +181,7 @@ def test_scoring_that_ends_in_time_survives_a_controller_that_is_stopped(tmp_pat
     code = (
         "import asyncio\n"
         "from pathlib import Path\n"
-        "from areal_lora.config.reward import FunctionReward\n"
+        "from areal_lora.config.sections.reward import FunctionReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "async def run():\n"
         f"    async with ScorerPool(FunctionReward(path={FAULTY!r}, timeout_s=1)) as pool:\n"
@@ -225,7 +225,7 @@ def test_several_faults_in_a_row_and_at_both_ends():
 
 
 def test_an_unreadable_gold_answer_is_an_error_not_a_wrong_answer():
-    [scores] = score([item("7", "#### seven"), item("7")], reward=NumericMatchReward())
+    [scores] = score([item("7", "#### seven"), item("7")], reward=BuiltInReward())
     assert [s.outcome for s in scores] == [Outcome.ERROR, Outcome.OK]
     assert "states no number" in scores[0].detail
 
@@ -314,13 +314,11 @@ def test_a_private_temporary_folder_is_writable_bounded_and_removed(tmp_path, mo
     places = tmp_path / "temporary"
     places.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(places))
-    mine = FunctionReward(path=f"{tmp_path / 'mine.py'}:reward", scratch_mib=1, timeout_s=20)
-    [fits, bigger] = score([item("", "1000"), item("", "1000")], [item("", str(2 << 20))], reward=mine)
+    mine = FunctionReward(path=f"{tmp_path / 'mine.py'}:reward", timeout_s=20)
+    [fits, bigger] = score([item("", "1000"), item("", "1000")], [item("", str(17 << 20))], reward=mine)
     assert [s.reward for s in fits] == [2.0, 4.0]
     assert bigger[0].outcome is Outcome.ERROR
     assert list(places.iterdir()) == []
-    [[none]] = score([item("", "1")], reward=mine.model_copy(update={"scratch_mib": 0}))
-    assert none.outcome is Outcome.ERROR
 
 
 def test_a_reward_with_network_reaches_a_server_and_one_without_does_not(tmp_path):
@@ -349,7 +347,7 @@ def test_a_reward_with_network_reaches_a_server_and_one_without_does_not(tmp_pat
 def test_python_itself_refuses_where_the_kernel_does_not():
     code = (
         "import os, socket, subprocess\n"
-        "from areal_lora.tasks.fence import forbid_in_python\n"
+        "from areal_lora.tasks.sandbox.fence import forbid_in_python\n"
         "forbid_in_python()\n"
         "socket.socketpair()\n"
         "for act in (socket.socket, os.fork, lambda: subprocess.run(['true']), lambda: os.system('true')):\n"
@@ -379,7 +377,7 @@ def test_the_fence_holds_for_an_ordinary_user(tmp_path):
     code = (
         "import asyncio, os\n"
         "from pathlib import Path\n"
-        "from areal_lora.config.reward import FunctionReward\n"
+        "from areal_lora.config.sections.reward import FunctionReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "assert os.getuid() == 65534\n"
         f"folder = Path({str(tmp_path)!r})\n"
@@ -609,7 +607,7 @@ def test_the_shaped_rewards_of_the_docs_give_all_right_answers_an_accuracy_of_on
     assert tally(of_all).accuracy == 0.5
 
 
-@pytest.mark.parametrize("reward", [NumericMatchReward(), MathVerifyReward()])
+@pytest.mark.parametrize("reward", [BuiltInReward(), BuiltInReward(kind="math_verify")])
 def test_the_built_in_rewards_say_what_is_correct(reward):
     [scores] = score([item("#### 7"), item("#### 8")], reward=reward)
     assert [(s.reward, s.correct) for s in scores] == [(1.0, True), (0.0, False)]
@@ -666,7 +664,7 @@ def test_a_thousand_faults_leak_no_process_and_no_descriptor():
 def test_children_end_when_their_parent_is_killed_while_they_score():
     code = (
         "import asyncio, os\n"
-        "from areal_lora.config.reward import FunctionReward\n"
+        "from areal_lora.config.sections.reward import FunctionReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "async def run():\n"
         f"    pool = ScorerPool(FunctionReward(path={FAULTY!r}, timeout_s=9))\n"
@@ -687,7 +685,7 @@ def test_children_end_when_their_parent_is_killed_while_they_score():
 def test_512_scores_are_quick():
     async def run():
         items = [item(f" 7+8=15 15-5=10 #### {k % 11}", " 5+2=7 7+3=10 #### 10") for k in range(512)]
-        async with ScorerPool(NumericMatchReward()) as pool:
+        async with ScorerPool(BuiltInReward()) as pool:
             await pool.score(items[:1])
             times = []
             for _ in range(5):

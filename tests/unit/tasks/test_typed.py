@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_lora.config.task import ChatFormat, Columns, DatasetTask, Gsm8kTask, TemplateFormat, WordProblemsTask
+from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, WordProblemsTask
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.typed import typed_sample
 from areal_lora.tasks.word_problems import draw_problem
@@ -14,15 +14,15 @@ def test_each_task_writes_its_own_prompt() -> None:
     problem = draw_problem(0, "train", 0).prompt
     assert typed_sample(WordProblemsTask(), problem.removeprefix("Q: ").removesuffix("\nA:")).prompt == problem
     assert typed_sample(WordProblemsTask(), problem).prompt == problem
-    assert typed_sample(Gsm8kTask(), "1 + 1?").prompt == "Question: 1 + 1?\nAnswer:"
-    task = DatasetTask(
-        train="x.jsonl", columns=Columns(prompt="problem"), format=TemplateFormat(template="<{problem}>")
-    )
+    assert typed_sample(DatasetTask(kind="gsm8k"), "1 + 1?").prompt == "Question: 1 + 1?\nAnswer:"
+    task = DatasetTask(train="x.jsonl", columns=Columns(prompt="problem"), format=PromptFormat(template="<{problem}>"))
     assert typed_sample(task, "say {x}").prompt == "<say {x}>"
 
 
 def test_a_chat_has_its_system_prompt_and_the_turns_before() -> None:
-    task = DatasetTask(train="x.jsonl", format=ChatFormat(system_prompt="Be brief.", template="Now: {prompt}"))
+    task = DatasetTask(
+        train="x.jsonl", format=PromptFormat(kind="chat", system_prompt="Be brief.", template="Now: {prompt}")
+    )
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     messages = typed_sample(task, "c", turns).messages
     assert messages is not None
@@ -30,6 +30,6 @@ def test_a_chat_has_its_system_prompt_and_the_turns_before() -> None:
 
 
 def test_a_template_of_other_columns_is_refused() -> None:
-    task = DatasetTask(train="x.jsonl", format=TemplateFormat(template="{title}: {body}"))
+    task = DatasetTask(train="x.jsonl", format=PromptFormat(template="{title}: {body}"))
     with pytest.raises(ConfigError, match="column 'title'"):
         typed_sample(task, "x")

@@ -15,7 +15,7 @@ from areal_lora.data.collate import collate
 from areal_lora.data.packing import find_trees, plan_microbatches
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.base import LossFn
-from areal_lora.engine.common.packed import Packed, pack, to_sequences
+from areal_lora.engine.layers.packed import Packed, pack, to_sequences
 from areal_lora.errors import AlignmentError
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer import loop
@@ -142,7 +142,7 @@ def test_a_run_whose_alignment_breaks_is_stopped_in_that_step(
         return batch, {}
 
     monkeypatch.setattr(loop, "batch_of", batch_of)
-    for name in ("join_checkpoint", "save_and_publish", "begin_audit"):
+    for name in ("join_checkpoint", "save_and_publish", "start_audit"):
         monkeypatch.setattr(loop, name, lambda *_: None)
     monkeypatch.setattr(loop, "collect_audit", lambda *_: None)
     state = TrainingState(adapter=make_adapter(), version=lag)

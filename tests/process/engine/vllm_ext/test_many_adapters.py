@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from areal_lora.config.memory import slot_parameters
 from areal_lora.config.models import WeightSyncConfig
+from areal_lora.config.sizing.memory import slot_parameters
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.families.shape import ModelShape
 from areal_lora.run_folder.paths import RunFolder

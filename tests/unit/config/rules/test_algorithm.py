@@ -6,12 +6,12 @@ from typing import get_args
 
 import pytest
 
-from areal_lora.config.algorithm import AdvantageName, Kind
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.rules.algorithm import UNGROUPED
 from areal_lora.config.rules.guardrails import check
+from areal_lora.config.sections.algorithm import AdvantageName, Kind
 from tests.support.paths import EXAMPLES
 
 FILES = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]

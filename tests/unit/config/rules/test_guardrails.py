@@ -11,7 +11,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets
-from areal_lora.config.slots import adapter_capacity, served_targets
+from areal_lora.config.sizing.slots import adapter_capacity, served_targets
 from areal_lora.errors import ConfigError
 from areal_lora.families.derived import derive
 from areal_lora.families.published import known_config
@@ -115,7 +115,6 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["adapters.0.sampling.n_samples=1025", "adapters.0.sampling.prompts_per_step=1"], {}, "adapters.0.sampling.n_samples", ["1024 sequences"]),
     ("embedded", ["rollout.max_model_len=1024"], {}, "rollout.max_model_len", ["512 positions"]),
     ("embedded", ["trainer.max_tokens_per_microbatch=128"], {}, "trainer.max_tokens_per_microbatch", ["256"]),
-    ("embedded", ["weight_sync.probe_tokens=300"], {}, "weight_sync.probe_tokens", ["256"]),
     ("embedded", ["adapters.0.sampling.n_samples=1"], {}, "adapters.0.sampling.n_samples", ["grpo", "at least 2"]),
     ("embedded", ["adapters.0.minibatches=65"], {}, "adapters.0.minibatches", ["64 prompts"]),
     ("embedded", ["rollout.port=4000", "rollout.servers=2"], {"ports_in_use": frozenset({4001})}, "rollout.port", ["4001"]),
@@ -176,11 +175,9 @@ def test_every_problem_is_reported_at_once() -> None:
         "trainer.ep=3",
         "rollout.tp=3",
         "adapters.0.rank=16",
-        "weight_sync.probe_tokens=100000",
         "adapters.0.target_modules=[linear_qvk]",
         "adapters.0.sft.column=solution",
         "adapters.0.sampling.n_samples=1",
-        "run.heartbeat_timeout_s=1",
     ]
     found = {f.path for f in check(load_config(EMBEDDED, wrong), FACTS["embedded"])}
     assert {text.partition("=")[0].replace("[", "") for text in wrong} <= found

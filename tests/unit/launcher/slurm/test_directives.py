@@ -19,11 +19,10 @@ from tests.support.paths import EXAMPLES
 MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
 HETJOB = (
     "cluster.nodes=1",
-    "cluster.slurm.components=[{roles: [trainer], nodes: 2, gres_type: h100, constraint: ib}, "
+    "cluster.slurm.components=[{roles: [trainer], nodes: 2, gres_type: h100, extra: [--constraint=ib]}, "
     "{roles: [rollout], nodes: 2, devices_per_node: 4, gres_type: l40s, partition: small, extra: [--licenses=x]}, "
-    "{roles: [controller], partition: cpu, mem: 16G, constraint: ''}]",
+    "{roles: [controller], partition: cpu, mem: 16G}]",
     "cluster.slurm.mem=800G",
-    "cluster.slurm.constraint=fast",
     "cluster.slurm.extra=[--wckey=w]",
     "cluster.slurm.account=me",
 )
@@ -44,18 +43,10 @@ def test_every_option_of_a_submission() -> None:
     keys = {
         "partition": "gpu,big",
         "account": "me",
-        "qos": "long",
         "time_limit": "1-12:00:00",
-        "constraint": "h100&ib",
-        "reservation": "maintenance_1",
-        "exclude": "n[1-4]",
-        "dependency": "afterok:12?afterany:13",
-        "mail_user": "me@example.org",
-        "mail_type": "END,FAIL",
         "mem": "800G",
-        "exclusive": "true",
         "gres_type": "h100",
-        "extra": "[--licenses=a:1]",
+        "extra": "[--licenses=a:1, '--constraint=\"h100&ib\"']",
     }
     (options,) = blocks(*(f"cluster.slurm.{key}={value}" for key, value in keys.items()))
     assert options == [
@@ -64,9 +55,6 @@ def test_every_option_of_a_submission() -> None:
         "--open-mode=append",
         "--requeue",
         "--signal=B:USR1@60",
-        '--dependency="afterok:12?afterany:13"',
-        "--mail-user=me@example.org",
-        "--mail-type=END,FAIL",
         "--nodes=3",
         "--ntasks-per-node=9",
         "--mincpus=73",
@@ -75,13 +63,9 @@ def test_every_option_of_a_submission() -> None:
         "--time=1-12:00:00",
         "--partition=gpu,big",
         "--account=me",
-        "--qos=long",
-        '--constraint="h100&ib"',
-        "--reservation=maintenance_1",
-        '--exclude="n[1-4]"',
-        "--exclusive",
         "--no-kill",
         "--licenses=a:1",
+        '--constraint="h100&ib"',
     ]
 
 
@@ -93,7 +77,7 @@ def test_a_component_asks_for_its_own_nodes() -> None:
     assert {"--nodes=2", "--ntasks-per-node=8", "--mincpus=64", "--gres=gpu:h100:8", "--mem=800G"} <= set(trainer)
     assert {"--constraint=ib", "--wckey=w", "--job-name=my-run", "--requeue"} <= set(trainer)
     assert {"--nodes=2", "--ntasks-per-node=2", "--gres=gpu:l40s:4", "--partition=small"} <= set(rollout)
-    assert {"--constraint=fast", "--mem=800G", "--licenses=x"} <= set(rollout)
+    assert {"--mem=800G", "--licenses=x"} <= set(rollout)
     assert {"--nodes=1", "--ntasks-per-node=1", "--mincpus=9", "--partition=cpu", "--mem=16G"} <= set(controller)
     assert not [option for option in controller if option.startswith(("--gres", "--constraint", "--job-name"))]
 
@@ -112,17 +96,18 @@ def test_a_server_has_cpus_for_its_engine_and_planes() -> None:
 
 def test_options_of_a_step_in_their_component() -> None:
     extra = "cluster.slurm.srun_extra.rollout=[--container-image=a b.sqsh, '--container-mounts=/r:/r']"
-    config, plan = job(*HETJOB, extra, "cluster.slurm.cpu_bind=cores")
+    config, plan = job(*HETJOB, extra, "cluster.slurm.srun_extra.controller=[--cpu-bind=cores]")
     assert step_options(config, plan, "server") == [
         "--het-group=1",
         "--cpus-per-task=4",
         "--mem=0",
-        "--cpu-bind=cores",
+        "--cpu-bind=none",
         "--gpu-bind=none",
         "--container-image=a b.sqsh",
         "--container-mounts=/r:/r",
     ]
-    assert step_options(config, plan, "controller")[0] == "--het-group=2"
+    words = step_options(config, plan, "controller")
+    assert (words[0], words[-1]) == ("--het-group=2", "--cpu-bind=cores"), "the last one counts"
     assert "'--container-image=a b.sqsh'" in sbatch_script(config, plan)
 
 

@@ -31,7 +31,7 @@ def test_a_restart_of_the_same_lifetime_is_no_requeue() -> None:
 
 def test_the_bound() -> None:
     assert not too_many(2, 2)
-    assert "3 times in a row without a new checkpoint (cluster.slurm.max_requeues is 2" in too_many(3, 2)
+    assert "3 times in a row without a new checkpoint (run.max_restarts is 2" in too_many(3, 2)
     assert "requeued once in a row" in too_many(1, 0)
 
 

@@ -22,7 +22,7 @@ def script(*overrides: str, folder: str = "/shared/runs/my run", **job: object) 
 
 
 def test_a_job_has_one_node_with_devices_for_its_servers_and_is_not_requeued() -> None:
-    lines = script("cluster.slurm.partition=big", "cluster.slurm.qos=low", "cluster.slurm.gres_type=h100")
+    lines = script("cluster.slurm.partition=big", "cluster.slurm.extra=[--qos=low]", "cluster.slurm.gres_type=h100")
     assert {
         "#SBATCH --nodes=1",
         "#SBATCH --gres=gpu:h100:6",

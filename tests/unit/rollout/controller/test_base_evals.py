@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from areal_lora.config.evals import EvalSetConfig
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.reward import FunctionReward
-from areal_lora.config.task import WordProblemsTask
+from areal_lora.config.sections.reward import FunctionReward
+from areal_lora.config.sections.task import EvalSetConfig, WordProblemsTask
 from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
 from areal_lora.rollout.controller.base_evals import BaseEvals
 from areal_lora.rollout.eval_record import eval_record

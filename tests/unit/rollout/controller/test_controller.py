@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfig
-from areal_lora.config.reward import FunctionReward
+from areal_lora.config.sections.reward import FunctionReward
 from areal_lora.data.collate import collate
 from areal_lora.errors import ExitCode, RolloutError
 from areal_lora.rollout.channel import messages as m

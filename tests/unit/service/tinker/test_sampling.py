@@ -67,7 +67,7 @@ class Scene:
 
 def play(tmp_path: Path, scene: Callable[[Scene], Awaitable[None]], **quota: int) -> None:
     async def run() -> None:
-        async with running(service_config(tmp_path, quota=quota)) as it:
+        async with running(service_config(tmp_path), **quota) as it:
             one = Scene(it)
             async with data_plane(it, 0, one.reply):
                 await one.begin()

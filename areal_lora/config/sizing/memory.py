@@ -1,0 +1,430 @@
+"""Memory of every trainer rank, server replica and controller, estimated from the configuration. Pure.
+
+The parts are what the docstrings of `_trainer` and `_server` list, with the source of each formula. Constants that no
+formula gives are measured: on CPUs by the memory tests (`memory_runs`). Those of GPUs (`GPU_CONTEXT`,
+`GPU_GRAPHS`) are typical values and have not been measured by this project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_lora.config.adapter_run import adapter_run
+from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
+from areal_lora.config.sizing.pools import broadcast_backend, seats_of
+from areal_lora.config.sizing.slots import adapter_slots, has_tenants, largest_bucket, newcomers, served_targets
+from areal_lora.families.adapter_size import adapter_size, distinct
+from areal_lora.families.family import COLUMN_PARALLEL, Scope
+from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
+from areal_lora.families.sites import linear_sites, pieces_of
+from areal_lora.types import AdapterStructure
+
+MIB = 2**20
+GIB = 2**30
+FP32 = 4
+TRAINER_PROCESS, SERVER_PROCESS, WORKER_PROCESS = 650 * MIB, 710 * MIB, 880 * MIB
+CONTROLLER_PROCESS, SERVICE_PROCESS, SCORER_PROCESS = 120 * MIB, 400 * MIB, 16 * MIB
+"""Resident sets after imports and initialisation, before any model: Python, torch, Megatron or vLLM."""
+GPU_CONTEXT, GPU_GRAPHS = int(1.5 * GIB), 1 * GIB
+"""CUDA context, NCCL's buffers and cuBLAS' workspaces of a process; vLLM's captured graphs."""
+HEAP_CPU, HEAP_GPU = 1.65, 1.1
+"""Memory over live activations. glibc keeps freed blocks below 32 MiB: measured 1.5 to 1.8 after some steps. torch's
+caching allocator on GPUs: a typical value."""
+GPU_HOST = 3 * GIB
+"""Host memory of a process that uses a GPU."""
+STAGING_BUFFERS = 3
+"""Buffers of one source at a receiver: `weight_sync.link.inbox.RING`."""
+LEAST_KV, STAGING, JOINING = "KV cache, least", "staging of publishes", "room for adapters that join"
+DEFAULT_KV_GIB = 4.0
+"""vLLM's KV cache on CPUs where ``rollout.kv_cache_gib`` is unset."""
+KEY_COPIES = 2.0
+"""Keys and values per packed token: the shared prompt of a group is gathered for each of its answers."""
+LOGIT_PARTS, CHUNK = 4, 2**24
+"""fp32 buffers of one part of the logits, and its logits: `engine.layers.vocab_logprobs`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One row of the table. ``device`` bytes are of one device, ``host`` bytes of the process or replica."""
+
+    name: str
+    device: int = 0
+    host: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Estimate of ``count`` equal processes (a server counts with its workers). ``nodes`` has the node of each."""
+
+    name: str
+    role: str
+    nodes: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def device(self) -> int:
+        return sum(part.device for part in self.parts)
+
+    @property
+    def host(self) -> int:
+        return sum(part.host for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobMemory:
+    """Estimates of all processes, and of what a node holds once for all of its ranks."""
+
+    processes: tuple[Memory, ...]
+
+    def host_of(self, node: int) -> int:
+        return sum(memory.host * memory.nodes.count(node) for memory in self.processes)
+
+    @property
+    def host(self) -> int:
+        return sum(memory.host * memory.count for memory in self.processes)
+
+
+def job_memory(config: Config, shape: ModelShape) -> JobMemory:
+    """Estimate all processes of a job. Raises ConfigError where they have no place on its nodes."""
+    seats = seats_of(config)
+    trainer = config.trainer
+    per_stage = trainer.world_size // trainer.pp
+    processes = []
+    for stage, layers in enumerate(_stages(config, shape)):
+        ranks = range(stage * per_stage, (stage + 1) * per_stage)
+        name = "trainer rank" if trainer.pp == 1 else f"trainer rank, stage {stage}"
+        nodes = tuple(seats.trainer[rank].node for rank in ranks)
+        parts = _placed(config, _trainer(config, shape, stage, layers))
+        processes.append(Memory(name=name, role="trainer", nodes=nodes, parts=parts))
+    if config.model.shared_memory:
+        here = tuple(sorted({seat.node for seat in seats.trainer}))
+        whole = Part(name="base in shared memory", host=base_bytes(shape, config.model.dtype))
+        processes.append(Memory(name="node with trainer ranks", role="node", nodes=here, parts=(whole,)))
+    servers = tuple(seat.node for seat in seats.servers)
+    processes.append(Memory(name="server replica", role="rollout", nodes=servers, parts=_server(config, shape)))
+    adapters = [*config.adapters, *newcomers(config)]
+    workers = sum(reward.workers for adapter in adapters for reward in adapter.rewards)
+    parts = (Part(name="processes", host=CONTROLLER_PROCESS + workers * SCORER_PROCESS),)
+    processes.append(Memory(name="controller", role="controller", nodes=(seats.controller.node,), parts=parts))
+    if has_tenants(config):
+        parts = (Part(name="processes", host=SERVICE_PROCESS),)
+        processes.append(Memory(name="service", role="service", nodes=(seats.controller.node,), parts=parts))
+    return JobMemory(processes=tuple(processes))
+
+
+def _placed(config: Config, parts: Sequence[Part]) -> tuple[Part, ...]:
+    """On CPUs the device is the host."""
+    if config.cluster.device != "cpu":
+        return tuple(parts)
+    return tuple(Part(name=part.name, host=part.host + part.device) for part in parts)
+
+
+def _stages(config: Config, shape: ModelShape) -> list[range]:
+    """Layers of each pipeline stage: as given, else evenly distributed, earlier stages first."""
+    t = config.trainer
+    sizes = t.pp_layers or [shape.layers // t.pp + (stage < shape.layers % t.pp) for stage in range(t.pp)]
+    return [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+
+
+def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> list[Part]:
+    """Parts of one rank.
+
+    - Base with Megatron: column-parallel and row-parallel layers are divided by tp, key/value heads are copied where
+      tp exceeds them, experts are divided by ep and etp; norms and routers are whole on every rank. With FSDP: an
+      equal shard of everything, embeddings and output layer apart even if tied, and the layer that computes
+      (`_gathered_elements`).
+    - Adapters: 16 bytes per parameter: weight, gradient and Adam's two moments in fp32 (Rajbhandari et al., ZeRO,
+      arXiv 1910.02054, section 3.1, without a 16-bit copy). lora_A of a column-parallel layer and lora_B of a
+      row-parallel one are whole on every rank. A critic is an adapter of its own rank, a reference has weights only.
+      Those that may join are a row of their own: as many as servers have places for, as large as a slot.
+    - Activations: the tensors that autograd keeps, counted from this project's modules (`_layer_elements`), in the
+      manner of Korthikanti et al., arXiv 2205.05198. With tp the sequence is divided. 1F1B holds pp - stage
+      micro-batches on a stage (Narayanan et al., arXiv 2104.04473). Recompute keeps the input of each layer, and one
+      layer in full.
+    - Logits: those of a micro-batch and their gradient, on the last stage, and `LOGIT_PARTS` fp32 buffers of a part.
+    - Publish and checkpoint. Host: shards on the wire and, on GPUs, their fp32 mirror (`AdapterMemory`), both
+      page-locked; copies that a checkpoint writes. Device: the copy of the shard that NCCL sends
+      (`weight_sync.link.groups`).
+    """
+    t, on_cpu = config.trainer, config.cluster.device == "cpu"
+    item = DTYPE_BYTES[config.model.dtype]
+    last = stage == t.pp - 1
+    tokens, in_flight = t.max_tokens_per_microbatch, t.pp - stage
+    per_layer = [tokens * _layer_elements(config, shape, layer) * item for layer in layers]
+    if t.recompute:
+        kept = len(layers) * tokens * shape.hidden // t.tp * item
+        activations = in_flight * kept + max(per_layer)
+    else:
+        activations = in_flight * sum(per_layer)
+    logits = tokens * shape.vocab // t.tp
+    weights, moments, published = _adapters(config, shape, config.adapters, layers)
+    return [
+        *_base(config, shape, stage, layers),
+        weights,
+        moments,
+        Part(name="activations", device=int(activations * (HEAP_CPU if on_cpu else HEAP_GPU))),
+        Part(name="logits", device=2 * logits * item + LOGIT_PARTS * min(CHUNK, logits) * FP32 if last else 0),
+        published,
+        *_joining(config, shape, layers),
+        Part(name="process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),
+    ]
+
+
+def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], layers: range) -> list[Part]:
+    """Three parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints."""
+    held = {adapter.name: _adapter_parameters(config, shape, adapter, layers) for adapter in adapters}
+    trained = sum(held[adapter.name] * (1 + _critic_share(adapter)) for adapter in adapters)
+    references = sum(held[adapter.name] for adapter in adapters if adapter.algorithm.has_reference)
+    unique = {adapter.name: _unique_parameters(config, shape, adapter, layers) for adapter in adapters}
+    wire = sum(_sent_bytes(config, shape, adapter, layers) for adapter in adapters)
+    copied = sum(unique[a.name] * (3 * (1 + _critic_share(a)) + a.algorithm.has_reference) for a in adapters)
+    mirror = 0 if config.cluster.device == "cpu" else FP32 * trained
+    return [
+        Part(name="adapter weights and gradients", device=int(FP32 * (2 * trained + references))),
+        Part(name="optimizer moments", device=int(2 * FP32 * trained)),
+        Part(
+            name="publish and checkpoint",
+            device=wire if broadcast_backend(config) != "gloo" else 0,
+            host=int(wire + FP32 * copied + mirror),
+        ),
+    ]
+
+
+def _joining(config: Config, shape: ModelShape, layers: range) -> list[Part]:
+    """All that a rank needs for the adapters that may join, each as large as a slot of the servers."""
+    adapters = newcomers(config)
+    if not adapters:
+        return []
+    [one, *_] = adapters
+    parts = _adapters(config, shape, [one], layers)
+    device, host = sum(part.device for part in parts), sum(part.host for part in parts)
+    return [Part(name=JOINING, device=len(adapters) * device, host=len(adapters) * host)]
+
+
+def _base(config: Config, shape: ModelShape, stage: int, layers: range) -> list[Part]:
+    t, item = config.trainer, DTYPE_BYTES[config.model.dtype]
+    if t.engine == "megatron":
+        return [Part(name="base weights", device=_base_elements(config, shape, stage, layers) * item)]
+    untied = shape.parameters + (shape.vocab * shape.hidden if shape.tied else 0)
+    shard = -(-untied // t.world_size) * item
+    gathered = _gathered_elements(config, shape) * item
+    where = Part(name="base weights", host=shard) if t.cpu_offload else Part(name="base weights", device=shard)
+    return [where, Part(name="gathered layer", device=gathered)]
+
+
+def _gathered_elements(config: Config, shape: ModelShape) -> int:
+    """The largest unit that `fully_shard` gathers, twice: as it arrives, and as parameters."""
+    one = TrainerConfig(world_size=1)
+    ends = shape.vocab * shape.hidden
+    if shape.checkpoint is not None:
+        return 2 * max(ends, shape.checkpoint.largest_layer)
+    alone = config.model_copy(update={"trainer": one})
+    layers = (_base_elements(alone, shape, 0, range(n, n + 1)) for n in range(shape.layers))
+    tails = ends if shape.tied else 2 * ends
+    return 2 * max(ends, *(elements - tails for elements in layers))
+
+
+def _base_elements(config: Config, shape: ModelShape, stage: int, layers: range) -> int:
+    t, h, d = config.trainer, shape.hidden, shape.head_dim
+    kv_heads = max(1, shape.kv_heads // t.tp)
+    attention = 2 * h * d * (shape.heads // t.tp) + 2 * h * d * kv_heads
+    if shape.family.attention.bias:
+        attention += d * (shape.heads // t.tp + 2 * kv_heads)
+    experts = shape.experts // t.ep * 3 * h * (shape.expert_ffn // t.etp) + shape.experts * h
+    if shape.shared_ffn:
+        experts += 3 * h * shape.shared_ffn // t.tp + h
+    sparse = len(set(layers) & set(shape.sparse_layers))
+    total = len(layers) * (attention + 2 * h + 2 * d)
+    total += sparse * experts + (len(layers) - sparse) * 3 * h * shape.ffn // t.tp
+    ends = (stage == 0) + (stage == t.pp - 1)
+    if shape.tied and t.pp == 1:
+        ends = 1
+    return total + ends * shape.vocab * h // t.tp
+
+
+def _layer_elements(config: Config, shape: ModelShape, layer: int) -> float:
+    """Elements that one layer keeps for the backward pass, per token of a micro-batch.
+
+    Both norms keep input and output (4 h). Attention keeps queries before and after the norm and rotation, gathered by
+    sequence, and its output as computed and as unpacked (5 q); keys before and after (2 or 3 k) and gathered; values
+    and gathered. An MLP of width f keeps its input and 3 f: both projections and their product. Experts see each token
+    ``experts_per_token`` times, on average; with tp, a rank routes its part of the sequence. For a family without a
+    row: both norms, and inputs and outputs of every linear layer.
+    """
+    t, h = config.trainer, shape.hidden
+    if shape.checkpoint is not None:
+        own = sum(one.inputs + one.outputs for one in shape.checkpoint.linears if layer in one.layers)
+        return (
+            4 * h + own + (shape.experts_per_token * (h + 3 * shape.expert_ffn) if layer in shape.sparse_layers else 0)
+        )
+    q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norms = 1 if shape.family.attention.norms else 0
+    attention = 4 * h + (4 + norms) * q + (2 + norms + 2 * KEY_COPIES) * k
+    if layer not in shape.sparse_layers:
+        return (attention + 3 * shape.ffn) / t.tp
+    rows = shape.experts_per_token
+    return (attention + rows * (h + 3 * shape.expert_ffn) + 3 * shape.shared_ffn) / t.tp
+
+
+def _adapter_parameters(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: range) -> int:
+    """Parameters of one adapter that one rank holds."""
+    t, spec, total = config.trainer, adapter.spec(""), 0
+    for key in linear_sites(shape):
+        if key.layer not in layers or not key.covered(spec.target_modules):
+            continue
+        pieces = pieces_of(shape, key)
+        rank, inputs, outputs = spec.rank_of(pieces[0].name), pieces[0].in_features, sum(p.out_features for p in pieces)
+        routed = key.scope is Scope.EXPERT
+        size = t.etp if routed else t.tp
+        if key.linear in COLUMN_PARALLEL:
+            outputs //= size
+        else:
+            inputs //= size
+        n_a, n_b = distinct(spec.expert_layout, key.linear, shape.experts // t.ep) if routed else (1, 1)
+        total += rank * (n_a * inputs + n_b * outputs)
+    return total
+
+
+def _critic_share(adapter: AdapterConfig) -> float:
+    """Size of the adapter's critic over its own; the value head is a vector. 0 without a critic."""
+    algorithm = adapter.algorithm
+    return (algorithm.critic_rank or adapter.rank) / adapter.rank if algorithm.has_critic else 0.0
+
+
+def _unique_parameters(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: range) -> int:
+    """Parameters that a source rank of a stage owns and sends: those of its experts, or of the stage if dense."""
+    size = adapter_size(shape, adapter.spec(""))
+    sources = config.trainer.ep if shape.experts else 1
+    return size.parameters * len(layers) // shape.layers // sources
+
+
+def _sent_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: range) -> int:
+    """Bytes of a version that a source rank of a stage sends."""
+    sources = config.trainer.ep if shape.experts else 1
+    return version_bytes(config, shape, adapter) * len(layers) // shape.layers // sources
+
+
+def version_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> int:
+    """Bytes of one version on the wire."""
+    size = adapter_size(shape, adapter.spec(""))
+    numbers = size.weights if config.rollout.adapter_mode == "merged" else size.parameters
+    return numbers * DTYPE_BYTES[adapter_run(config, adapter).wire_dtype]
+
+
+def slot_parameters(config: Config, shape: ModelShape) -> int:
+    """Parameters of one adapter slot of a server: all projections apart, padded to the largest rank.
+
+    vLLM keeps lora_A and lora_B of each projection of a fused layer (q, k, v; gate, up) and of each expert, wherever
+    one of the adapters has a target: a slot fits all of them.
+    """
+    largest = AdapterStructure(rank=config.rollout.max_lora_rank, alpha=1.0, target_modules=served_targets(config))
+    return adapter_size(shape, largest).file_parameters
+
+
+def slot_count(config: Config) -> int:
+    """Slots that vLLM allocates: on CPUs one more than are used stays empty."""
+    return adapter_slots(config) + (config.cluster.device == "cpu")
+
+
+def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
+    """Parts of one replica; ``device`` bytes are of one of its ``rollout.tp`` devices.
+
+    - Weights are divided by tp. Slots: lora_A of a column-parallel layer is whole on every worker; counted as half
+      of a slot.
+    - KV cache: as configured; on GPUs without ``kv_cache_gib`` what ``gpu_memory_utilization`` leaves (`kv_bytes`),
+      not a fixed need.
+    - Activations: vLLM profiles one step of ``max_num_batched_tokens``: an MLP's projections, and the logits of
+      ``max_num_seqs`` sequences in fp32 with a copy for the sampler.
+    - Staging of publishes, of each worker: `STAGING_BUFFERS` buckets of every source (`staging_bytes`). On GPUs they
+      are page-locked, and so is a mirror of one slot (`StackedSlotWriter`); NCCL has device memory for each bucket.
+      Merged weights have no slots, and a host copy of one version everywhere (`MergedWeights`).
+    """
+    rollout, on_cpu, tp = config.rollout, config.cluster.device == "cpu", config.rollout.tp
+    item = DTYPE_BYTES[config.model.dtype]
+    merged = rollout.adapter_mode == "merged"
+    slots = 0 if merged else slot_count(config) * slot_parameters(config, shape) * item
+    tokens = max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len)
+    width = max(shape.ffn if shape.dense_layers else 0, shape.experts_per_token * shape.expert_ffn)
+    step = tokens * (4 * shape.hidden + 3 * width // tp) * item + rollout.max_num_seqs * shape.vocab * 3 * FP32
+    weights = shape.parameters * item
+    staging = staging_bytes(config, shape)
+    version = sum(version_bytes(config, shape, a) for a in config.adapters) if merged else 0
+    if on_cpu:
+        kv = int((rollout.kv_cache_gib or DEFAULT_KV_GIB) * GIB)
+        return (
+            Part(name="base weights", host=weights),
+            Part(name="adapter slots", host=slots),
+            Part(name="KV cache", host=kv),
+            Part(name="activations", host=step * tp),
+            Part(name=STAGING, host=staging * tp + version),
+            Part(name="process", host=SERVER_PROCESS + tp * WORKER_PROCESS + (WORKER_PROCESS if tp > 1 else 0)),
+        )
+    held = (slots - slots // 2) // tp + slots // 2
+    mirror = version // tp if merged else held // slot_count(config)
+    graphs = 0 if rollout.enforce_eager else GPU_GRAPHS
+    return (
+        Part(name="base weights", device=weights // tp),
+        Part(name="adapter slots", device=held),
+        Part(name="KV cache" if rollout.kv_cache_gib else LEAST_KV, device=kv_part(config, shape)),
+        Part(name="activations", device=step),
+        Part(name=STAGING, device=staging if broadcast_backend(config) != "gloo" else 0, host=(staging + mirror) * tp),
+        Part(name="process", device=GPU_CONTEXT + graphs, host=(tp + 2) * GPU_HOST),
+    )
+
+
+def kv_token_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes of one token in the KV cache of one device: keys and values of all layers, heads divided by tp."""
+    heads = max(1, shape.kv_heads // config.rollout.tp)
+    return 2 * shape.layers * heads * shape.head_dim * DTYPE_BYTES[config.model.dtype]
+
+
+def staging_bytes(config: Config, shape: ModelShape) -> int:
+    """Buffers of one worker that receives over the network: `STAGING_BUFFERS` of the largest bucket of each source.
+
+    A source is an expert-parallel rank of a stage. Where receivers read the source's memory (one machine, CPUs) they
+    are not used; whether they can is known only at run time.
+    """
+    bucket = int(config.weight_sync.bucket_mib * MIB)
+    sources = config.trainer.ep if shape.experts else 1
+    adapters = [*config.adapters, *newcomers(config)]
+    largest = 0
+    for layers in _stages(config, shape):
+        shards = [_sent_bytes(config, shape, adapter, layers) for adapter in adapters]
+        largest += max((largest_bucket(nbytes, bucket) for nbytes in shards), default=bucket)
+    return STAGING_BUFFERS * sources * largest
+
+
+def kv_part(config: Config, shape: ModelShape) -> int:
+    """Bytes of the KV cache in the table of a device: as configured, else `kv_least`."""
+    configured = config.rollout.kv_cache_gib
+    return kv_least(config, shape) if configured is None else int(configured * GIB)
+
+
+def kv_least(config: Config, shape: ModelShape) -> int:
+    """KV cache below which a server cannot hold one sequence of ``max_model_len``."""
+    return config.rollout.max_model_len * kv_token_bytes(config, shape)
+
+
+def kv_bytes(config: Config, shape: ModelShape, server: Memory, device_bytes: int) -> int:
+    """KV cache that remains of one device with ``device_bytes``; negative where the server does not start."""
+    taken = server.device - kv_part(config, shape)
+    return int(config.rollout.gpu_memory_utilization * device_bytes) - taken
+
+
+def device_bytes(config: Config, found: int | None) -> int | None:
+    """Memory of one device: as configured, else as ``found`` on this machine; None if unknown."""
+    configured = config.cluster.device_memory_gib
+    return int(configured * GIB) if configured is not None else found
+
+
+def slurm_bytes(mem: str | None) -> int | None:
+    """Bytes of ``cluster.slurm.mem``; None where Slurm's default, or all memory of the node, is asked for."""
+    if mem is None or not int(mem.rstrip("KMGTkmgt")):
+        return None
+    unit = mem[-1].upper() if mem[-1].isalpha() else "M"
+    return int(mem.rstrip("KMGTkmgt")) << 10 * ("KMGT".index(unit) + 1)

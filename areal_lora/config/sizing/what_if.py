@@ -1,0 +1,73 @@
+"""The memory estimate of a rank and a replica if one size were doubled. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from areal_lora.config.models import Config
+from areal_lora.config.sizing.memory import job_memory
+from areal_lora.errors import ConfigError
+from areal_lora.families.shape import ModelShape
+
+AS_IT_IS = "as it is"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """Bytes of the largest trainer rank and of a server replica: of one device, and of the host."""
+
+    change: str
+    rank_device: int
+    rank_host: int
+    server_device: int
+    server_host: int
+
+
+def what_if(config: Config, shape: ModelShape) -> tuple[WhatIf, ...]:
+    """The estimate as it is, and with each change that the model and the nodes admit."""
+    return tuple(found for change, other in _changes(config, shape) if (found := _estimate(change, other, shape)))
+
+
+def _estimate(change: str, config: Config, shape: ModelShape) -> WhatIf | None:
+    try:
+        processes = job_memory(config, shape).processes
+    except ConfigError:
+        return None  # its nodes have no room for it
+    ranks = [memory for memory in processes if memory.role == "trainer"]
+    servers = [memory for memory in processes if memory.role == "rollout"]
+    return WhatIf(
+        change=change,
+        rank_device=max(memory.device for memory in ranks),
+        rank_host=max(memory.host for memory in ranks),
+        server_device=max(memory.device for memory in servers),
+        server_host=max(memory.host for memory in servers),
+    )
+
+
+def _changes(config: Config, shape: ModelShape) -> Iterator[tuple[str, Config]]:
+    t, r = config.trainer, config.rollout
+    yield AS_IT_IS, config
+    adapters = [adapter.model_copy(update={"rank": 2 * adapter.rank}) for adapter in config.adapters]
+    highest = max([r.max_lora_rank, *(adapter.rank for adapter in adapters)])
+    doubled = config.model_copy(update={"adapters": adapters})
+    yield "adapter rank x 2", _with(doubled, "rollout", max_lora_rank=highest)
+    budget = t.max_tokens_per_microbatch
+    yield "micro-batch x 2", _with(config, "trainer", max_tokens_per_microbatch=2 * budget)
+    length = 2 * r.max_model_len
+    longer = _with(config, "rollout", max_model_len=length)
+    yield "context x 2", _with(longer, "trainer", max_tokens_per_microbatch=max(budget, length))
+    yield "trainer ranks x 2", _with(config, "trainer", world_size=2 * t.world_size)
+    if t.engine == "megatron" and shape.experts and not shape.experts % (2 * t.ep):
+        divides = not t.world_size % (2 * t.ep * t.etp * t.pp)
+        ranks = t.world_size if divides else 2 * t.world_size
+        name = "expert parallel x 2" if divides else "expert parallel x 2, trainer ranks x 2"
+        yield name, _with(config, "trainer", ep=2 * t.ep, world_size=ranks)
+    if not t.recompute:
+        yield "recompute", _with(config, "trainer", recompute=True)
+
+
+def _with(config: Config, section: str, **values: Any) -> Config:
+    changed: Mapping[str, Any] = {section: getattr(config, section).model_copy(update=values)}
+    return config.model_copy(update=changed)

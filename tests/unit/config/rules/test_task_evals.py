@@ -1,0 +1,82 @@
+"""The sets of an evaluation: what is refused before anything starts, and what is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_lora.config.facts import Facts
+from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
+from areal_lora.config.rules.guardrails import check
+from areal_lora.config.sections.task import DEFAULT_SET
+from areal_lora.errors import ConfigError
+from areal_lora.tasks.check import task_problems
+from areal_lora.tasks.datasets import load_samples
+from tests.support.paths import ROOT
+
+SHIPPED = [ROOT / "examples" / "math" / name for name in ("gsm8k_grpo_megatron_lora_moe.yaml", "embedded.yaml")]
+
+
+def loaded(folder: Path, *sets: dict[str, object]) -> Config:
+    overlay = folder / "own.yaml"
+    overlay.write_text(json.dumps({"adapters": [{"name": "gsm8k", "evals": list(sets)}]}))
+    return load_config([*SHIPPED, overlay])
+
+
+def found(folder: Path, *sets: dict[str, object]) -> dict[str, str]:
+    config = loaded(folder, *sets)
+    return {f.path: f.reason for f in check(config, Facts(hf_config=None))}
+
+
+def test_without_sets_there_is_one_of_single_greedy_answers(tmp_path: Path) -> None:
+    (only,) = loaded(tmp_path).adapters[0].eval_sets
+    assert (only.name, only.workflow, only.n_samples, only.temperature, only.task) == (
+        DEFAULT_SET,
+        "single_turn",
+        1,
+        0.0,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "sets", "words"),
+    [
+        ("evals", [{"name": "a"}, {"name": "a"}], "2 sets are named 'a'"),
+        ("evals.0.temperature", [{"name": "a", "n_samples": 4}], "all 4 answers to a problem are the same"),
+        ("evals.0.temperature", [{"name": "a", "temperature": 0.001}], "minimum above 0 is 0.01"),
+        ("evals.1.max_new_tokens", [{"name": "a"}, {"name": "b", "max_new_tokens": 4096}], "no room for a prompt"),
+        (
+            "evals.0.task.columns.messages",
+            [{"name": "a", "task": {"kind": "dataset", "eval": "x.jsonl", "columns": {"messages": "m"}}}],
+            "task.format.kind is template",
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    tmp_path: Path, key: str, sets: list[dict[str, object]], words: str
+) -> None:
+    assert words in found(tmp_path, *sets)[f"adapters.0.{key}"]
+
+
+def test_a_set_of_its_own_rows_needs_no_training_rows(tmp_path: Path) -> None:
+    (tmp_path / "hard.jsonl").write_text('{"q": "1+1?", "a": "#### 2"}\n')
+    columns = {"prompt": "q", "answer": "a"}
+    sets = {"name": "hard", "task": {"kind": "dataset", "eval": "hard.jsonl", "columns": columns}}
+    config = loaded(tmp_path, {"name": "own"}, sets)
+    task = config.adapters[0].evals[1].task
+    assert task is not None
+    assert [s.prompt for s in load_samples(task, "eval")] == ["1+1?"]
+    assert list(task_problems(config, online=False)) == []
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_missing_file_is_one_line_with_its_key(tmp_path: Path) -> None:
+    config = loaded(tmp_path, {"name": "hard", "task": {"kind": "dataset", "eval": "nowhere.jsonl"}})
+    (problem,) = task_problems(config, online=False)
+    assert isinstance(problem, ConfigError)
+    assert problem.path == "adapters.0.evals.0.task.eval"
+    assert "nowhere.jsonl" in str(problem)

@@ -1,0 +1,261 @@
+"""The memory estimate of large jobs, against sums made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_lora.config.facts import Facts
+from areal_lora.config.load import load_config
+from areal_lora.config.models import AdapterConfig, Config, ServiceConfig
+from areal_lora.config.rules.findings import Severity
+from areal_lora.config.rules.guardrails import check
+from areal_lora.config.sections.reward import BuiltInReward
+from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory, slurm_bytes, staging_bytes
+from areal_lora.engine.common.arena import ShardedModel
+from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.engine.common.plan import wire_layout
+from areal_lora.families.published import known_config
+from areal_lora.families.shape import ModelShape
+from areal_lora.weight_sync.layout import plan_buckets
+from areal_lora.weight_sync.link.inbox import RING
+from tests.support.paths import EXAMPLES
+
+MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
+ONE_GPU = EXAMPLES / "one_gpu.yaml"
+DENSE = EXAMPLES / "gsm8k_grpo_megatron_lora_72b.yaml"
+FACTS = Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B"))
+
+
+def estimate(*overrides: str) -> dict[str, Memory]:
+    shape = ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {})
+    return {m.name: m for m in job_memory(load_config([MOE], list(overrides)), shape).processes}
+
+
+def part(memory: Memory, name: str) -> float:
+    return sum(p.device for p in memory.parts if p.name == name)
+
+
+def test_the_base_is_divided_as_megatron_divides_it() -> None:
+    whole = 30.532e9 * 2
+    alone = part(estimate("trainer.world_size=1", "trainer.tp=1", "trainer.ep=1")["trainer rank"], "base weights")
+    assert alone == pytest.approx(whole, rel=0.001)
+    experts = 48 * 128 * 3 * 2048 * 768 * 2
+    by_eight = part(estimate("trainer.tp=1", "trainer.ep=8")["trainer rank"], "base weights")
+    assert by_eight == pytest.approx(whole - experts * 7 / 8, rel=0.001)
+    stages = estimate("trainer.tp=1", "trainer.ep=1", "trainer.pp=2", "cluster.nodes=3")
+    assert sum(part(stages[f"trainer rank, stage {i}"], "base weights") for i in range(2)) == pytest.approx(
+        alone, rel=0.001
+    )
+
+
+def test_fsdp_shards_the_base_and_gathers_one_layer_twice() -> None:
+    sizes = ["trainer.engine=fsdp", "trainer.tp=1", "trainer.ep=1"]
+    rank = estimate(*sizes)["trainer rank"]
+    assert part(rank, "base weights") == pytest.approx(30.532e9 * 2 / 16, rel=0.001)
+    layer = 128 * 3 * 2048 * 768 + 2 * 2048 * 128 * (32 + 4) + 128 * 2048  # experts, attention, router
+    assert part(rank, "gathered layer") == pytest.approx(2 * 2 * layer, rel=0.001)
+    away = estimate(*sizes, "trainer.cpu_offload=true")["trainer rank"]
+    assert away.device == rank.device - part(rank, "base weights")
+    assert away.host > rank.host
+
+
+def test_an_adapter_has_sixteen_bytes_a_parameter() -> None:
+    rank = estimate("trainer.world_size=1", "trainer.tp=1", "trainer.ep=1")["trainer rank"]
+    size = part(rank, "adapter weights and gradients") + part(rank, "optimizer moments")
+    assert size / 16 == pytest.approx(2.557e9 / 2, rel=0.002), "2.557 GB on the wire in bfloat16"
+
+
+def test_several_adapters_need_the_sum_and_slots_for_each() -> None:
+    """Against each adapter alone; a slot is as wide as the widest adapter."""
+    shape = ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {})
+    config = load_config([MOE], ["trainer.pp=2", "trainer.ep=1", "trainer.tp=1", "cluster.nodes=3"])
+    [wide] = config.adapters
+    narrow = wide.model_copy(update={"name": "narrow", "rank": 8, "target_modules": ["linear_qkv"]})
+
+    def of(*adapters: AdapterConfig) -> dict[str, dict[str, Part]]:
+        job = job_memory(config.model_copy(update={"adapters": list(adapters)}), shape)
+        return {memory.name: {p.name: p for p in memory.parts} for memory in job.processes}
+
+    both, first, second = of(wide, narrow), of(wide), of(narrow)
+    for rank in ("trainer rank, stage 0", "trainer rank, stage 1"):
+        for name in ("adapter weights and gradients", "optimizer moments"):
+            assert both[rank][name].device == first[rank][name].device + second[rank][name].device
+            assert second[rank][name].device > 0
+        name = "publish and checkpoint"
+        assert both[rank][name].host == first[rank][name].host + second[rank][name].host
+        for name in ("base weights", "activations", "logits", "process"):
+            assert both[rank][name] == first[rank][name], "shared by all adapters"
+    server, alone, other = (one["server replica"] for one in (both, first, second))
+    assert both["controller"]["processes"].host > first["controller"]["processes"].host
+    shared = 8 / 5  # one slot on its way and one for an evaluation serve both
+    assert server["adapter slots"].device == pytest.approx(shared * alone["adapter slots"].device, abs=4)
+    assert other["adapter slots"].device < alone["adapter slots"].device
+    name = "staging of publishes"
+    assert server[name] == alone[name], "one ring of buffers, of the wider one"
+    assert 0 < other[name].host < alone[name].host
+
+
+def test_adapters_that_may_join_count_like_listed_ones_of_their_size() -> None:
+    """Two places are free: as much as two more listed adapters of the largest rank with all targets need."""
+    shape = ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {})
+    sizes = ["trainer.pp=2", "trainer.ep=1", "trainer.tp=1", "cluster.nodes=3", "rollout.max_adapters=3"]
+    [listed] = load_config([MOE], sizes).adapters
+    targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    small = listed.model_copy(update={"rank": 4, "target_modules": ["linear_qkv"]})
+    largest = [
+        listed.model_copy(
+            update={"name": f"more-{i}", "rank": 32, "target_modules": targets, "reward": BuiltInReward()}
+        )
+        for i in range(2)
+    ]
+    config = load_config([MOE], sizes).model_copy(update={"adapters": [small]})
+    service = config.model_copy(update={"service": ServiceConfig(target_modules=targets)})
+
+    def of(config: Config) -> dict[str, dict[str, Part]]:
+        return {m.name: {p.name: p for p in m.parts} for m in job_memory(config, shape).processes}
+
+    joins, fixed, three = of(service), of(config), of(config.model_copy(update={"adapters": [small, *largest]}))
+    for stage in ("trainer rank, stage 0", "trainer rank, stage 1"):
+        names = ("adapter weights and gradients", "optimizer moments", "publish and checkpoint")
+        room = joins[stage]["room for adapters that join"]
+        assert "room for adapters that join" not in fixed[stage]
+        assert room.device == sum(three[stage][n].device - fixed[stage][n].device for n in names) > 0
+        assert room.host == pytest.approx(sum(three[stage][n].host - fixed[stage][n].host for n in names), abs=8)
+    server, same, narrow = (one["server replica"] for one in (joins, three, fixed))
+    for name in ("adapter slots", "staging of publishes"):
+        assert server[name] == same[name] != narrow[name]
+    assert joins["controller"] == three["controller"] != fixed["controller"]
+
+
+def test_where_only_those_that_may_join_do_not_fit_it_is_a_warning() -> None:
+    overrides = ["service={}", "rollout.max_adapters=20", "cluster.device_memory_gib=24", "rollout.tp=8"]
+    overrides += ["rollout.servers=1", "rollout.max_staleness=0", "weight_sync.bucket_mib=16"]
+    found = [f for f in check(load_config([MOE], overrides), FACTS) if f.path == "rollout.max_adapters"]
+    assert [f.severity for f in found] == [Severity.WARNING]
+    assert "the largest part is room for adapters that join" in found[0].reason
+
+
+@pytest.mark.parametrize("names", ["all-linear", "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"])
+def test_the_check_counts_targets_in_any_spelling(names: str) -> None:
+    overrides = ["cluster.device_memory_gib=44", "rollout.gpu_memory_utilization=0.9"]
+    written = check(load_config([MOE], overrides), FACTS)
+    assert [f.path for f in written] == ["rollout.tp"], "48 GiB, 12 of them for slots"
+    assert check(load_config([MOE], [*overrides, f"adapters.0.target_modules=[{names}]"]), FACTS) == written
+
+
+def test_a_critic_is_an_adapter_of_its_rank_and_a_reference_has_its_weights_only() -> None:
+    sizes = ["trainer.world_size=1", "trainer.tp=1", "trainer.ep=1"]
+    alone = estimate(*sizes)["trainer rank"]
+    one = part(alone, "optimizer moments") / 8  # parameters of the adapter
+    keys = ["kind=ppo", "critic_rank=16", "kl_coef=0.1", "reference=initial", "reference_refresh_steps=9"]
+    both = estimate(*sizes, *(f"adapters.0.algorithm.{key}" for key in keys))["trainer rank"]
+    assert part(both, "optimizer moments") == pytest.approx(8 * 1.5 * one), "half of the rank 32"
+    assert part(both, "adapter weights and gradients") == pytest.approx(8 * 1.5 * one + 4 * one)
+    checkpoint = [sum(p.host for p in m.parts if p.name == "publish and checkpoint") for m in (alone, both)]
+    assert checkpoint[1] > checkpoint[0] + 4 * one * (3 * 0.5 + 1)
+
+
+def test_recompute_and_shorter_micro_batches_need_less() -> None:
+    full, less = estimate("trainer.recompute=false")["trainer rank"], estimate()["trainer rank"]
+    assert part(full, "activations") > 10 * part(less, "activations")
+    half = estimate("trainer.max_tokens_per_microbatch=8192")["trainer rank"]
+    buffers = 4 * 64 * 2**20  # of the part that is computed
+    assert part(half, "logits") - buffers == pytest.approx((part(less, "logits") - buffers) / 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "severity", "words"),
+    [
+        (
+            ["trainer.recompute=false", "trainer.max_tokens_per_microbatch=40960"],
+            "trainer.max_tokens_per_microbatch",
+            Severity.WARNING,
+            "largest part is activations",
+        ),
+        (["cluster.device_memory_gib=8"], "trainer.world_size", Severity.ERROR, "a device has 8"),
+        (
+            ["cluster.device_memory_gib=8", "trainer.tp=1", "trainer.max_tokens_per_microbatch=40960"],
+            "trainer.max_tokens_per_microbatch",
+            Severity.ERROR,
+            "largest part is logits",
+        ),
+        (
+            ["rollout.tp=1", "rollout.servers=8", "cluster.device_memory_gib=64"],
+            "rollout.tp",
+            Severity.ERROR,
+            "gets 54",
+        ),
+        (["cluster.slurm.mem=40G"], "cluster.slurm.mem", Severity.WARNING, "cluster.slurm.mem is 40"),
+        (["cluster.slurm.mem=100G"], "cluster.slurm.mem", Severity.WARNING, "52 of them for the staging of publishes"),
+        (
+            [
+                "cluster.nodes=1",
+                "cluster.slurm.mem=900G",
+                "cluster.slurm.components=[{roles: [trainer, controller], nodes: 2}, {roles: [rollout], mem: 64G}]",
+            ],
+            "cluster.slurm.components.1.mem",
+            Severity.WARNING,
+            "on a node of rollout",
+        ),
+    ],
+)
+def test_what_does_not_fit(overrides: list[str], key: str, severity: Severity, words: str) -> None:
+    findings = {f.path: f for f in check(load_config([MOE], overrides), FACTS)}
+    assert (findings[key].severity, words in findings[key].reason) == (severity, True), findings
+
+
+def test_smaller_buckets_need_less_host_memory_than_a_node_has() -> None:
+    crowded, fits = (
+        check(load_config([MOE], ["cluster.slurm.mem=100G", f"weight_sync.bucket_mib={mib}"]), FACTS)
+        for mib in (256, 64)
+    )
+    assert ["lower weight_sync.bucket_mib" in f.fix for f in crowded] == [True]
+    assert fits == ()
+
+
+def test_staging_is_what_the_layout_of_the_wire_asks_for() -> None:
+    """Rings of a worker for the shards that the trainer plans, and the mirror of its slot."""
+    hf = known_config("Qwen/Qwen3-30B-A3B") or {}
+    shape, config = ModelShape.from_hf(hf), load_config([MOE])
+    parallel = ParallelLayout.of(config.trainer, layers=shape.layers, experts=shape.experts)
+    spec = config.adapters[0].spec("m")
+    layout = wire_layout(ShardedModel(shape=shape, layout=parallel), spec, "bfloat16")
+    bucket = int(config.weight_sync.bucket_mib * 2**20)
+    longest = [max(b.end - b.begin for b in plan_buckets(shard, bucket)) for shard in layout.shards]
+    assert len(longest) == 8
+    assert staging_bytes(config, shape) == pytest.approx(RING * sum(longest), rel=0.03)
+    server = estimate()["server replica"]
+    [staging] = [p for p in server.parts if p.name == "staging of publishes"]
+    slot = part(server, "adapter slots") / 5  # max_staleness + 3 slots
+    assert staging.host == pytest.approx(2 * (RING * sum(longest) + slot), rel=0.03)
+    assert 50 < 4 * staging.host / GIB < 54, "four servers on a node, page-locked"
+    over_sockets = estimate("weight_sync.backend=gloo")["server replica"]
+    assert server.device - over_sockets.device == staging.device > 4 * GIB
+
+
+def test_one_device_for_trainer_and_server() -> None:
+    facts = Facts(hf_config=known_config("Qwen/Qwen2.5-1.5B-Instruct"))
+    assert check(load_config([ONE_GPU]), facts) == ()
+    [tight] = check(load_config([ONE_GPU], ["rollout.gpu_memory_utilization=0.7"]), facts)
+    assert (tight.path, tight.severity) == ("rollout.gpu_memory_utilization", Severity.WARNING)
+    assert "0.7 leaves 7 of 24 GiB to the trainer rank on the same device" in tight.reason
+    [full] = check(load_config([ONE_GPU], ["rollout.gpu_memory_utilization=0.9"]), facts)
+    assert (full.path, full.severity) == ("rollout.gpu_memory_utilization", Severity.ERROR)
+    [cache] = check(load_config([ONE_GPU], ["rollout.kv_cache_gib=6"]), facts)
+    assert (cache.path, "KV cache of 6" in cache.reason, "rollout.kv_cache_gib" in cache.fix) == (
+        "rollout.tp",
+        True,
+        True,
+    )
+
+
+def test_the_recipes_fit_their_devices() -> None:
+    for path, model in ((MOE, "Qwen/Qwen3-30B-A3B"), (DENSE, "Qwen/Qwen2.5-72B-Instruct")):
+        assert check(load_config([path]), Facts(hf_config=known_config(model))) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [(None, None), ("0", None), ("800G", 800 * GIB), ("2048", 2 * GIB), ("1t", 1024 * GIB)]
+)
+def test_memory_as_slurm_reads_it(text: str | None, nbytes: int | None) -> None:
+    assert slurm_bytes(text) == nbytes

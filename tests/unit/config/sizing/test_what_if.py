@@ -1,0 +1,59 @@
+"""What doubles with what, on published models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from areal_lora.config.load import load_config
+from areal_lora.config.sizing.memory import job_memory
+from areal_lora.config.sizing.what_if import AS_IT_IS, WhatIf, what_if
+from areal_lora.families.published import known_config
+from areal_lora.families.shape import ModelShape
+from tests.support.paths import EXAMPLES
+
+MOE = ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {})
+EXAMPLE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
+CONFIG = load_config([EXAMPLE])
+
+
+def found() -> dict[str, WhatIf]:
+    return {one.change: one for one in what_if(CONFIG, MOE)}
+
+
+def test_the_first_row_is_the_estimate_itself() -> None:
+    first = what_if(CONFIG, MOE)[0]
+    memory = job_memory(CONFIG, MOE)
+    assert first.change == AS_IT_IS
+    assert first.rank_device == max(m.device for m in memory.processes if m.role == "trainer")
+    assert first.server_host == max(m.host for m in memory.processes if m.role == "rollout")
+
+
+def test_each_change_moves_what_it_should() -> None:
+    rows = found()
+    plain = rows[AS_IT_IS]
+    larger = rows["adapter rank x 2"]
+    adapters = [
+        sum(p.device for p in m.parts if p.name in ("adapter weights and gradients", "optimizer moments"))
+        for m in job_memory(CONFIG, MOE).processes
+        if m.role == "trainer"
+    ]
+    more = larger.rank_device - plain.rank_device
+    assert max(adapters) <= more < 1.2 * max(adapters), "the adapter once more, and its publish"
+    assert rows["micro-batch x 2"].rank_device > plain.rank_device
+    assert rows["micro-batch x 2"].server_device == plain.server_device
+    assert rows["context x 2"].server_device > plain.server_device
+    whole = {one.change: one for one in what_if(load_config([EXAMPLE], ["trainer.recompute=false"]), MOE)}
+    assert whole["recompute"] == replace(plain, change="recompute")
+    assert "recompute" not in rows, "the example does it already"
+
+
+def test_what_has_no_room_is_left_out() -> None:
+    assert "trainer ranks x 2" not in found(), "the nodes of the example are full"
+    dense = ModelShape.from_hf(known_config("Qwen/Qwen3-8B") or {})
+    assert not [one.change for one in what_if(CONFIG, dense) if "expert" in one.change]
+
+
+def test_a_service_without_adapters_has_its_estimates() -> None:
+    service = load_config([EXAMPLE], ["service={}", "rollout.max_adapters=4"]).model_copy(update={"adapters": []})
+    rows = {one.change: one for one in what_if(service, MOE)}
+    assert 0 < rows[AS_IT_IS].rank_device < found()[AS_IT_IS].rank_device
