@@ -136,7 +136,7 @@ class Stacked:
     def draw(self, x_label: str, marks: Sequence[float]) -> str:
         rows = self._means.rows()
         columns = {name: [values[i] for _, values in rows] for i, name in enumerate(self._names)}
-        return svg.stacked_bars([x for x, _ in rows], columns, x_label=x_label, most=BARS, marks=marks)
+        return svg.stacked_bars([x for x, _ in rows], columns, x_label=x_label, max_bars=BARS, marks=marks)
 
 
 class Staleness:

@@ -113,13 +113,13 @@ class Clients:
             for message in received:
                 self._send(self._backlog.receive(message))
 
-    def first(self, adapters: Sequence[str], may_begin: Callable[[Operation], bool]) -> Operate | None:
-        """The next operation of the first of ``adapters`` that has one that ``may_begin``.
+    def first(self, adapters: Sequence[str], may_start: Callable[[Operation], bool]) -> Operate | None:
+        """The next operation of the first of ``adapters`` that has one that ``may_start``.
 
         Those for rank 0 alone are done here.
         """
         for adapter in adapters:
-            while (operation := self._next(adapter)) is not None and may_begin(operation):
+            while (operation := self._next(adapter)) is not None and may_start(operation):
                 with self._lock:
                     refused = self._backlog.refused(operation)
                 refused = refused or self._refused(operation)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from areal_lora.algorithms.merging import MOST_LOST, CastLoss
+from areal_lora.algorithms.merging import MAX_LOST, CastLoss
 from areal_lora.checkpoint.saver import Save
 from areal_lora.data.collate import split_rows
 from areal_lora.engine.base import TrainEngine
@@ -176,7 +176,7 @@ class AdapterPublishing:
 
     def _warn_of_loss(self, report: PublishReport) -> None:
         """Warn when the cast starts to lose much of a merged adapter (rank 0's report is that of all ranks)."""
-        lossy = report.cast is not None and report.cast.error > MOST_LOST
+        lossy = report.cast is not None and report.cast.error > MAX_LOST
         if report.cast is not None and lossy and not self._lossy and self._on_report is not None:
             log.warning(
                 "%s: %.0f %% of the adapter survives the cast of the merged weights (relative error %.2f, limit %.2f): "
@@ -184,7 +184,7 @@ class AdapterPublishing:
                 report.ref,
                 100 * report.cast.survives,
                 report.cast.error,
-                MOST_LOST,
+                MAX_LOST,
             )
         self._lossy = lossy
 
