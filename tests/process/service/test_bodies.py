@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 from areal_lora.config.models import AdapterConfig
-from areal_lora.engine.vllm_ext.openai_api import ChatBody, CompletionBody
+from areal_lora.engine.vllm_ext.server.openai_api import ChatBody, CompletionBody
 from areal_lora.service import bodies as api
 from areal_lora.service.tinker import bodies, protos
 from areal_lora.service.tinker.samples import SampleRequest
@@ -31,7 +31,7 @@ from tests.support.tinker.tenant_world import API, PROTOBUF, TOKENS, World, chec
 
 pytestmark = pytest.mark.slow
 
-N_REQUESTS = size(2000, 20_000)
+N_REQUESTS = size(800, 20_000)
 PASS = f"{API}/forward_backward"
 SDK: dict[str, type[msgspec.Struct]] = {
     "create_session": bodies.CreateSession,

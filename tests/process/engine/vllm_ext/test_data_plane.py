@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from areal_lora.engine.vllm_ext.openai_api import ChatBody, CompletionBody
+from areal_lora.engine.vllm_ext.server.openai_api import ChatBody, CompletionBody
 from tests.support.edges import EDGES, RAW, written
 from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer
 from tests.support.sizes import size
@@ -24,7 +24,7 @@ from tests.support.sizes import size
 pytestmark = pytest.mark.slow
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-N_REQUESTS = size(2000, 20_000)
+N_REQUESTS = size(800, 20_000)
 
 
 def ask(server: RunningServer, *bodies: dict[str, Any], path: str = "/v1/completions") -> list[tuple[int, Any]]:

@@ -1,0 +1,165 @@
+"""Attention over packed token trees: the core attention of every layer of both engines, on every device.
+
+Hidden states are packed [t, 1, ...] without padding between sequences. A *segment* is a run of tokens that attends to
+itself causally and to one shared start before it, if it has one (`data.packing`)::
+
+    tokens        p0 p1 p2 | a3 a4 | b3          positions restart in every branch
+    a4 attends    p0 p1 p2   a3 a4
+
+Segments of similar length form a block [m, a] of padded queries and [m, p + a] keys. Only attention sees this
+padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from areal_lora.data.collate import runs
+
+SPREAD = 2  # a block's longest segment, in multiples of its shortest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Tokens [begin, begin + own) of the packed ones, after the shared tokens [start, start + shared)."""
+
+    begin: int
+    own: int
+    start: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Segments of similar length, padded. ``queries`` [m, a] and ``keys`` [m, p + a] are packed token numbers.
+
+    ``mask`` [m, 1, a, p + a] is True where attention is allowed; None for causal attention, which suffices without
+    shared starts: padding follows the tokens of a row. ``kept`` are the numbers of the real queries in m * a.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    mask: Tensor | None
+    kept: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """One micro-batch's attention. ``order`` [t]: the row of each token among the blocks' real queries.
+
+    Padding at the end has the number of the row of zeros behind them.
+    """
+
+    blocks: tuple[Block, ...]
+    order: Tensor
+    positions: Tensor  # [t] int64
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], n_tokens: int, device: torch.device) -> AttentionPlan:
+        """Plan the attention of ``segments`` within ``n_tokens`` packed tokens."""
+        positions = np.zeros(n_tokens, dtype=np.int64)
+        order = np.full(n_tokens, sum(s.own for s in segments), dtype=np.int64)
+        blocks, row = [], 0
+        for group in _similar(segments):
+            blocks.append(_block(group, device))
+            begin, own, shared = np.array([(s.begin, s.own, s.shared) for s in group]).T
+            tokens = runs(begin, own)
+            positions[tokens] = runs(shared, own)
+            order[tokens] = np.arange(row, row + len(tokens))
+            row += len(tokens)
+        return cls(
+            blocks=tuple(blocks),
+            order=torch.from_numpy(order).to(device),
+            positions=torch.from_numpy(positions).to(device),
+        )
+
+
+def _similar(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Group segments with and without a shared start, each by length."""
+    groups: list[list[Segment]] = []
+    for s in sorted(segments, key=lambda s: (s.shared > 0, -s.own, s.begin)):
+        first = groups[-1][0] if groups else None
+        if first is None or (first.shared > 0) != (s.shared > 0) or first.own > SPREAD * s.own:
+            groups.append([])
+        groups[-1].append(s)
+    return groups
+
+
+def _block(group: Sequence[Segment], device: torch.device) -> Block:
+    host = torch.device("cpu")
+    own = torch.tensor([s.own for s in group], device=host)[:, None]
+    begin = torch.tensor([s.begin for s in group], device=host)[:, None]
+    shared = torch.tensor([s.shared for s in group], device=host)[:, None]
+    start = torch.tensor([s.start for s in group], device=host)[:, None]
+    a, p = int(own.max()), int(shared.max())
+    columns, before = torch.arange(a, device=host), torch.arange(p, device=host)
+    real = columns < own  # [m, a]
+    queries = torch.where(real, begin + columns, begin)
+    keys = torch.cat([torch.where(before < shared, start + before, begin), queries], dim=1)
+    mask = None
+    if p:
+        causal = columns[None, :, None] >= columns[None, None, :]
+        visible = (before < shared)[:, None, :].expand(-1, a, -1)
+        mask = torch.cat([visible, causal.expand(len(group), -1, -1)], dim=2)[:, None].to(device)
+    kept = real.reshape(-1).nonzero()[:, 0]
+    return Block(queries=queries.to(device), keys=keys.to(device), mask=mask, kept=kept.to(device))
+
+
+def attend(
+    plan: AttentionPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of every packed token to its own sequence: context [t, h * dv].
+
+    ``query`` [t, h, d], ``key`` [t, g, d], ``value`` [t, g, dv], rotated. ``scale`` is 1 / sqrt(d) by default. With a
+    ``window`` a token sees itself and the ``window - 1`` tokens before it.
+    """
+    heads, n = query.shape[1], query.shape[0]
+    flat = (query.reshape(n, -1), key.reshape(n, -1), value.reshape(n, -1))
+    widths = (query.shape[2], key.shape[2], value.shape[2])
+    parts = [_attend(block, flat, widths, scale, _mask(plan, block, window)) for block in plan.blocks]
+    padding = query.new_zeros(1, heads * widths[2])
+    if not parts:  # also a rank of padding only goes backward through the layer: FSDP's collectives follow that order
+        padding = padding + 0.0 * sum(x[:1].sum() for x in flat)
+    return torch.cat([*parts, padding]).index_select(0, plan.order)
+
+
+def _attend(
+    block: Block,
+    flat: tuple[Tensor, Tensor, Tensor],
+    widths: tuple[int, int, int],
+    scale: float | None,
+    mask: Tensor | None,
+) -> Tensor:
+    queries, keys, values = (
+        x.index_select(0, index.reshape(-1)).view(*index.shape, -1, width).transpose(1, 2)
+        for x, width, index in zip(flat, widths, (block.queries, block.keys, block.keys), strict=True)
+    )
+    out = functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    m, a = block.queries.shape
+    return out.transpose(1, 2).reshape(m * a, -1).index_select(0, block.kept)
+
+
+def _mask(plan: AttentionPlan, block: Block, window: int | None) -> Tensor | None:
+    """``block.mask``, narrowed to a sliding window."""
+    if window is None:
+        return block.mask
+    queries, keys = plan.positions[block.queries], plan.positions[block.keys]
+    near = queries[:, :, None] - keys[:, None, :] < window
+    if block.mask is not None:
+        return block.mask & near[:, None]
+    columns = torch.arange(queries.shape[1], device=queries.device)
+    return (near & (columns[:, None] >= columns))[:, None]
