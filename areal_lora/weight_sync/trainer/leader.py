@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from areal_lora.algorithms.merging import MOST_LOST, CastSums
+from areal_lora.algorithms.merging import MAX_LOST, CastSums
 from areal_lora.config.adapter_run import PROBE_TOLERANCES
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.exchange import Exchange
@@ -333,7 +333,7 @@ class Leader:
         """Score the probe on ``servers``; exclude those that do not answer. Raises a member's ParityError."""
         if job.probe is None:
             return {}
-        lossy = cast is not None and cast.error > MOST_LOST
+        lossy = cast is not None and cast.error > MAX_LOST
         deadline = max(job.budget.deadline, time.monotonic() + self._config.ping_s)
         posts = self._fleet.probe(servers, job.ref, replace(job.probe, lossy=lossy), self._tolerance, deadline)
         results = answers(posts, deadline)
