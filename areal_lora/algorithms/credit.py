@@ -112,7 +112,7 @@ def _by_critic(
     ``rewards`` [N] belong to each sequence's last token, ``cost`` [T] is taken off the tokens' own rewards. What lies
     between two answers of a conversation is no action: the next token that was sampled follows.
     """
-    assert batch.values is not None, "annotate() asks the critic before advantages are computed"
+    assert batch.values is not None, "annotate() scores with the critic before advantages are computed"
     counts = sequence_sums(mask.long(), batch.cu_seqlens)
     ends = counts.cumsum(0)
     per_token = -cost[mask]

@@ -35,7 +35,7 @@ class ReferenceTerms:
 class Algorithm:
     """What a run does with a batch: ``shaping`` and ``advantage`` before learning, ``terms`` in the loss.
 
-    Without ``reference`` the reference is the base. ``critic`` is None where nothing asks for values.
+    Without ``reference`` the reference is the base. ``critic`` is None where nothing needs values.
     """
 
     name: str

@@ -2,7 +2,7 @@
 
 ``adapter_config.json`` and ``adapter_model.safetensors``, whose names are the wire names
 with the prefix ``base_model.model.``. Values are unscaled: the reader applies alpha / rank,
-or what the configuration says instead.
+or what the configuration has instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from areal_lora.checkpoint.peft_config import peft_config
+from areal_lora.checkpoint.safetensors_head import head_of
 from areal_lora.errors import AdapterError
 from areal_lora.families.peft_folder import (
     CONFIG_FILE,
@@ -77,7 +78,11 @@ class PeftWriter:
         self._modules = checked_modules(spec, full)
         if self._target.exists() and not replace:
             raise AdapterError(f"{self._target} exists; adapter folders are written once, choose another name")
-        self._header, offsets = _header(spec, full, dtype)
+        metadata = {"format": "pt", OWN_KEY: msgspec.json.encode(spec).decode()}
+        sizes = (
+            (name, DTYPES[dtype], shape, math.prod(shape) * dtype.itemsize) for name, shape in sorted(full.items())
+        )
+        self._header, offsets = head_of(sizes, metadata)
         self._places = {name: [offsets[FILE_PREFIX + name]] for name in shapes}
         for name, wire in (aliases or {}).items():
             self._places[wire].append(offsets[FILE_PREFIX + name])
@@ -166,20 +171,6 @@ def load_peft(folder: str | os.PathLike[str]) -> tuple[AdapterSpec, dict[str, to
     spec = declared_spec(source, own, full)
     checked_modules(spec, {name: tuple(t.shape) for name, t in full.items()})
     return spec, {wire_name(source, name): t for name, t in full.items()}
-
-
-def _header(spec: AdapterSpec, full: Mapping[str, Shape], dtype: torch.dtype) -> tuple[bytes, dict[str, int]]:
-    """The head of a safetensors file with these tensors back to back by name, and where in the file each begins."""
-    metadata = {"format": "pt", OWN_KEY: msgspec.json.encode(spec).decode()}
-    header: dict[str, object] = {"__metadata__": metadata}
-    offsets, at = {}, 0
-    for name, shape in sorted(full.items()):
-        end = at + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (at, end)}
-        offsets[name], at = at, end
-    text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + at for name, at in offsets.items()}
 
 
 def _fsync(path: Path) -> None:

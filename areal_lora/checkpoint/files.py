@@ -57,7 +57,7 @@ class Disk:
         path.rename(to)
 
     def remove(self, path: Path) -> None:
-        """A folder with all that is in it, or a file. What is gone already is no error."""
+        """A folder with all that is in it, or a file. What is missing already is no error."""
         self.about_to("remove", path)
         if path.is_dir():
             shutil.rmtree(path)

@@ -95,8 +95,8 @@ class _Stack:
         if module in self._first:
             tensor = tensors[target.name]
             _check_size(target, tensor, 0)
-            begin = self._first[module]
-            whole[:, begin : begin + tensor.shape[1]] = (tensor.double() * ratio).float()
+            start = self._first[module]
+            whole[:, start : start + tensor.shape[1]] = (tensor.double() * ratio).float()
         return whole
 
 

@@ -12,19 +12,18 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from areal_lora.algorithms.merging import FLOATS, CastLoss, adapted_weights, merged
+from areal_lora.checkpoint.adapter_io import DTYPES
+from areal_lora.checkpoint.safetensors_head import Entry, head_of, read_head
 from areal_lora.config.snapshot import INDEX_FILE, WEIGHT_FILE, wanted
 from areal_lora.errors import ConfigError, UnknownTensorError
 
 CONFIG_FILE = "config.json"
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +75,6 @@ def write_merged(
     return Merged(weights=len(adapted_weights(adapter)), nbytes=nbytes, dtype=dtype, bfloat16=loss)
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
 def _files(base: Path) -> list[str]:
     try:
         index = json.loads((base / INDEX_FILE).read_text(encoding="utf-8"))
@@ -94,19 +87,16 @@ def _files(base: Path) -> list[str]:
         raise ConfigError(str(base / INDEX_FILE), f"it is no index of tensors: {error!r}") from None
 
 
-def _head(file: Path) -> dict[str, _Entry]:
+def _head(file: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file by name, in the order of their bytes."""
     try:
         with file.open("rb") as f:
-            head = msgspec.json.decode(f.read(int.from_bytes(f.read(8), "little")), type=dict[str, msgspec.Raw])
-        head.pop("__metadata__", None)
-        found = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in head.items()}
-    except (OSError, msgspec.MsgspecError, MemoryError, OverflowError) as error:
+            return read_head(f)[0]
+    except (OSError, ValueError) as error:
         raise ConfigError(str(file), f"it is no safetensors file: {error}") from None
-    return dict(sorted(found.items(), key=lambda item: item[1].data_offsets))
 
 
-def _tensors(file: Path, head: Mapping[str, _Entry]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(file: Path, head: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as opened:
             for name in head:
@@ -116,25 +106,21 @@ def _tensors(file: Path, head: Mapping[str, _Entry]) -> Iterator[tuple[str, Tens
 
 
 def _write(
-    file: Path, head: Mapping[str, _Entry], tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None
+    file: Path, head: Mapping[str, Entry], tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None
 ) -> int:
     """Write the tensors behind one another; returns their bytes."""
-    floats = {_NAMES[each] for each in FLOATS}
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    cast = {} if dtype is None else {DTYPES[each]: (DTYPES[dtype], dtype.itemsize) for each in FLOATS}
+    written = []
     for name, entry in head.items():
-        size, kind = entry.data_offsets[1] - entry.data_offsets[0], entry.dtype
-        if dtype is not None and kind in floats:
-            size, kind = math.prod(entry.shape) * dtype.itemsize, _NAMES[dtype]
-        entries[name] = {"dtype": kind, "shape": entry.shape, "data_offsets": (at, at + size)}
-        at += size
-    text = msgspec.json.encode(entries)
-    text += b" " * (-len(text) % 8)
+        kind, size = entry.dtype, entry.nbytes
+        if kind in cast:
+            kind, size = cast[kind][0], math.prod(entry.shape) * cast[kind][1]
+        written.append((name, kind, entry.shape, size))
     with file.open("xb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
+        f.write(head_of(written, {"format": "pt"})[0])
         for _, tensor in tensors:
             f.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
-    return at
+    return sum(size for *_, size in written)
 
 
 def _copy_rest(base: Path, out: Path, dtype: torch.dtype | None, nbytes: int) -> None:

@@ -160,7 +160,7 @@ def _vanished(root: Path) -> list[Broken]:
         return [Broken(path=root / NEWEST_FILE, reason=f"it does not name a version: {e}")] if versions_in(root) else []
     if version <= max(versions_in(root), default=-1):
         return []
-    return [Broken(path=version_folder(root, version), reason="it was written and its folder is gone")]
+    return [Broken(path=version_folder(root, version), reason="it was written and its folder is missing")]
 
 
 def verify(folder: Path, ref: AdapterRef) -> Manifest:

@@ -3,7 +3,7 @@
 main thread                     saver thread of every rank
 copy the state
 save ------------------------>  files -> fsync -> manifest -> rename -> fsync      `Store`
-publish ...                     durable: the publish of this version may begin
+publish ...                     durable: the publish of this version may start
 next batch ...                  rank 0: commit the step, delete old checkpoints
 join before the next learn <--  ended
 
@@ -36,7 +36,7 @@ log = get_logger(__name__)
 class Save:
     """One checkpoint in progress at one rank, of the adapter after ``step`` optimizer steps.
 
-    ``label`` is that of a client's saved state, empty for a checkpoint. ``reason`` says why it has ``failed``.
+    ``label`` is that of a client's saved state, empty for a checkpoint. ``reason`` is that of a ``failed`` one.
     ``ended_s`` is time.monotonic.
     """
 
@@ -160,12 +160,12 @@ class Saver:
             return
         self._committed(job.ref)
         try:
-            gone = self._store.delete_old(snapshot, self._config)
+            deleted = self._store.delete_old(snapshot, self._config)
         except OSError as e:
             log.warning("old checkpoints of %s could not be deleted: %s: %s", adapter, e.filename, e.strerror)
         else:
-            if gone:
-                log.debug("deleted checkpoints of %s: %s", adapter, gone)
+            if deleted:
+                log.debug("deleted checkpoints of %s: %s", adapter, deleted)
 
 
 def _wait(event: threading.Event, what: str) -> None:

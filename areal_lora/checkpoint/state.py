@@ -8,18 +8,17 @@ A checkpoint never contains the base model (contract C11): the manifest has its 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
+from areal_lora.checkpoint.safetensors_head import head_of, read_head
 from areal_lora.errors import CheckpointError
 from areal_lora.types import AdapterSpec
 
@@ -122,7 +121,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     snapshot after the step that produced this version is consumed. ``evaluations`` are the known held-out
     evaluations by version, ``awaited`` the earlier versions with a pending evaluation. ``written_s`` is Unix time.
     ``kl_scale`` is the factor of the KL coefficient (`TrainingState`). ``companions`` are by role, which their files
-    begin with (`files_of`).
+    start with (`files_of`).
     """
 
     format: int = FORMAT
@@ -149,8 +148,8 @@ def rank_file(rank: int, role: str = "") -> str:
 
 def files_of(manifest: Manifest, role: str = "") -> list[FileEntry]:
     """The files of the adapter itself, or of its companion in ``role``."""
-    begin = f"{role}-rank-" if role else "rank-"
-    return [entry for entry in manifest.files if entry.name.startswith(begin)]
+    prefix = f"{role}-rank-" if role else "rank-"
+    return [entry for entry in manifest.files if entry.name.startswith(prefix)]
 
 
 class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -186,19 +185,12 @@ def decode_manifest(data: bytes) -> Manifest:
 
 def file_parts(state: AdapterState) -> list[bytes | memoryview]:
     """Return the content of a rank's file without copying the tensors: the header, then one buffer per part."""
-    header: dict[str, Any] = {}
-    at = 0
     kept = [part for part in PARTS if part in state.parts]
-    for part in kept:
-        for name, shape in state.shapes.items():
-            end = at + 4 * math.prod(shape)
-            header[f"{part}/{name}"] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, end]}
-            at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    sizes = [(name, shape, 4 * math.prod(shape)) for name, shape in state.shapes.items()]
+    head, _ = head_of((f"{part}/{name}", "F32", shape, size) for part in kept for name, shape, size in sizes)
     # memoryview cannot cast an empty array to bytes.
     flats = [state.parts[part] for part in kept if state.parts[part].size]
-    return [len(text).to_bytes(8, "little") + text, *(f.data.cast("B") for f in flats)]
+    return [head, *(f.data.cast("B") for f in flats)]
 
 
 def read_files(paths: Sequence[Path]) -> dict[str, dict[str, np.ndarray]]:
@@ -210,17 +202,16 @@ def read_files(paths: Sequence[Path]) -> dict[str, dict[str, np.ndarray]]:
     for path in paths:
         try:
             with path.open("rb") as file:
+                entries, start = read_head(file)
                 # A private writable mapping: no code writes to it, but torch warns about read-only memory.
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            length = int.from_bytes(data[:8], "little")
-            header = json.loads(data[8 : 8 + length])
-            for key, entry in header.items():
+            for key, entry in entries.items():
                 part, _, name = key.partition("/")
-                begin, end = entry["data_offsets"]
                 if name in found[part]:
                     raise CheckpointError(f"{path}: {key} is in another file, too")
-                flat = np.frombuffer(data, dtype=np.float32, count=(end - begin) // 4, offset=8 + length + begin)
-                found[part][name] = flat.reshape(entry["shape"])
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+                place = start + entry.data_offsets[0]
+                flat = np.frombuffer(data, dtype=np.float32, count=entry.nbytes // 4, offset=place)
+                found[part][name] = flat.reshape(entry.shape)
+        except (ValueError, KeyError) as e:
             raise CheckpointError(f"{path} is not a file of a checkpoint: {e!r}") from e
     return found

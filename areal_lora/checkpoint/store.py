@@ -222,10 +222,10 @@ class Store:
             if len(sound) == config.keep_last:
                 break
         manifest = snapshot.manifest
-        gone = plan_deletions(present, sound, config, manifest.evaluations, manifest.awaited)
-        for version in gone:
+        old = plan_deletions(present, sound, config, manifest.evaluations, manifest.awaited)
+        for version in old:
             self._disk.remove(version_folder(root, version))
-        return gone
+        return old
 
 
 def plan_deletions(

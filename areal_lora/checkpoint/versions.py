@@ -95,16 +95,16 @@ def saved_version(folder: RunFolder, config: Config, adapter: str, label: str) -
     """What a client saved of ``adapter`` under ``label``. Raises CheckpointError, without the path."""
     path = folder.saved_state(adapter, label)
     try:
-        said = decode_manifest((path / MANIFEST_FILE).read_bytes())
+        manifest = decode_manifest((path / MANIFEST_FILE).read_bytes())
     except OSError as error:
         raise CheckpointError(f"{MANIFEST_FILE}: {error.strerror}") from error
-    ref = AdapterRef(name=said.spec.name, version=said.version)
+    ref = AdapterRef(name=manifest.spec.name, version=manifest.version)
     return Version(
         ref=ref,
         path=path,
         manifest=verify(path, ref),
-        aliases=aliases_of(read_shape(Path(config.model.folder)), said.spec),
-        base=said.spec.base_model,
+        aliases=aliases_of(read_shape(Path(config.model.folder)), manifest.spec),
+        base=manifest.spec.base_model,
         revision=config.model.commit,
     )
 

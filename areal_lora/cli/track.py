@@ -40,8 +40,8 @@ def track(
     folder = find_run(run)
     config = recorded_config(folder)
 
-    from areal_lora.obs.tracking.following import follow as send
-    from areal_lora.obs.tracking.following import only_one
+    from areal_lora.obs.tracking.follower import follow as send
+    from areal_lora.obs.tracking.follower import only_one
 
     with only_one(folder, "wandb" if wandb is not None else "mlflow"):
         tracker = _tracker(folder, config, wandb, entity, mlflow, experiment, name)

@@ -42,7 +42,7 @@ ADAPTER = (
     Fixed(path="exclude_modules", why="it names the trained tensors"),
     Fixed(path="expert_layout", why="it names the trained tensors"),
     Fixed(path="dropout", why="it is part of what the adapter is declared as"),
-    Fixed(path="init_from", why="the run has begun with it"),
+    Fixed(path="init_from", why="the run has started with it"),
     Fixed(path="task", why="it fixes which prompt is which"),
 )
 _SIZE_OF_EVAL = {"n_eval", "eval"}

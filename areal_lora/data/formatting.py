@@ -1,6 +1,6 @@
 """Write prompts and replies as the tokens that the model continues. All workflows and evaluations use this code.
 
-A plain prompt is tokenized with the tokenizer's own begin of sequence. A chat prompt is written by the tokenizer's
+A plain prompt is tokenized with the tokenizer's own start of sequence. A chat prompt is written by the tokenizer's
 chat template, which contains all special tokens, so none are added.
 """
 
@@ -33,7 +33,7 @@ class Formatter:
 
     @property
     def prefill(self) -> str:
-        """Text with which each answer begins; part of the prompt's tokens."""
+        """Text with which each answer starts; part of the prompt's tokens."""
         return self.how.prefill
 
     def text(self, sample: Sample) -> str:
@@ -75,11 +75,11 @@ class Formatter:
         return [*ids, *(after[:1] or [self.tokenizer.eos_token_id])]
 
     def without_end(self, ids: list[int], answer_ids: list[int]) -> list[int]:
-        """Drop the end of turn with which ``ids`` begins where the model has sampled it."""
+        """Drop the end of turn with which ``ids`` starts where the model has sampled it."""
         return ids[1:] if answer_ids and ids and ids[0] == answer_ids[-1] else ids
 
     def chat(self, messages: list[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = (), last: bool) -> str:
-        """The chat template's text of ``messages``, with the begin of the assistant's turn if they are ``last``.
+        """The chat template's text of ``messages``, with the start of the assistant's turn if they are ``last``.
 
         Raises ConfigError for messages that the template refuses.
         """

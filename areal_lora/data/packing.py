@@ -1,6 +1,6 @@
 """Cut a packed batch into micro-batches that compute each common start of sequences once.
 
-The answers to one prompt begin with the same tokens. A causal model gives these tokens the same activations in
+The answers to one prompt start with the same tokens. A causal model gives these tokens the same activations in
 every answer, so one copy serves all of them: a *tree* has a shared start and one branch per sequence::
 
     sequences          p p p a a      p p p b        (9 tokens)

@@ -51,8 +51,7 @@ def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
     from areal_lora.platforms.device import own_device
     from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
     from areal_lora.trainer.adapter import build_adapter, probe_rows
-    from areal_lora.trainer.payload import outgoing_payload
-    from areal_lora.trainer.publishing import AdapterPublishing
+    from areal_lora.trainer.versions.publishing import AdapterPublishing
     from areal_lora.weight_sync.trainer.leader import Leader
     from areal_lora.weight_sync.trainer.membership import RendezvousWatch
     from areal_lora.weight_sync.trainer.publisher import Publisher
@@ -95,7 +94,7 @@ def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
         device=device,
     )
     reports: list[PublishReport] = []
-    publishing = AdapterPublishing(engine, publisher, outgoing_payload(config, engine), reports.append)
+    publishing = AdapterPublishing(engine, publisher, config.rollout.adapter_mode, reports.append)
     publishing.publish(adapter, 0, None)
     publishing.join(adapter.name)
     publishing.close()

@@ -18,6 +18,8 @@ def check_patterns(shape: ModelShape, spec: AdapterSpec) -> None:
     q, k and v (gate and up) have one lora_A, and the experts of a layer are computed together. The error's path is the
     name of the wrong key.
     """
+    if not spec.rank_pattern and not spec.alpha_pattern:
+        return
     layers = [
         [name for key in _experts(shape, first) for name in _modules(shape, key)]
         for first in linear_sites(shape)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Scope, covers
@@ -165,7 +166,8 @@ def _unknown(key: str, pattern: str, parts: Sequence[_Projection]) -> ConfigErro
     return ConfigError(key, f"{pattern!r} matches no module of the model", f"the model has {known}")
 
 
-def _projections(shape: ModelShape) -> list[_Projection]:
+@lru_cache(maxsize=8)
+def _projections(shape: ModelShape) -> tuple[_Projection, ...]:
     """Every adaptable projection of the model, with all its names."""
     paths: dict[tuple[Scope, str, str], list[tuple[str, str]]] = {}
     sizes: dict[tuple[Scope, str, str], tuple[int, int]] = {}
@@ -175,12 +177,12 @@ def _projections(shape: ModelShape) -> list[_Projection]:
             group = (key.scope, key.linear, piece.name.rpartition(".")[2])
             paths.setdefault(group, []).append((piece.name, megatron))
             sizes[group] = (piece.in_features, piece.out_features)
-    return [
+    return tuple(
         _Projection(scope=scope, linear=linear, leaf=leaf, sizes=sizes[scope, linear, leaf], paths=tuple(found))
         for (scope, linear, leaf), found in sorted(
             paths.items(), key=lambda group: (_SCOPES.index(group[0][0]), _order(group[0][1]))
         )
-    ]
+    )
 
 
 def _order(linear: str) -> int:

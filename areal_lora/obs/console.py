@@ -140,7 +140,7 @@ class LiveConsole:
             self._live = None
 
     def _read_new(self) -> list[Record]:
-        """New records; none where they cannot be read, which is said once in a row."""
+        """New records; none where they cannot be read, which is printed once in a row."""
         try:
             records, problem = self._tail.read_new(), ""
         except OSError as error:
@@ -154,9 +154,9 @@ class LiveConsole:
 
     def _print_plain(self, records: list[Record], problems: list[list[str]], statuses: dict[str, str]) -> None:
         if not self.view.steps or self._clock() - self._changed > QUIET_S:
-            for who, text in statuses.items():
-                if self._statuses.get(who) != text:
-                    self._line(f"{who}: {text}")
+            for process, text in statuses.items():
+                if self._statuses.get(process) != text:
+                    self._line(f"{process}: {text}")
         self._statuses = statuses
         for record, found in zip(records, problems, strict=True):
             line = self._plain_line(record)
@@ -248,8 +248,8 @@ class LiveConsole:
 
     def _status_table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
-        for who, text in self._statuses.items():
-            table.add_row(Text(who, style="cyan"), Text(text))
+        for process, text in self._statuses.items():
+            table.add_row(Text(process, style="cyan"), Text(text))
         return table if self._statuses else Text("starting processes", style="dim")
 
 

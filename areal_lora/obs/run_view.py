@@ -118,12 +118,12 @@ class AdapterView:
 
     @property
     def reason(self) -> str:
-        """Why it is in its state; empty where the state says it all."""
+        """Why it is in its state; empty where the state explains itself."""
         return self._recorded.reason if self._recorded else ""
 
     @property
     def place(self) -> str:
-        """``3/8``: steps made, of all; only the first where a client decides, or no record says."""
+        """``3/8``: steps made, of all; only the first where a client decides, or no record has it."""
         return counted(self.steps_done, self.total)
 
     @property
@@ -163,7 +163,7 @@ class RunView:
         return (self.only if not name else None) or self.adapters.setdefault(name, AdapterView(None))
 
     def prefix(self, name: str) -> str:
-        """What begins a line about the adapter: nothing where the run has one."""
+        """The start of a line about the adapter: nothing where the run has one."""
         return "" if self.only else f"{name}: "
 
     def add(self, record: Record) -> list[str]:

@@ -146,6 +146,6 @@ def probe_rows(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer)
         vocabulary = ModelShape.from_hf(read_hf_config(Path(config.model.folder))).vocab
         choose = random.Random(0)
         return [[choose.randrange(vocabulary) for _ in range(tokens)] for _ in range(PROBE_SEQUENCES)]
-    # Without the chat template: sequences that begin with one system prompt would test the same tokens.
+    # Without the chat template: sequences that start with one system prompt would test the same tokens.
     samples = load_samples(adapter.task, "eval")[:PROBE_SEQUENCES]
     return [tokenizer.encode(s.prompt + s.gold, add_special_tokens=False)[:tokens] for s in samples]

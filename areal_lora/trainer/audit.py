@@ -3,7 +3,7 @@
 At any staleness the server's scores and the recorded log-probabilities come from the same weights. They must agree in
 every step, also in one without fresh tokens. The audit compares the batch as the trainer holds it::
 
-    step k    begin: choose excerpts ----> thread: ask a server that holds their version
+    step k    start: choose excerpts ----> thread: query a server that holds their version
               annotate, learn              compare
               collect: finished audits; an unfinished one is collected in step k + 1
 
@@ -81,10 +81,10 @@ def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS
     found: list[Excerpt] = []
     left = SEQUENCES
     for sequence in order:
-        begin, end = bounds[sequence], min(bounds[sequence + 1], bounds[sequence] + max_tokens)
-        versions = batch.versions[begin:end].tolist()
-        mask = batch.loss_mask[begin:end].tolist()
-        tokens, recorded = batch.token_ids[begin:end].tolist(), batch.rollout_logprobs[begin:end].tolist()
+        start, end = bounds[sequence], min(bounds[sequence + 1], bounds[sequence] + max_tokens)
+        versions = batch.versions[start:end].tolist()
+        mask = batch.loss_mask[start:end].tolist()
+        tokens, recorded = batch.token_ids[start:end].tolist(), batch.rollout_logprobs[start:end].tolist()
         for version in sorted({v for v, on in zip(versions, mask, strict=True) if on}):
             at = [t for t, (v, on) in enumerate(zip(versions, mask, strict=True)) if on and v == version]
             found.append(
@@ -188,7 +188,7 @@ class Auditor:
         self._ended: list[Audit] = []
         self._silent_steps = 0
 
-    def begin(self, name: str, batch: TrainBatch, seed: int, temperature: float) -> None:
+    def start(self, name: str, batch: TrainBatch, seed: int, temperature: float) -> None:
         """Start the audit of ``batch``, sampled at ``temperature``, unless the previous audit is still running."""
         self._take(wait=False)
         if self._running is not None:
@@ -228,18 +228,18 @@ class Auditor:
         self._ended.append(replace(audit, silent_steps=self._silent_steps))
 
     def _audit(self, name: str, excerpts: Sequence[Excerpt], temperature: float) -> Audit:
-        began = time.monotonic()
+        started_s = time.monotonic()
         try:
-            ended = self._compared(excerpts, temperature, began + self._timeout_s)
+            ended = self._compared(excerpts, temperature, started_s + self._timeout_s)
         except Exception as error:  # fault boundary: a comparison that fails is none, and ends no training step
             log.exception("the audit of a batch of %s", name)
             ended = Audit(missing=f"{type(error).__name__}: {error}")
-        return replace(ended, adapter=name, took_s=time.monotonic() - began)
+        return replace(ended, adapter=name, took_s=time.monotonic() - started_s)
 
     def _compared(self, excerpts: Sequence[Excerpt], temperature: float, deadline: float) -> Audit:
         servers = self.servers
-        for gone in self._clients.keys() - set(servers):
-            self._clients.pop(gone).close()
+        for left in self._clients.keys() - set(servers):
+            self._clients.pop(left).close()
 
         def score(ref: AdapterRef, token_ids: list[list[int]]) -> list[list[float]]:
             reasons = []
@@ -253,6 +253,6 @@ class Auditor:
                     return client.score(str(ref), token_ids, left_s, temperature)
                 except PublishError as e:
                     reasons.append(str(e))
-            raise PublishError("; ".join(reasons) or f"no server could be asked within {self._timeout_s:g} s")
+            raise PublishError("; ".join(reasons) or f"no server could be queried within {self._timeout_s:g} s")
 
         return audit(excerpts, score, self._limit)

@@ -34,18 +34,17 @@ from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secre
 from areal_lora.run_folder.status import LoadingServers, set_status
 from areal_lora.trainer.adapter import ControllerState, Restored, TokenRows, TrainingState, build_adapter, probe_rows
 from areal_lora.trainer.audit import Auditor
-from areal_lora.trainer.checkpointing import Checkpointing, resume
-from areal_lora.trainer.clients import Clients
+from areal_lora.trainer.clients.link import Clients
+from areal_lora.trainer.clients.passes import Limits
+from areal_lora.trainer.clients.saved_states import tidy_states
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
-from areal_lora.trainer.newcomers import newcomers
-from areal_lora.trainer.passes import Limits
-from areal_lora.trainer.payload import outgoing_payload
-from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.saved_states import tidy_states
+from areal_lora.trainer.roster.desired import desired_view
 from areal_lora.trainer.state import Rank0, Trainer
 from areal_lora.trainer.turns import Turns
+from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
+from areal_lora.trainer.versions.publishing import AdapterPublishing
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
@@ -104,7 +103,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
         states=states,
         checkpointing=Checkpointing(config, engine, saver, versions),
         publishing=AdapterPublishing(
-            engine, publisher, outgoing_payload(config, engine), on_report, rank_0.recorder.members if rank_0 else None
+            engine, publisher, config.rollout.adapter_mode, on_report, rank_0.recorder.members if rank_0 else None
         ),
         control=control,
         rank_0=rank_0,
@@ -164,7 +163,7 @@ def _rank_0(
         recorder=recorder,
         auditor=auditor,
         turns=Turns({name: state.adapter.run.weight for name, state in states.items()}),
-        newcomers=newcomers(config, run_folder) if config.service else None,
+        desired=desired_view(config, run_folder) if config.service else None,
         clients=clients,
     )
 
@@ -185,7 +184,7 @@ def _clients(config: Config, run_folder: RunFolder, engine: TrainEngine) -> Clie
 def _commit(client: ControllerClient, clients: Clients | None, ref: AdapterRef) -> None:
     """Commit the step that produced ``ref``; the checkpoint of ``ref`` is durable. No step produces version 0.
 
-    The controller has nothing of an adapter that a client drives: the client hears it.
+    The controller has nothing of an adapter that a client drives: the client receives it.
     """
     if clients and ref.name in clients.known:
         clients.durable(ref)
@@ -197,7 +196,7 @@ def _commit(client: ControllerClient, clients: Clients | None, ref: AdapterRef) 
 def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, rank_0: Rank0) -> Leader:
     """Build rank 0's publish role, which announces to the controller the servers of each active version.
 
-    The controller has nothing of an adapter that a client drives: the client hears it.
+    The controller has nothing of an adapter that a client drives: the client receives it.
     """
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
@@ -212,8 +211,8 @@ def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, ran
         reached("trainer.published")
 
     def waits(ref: AdapterRef, held: str) -> None:
-        said = f"{ref} waits for an adapter slot: {held}" if held else f"{ref} has an adapter slot"
-        set_status(run_folder, "trainer", 0, said)
+        text = f"{ref} waits for an adapter slot: {held}" if held else f"{ref} has an adapter slot"
+        set_status(run_folder, "trainer", 0, text)
 
     servers = LoadingServers(run_folder)
 

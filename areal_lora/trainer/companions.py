@@ -7,7 +7,8 @@
     math/reference   a frozen copy of an earlier version of math
 
 Both are adapters of the same base, which is held once. Their state is in the checkpoints of the adapter that they
-belong to. A ``/`` is in no name that a configuration can give.
+belong to. A ``/`` is in no name that a configuration can give. In a training step the critic takes one optimizer step
+on each minibatch (`improve`), on values and returns of `learn.annotate`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import Tensor
+
+from areal_lora.algorithms.losses import value_loss
+from areal_lora.algorithms.reduce import Reduction, denominator, spread, token_weights
+from areal_lora.algorithms.registry import CriticTerms
 from areal_lora.checkpoint.state import AdapterState, Companion, Manifest, files_of, read_files
 from areal_lora.config.models import AdapterConfig, OptimizerConfig
-from areal_lora.engine.base import TrainEngine
+from areal_lora.engine.base import LossFn, LossSums, MicroBatch, TrainEngine
 from areal_lora.errors import ConfigError
 from areal_lora.processes.log import get_logger
 from areal_lora.trainer.adapter import Adapter
-from areal_lora.types import AdapterSpec
+from areal_lora.types import AdapterSpec, TrainBatch
 
 CRITIC, REFERENCE = "critic", "reference"
 RATE = 10.0
@@ -45,7 +51,7 @@ class Critic:
 
 
 def critic_of(adapter: Adapter) -> Critic | None:
-    """The critic that the adapter's algorithm asks for; None if it asks for none.
+    """The critic of the adapter's algorithm; None if it has none.
 
     One of another rank has it, and the scale of the adapter, at all modules: patterns are for the adapter's own rank.
     """
@@ -66,7 +72,7 @@ def reference_of(adapter: Adapter) -> str | None:
     return f"{adapter.name}/{REFERENCE}" if adapter.algorithm.reference else None
 
 
-def begin(engine: TrainEngine, adapter: Adapter, seed: int) -> None:
+def start(engine: TrainEngine, adapter: Adapter, seed: int) -> None:
     """Make the companions of ``adapter`` resident: a new critic, its present weights as the reference."""
     if critic := critic_of(adapter):
         engine.add_adapter(critic.spec, critic.optimizer, seed)
@@ -101,7 +107,7 @@ def described(engine: TrainEngine, adapter: Adapter, found: dict[str, AdapterSta
 def load(engine: TrainEngine, adapter: Adapter, manifest: Manifest, folder: Path) -> None:
     """Restore the companions, which are resident, from a checkpoint.
 
-    A critic that the checkpoint does not have begins as a new one. Raises ConfigError for one of another shape, and
+    A critic that the checkpoint does not have starts as a new one. Raises ConfigError for one of another shape, and
     for a reference that the checkpoint does not have: its version cannot be known any more.
     """
     for role, name in resident(adapter).items():
@@ -109,7 +115,7 @@ def load(engine: TrainEngine, adapter: Adapter, manifest: Manifest, folder: Path
         if kept is None and role == REFERENCE:
             raise ConfigError(
                 "algorithm.reference",
-                f"{folder} was written without a reference, and the version that the run began with is gone",
+                f"{folder} was written without a reference, and the version at the start of the run is not known",
                 "set it to base, choose another run.name, or start over with --fresh",
             )
         if kept is None:
@@ -124,3 +130,45 @@ def load(engine: TrainEngine, adapter: Adapter, manifest: Manifest, folder: Path
                 "set it back, choose another run.name, or start over with --fresh",
             )
         engine.load_state(name, read_files([folder / entry.name for entry in files_of(manifest, role)]), kept.step)
+
+
+def make_value_loss(terms: CriticTerms, reduction: Reduction) -> LossFn:
+    """Build the critic's objective for the engine. Given answers have no share in it."""
+
+    def loss(micro: MicroBatch, values: Tensor, entropy: Tensor | None) -> LossSums:
+        assert micro.values is not None, "annotate() comes before learning"
+        assert micro.returns is not None, "annotate() comes before learning"
+        sums = value_loss(
+            terms.clip,
+            values=values,
+            before=micro.values,
+            returns=micro.returns,
+            weights=token_weights(_sampled(micro), micro.cu_seqlens, reduction),
+        )
+        return LossSums(loss=sums.loss, stats=sums.stats)
+
+    return loss
+
+
+def improve(engine: TrainEngine, adapter: Adapter, minibatch: TrainBatch, lr: float) -> dict[str, float]:
+    """Take one optimizer step of the adapter's critic, if it has one. Collective. Returns sums, see `value_loss`.
+
+    ``lr`` is the policy's. Without a sampled token nothing happens: momentum alone would move the critic.
+    """
+    critic, terms, config = critic_of(adapter), adapter.algorithm.critic, adapter.config
+    sampled = _sampled(minibatch)
+    if critic is None or terms is None or not bool(sampled.any()):
+        return {}
+    reduction = config.algorithm.reduction
+    own = replace(minibatch, adapters=(critic.name,) * minibatch.n_sequences)
+    sums = engine.forward_backward(own, make_value_loss(terms, reduction))
+    n_sequences = int((~minibatch.given).sum())
+    divisor = denominator(sampled, n_sequences, reduction, config.sampling.max_new_tokens)
+    stats = engine.optim_step(critic.name, divisor, lr * critic.rate).values
+    named = {name: value for name, value in sums.items() if name != "loss"}
+    return named | {"value_steps": 1.0, "value_grad_norms": stats["grad_norm"], "value_skipped": stats["skipped"]}
+
+
+def _sampled(batch: TrainBatch) -> Tensor:
+    """[T] bool: the mask without given answers."""
+    return batch.loss_mask & ~spread(batch.given, batch.cu_seqlens)

@@ -1,7 +1,7 @@
 """Rank 0's link to the rollout controller: batches, evaluations, and what a checkpoint keeps of both.
 
 next_work          a batch and its ledger snapshot, the end of an adapter, evaluations that finished meanwhile
-evaluate_if_due    requests an evaluation, which begins when the version is active
+evaluate_if_due    requests an evaluation, which starts when the version is active
 state              -> `ControllerState` of an adapter, for its checkpoint
 """
 
@@ -91,19 +91,19 @@ class ControllerLink:
         """Wait for a batch of the first of ``wanted`` that has one, consumed at that version.
 
         Or until an adapter of ``draining`` has no evaluation pending, rollouts of a wanted one fail, or there is an
-        ``interruption``, asked for every ``wait_s``. Evaluations that finish meanwhile are recorded.
+        ``interruption``, which is called every ``wait_s``. Evaluations that finish meanwhile are recorded.
         """
-        asked = [m.Wanted(adapter=ref.name, step=ref.version, version=ref.version) for ref in wanted]
+        requests = [m.Wanted(adapter=ref.name, step=ref.version, version=ref.version) for ref in wanted]
         lines = WaitingLines()
-        said = ""
+        shown = ""
         while True:
             drained = next((name for name in draining if not self._evals[name].pending), None)
             if drained is not None:
                 return Drained(adapter=drained)
-            if (waiting := self._waiting(wanted, draining)) != said:
-                said = waiting
+            if (waiting := self._waiting(wanted, draining)) != shown:
+                shown = waiting
                 self._recorder.status(waiting)
-            reply = self._client.poll(asked, wait_s)
+            reply = self._client.poll(requests, wait_s)
             self.record_evals(self._client.take_events())
             if isinstance(reply, m.Batch):
                 return self._received(reply)
@@ -135,7 +135,7 @@ class ControllerLink:
         return TrainOn(adapter=ref.name, groups=list(batch.groups))
 
     def join(self, adapter: Adapter, version: int, kept: ControllerState) -> str:
-        """The controller begins to roll out for ``adapter`` at ``version``; returns why it cannot, or nothing."""
+        """The controller starts to roll out for ``adapter`` at ``version``; returns why it cannot, or nothing."""
         problem = self._client.join(adapter.name, adapter.config.model_dump_json().encode(), version, kept.ledger)
         if not problem:
             self._runs[adapter.name] = adapter.run

@@ -19,8 +19,7 @@ from areal_lora.engine.base import LossFn, LossSums, MicroBatch, TrainEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.processes.log import get_logger
 from areal_lora.trainer.adapter import Adapter, TrainingState
-from areal_lora.trainer.companions import critic_of, reference_of, renew
-from areal_lora.trainer.critic import improve
+from areal_lora.trainer.companions import critic_of, improve, reference_of, renew
 from areal_lora.types import TrainBatch
 
 ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2}

@@ -11,8 +11,8 @@
 
 Step k is consumed once the checkpoint of version k + 1 is durable; a crash repeats at most one step (C9). With several
 adapters the same line is run for whichever has a batch and whose turn it is (`turns`); a fault of one of them ends
-that one (`containment`). Between two steps adapters may join, pause and leave (`joining`), and clients drive adapters
-of their own with the same verbs (`operating`).
+that one (`fault_isolation`). Between two steps adapters may join, pause and leave (`joining`), and clients drive their
+adapters with the same verbs (`operating`).
 """
 
 from __future__ import annotations
@@ -23,24 +23,35 @@ from functools import partial
 from areal_lora.errors import AdapterRolloutError
 from areal_lora.processes.faults import reached
 from areal_lora.trainer.adapter import TrainingState
-from areal_lora.trainer.containment import contained, enter, first_failure, leave
-from areal_lora.trainer.joining import delete, join, pause, roll
-from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
-from areal_lora.trainer.operating import conclude, operate
-from areal_lora.trainer.peft import export_adapter
-from areal_lora.trainer.state import Trainer
-from areal_lora.trainer.waits import (
+from areal_lora.trainer.collective.fault_isolation import contained, enter, first_failure, leave
+from areal_lora.trainer.collective.joining import delete, join, next_change, pause
+from areal_lora.trainer.collective.next_work import next_work
+from areal_lora.trainer.collective.operating import conclude, operate
+from areal_lora.trainer.collective.waits import (
     batch_of,
-    begin_audit,
     collect_audit,
     controller_state,
     join_checkpoint,
     join_last,
     join_publish,
     make_durable,
-    next_work,
+    start_audit,
 )
-from areal_lora.trainer.work import Concludes, Drained, Faulted, Joins, Leaves, Operates, Pauses, TrainOn, Unpublished
+from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
+from areal_lora.trainer.state import Trainer
+from areal_lora.trainer.versions.peft import export_adapter
+from areal_lora.trainer.work import (
+    Concludes,
+    Drained,
+    Faulted,
+    Join,
+    Leave,
+    Operates,
+    Pause,
+    Resume,
+    TrainOn,
+    Unpublished,
+)
 from areal_lora.types import AdapterPhase, AdapterRef, TrajectoryGroup
 
 
@@ -50,17 +61,17 @@ def train(trainer: Trainer) -> None:
     Raises the error of the first adapter that failed, once the others are done.
     """
     for state in list(trainer.states.values()):
-        begin(trainer, state)
+        start(trainer, state)
     began_s = time.perf_counter()
-    while (work := next_work(trainer, partial(roll, trainer))) is not None:
+    while (work := next_work(trainer, partial(next_change, trainer))) is not None:
         match work:
-            case Joins():
-                if (newcomer := join(trainer, work)) is not None:
-                    begin(trainer, newcomer)
-            case Leaves(adapter=name):
+            case Join():
+                if (joined := join(trainer, work)) is not None:
+                    start(trainer, joined)
+            case Leave(adapter=name):
                 delete(trainer, trainer.states[name])
-            case Pauses(adapter=name, paused=paused):
-                pause(trainer, trainer.states[name], paused)
+            case Pause(adapter=name) | Resume(adapter=name):
+                pause(trainer, trainer.states[name], isinstance(work, Pause))
             case Operates(adapter=name):
                 operate(trainer, trainer.states[name], work)
             case Concludes(adapter=name, publish=publish):
@@ -72,8 +83,8 @@ def train(trainer: Trainer) -> None:
     end(trainer)
 
 
-def begin(trainer: Trainer, state: TrainingState) -> None:
-    """Publish the version that the adapter begins with; from then on it is active, or drains."""
+def start(trainer: Trainer, state: TrainingState) -> None:
+    """Publish the version that the adapter starts with; from then on it is active, or drains."""
     with contained(trainer, state):
         rerequest_evals(trainer, state)
         save_and_publish(trainer, state)
@@ -98,11 +109,11 @@ def carry_out(trainer: Trainer, state: TrainingState, work: TrainOn | Drained | 
 
 
 def train_step(trainer: Trainer, state: TrainingState, groups: list[TrajectoryGroup]) -> None:
-    """Consume one batch, make the adapter's next version, begin its checkpoint and its publish."""
+    """Consume one batch, make the adapter's next version, start its checkpoint and its publish."""
     adapter, spans = state.tuned, trainer.spans[state.name]
     batch, histogram = batch_of(state, groups)
     reached("trainer.batch_received")
-    begin_audit(trainer, state, batch)
+    start_audit(trainer, state, batch)
     with spans.span("annotate"):
         batch = annotate(trainer.engine, adapter, batch)
     reached("trainer.annotated")
@@ -144,7 +155,7 @@ def end(trainer: Trainer) -> None:
 
 
 def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
-    """Begin the checkpoint and the publish of the adapter's version, and request an evaluation where one is due.
+    """Start the checkpoint and the publish of the adapter's version, and request an evaluation where one is due.
 
     This function does not wait: the next step joins checkpoint and publish, and the evaluation runs on the servers
     together with the rollouts once the version is active. The time of this function counts for the next step.

@@ -46,14 +46,14 @@ class _Mark:
 class RateMeter:
     """Rates from the controller's counters, which continue over restarts of trainer and controller.
 
-    ``fresh`` are the adapters whose counters begin at 0 now. For any other the first step has no rate.
+    ``fresh`` are the adapters whose counters start at 0 now. For any other the first step has no rate.
     """
 
     def __init__(self, fresh: Iterable[str], now_s: float) -> None:
         self._marks = {name: _Mark(at_s=now_s, tokens=0, idle_s=0.0) for name in fresh}
 
-    def begin(self, adapter: str, now_s: float) -> None:
-        """The counters of ``adapter`` begin at 0 now."""
+    def start(self, adapter: str, now_s: float) -> None:
+        """The counters of ``adapter`` start at 0 now."""
         self._marks[adapter] = _Mark(at_s=now_s, tokens=0, idle_s=0.0)
 
     def step(self, adapter: str, *, tokens: int, idle_s: float, now_s: float) -> Metrics:
@@ -106,7 +106,7 @@ class Recorder:
             now_s = time.monotonic() - self._started_s
             self._writer.write(ResumeRecord(adapter=ref.name, version=ref.version, time_s=now_s))
         else:
-            self._meter.begin(ref.name, time.monotonic())
+            self._meter.start(ref.name, time.monotonic())
         self.phase(ref, AdapterPhase.PENDING, "", steps)
 
     def status(self, text: str) -> None:

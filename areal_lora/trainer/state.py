@@ -12,31 +12,31 @@ from areal_lora.obs.trace import Spans
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.audit import Auditor
-from areal_lora.trainer.checkpointing import Checkpointing
-from areal_lora.trainer.clients import Clients
+from areal_lora.trainer.clients.link import Clients
 from areal_lora.trainer.controller_link import ControllerLink
-from areal_lora.trainer.newcomers import Newcomers
-from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
+from areal_lora.trainer.roster.desired import DesiredView
 from areal_lora.trainer.turns import Turns
+from areal_lora.trainer.versions.checkpointing import Checkpointing
+from areal_lora.trainer.versions.publishing import AdapterPublishing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank0:
     """State of rank 0 only: the controller link, the recorder, the auditor, and whose turn it is to train.
 
-    ``newcomers`` and ``clients`` are there where adapters join and leave.
+    ``desired`` and ``clients`` are there where adapters join and leave.
     """
 
     controller: ControllerLink
     recorder: Recorder
     auditor: Auditor
     turns: Turns
-    newcomers: Newcomers | None = None
+    desired: DesiredView | None = None
     clients: Clients | None = None
 
     def driver(self, adapter: Adapter) -> ControllerLink | Clients:
-        """Who says what the adapter does next: the controller, which has its rollouts, or its client."""
+        """What decides what the adapter does next: the controller, which has its rollouts, or its client."""
         return self.clients_of(adapter) if adapter.config.is_client else self.controller
 
     def clients_of(self, adapter: Adapter) -> Clients:

@@ -49,30 +49,37 @@ class ServersChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Servers joined that hold no version yet, or do not answer."""
 
 
-class Joins(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``adapter`` comes: its settings as JSON, the sequences of its probe, the folder of its checkpoint or nothing."""
+class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """``adapter`` joins. Rank 0 adds its settings as JSON, the sequences of its probe, the folder of its checkpoint (or
+    nothing) before the other ranks see it.
+    """
 
     adapter: str
-    config: bytes
-    probe: TokenRows
-    checkpoint: str
+    config: bytes = b""
+    probe: TokenRows = []
+    checkpoint: str = ""
 
 
-class Leaves(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """``adapter`` is to be deleted."""
 
     adapter: str
 
 
-class Pauses(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``adapter`` takes no further steps, or again takes some."""
+class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """``adapter`` takes no further steps until it resumes."""
 
     adapter: str
-    paused: bool
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """``adapter`` takes steps again."""
+
+    adapter: str
 
 
 class Operates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The client of ``adapter`` asks for ``operation``; ``refused`` is its outcome if it cannot be carried out."""
+    """``operation`` of the client of ``adapter``; ``refused`` is its outcome if it cannot be carried out."""
 
     adapter: str
     operation: Operation
@@ -90,9 +97,11 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Rank 0 has no work yet, see `Waiting`."""
 
 
-Roll: TypeAlias = Joins | Leaves | Pauses
-"""Which adapters there are changes."""
-Work: TypeAlias = TrainOn | Drained | Faulted | Unpublished | ServersChanged | Operates | Concludes | Roll | Ended
+AdapterChange: TypeAlias = Join | Leave | Pause | Resume
+"""A step from the adapters that a run has towards those that it is to have (`roster.plan`)."""
+Work: TypeAlias = (
+    TrainOn | Drained | Faulted | Unpublished | ServersChanged | Operates | Concludes | AdapterChange | Ended
+)
 
 IDLE_S = 60.0
 """Between two signals of rank 0 that waits for work: far below the time-out of the ranks that wait for it."""

@@ -26,7 +26,7 @@ def reward(completion, answer):
 
 
 def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(alone: Ended, tmp_path: Path) -> None:
-    """Weights and both moments of all ten steps, bit for bit; one joins at step 3 and is deleted at step 6.
+    """Weights and both moments of all steps, bit for bit; one joins at step 3 and is deleted at step 6.
 
     The run begins without adapters. A name that is used again, an adapter that cannot be trained, and one more than
     servers hold, change nothing either.

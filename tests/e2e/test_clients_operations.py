@@ -38,7 +38,7 @@ from areal_lora.operations.messages import (
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.run_folder.rendezvous import read_endpoint, read_secret
 from tests.support.e2e.desired_run import Service, wanted
-from tests.support.e2e.several_adapters import entries, states_of
+from tests.support.e2e.several_adapters import STEPS, entries, states_of
 from tests.support.operations.client import Client, datum, floats
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -183,7 +183,7 @@ LOOP: tuple[What, ...] = (SFT, OptimStep(lr=0.001), SaveState(label="loop"), Pub
 
 
 def test_beside_a_data_set_both_have_the_numbers_of_a_run_alone(run: Run) -> None:
-    """Ten steps each, weights and both moments bit for bit, while the client steps, saves and publishes in a loop."""
+    """All steps, weights and both moments bit for bit, while the client steps, saves and publishes in a loop."""
     run.want_deleted("a", "b")
     [attention] = entries("attention")
     alone, beside = (wanted(attention, name) for name in ("alone", "beside"))
@@ -195,7 +195,7 @@ def test_beside_a_data_set_both_have_the_numbers_of_a_run_alone(run: Run) -> Non
     while loops < 10 or "done" not in [state for state, _ in run.service.states("beside.1")]:
         assert run.client.do("loop.1", *LOOP)[3] == Published(version=4 * loops + 2)
         loops += 1
-    assert len(run.states("alone.1")) == 11
+    assert len(run.states("alone.1")) == 1 + STEPS["attention"]
     assert run.states("beside.1") == run.states("alone.1")
     run.wanted = [alone]
     run.add("quiet")

@@ -21,7 +21,7 @@ SEEDS = range(1, 1 + size(1, 5))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-MOST = size(2, 99)
+MOST = size(1, 99)
 """Points of a run with several adapters."""
 
 

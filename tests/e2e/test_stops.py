@@ -1,4 +1,4 @@
-"""A run stopped in each phase: no process, port or shared memory remains after 10 s.
+"""A run stopped in each phase: no process, port or shared memory remains after 10 s. The suite samples the phases.
 
 Trainer, controller and launcher are real in all cases, the server is vLLM in two. In the others a stand-in answers:
 what a stopped vLLM leaves behind is the same in every phase, and starting it takes most of the time.
@@ -20,6 +20,7 @@ from tests.support.e2e import lenient_trainer
 from tests.support.engine.vllm_ext import stand_in
 from tests.support.launcher.command import embedded_run
 from tests.support.launcher.stops import GONE_S, Held, figures, marked, start, stop
+from tests.support.sizes import sample
 
 AT_ONCE, START_S = 2, 150.0
 
@@ -37,7 +38,7 @@ class Case:
     vllm: bool = False
 
 
-CASES = [
+EVERY = [
     Case("first publish", "SIGTERM", "fault: hang at server.receiving", "server.receiving:1:hang"),
     Case("waiting for rollouts", "launcher killed", "fault: hang at server.generating", "server.generating:9:hang"),
     Case("learning", "Ctrl-C twice", "fault: hang at trainer.learned", "trainer.learned:1:hang"),
@@ -52,6 +53,7 @@ CASES = [
     Case("servers starting", "SIGHUP", "server-0.*loading the model", vllm=True),
     Case("loading the base", "SIGTERM", "trainer-0.*loading the base model"),
 ]
+CASES = sample(EVERY, 0, lambda case: (case.way, case.vllm))
 
 
 def said(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""200 publishes, nightly a thousand, under 64 streaming requests: every token belongs to the version its answer names.
+"""Publishes, nightly a thousand, under streaming requests: every token belongs to the version its answer names.
 
 Every streamed token's log-probability is computed again with transformers and that version's
 adapter merged into the weights.
@@ -35,7 +35,7 @@ from tests.support.sizes import size
 
 pytestmark = pytest.mark.slow
 
-PUBLISHES, SETTLED, STREAMS, NEW_TOKENS = size(200, 1000), 50, 64, 24
+PUBLISHES, SETTLED, STREAMS, NEW_TOKENS = size(120, 1000), 40, size(24, 64), 24
 GROWTH_BYTES = 64 << 20
 PROMPT_TOKENS = 8
 LONGEST = 200  # of the prompts that make up one batch

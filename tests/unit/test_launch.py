@@ -1,4 +1,4 @@
-"""The real command line: exit codes, one clear line for wrong input, nothing started, run folders."""
+"""The real command line, in forks: exit codes, one clear line for wrong input, nothing started, run folders."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.run_folder.paths import RunFolder
+from tests.support.forks.starter import starter_of
 from tests.support.paths import EXAMPLES, ROOT
 
 MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
 EMBEDDED = EXAMPLES / "embedded.yaml"
 
 
+def launcher() -> Path:
+    """An interpreter that has imported what the command line needs."""
+    starter = starter_of("tests.support.forks.launch")
+    return starter.interpreter(Path(starter.address).with_name("python"))
+
+
 def launch(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "areal_lora.launch", "--config", str(MOE), "--config", str(EMBEDDED)]
+    command = [launcher(), "-m", "areal_lora.launch", "--config", str(MOE), "--config", str(EMBEDDED)]
     return subprocess.run(
         [*command, f"run.root={tmp_path / 'runs'}", *arguments],
         cwd=ROOT,
@@ -81,7 +88,7 @@ PLANNED = [
 def test_dry_run_shows_the_plan_and_creates_nothing(tmp_path: Path, paths: list[Path]) -> None:
     configs = [word for path in paths for word in ("--config", str(path))]
     options = [f"run.root={tmp_path / 'runs'}", "--dry-run", "--details"]
-    command = [sys.executable, "-m", "areal_lora.launch", *configs, *options]
+    command = [launcher(), "-m", "areal_lora.launch", *configs, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     for title in ("trainer rank", "adapter slots", "KV cache", "Publish of gsm8k"):

@@ -92,7 +92,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_start(config: Config, facts: Facts) -> tuple[Finding, ...]:
-    """`check` of what a run begins with."""
+    """`check` of a run at its start."""
     return check(config, facts, (no_clients, *RULES))
 
 

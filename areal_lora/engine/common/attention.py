@@ -129,8 +129,10 @@ def attend(
     flat = (query.reshape(n, -1), key.reshape(n, -1), value.reshape(n, -1))
     widths = (query.shape[2], key.shape[2], value.shape[2])
     parts = [_attend(block, flat, widths, scale, _mask(plan, block, window)) for block in plan.blocks]
-    parts.append(query.new_zeros(1, heads * widths[2]))
-    return torch.cat(parts).index_select(0, plan.order)
+    padding = query.new_zeros(1, heads * widths[2])
+    if not parts:  # also a rank of padding only goes backward through the layer: FSDP's collectives follow that order
+        padding = padding + 0.0 * sum(x[:1].sum() for x in flat)
+    return torch.cat([*parts, padding]).index_select(0, plan.order)
 
 
 def _attend(

@@ -50,11 +50,11 @@ class MetricsTail:
         records: list[Record] = []
         if not self.path.exists():
             return records
-        begin = self._offset
+        start = self._offset
         with self.path.open("rb") as file:
-            file.seek(begin)
+            file.seek(start)
             for line in file:
-                if not line.endswith(b"\n") or self._offset - begin > TAIL_BYTES:
+                if not line.endswith(b"\n") or self._offset - start > TAIL_BYTES:
                     break
                 try:
                     records.append(_decode(_RECORD, line, self.path, self._lines + 1))
@@ -80,9 +80,9 @@ def newest_records(run_folder: RunFolder, nbytes: int = TAIL_BYTES) -> list[Reco
     if not path.exists():
         return []
     with path.open("rb") as file:
-        begin = max(0, path.stat().st_size - nbytes)
-        file.seek(max(0, begin - 1))
-        if begin:
+        start = max(0, path.stat().st_size - nbytes)
+        file.seek(max(0, start - 1))
+        if start:
             file.readline()  # cut, or the end of the line before
         lines = [line for line in file if line.endswith(b"\n")]
     return [_decode(_RECORD, line, path, number) for number, line in enumerate(lines, 1)]
@@ -193,7 +193,7 @@ _RECORD = msgspec.json.Decoder(Record)
 _HEAD = msgspec.json.Decoder(_Head)
 _STATE = msgspec.json.Decoder(AdapterStateRecord | ResumeRecord)
 _STATE_LINES = (b'{"kind":"state"', b'{"kind":"resume"')
-"""How the writer begins these lines."""
+"""The start of these lines, as the writer has them."""
 
 
 def _heads(path: Path) -> Iterator[tuple[int, _Head]]:

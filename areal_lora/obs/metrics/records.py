@@ -128,7 +128,7 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     ``phases_ms`` may overlap; ``SEQUENCE`` names the sequential phases.
     ``probe_*_abs`` is |logp trainer - logp server| over the probe tokens; None: not probed.
     ``servers`` counts the servers of the version; ``lost`` maps each server excluded by this publish to the reason.
-    ``merge_*`` say what the cast to the serving dtype left of an adapter merged into the weights (`CastSums`); None if
+    ``merge_*`` state what the cast to the serving dtype left of a merged adapter (`CastSums`); None if
     it was not merged.
     """
 
@@ -182,7 +182,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     ``bootstrap``. ``pass_at`` is pass@k by k, ``majority`` majority@n_samples; both are of several answers only.
     ``answer_tokens`` is the mean number of sampled tokens, ``truncated`` the share of answers ended by their length;
     None in files of earlier versions.
-    ``measured_with`` is another adapter whose version 0, equal to the base as this one's, was asked for both;
+    ``measured_with`` is another adapter whose version 0, equal to the base as this one's, was evaluated for both;
     ``wall_s`` is 0 then.
     """
 
@@ -273,7 +273,7 @@ class MembersRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 class AdapterStateRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="state"):
     """An adapter is in ``state`` from now on, ``time_s`` seconds after the start of the run, at its ``version``.
 
-    ``reason`` says why; it is empty where the state says it all. A resume of the adapter ends the state. ``steps`` are
+    ``reason`` is empty where the state explains itself. A resume of the adapter ends the state. ``steps`` are
     the training steps of an adapter that joined; None if the configuration states them, or a client decides.
     """
 

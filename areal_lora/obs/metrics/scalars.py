@@ -21,7 +21,7 @@ PHASES = tuple(AdapterPhase)
 
 
 def tag_prefix(record: Record) -> str:
-    """``NAME/`` for a record of an adapter, which begins its tags."""
+    """``NAME/`` for a record of an adapter, which its tags start with."""
     return f"{record.adapter}/" if record.adapter else ""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 BEFORE = frozenset({"step", "sample"})
-"""Kinds whose ``index`` is the version that they begin with; the ``index`` of every other kind is one that was made."""
+"""Kinds whose ``index`` is the version that they start from; the ``index`` of every other kind is one that was made."""
 RESUME = "resume"
 
 

@@ -50,13 +50,13 @@ class Shares:
         spans = max(self._tokens, default=-1) + 1
         bars = min(BARS, max(LEAST_BARS, self._steps // (TURNS * len(self._names))))
         width, found = max(1, math.ceil(spans / bars)), []
-        for begin in range(0, spans, width):
+        for start in range(0, spans, width):
             tokens: Counter[str] = Counter()
-            for place in range(begin, begin + width):
+            for place in range(start, start + width):
                 tokens.update(self._tokens.get(place, ()))
             total = tokens.total()
             shares = {name: tokens[name] / total if total else 0.0 for name in self._names}
-            found.append(((begin + width / 2) * self._span_s, shares))
+            found.append(((start + width / 2) * self._span_s, shares))
         return found
 
     def draw(self) -> str:

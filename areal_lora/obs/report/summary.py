@@ -23,8 +23,8 @@ from areal_lora.types import AdapterPhase
 class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one adapter of several. None: not measured.
 
-    ``steps_wanted`` are its training steps, None where a client drives it. ``reason`` says why it is in its ``state``,
-    empty where the state says it all. ``share`` is its part of the trained tokens of the run. Evaluations are those of
+    ``steps_wanted`` are its training steps, None where a client drives it. ``reason`` explains its ``state``,
+    empty where that explains itself. ``share`` is its part of the trained tokens of the run. Evaluations are those of
     the first set: the first, the last and the best one (`Figures.best_eval`). ``path`` is its exported folder, None if
     there is none.
     """

@@ -76,7 +76,7 @@ def nice_step(span: float, count: int) -> float:
 def linear_axis(
     low: float, high: float, start_px: float, end_px: float, *, count: int = 5, whole: bool = False
 ) -> Axis:
-    """An axis that begins and ends on ticks at round numbers; ``whole`` keeps to integers."""
+    """An axis that starts and ends on ticks at round numbers; ``whole`` keeps to integers."""
     if high <= low:
         high = low + 1.0
     step = nice_step(high - low, count)

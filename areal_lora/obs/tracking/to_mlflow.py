@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.records import position
 from areal_lora.obs.metrics.scalars import scalars
-from areal_lora.obs.tracking.boundary import require, speaking_to
 from areal_lora.obs.tracking.public_config import flat, masked_text
-from areal_lora.obs.tracking.tracker import Ending, Row, TrackedRun
+from areal_lora.obs.tracking.tracker import Ending, Row, TrackedRun, require, speaking_to
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -69,8 +68,8 @@ class MlflowTracker:
         known = self._run.data.params
         values = {_name(key): str(value)[:LONGEST] for key, value in flat(self._config).items()}
         new = [Param(key, value) for key, value in values.items() if key not in known]
-        for begin in range(0, len(new), PARAMETERS):
-            self._client.log_batch(self._id, params=new[begin : begin + PARAMETERS])
+        for start in range(0, len(new), PARAMETERS):
+            self._client.log_batch(self._id, params=new[start : start + PARAMETERS])
 
     @property
     def where(self) -> str:
@@ -96,8 +95,8 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         metrics = [Metric(_name(tag), value, time_ms, step) for tag, value, time_ms, step in values]
-        for begin in range(0, len(metrics), METRICS):
-            self._client.log_batch(self._id, metrics[begin : begin + METRICS])
+        for start in range(0, len(metrics), METRICS):
+            self._client.log_batch(self._id, metrics[start : start + METRICS])
 
     def _time_ms(self, time_s: float) -> int:
         return int(self._run.info.start_time + 1000 * time_s)
@@ -121,4 +120,4 @@ def _name(tag: str) -> str:
 
 
 def _began_ms(run: TrackedRun) -> int:
-    return int(1000 * (datetime.fromisoformat(run.began).timestamp() if run.began else time.time()))
+    return int(1000 * (datetime.fromisoformat(run.started_at).timestamp() if run.started_at else time.time()))

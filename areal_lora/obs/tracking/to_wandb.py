@@ -1,6 +1,6 @@
 """Weights & Biases: a record is one row of the history, at the step that is its line in ``metrics.jsonl``.
 
-Lines only ascend, as W&B demands of steps, so its own step says what it holds, and a row that is sent twice is ignored.
+Lines only ascend, as W&B demands of steps: its own step is the last line it holds, and a row sent twice is ignored.
 The x axis of an adapter's curves is ``NAME/step``, the position that TensorBoard has.
 
 Offline, W&B knows nothing of earlier processes: each start writes the whole run into one new folder and removes the
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_lora.obs.metrics.records import EvalRecord, position
 from areal_lora.obs.metrics.scalars import scalars, tag_prefix
-from areal_lora.obs.tracking.boundary import require, speaking_to
-from areal_lora.obs.tracking.tracker import Ending, Row, TrackedRun
+from areal_lora.obs.tracking.tracker import Ending, Row, TrackedRun, require, speaking_to
 
 if TYPE_CHECKING:
     from wandb import Run

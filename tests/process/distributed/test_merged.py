@@ -13,10 +13,11 @@ from tests.support.distributed.engine_ranks import Case
 from tests.support.distributed.merged_ranks import SEEDS, publish_many
 from tests.support.distributed.oracle import ALPHA, EXPERTS, LAYERS, OUTER, RANK, SHARED, make_model
 from tests.support.distributed.spawn import run_ranks
+from tests.support.sizes import size
 
 pytestmark = pytest.mark.slow
 
-VERSIONS, VERSIONS_OF_FOUR = 200, 6
+VERSIONS, VERSIONS_OF_FOUR = size(50, 200), 6
 CASES = [
     Case("tp2 ep2", 2, "moe", tp=2, ep=2),
     Case("tp2 ep2, one adapter for all experts", 2, f"moe{SHARED}", tp=2, ep=2),
@@ -39,9 +40,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     path = make_model(tmp, "moe")
     (tmp / "ranks").mkdir()
     seen: dict[str, list[dict[str, Any]]] = {}
-    for size, versions in ((2, VERSIONS), (4, VERSIONS_OF_FOUR)):
-        cases = [case for case in CASES if case.world == size]
-        ranks = run_ranks(publish_many, size, tmp / "ranks", (path, cases, versions), timeout_s=200.0)
+    for n, versions in ((2, VERSIONS), (4, VERSIONS_OF_FOUR)):
+        cases = [case for case in CASES if case.world == n]
+        ranks = run_ranks(publish_many, n, tmp / "ranks", (path, cases, versions), timeout_s=200.0)
         seen |= {case.name: [rank[case.name] for rank in ranks] for case in cases}
     return load_file(Path(path) / "model.safetensors"), seen
 
@@ -67,7 +68,7 @@ def test_every_weight_is_what_a_float64_oracle_says(world: World, case: Case) ->
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_200_versions_leave_the_base_and_do_not_drift(world: World, case: Case) -> None:
-    """On two ranks; fewer on four."""
+    """On two ranks at night; fewer in the suite, and on four."""
     for found in world[1][case.name]:
         assert found["base"], "the model that trains is the same, bit for bit"
         assert found["digests"] == dict.fromkeys(range(SEEDS), 1), "equal adapters give equal bytes in every version"

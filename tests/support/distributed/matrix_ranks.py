@@ -308,28 +308,36 @@ def one_layout(sizes: Sizes, index: int, refused: dict[str, str], digests: dict[
     return count
 
 
-def matrix(folder: str, part: int = 0, parts: int = 1) -> dict[str, Any]:
-    """Every layout (or every ``parts``-th) of 1 to 8 ranks; a rank that a world leaves out is done."""
+def kinds(numbered: tuple[int, Sizes]) -> Iterator[object]:
+    """What a sample has a layout of: worlds, every way to split, and one that all families and adapters are in."""
+    index, sizes = numbered
+    yield f"world {sizes.world}"
+    split = (sizes.tp > 1, sizes.pp > 1, sizes.ep > 1, sizes.etp > 1, sizes.world > sizes.tp * sizes.pp)
+    yield from (name for name, has in zip(("tp", "pp", "ep", "etp", "dp"), split, strict=True) if has)
+    yield "all fit" if sizes.world in (2, 4, 8) and not index else "some fit"
+
+
+def matrix(folder: str, chosen: list[tuple[int, Sizes]]) -> dict[str, Any]:
+    """Layouts, with their numbers among those of their world; a rank that a world leaves out is done."""
     install_cpu_patches()
     rank = dist.get_rank()
     found: dict[str, Any] = {"combinations": 0, "refused": {}, "digests": {}, "layouts": 0}
     dist.destroy_process_group()
     gc.freeze()  # what is imported is never garbage; without this each collection takes a second
-    for world in range(8, 0, -1):
-        for index, sizes in enumerate(layouts(world)):
-            if index % parts != part or rank >= world:
-                continue
-            # A world of its own: Megatron leaves its groups behind, and every gloo group has threads.
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{Path(folder) / f'world-{world}-{index}'}",
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=60),
-            )
-            found["combinations"] += one_layout(sizes, index, found["refused"], found["digests"])
-            found["layouts"] += 1
-            dist.barrier()
-            dist.destroy_process_group()
+    for index, sizes in chosen:
+        if rank >= sizes.world:
+            continue
+        # A world of its own: Megatron leaves its groups behind, and every gloo group has threads.
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{Path(folder) / f'world-{sizes.world}-{index}'}",
+            rank=rank,
+            world_size=sizes.world,
+            timeout=timedelta(seconds=60),
+        )
+        found["combinations"] += one_layout(sizes, index, found["refused"], found["digests"])
+        found["layouts"] += 1
+        dist.barrier()
+        dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the caller to destroy
     return found

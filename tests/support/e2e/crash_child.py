@@ -53,7 +53,9 @@ def _server(argv: list[str], folder: Path, life: int) -> int:
 def _trainer(argv: list[str], folder: Path, life: int) -> int:
     from areal_lora.checkpoint.files import Disk
     from areal_lora.rollout.channel.client import ControllerClient
-    from areal_lora.trainer import loop, main, publishing, waits
+    from areal_lora.trainer import loop, main
+    from areal_lora.trainer.collective import waits
+    from areal_lora.trainer.versions import publishing
     from tests.support.e2e.lenient_trainer import lift_checks
 
     lift_checks()

@@ -30,8 +30,7 @@ from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
 from areal_lora.trainer.adapter import Adapter, build_adapter, probe_rows
 from areal_lora.trainer.learn import annotate, learn
 from areal_lora.trainer.main import join_world
-from areal_lora.trainer.payload import outgoing_payload
-from areal_lora.trainer.publishing import AdapterPublishing
+from areal_lora.trainer.versions.publishing import AdapterPublishing
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.trainer.leader import Leader
@@ -150,7 +149,7 @@ def small_effects(
             secret=read_secret(config.run_folder),
         )
     )
-    publishing = AdapterPublishing(engine, publisher, outgoing_payload(config, engine), None)
+    publishing = AdapterPublishing(engine, publisher, config.rollout.adapter_mode, None)
 
     def scaled(scale: float) -> dict[str, Tensor]:
         return {n: t * scale if ".lora_B." in n else t for n, t in random.items()}
@@ -199,7 +198,7 @@ def main(run_folder: Path) -> None:
             secret=read_secret(RunFolder(run_folder)),
         )
     )
-    publishing = AdapterPublishing(engine, publisher, outgoing_payload(config, engine), None)
+    publishing = AdapterPublishing(engine, publisher, config.rollout.adapter_mode, None)
     version = 0
     verdicts = {"version 0": verdict(partial(publish, publishing, adapter, version))}
     generator = torch.Generator().manual_seed(3)

@@ -32,14 +32,14 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.trainer.adapter import Adapter, ControllerState, TrainingState, build_adapter
 from areal_lora.trainer.build import _commit
-from areal_lora.trainer.checkpointing import Checkpointing
-from areal_lora.trainer.clients import Clients
-from areal_lora.trainer.operating import conclude, operate
-from areal_lora.trainer.passes import Limits
+from areal_lora.trainer.clients.link import Clients
+from areal_lora.trainer.clients.passes import Limits
+from areal_lora.trainer.collective.next_work import next_work
+from areal_lora.trainer.collective.operating import conclude, operate
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.state import Rank0, Trainer
 from areal_lora.trainer.turns import Turns
-from areal_lora.trainer.waits import next_work
+from areal_lora.trainer.versions.checkpointing import Checkpointing
 from areal_lora.trainer.work import Concludes, Operates, TrainOn, Work
 from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.operations.client import Client
@@ -156,7 +156,7 @@ class Side:
             recorder=self.recorder,
             auditor=SimpleNamespace(collect=lambda *_, **__: None),  # type: ignore[arg-type]
             turns=Turns({}),
-            newcomers=SimpleNamespace(closed=False),  # type: ignore[arg-type]
+            desired=SimpleNamespace(closed=False),  # type: ignore[arg-type]
             clients=self.clients,
         )
         self.trainer = Trainer(

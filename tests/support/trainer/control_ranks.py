@@ -14,10 +14,10 @@ from areal_lora.rollout.channel import messages as m
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import work
 from areal_lora.trainer.adapter import ControllerState, TrainingState
+from areal_lora.trainer.clients.saved_states import load_saved
+from areal_lora.trainer.collective.next_work import next_work
 from areal_lora.trainer.controller_link import ControllerLink
-from areal_lora.trainer.saved_states import load_saved
 from areal_lora.trainer.turns import Turns
-from areal_lora.trainer.waits import next_work
 from areal_lora.trainer.work import Work
 from areal_lora.types import AdapterPhase
 from tests.support.checkpoint.helpers import SPEC
@@ -53,7 +53,7 @@ def wait_for_rollouts() -> Work | None:
     rank_0 = SimpleNamespace(
         controller=ControllerLink(run, client, recorder, {NAME: ControllerState()}),
         turns=Turns({NAME: 1.0}),
-        newcomers=None,
+        desired=None,
         clients=None,
     )
     trainer: Any = SimpleNamespace(

@@ -24,7 +24,7 @@ from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import PublishError
 from areal_lora.families.shape import ModelShape
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.trainer.peft import export_adapter
+from areal_lora.trainer.versions.peft import export_adapter
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import AdapterLayout
 from tests.support.families.shapes import make_shape

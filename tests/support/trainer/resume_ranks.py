@@ -31,11 +31,11 @@ from areal_lora.processes import faults
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import Adapter, ControllerState, Restored, TrainingState
-from areal_lora.trainer.checkpointing import Checkpointing, resume
 from areal_lora.trainer.controller_link import EvalTracker, evaluation_due
 from areal_lora.trainer.learn import LearnReport, learn
 from areal_lora.trainer.state import Rank0, Trainer
 from areal_lora.trainer.turns import Turns
+from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
 from areal_lora.trainer.work import Drained, TrainOn
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from tests.support.distributed.engine_ranks import TARGETS, forget_layout, make_batch, make_rows
@@ -191,7 +191,7 @@ class Controller:
     def collect(self, name: str, *, wait: bool = False) -> None:
         """Nothing was audited."""
 
-    checkpointed = finish = shutdown = begin = close = end = phase = ignored
+    checkpointed = finish = shutdown = start = close = end = phase = ignored
 
 
 def live(session: Session) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.data.collate import scoring_batch, split_rows
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.trainer.adapter import Adapter
-from areal_lora.trainer.companions import begin
+from areal_lora.trainer.companions import start
 from areal_lora.trainer.learn import annotate
-from areal_lora.trainer.peft import warm_start
+from areal_lora.trainer.versions.peft import warm_start
 from tests.support.distributed.engine_ranks import (
     OPTIMIZER,
     TARGETS,
@@ -52,7 +52,7 @@ def start_all(cases: dict[str, tuple[str, str, dict[str, int], int, float]]) -> 
         adapter, batch, seen = adapter_of(model, folder, rank, alpha), make_batch(make_rows()), {}
         engine.add_adapter(adapter.spec, OPTIMIZER, seed=1)
         warm_start(engine, adapter, seed=1)
-        begin(engine, adapter, seed=1)
+        start(engine, adapter, seed=1)
         seen["state"] = engine.export_state("a").parts
         seen["wire"] = numpy_of(engine.export_adapter("a"))
         seen["logprobs"] = engine.logprobs(batch, adapter="a").numpy()

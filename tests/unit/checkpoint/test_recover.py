@@ -37,7 +37,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda f: (f / FILE).unlink(), f"{FILE} is missing"),
     "flipped": (lambda f: flip(f / FILE, 1), f"{FILE} is damaged"),
     "flipped header": (lambda f: (f / FILE).write_bytes(b"\xff" + (f / FILE).read_bytes()[1:]), f"{FILE} is damaged"),
-    "deleted": (shutil.rmtree, "its folder is gone"),
+    "deleted": (shutil.rmtree, "its folder is missing"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
     "torn manifest": (lambda f: (f / "manifest.json").write_bytes(b'{"blake2b":"'), "the manifest cannot be read"),
     "flipped manifest": (lambda f: flip(f / "manifest.json", 2), "the manifest "),
@@ -95,7 +95,7 @@ def test_if_none_is_left_the_start_fails_and_names_them(tmp_path: Path) -> None:
         ResumePlan(adapters=(plan,)).check()
     for folder in ("v000000", "v000001"):
         shutil.rmtree(root / folder)
-    with pytest.raises(CheckpointError, match="v000001: it was written and its folder is gone"):
+    with pytest.raises(CheckpointError, match="v000001: it was written and its folder is missing"):
         ResumePlan(adapters=(find(RunFolder(tmp_path), SPEC.name),)).check()
 
 

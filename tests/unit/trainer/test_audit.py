@@ -201,17 +201,17 @@ def test_a_batch_is_compared_beside_the_step_and_another_server_is_asked_where_o
     with served(server(1e-6)) as one, served(server(1e-6), "server-1") as other:
         auditor = Auditor(SECRET, FP32[0], timeout_s=10.0, max_model_len=128)
         auditor.servers = (one.endpoint, other.endpoint)
-        auditor.begin("math", batch(1, "interrupt"), 1, 1.0)
+        auditor.start("math", batch(1, "interrupt"), 1, 1.0)
         first = auditor.collect("math", wait=True)
         assert first is not None
         assert (first.error, first.missing) == ("", "")
         one.__exit__()
-        auditor.begin("math", batch(2, "interrupt"), 2, 1.0)
+        auditor.start("math", batch(2, "interrupt"), 2, 1.0)
         second = auditor.collect("math", wait=True)
         assert second is not None
         assert second.tokens > 60
         assert not second.error
-        auditor.begin("math", logprobs_rolled_within(batch(3, "finish"), 1), 3, 1.0)
+        auditor.start("math", logprobs_rolled_within(batch(3, "finish"), 1), 3, 1.0)
         third = auditor.collect("math", wait=True)
         assert third is not None
         assert "shifted by one token" in third.error
@@ -230,9 +230,9 @@ def test_a_step_never_waits_for_a_server_and_what_was_found_meanwhile_is_not_los
     with served(slow) as one:
         auditor = Auditor(SECRET, FP32[0], timeout_s=60.0, max_model_len=128)
         auditor.servers = (one.endpoint,)
-        auditor.begin("math", logprobs_rolled_within(batch(3, "finish"), 1), 3, 1.0)
+        auditor.start("math", logprobs_rolled_within(batch(3, "finish"), 1), 3, 1.0)
         assert asked.wait(60.0)
-        auditor.begin("math", batch(4, "finish"), 4, 1.0)
+        auditor.start("math", batch(4, "finish"), 4, 1.0)
         skipped = auditor.collect("math")
         assert skipped is not None
         assert (skipped.tokens, skipped.silent_steps) == (0, 1)
@@ -250,7 +250,7 @@ def test_an_answer_that_no_comparison_expects_ends_no_step(caplog: pytest.LogCap
     with served(lambda ref, rows: server(1e-6)(ref, rows)[1:]) as one:
         auditor = Auditor(SECRET, FP32[0], timeout_s=60.0, max_model_len=128)
         auditor.servers = (one.endpoint,)
-        auditor.begin("math", batch(1, "finish"), 1, 1.0)
+        auditor.start("math", batch(1, "finish"), 1, 1.0)
         found = auditor.collect("math", wait=True)
         auditor.close()
     assert found is not None
@@ -262,7 +262,7 @@ def test_an_answer_that_no_comparison_expects_ends_no_step(caplog: pytest.LogCap
 def test_a_run_in_which_nothing_can_be_compared_says_so(caplog: pytest.LogCaptureFixture) -> None:
     auditor = Auditor(SECRET, FP32[0], timeout_s=5.0, max_model_len=128)
     for step in range(auditing.QUIET_STEPS):
-        auditor.begin("math", batch(step, "finish"), step, 1.0)
+        auditor.start("math", batch(step, "finish"), step, 1.0)
         got = auditor.collect("math", wait=True)
         assert got is not None
         assert (got.tokens, got.silent_steps, got.error) == (0, step + 1, "")

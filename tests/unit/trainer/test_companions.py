@@ -45,7 +45,7 @@ class Engine:
 def begun(**algorithm: Any) -> tuple[Any, Adapter]:
     adapter = make_adapter(**algorithm)
     engine = Engine(adapter)
-    companions.begin(engine, adapter, seed=1)  # type: ignore[arg-type]
+    companions.start(engine, adapter, seed=1)  # type: ignore[arg-type]
     return engine, adapter
 
 

@@ -15,10 +15,11 @@ from areal_lora.errors import AlignmentError, ArealLoraError, ParityError, Publi
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.audit import Audit
+from areal_lora.trainer.collective.next_work import next_work
+from areal_lora.trainer.collective.waits import batch_of, catch_up, collect_audit, join_checkpoint
 from areal_lora.trainer.loop import save_and_publish
 from areal_lora.trainer.turns import Turns
-from areal_lora.trainer.waits import batch_of, catch_up, collect_audit, join_checkpoint, next_work
-from areal_lora.trainer.work import Drained, Faulted, Leaves, Pauses, TrainOn, Unpublished, Work
+from areal_lora.trainer.work import Drained, Faulted, Leave, Pause, TrainOn, Unpublished, Work
 from areal_lora.types import AdapterPhase
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.support.distributed.spawn import run_ranks
@@ -73,7 +74,7 @@ class Trainer:
         turns = Turns(dict.fromkeys(self.states, 1.0))
         controller = Controller(self.log, works)
         self.rank_0 = SimpleNamespace(
-            controller=controller, driver=lambda adapter: controller, turns=turns, newcomers=None, clients=None
+            controller=controller, driver=lambda adapter: controller, turns=turns, desired=None, clients=None
         )
         self.publishing: Any = Publishing(self.log, changes)
         self.control = SoloExchange()
@@ -115,20 +116,20 @@ def test_what_is_awaited_follows_from_the_phases_and_from_whose_turn_it_is() -> 
 
 def test_adapters_that_come_or_go_are_seen_to_between_steps_and_while_a_batch_is_awaited() -> None:
     trainer: Any = Trainer([state("a")], [TrainOn(adapter="a", groups=GROUPS)])
-    rolls: list[Any] = [Leaves(adapter="a"), None, Pauses(adapter="a", paused=True), None, None]
-    assert next_work(trainer, lambda: rolls.pop(0)) == Leaves(adapter="a")
+    rolls: list[Any] = [Leave(adapter="a"), None, Pause(adapter="a"), None, None]
+    assert next_work(trainer, lambda: rolls.pop(0)) == Leave(adapter="a")
     assert trainer.log == [], "before the next batch is asked for"
-    assert next_work(trainer, lambda: rolls.pop(0)) == Pauses(adapter="a", paused=True)
+    assert next_work(trainer, lambda: rolls.pop(0)) == Pause(adapter="a")
     assert trainer.log == ["want a@v3"], "while it is awaited"
     assert next_work(trainer, lambda: rolls.pop(0)) == TrainOn(adapter="a", groups=GROUPS)
 
 
 def test_a_service_waits_without_adapters_until_no_more_will_come() -> None:
     trainer: Any = Trainer([], [Drained(adapter="x")])
-    trainer.rank_0.newcomers = SimpleNamespace(closed=False)
+    trainer.rank_0.desired = SimpleNamespace(closed=False)
     assert next_work(trainer) == Drained(adapter="x")
     assert trainer.log == ["want "]
-    trainer.rank_0.newcomers.closed = True
+    trainer.rank_0.desired.closed = True
     assert next_work(trainer) is None
 
 

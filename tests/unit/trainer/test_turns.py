@@ -1,4 +1,4 @@
-"""Whose turn it is: shares of trained tokens, waits, newcomers, adapters without batches. A simulation, no clock."""
+"""Whose turn it is: shares of trained tokens, waits, joins, adapters without batches. A simulation, no clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from areal_lora.trainer.turns import Turns
+from areal_lora.trainer.turns import Turns, before
 
 
 def simulate(
@@ -67,3 +67,12 @@ def test_a_newcomer_begins_with_the_others() -> None:
     turns.leave("a")
     trained, _ = simulate(turns, 30, dict.fromkeys("bc", lambda: 10))
     assert trained == {"b": 150, "c": 150}
+
+
+def test_only_batches_of_earlier_turns_come_before_an_operation() -> None:
+    order = ["a", "client.1", "b", "client.2", "c"]
+    clients = {"client.1", "client.2"}
+    assert before(order, clients, None) == ["a", "b", "c"]
+    assert before(order, clients, "client.1") == ["a"]
+    assert before(order, clients, "client.2") == ["a", "b"]
+    assert before(["client.1", "a"], clients, "client.1") == []

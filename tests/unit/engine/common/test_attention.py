@@ -37,3 +37,14 @@ def test_a_token_sees_its_own_sequence_as_far_as_the_window(window: int | None) 
                     keys, values = k[seen, head // 2].double(), v[seen, head // 2].double()
                     want = (0.3 * keys @ q[place, head].double()).softmax(0) @ values
                     torch.testing.assert_close(found[place, head], want, atol=1e-5, rtol=0)
+
+
+def test_gradients_pass_through_padding_alone() -> None:
+    """As on a rank without sequences: FSDP's collectives follow the backward pass, which all ranks take alike."""
+    packed = pack(make_batch(ROWS), MicroPlan(trees=((),), n_tokens=3), 0, torch.device("cpu"))
+    shapes = ((HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, VALUES))
+    q, k, v = (torch.randn(3, *shape, requires_grad=True) for shape in shapes)
+    found = attend(packed.attention, q, k, v)
+    assert not found.any()
+    for gradient in torch.autograd.grad(found.sum(), (q, k, v)):
+        assert not gradient.any()

@@ -18,7 +18,7 @@ def run(folder: Path, at: str) -> RunFolder:
 def test_the_key_survives_a_resume_and_a_move_and_differs_after_a_fresh_start(tmp_path: Path) -> None:
     folder = run(tmp_path / "one" / "x", "2026-01-01T00:00:00Z")
     first = tracked_run(folder, None, {})
-    assert (first.name, first.began) == ("x", "2026-01-01T00:00:00Z")
+    assert (first.name, first.started_at) == ("x", "2026-01-01T00:00:00Z")
     assert first.key.startswith("x-")
     write_event(folder, RestartEvent(at="2026-01-02T00:00:00Z", who="trainer", how="was killed"))
     write_event(folder, StartEvent(at="2026-01-03T00:00:00Z", resumes=True))
@@ -38,4 +38,4 @@ def test_the_key_is_a_name_that_every_tracker_takes(tmp_path: Path) -> None:
 
 
 def test_a_run_without_events_has_a_key(tmp_path: Path) -> None:
-    assert tracked_run(RunFolder(tmp_path), None, {}).began == ""
+    assert tracked_run(RunFolder(tmp_path), None, {}).started_at == ""

@@ -37,8 +37,8 @@ class LossyFleet(Fleet):
 
 def test_a_ping_that_was_lost_is_repeated_within_the_same_time() -> None:
     fleet, began = LossyFleet({"server-1": {0}}, late_s=60.0), time.monotonic()
-    assert fleet.silent(SERVERS, 1.0) == {}
-    assert time.monotonic() - began < 1.0
+    assert fleet.silent(SERVERS, 5.0) == {}
+    assert time.monotonic() - began < 5.0
     assert [next(fleet.pings[s.name]) for s in SERVERS] == [1, 2, 1], "the others are asked once"
 
 

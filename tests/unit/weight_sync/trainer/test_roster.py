@@ -31,7 +31,7 @@ def check(world: World) -> str:
     )
 
 
-@pytest.mark.parametrize("seed", range(size(2, 20)))
+@pytest.mark.parametrize("seed", range(size(1, 20)))
 def test_two_hundred_servers_come_and_go_in_order(seed: int) -> None:
     world = World(seed, servers=200, seconds=HOUR_S, crashes=0.0)
     world.run()
@@ -48,7 +48,7 @@ def test_two_hundred_servers_come_and_go_in_order(seed: int) -> None:
     assert sorted(left) == sorted(leavers & joined)
 
 
-@pytest.mark.parametrize("seed", range(size(2, 20)))
+@pytest.mark.parametrize("seed", range(size(1, 20)))
 def test_two_hundred_servers_come_and_go_and_some_crash(seed: int) -> None:
     world = World(seed, servers=200, seconds=HOUR_S, crashes=0.3)
     world.run()

@@ -1,0 +1,154 @@
+"""Adapters that join, pause and leave while the others train: what rank 0 decides, and what every rank does.
+
+    desired state -> rank 0: `next_change` (rules of a start, checkpoint)  -- Join, Leave, Pause, Resume --> all ranks
+    join:    resident, first version or checkpoint -> controller -> first publish -> active
+    delete:  what is in progress ends -> controller, servers and residents forget it -> deleted
+
+An adapter that cannot be trained has failed with the reason, and nothing else has changed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from areal_lora.config.models import AdapterConfig
+from areal_lora.config.sizing.slots import adapter_capacity
+from areal_lora.distributed.exchange import first_problem
+from areal_lora.errors import AdapterError, ArealLoraError
+from areal_lora.processes.log import get_logger
+from areal_lora.run_folder.desired import DesiredAdapter
+from areal_lora.trainer.adapter import Adapter, ControllerState, Restored, TrainingState, build_adapter
+from areal_lora.trainer.collective.fault_isolation import CONTAINED, enter, leave, release
+from areal_lora.trainer.collective.waits import join_last
+from areal_lora.trainer.roster import plan
+from areal_lora.trainer.roster.desired import DesiredView, prepared
+from areal_lora.trainer.roster.plan import SERVED, Note, Roster
+from areal_lora.trainer.state import Trainer
+from areal_lora.trainer.versions.checkpointing import load
+from areal_lora.trainer.work import AdapterChange, Join
+from areal_lora.types import AdapterPhase, AdapterRef
+
+log = get_logger(__name__)
+
+
+# ---------------------------------------------------------------- rank 0
+
+
+def next_change(trainer: Trainer) -> AdapterChange | None:
+    """The next change of which adapters there are, on rank 0. What concerns none that is there, is done here."""
+    view = trainer.rank_0.desired if trainer.rank_0 else None
+    if view is None:
+        return None
+    while (change := plan.next_change(desired := view.look(), _roster(trainer, view))) is not None:
+        match change:
+            case Note(adapter=key, phase=phase, reason=reason):
+                note(trainer, key, phase, reason)
+            case Join(adapter=key):
+                [entry] = [adapter for adapter in desired.adapters if adapter.key == key]
+                if (join := _prepared(trainer, entry)) is not None:
+                    return join
+            case _:
+                return change
+    return None
+
+
+def note(trainer: Trainer, key: str, phase: AdapterPhase, reason: str = "") -> None:
+    """Record the state of an adapter that is not there, on rank 0."""
+    if trainer.rank_0 and trainer.rank_0.desired:
+        trainer.rank_0.desired.absent[key] = phase
+        trainer.rank_0.recorder.phase(AdapterRef(name=key, version=0), phase, reason)
+
+
+def _roster(trainer: Trainer, view: DesiredView) -> Roster:
+    own = {adapter.name for adapter in trainer.config.adapters}
+    return Roster(
+        here={name: state.phase for name, state in trainer.states.items() if name not in own},
+        absent=view.absent,
+        configured=sum(state.phase in SERVED for name, state in trainer.states.items() if name in own),
+        capacity=adapter_capacity(trainer.config),
+    )
+
+
+def _prepared(trainer: Trainer, desired: DesiredAdapter) -> Join | None:
+    assert trainer.rank_0
+    trainer.rank_0.recorder.status(f"{desired.key} joins")
+    try:
+        return prepared(trainer.config, trainer.run_folder, desired)
+    except ArealLoraError as error:
+        _refused(trainer, desired.key, "; ".join(str(error).splitlines()))
+    except Exception as error:  # fault boundary: a joining adapter's data
+        log.exception("joining of %s", desired.key)
+        _refused(trainer, desired.key, f"{type(error).__name__}: {error}")
+    return None
+
+
+def _refused(trainer: Trainer, key: str, reason: str) -> None:
+    log.error("%s cannot join: %s", key, reason)
+    note(trainer, key, AdapterPhase.FAILED, reason)
+
+
+# ---------------------------------------------------------------- every rank
+
+
+def join(trainer: Trainer, work: Join) -> TrainingState | None:
+    """Attach a joining adapter to this rank, and on rank 0 to the controller; None if it cannot be. Collective."""
+    config = AdapterConfig.model_validate_json(work.config)
+    adapter = build_adapter(trainer.config, config, work.probe)
+    restored, problem = None, ""
+    try:
+        trainer.engine.add_adapter(adapter.spec, config.optimizer, adapter.run.seed)
+        restored = load(trainer.engine, adapter, work.checkpoint)
+    except (ArealLoraError, OSError) as error:
+        problem = str(error)
+    problem = first_problem(problem, trainer.control)
+    if trainer.rank_0 and not problem:
+        problem = _announce(trainer, adapter, restored)
+    problem = trainer.control.broadcast_bytes(problem.encode() if trainer.control.rank == 0 else None).decode()
+    if problem:
+        with suppress(AdapterError):  # it may not have become resident
+            release(trainer, adapter)
+        _refused(trainer, adapter.name, problem)
+        return None
+    state = TrainingState(adapter=adapter)
+    if restored is not None:
+        state.version, state.kl_scale = restored.version, restored.kl_scale
+        trainer.checkpointing.resumed(adapter.name, restored.version)
+    trainer.states[adapter.name] = state
+    log.info("%s joins", state.ref)
+    return state
+
+
+def _announce(trainer: Trainer, adapter: Adapter, restored: Restored | None) -> str:
+    """Make the joining adapter known on rank 0; returns why it cannot be driven, or nothing."""
+    assert trainer.rank_0
+    assert trainer.rank_0.desired
+    version, kept = (restored.version, restored.controller) if restored else (0, ControllerState())
+    if problem := trainer.rank_0.driver(adapter).join(adapter, version, kept):
+        return problem
+    trainer.rank_0.desired.absent.pop(adapter.name, None)
+    steps = None if adapter.run.endless else adapter.run.steps
+    ref = AdapterRef(name=adapter.name, version=version)
+    trainer.rank_0.recorder.joined(ref, steps=steps, resumed=restored is not None)
+    trainer.rank_0.turns.join(adapter.name, adapter.run.weight)
+    return ""
+
+
+def pause(trainer: Trainer, state: TrainingState, paused: bool) -> None:
+    """Issue no groups of the adapter and give it no turns; or again. What is in progress continues."""
+    if trainer.rank_0:
+        trainer.rank_0.driver(state.adapter).pause(state.name, paused)
+    enter(trainer, state, AdapterPhase.PAUSED if paused else state.due_phase)
+
+
+def delete(trainer: Trainer, state: TrainingState) -> None:
+    """Forget the adapter once what is in progress of it has ended; its checkpoints stay. Collective."""
+    if state.phase in SERVED:
+        with suppress(*CONTAINED):  # what is wrong with it does not matter any more
+            join_last(trainer, state)
+        leave(trainer, state)
+    enter(trainer, state, AdapterPhase.DELETED)
+    del trainer.states[state.name]
+    trainer.spans.pop(state.name, None)
+    if trainer.rank_0 and trainer.rank_0.desired:
+        trainer.rank_0.desired.absent[state.name] = AdapterPhase.DELETED
+    log.info("%s has left", state.ref)

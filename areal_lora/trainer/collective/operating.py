@@ -1,0 +1,141 @@
+"""Carry out a client's operation on every rank, with the verbs that a training step uses::
+
+    Pass                  gradients are added, log-probabilities are the answer
+    OptimStep, LoadState  the weights change; checkpoint with the number of the operation -> answer
+    SaveState             a folder beside the checkpoints -> answer
+    Publish               the newest version is active on the servers -> answer
+
+Checkpoints, saved states and publishes run in the background, as those of training steps do, while the next
+operations and other adapters have their turns (`next_work`). Answers follow each other in the order of the operations
+(`Clients`). A fault of an operation fails it, a fault of the adapter ends the adapter (`fault_isolation`).
+"""
+
+from __future__ import annotations
+
+from areal_lora.engine.base import AdamValues
+from areal_lora.operations.messages import (
+    LoadState,
+    Operation,
+    OptimStep,
+    Outcome,
+    Pass,
+    Publish,
+    Published,
+    SaveState,
+    Stepped,
+    ends_window,
+)
+from areal_lora.processes.faults import reached
+from areal_lora.trainer.adapter import TrainingState
+from areal_lora.trainer.clients.passes import carry_out
+from areal_lora.trainer.clients.saved_states import load_saved
+from areal_lora.trainer.collective.fault_isolation import contained
+from areal_lora.trainer.collective.waits import controller_state, join_checkpoint, join_publish
+from areal_lora.trainer.state import Trainer
+from areal_lora.trainer.work import Operates
+
+
+def operate(trainer: Trainer, state: TrainingState, work: Operates) -> None:
+    """Carry out one operation: answer it, or start what its answer waits for. Collective."""
+    operation = work.operation
+    with contained(trainer, state):
+        outcome = work.refused or _outcome(trainer, state, operation)
+        if ends_window(operation.what):
+            assert outcome is not None
+            trainer.engine.discard_gradients(state.name)
+            _settle(trainer, state, operation, outcome)
+        elif outcome is not None and trainer.rank_0:
+            trainer.rank_0.clients_of(state.adapter).complete(operation, outcome)
+        if trainer.rank_0:
+            trainer.rank_0.turns.trained(state.name, _tokens(operation))
+            trainer.rank_0.recorder.beat()
+
+
+def conclude(trainer: Trainer, state: TrainingState, *, publish: bool) -> None:
+    """Take note of what has ended in the background; start again a checkpoint that could not be written. Collective.
+
+    A checkpoint that could not be written in several tries ends the adapter.
+    """
+    with contained(trainer, state):
+        if publish:
+            join_publish(trainer, state)
+            return
+        save = join_checkpoint(trainer, state)
+        if save is not None and save.failed and not save.label:
+            _save(trainer, state)
+
+
+def _outcome(trainer: Trainer, state: TrainingState, operation: Operation) -> Outcome | None:
+    """What came of the operation; None where that is known later."""
+    spans = trainer.spans[state.name]
+    match operation.what:
+        case Pass() as request:
+            with spans.span("train"):
+                outcome: Outcome = carry_out(trainer.engine, request, state.name)
+            reached("trainer.operation.passed")
+            return outcome
+        case OptimStep() as step:
+            with spans.span("train"):
+                return _step(trainer, state, step)
+        case LoadState() as request:
+            return load_saved(trainer.engine, trainer.run_folder, request, state.name, trainer.control)
+        case SaveState(label=label):
+            if trainer.rank_0:
+                trainer.rank_0.clients_of(state.adapter).keeps(operation)
+            with spans.span("checkpoint_copy"):
+                trainer.checkpointing.keep(state, controller_state(trainer, state), label)
+            return None
+        case Publish():
+            return _publish(trainer, state, operation)
+    raise AssertionError(f"{type(operation.what).__name__} is done by rank 0 alone")
+
+
+def _step(trainer: Trainer, state: TrainingState, step: OptimStep) -> Stepped:
+    adam = AdamValues(
+        beta1=step.beta1,
+        beta2=step.beta2,
+        eps=step.eps,
+        weight_decay=step.weight_decay,
+        max_grad_norm=step.grad_clip_norm or None,
+    )
+    stats = trainer.engine.optim_step(state.name, 1.0, step.lr, adam).values
+    skipped = stats["skipped"] == 1.0
+    return Stepped(
+        step=trainer.engine.step_count(state.name), grad_norm=0.0 if skipped else stats["grad_norm"], skipped=skipped
+    )
+
+
+def _settle(trainer: Trainer, state: TrainingState, operation: Operation, outcome: Outcome) -> None:
+    """Make the operation the adapter's version, and start its checkpoint."""
+    before, state.version = state.ref, operation.number
+    if trainer.rank_0:
+        clients, spans = trainer.rank_0.clients_of(state.adapter), trainer.spans[state.name]
+        if isinstance(operation.what, OptimStep) and isinstance(outcome, Stepped):
+            # Before the checkpoint, as of a training step: after any crash there is one record per step.
+            window = clients.windows[state.name]
+            trainer.rank_0.recorder.client_step(before, window, operation.what, outcome, spans)
+        clients.settle(operation, outcome)
+    trainer.spans[state.name].restart()
+    reached("trainer.operation.settling")
+    _save(trainer, state)
+
+
+def _save(trainer: Trainer, state: TrainingState) -> None:
+    with trainer.spans[state.name].span("checkpoint_copy"):
+        save = trainer.checkpointing.save(state, controller_state(trainer, state))
+    assert save is not None, "every version of a client's adapter has a checkpoint"
+
+
+def _publish(trainer: Trainer, state: TrainingState, operation: Operation) -> Published | None:
+    if trainer.publishing.newest(state.name) == state.version:
+        return Published(version=state.version)
+    if trainer.rank_0:
+        trainer.rank_0.clients_of(state.adapter).publishes(operation, state.version)
+    with trainer.spans[state.name].span("publish_pack"):
+        trainer.publishing.publish(state.adapter, state.version, None)
+    return None
+
+
+def _tokens(operation: Operation) -> int:
+    """What a turn costs: tokens that were passed; a step is as good as none."""
+    return sum(len(datum.tokens) // 4 for datum in operation.what.data) if isinstance(operation.what, Pass) else 1

@@ -1,0 +1,218 @@
+"""Checkpoints of a trainer rank: resume from the newest whole one, save where one is due."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from areal_lora.checkpoint.files import Disk
+from areal_lora.checkpoint.recover import Found, ResumePlan, explain, tidy
+from areal_lora.checkpoint.saver import Save, Saver
+from areal_lora.checkpoint.state import (
+    MANIFEST_FILE,
+    Clock,
+    Manifest,
+    RankRandom,
+    decode_manifest,
+    files_of,
+    read_files,
+)
+from areal_lora.checkpoint.store import Snapshot
+from areal_lora.config.adapter_run import AdapterRun, adapter_named, adapter_run
+from areal_lora.config.models import Config
+from areal_lora.distributed.exchange import Exchange
+from areal_lora.engine.base import TrainEngine
+from areal_lora.errors import CheckpointError
+from areal_lora.processes.log import get_logger
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.trainer import companions
+from areal_lora.trainer.adapter import Adapter, ControllerState, Restored, TrainingState
+from areal_lora.trainer.versions.peft import warm_start
+from areal_lora.types import AdapterRef
+
+log = get_logger(__name__)
+
+LAYOUT = ("world_size", "tp", "pp", "ep", "etp")
+"""The parallel layout, by keys of the section ``trainer``."""
+
+
+class Checkpointing:
+    """One per rank; all calls are collective over the trainer's ranks.
+
+    ``stored`` are the versions, by adapter, whose checkpoints the run resumed from.
+    """
+
+    def __init__(self, config: Config, engine: TrainEngine, saver: Saver, stored: Mapping[str, int]) -> None:
+        self._config, self._engine, self._saver = config, engine, saver
+        self._newest = dict(stored)  # by adapter, written or being written
+
+    def resumed(self, adapter: str, version: int) -> None:
+        """An adapter has joined from its checkpoint of ``version``."""
+        self._newest[adapter] = version
+
+    def save(self, state: TrainingState, controller: ControllerState) -> Save | None:
+        """Copy the adapter's tensors and start to write them, if its version is due for a checkpoint and has none.
+
+        A version whose checkpoint could not be written has none. At most one save per adapter is in progress: call
+        ``join`` first. Rank 0's ``controller`` goes into the manifest.
+        """
+        adapter, version = state.adapter, state.version
+        if self._newest.get(adapter.name) == version or not due(adapter.run, version):
+            return None
+        self._newest[adapter.name] = version
+        return self._saver.save(self._snapshot(state, controller))
+
+    def keep(self, state: TrainingState, controller: ControllerState, label: str) -> Save:
+        """Copy the adapter's tensors and start to write them as its saved state ``label``, in place of what is there.
+
+        It counts as the adapter's save in progress.
+        """
+        return self._saver.save(self._snapshot(state, controller), label)
+
+    def pending(self, adapter: str) -> Save | None:
+        """The adapter's save that was not joined yet (not collective)."""
+        return self._saver.pending(adapter)
+
+    def _snapshot(self, state: TrainingState, controller: ControllerState) -> Snapshot:
+        adapter, version = state.adapter, state.version
+        tensors = self._engine.export_state(adapter.name)
+        others = companions.states(self._engine, adapter)
+        optimizer = adapter.config.optimizer
+        manifest = Manifest(
+            run=self._config.run.name,
+            version=version,
+            spec=adapter.spec,
+            base_digest=self._engine.base_digest(),
+            layout=self._config.trainer.model_dump(include=set(LAYOUT)),
+            clock=Clock(
+                step=tensors.step, total_steps=adapter.run.steps, lr=optimizer.lr, settings=optimizer.model_dump()
+            ),
+            files=(),
+            random=(),
+            ledger=controller.ledger,
+            evaluations=dict(controller.evaluations),
+            awaited=tuple(sorted(controller.pending)),
+            kl_scale=state.kl_scale,
+            companions=companions.described(self._engine, adapter, others),
+            written_s=0.0,
+        )
+        ref = AdapterRef(name=adapter.name, version=version)
+        return Snapshot(
+            ref=ref, state=tensors, companions=others, random=random_state(self._engine.device), manifest=manifest
+        )
+
+    def join(self, adapter: str) -> Save | None:
+        """Wait until the previous checkpoint is written and its step committed, or could not be; see `Saver.join`."""
+        save = self._saver.join(adapter)
+        if save is not None and save.failed and not save.label:
+            self._newest.pop(adapter, None)
+        return save
+
+    def close(self) -> None:
+        self._saver.close()
+
+
+def due(run: AdapterRun, version: int) -> bool:
+    """Whether ``version`` gets a checkpoint: every so many steps, and the last one."""
+    return version % run.checkpoint_every == 0 or version >= run.steps
+
+
+def random_state(device: torch.device) -> RankRandom:
+    own = b"" if device.type == "cpu" else bytes(torch.get_device_module(device).get_rng_state(device).numpy())
+    return RankRandom(host=bytes(torch.get_rng_state().numpy()), device=own)
+
+
+def set_random_state(states: Sequence[RankRandom], rank: int, device: torch.device) -> None:
+    """Restore this rank's random numbers. A rank beyond those that wrote the checkpoint keeps its own."""
+    if rank >= len(states):
+        return
+    torch.set_rng_state(_tensor(states[rank].host))
+    if states[rank].device and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(_tensor(states[rank].device), device)
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def resume(
+    engine: TrainEngine, adapters: Sequence[Adapter], config: Config, run_folder: RunFolder, exchange: Exchange
+) -> dict[str, Restored]:
+    """Load every adapter from its newest whole checkpoint, or its first version if it has none, with its companions.
+
+    Collective. Rank 0 verifies the checkpoints in whole, the others read what they need. Adapters without a
+    checkpoint are not in the result.
+
+    Raises:
+        CheckpointError: an adapter has checkpoints and none can be used, or the disk fails.
+        ConfigError: they are of another adapter or base than is configured.
+    """
+    mine = None
+    if exchange.rank == 0:
+        mine = msgspec.msgpack.encode(chosen(explain(run_folder, config), config))
+    paths = msgspec.msgpack.decode(exchange.broadcast_bytes(mine), type=list[str])
+    found = {adapter.name: load(engine, adapter, path) for adapter, path in zip(adapters, paths, strict=True)}
+    return {name: restored for name, restored in found.items() if restored is not None}
+
+
+def chosen(plan: ResumePlan, config: Config) -> list[str]:
+    """Folders of the checkpoints to load, in the order of the adapters; empty for one that has none. On rank 0.
+
+    Removes what a crash left half-written. Raises CheckpointError as `resume` does.
+    """
+    _log(plan, config)
+    plan.check()
+    _tidy(plan)
+    return [str(a.newest.path) if a.newest else "" for a in plan.adapters]
+
+
+def load(engine: TrainEngine, adapter: Adapter, path: str) -> Restored | None:
+    """Load a resident adapter from the checkpoint at ``path``, or its first version if that is empty. Collective."""
+    if not path:
+        warm_start(engine, adapter, adapter.run.seed)
+    companions.start(engine, adapter, adapter.run.seed)
+    return _load(engine, adapter, Path(path)) if path else None
+
+
+def _load(engine: TrainEngine, adapter: Adapter, folder: Path) -> Restored:
+    manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
+    tensors = read_files([folder / entry.name for entry in files_of(manifest)])
+    engine.load_state(adapter.name, tensors, manifest.clock.step)
+    companions.load(engine, adapter, manifest, folder)
+    set_random_state(manifest.random, engine.rank, engine.device)
+    controller = ControllerState(
+        ledger=manifest.ledger, evaluations=manifest.evaluations, pending=frozenset(manifest.awaited)
+    )
+    return Restored(version=manifest.version, controller=controller, kl_scale=manifest.kl_scale)
+
+
+def _log(plan: ResumePlan, config: Config) -> None:
+    for adapter in plan.adapters:
+        for line in adapter.lines():
+            log.warning("%s", line)
+        if adapter.newest is not None:
+            log.info("%s", _resumed(adapter.ref, adapter.newest, config))
+
+
+def _resumed(ref: AdapterRef, found: Found, config: Config) -> str:
+    """The log line of one adapter: which checkpoint, and what is configured otherwise than when it was written."""
+    adapter = adapter_named(config, ref.name)
+    was, now, steps = found.manifest, adapter.optimizer.model_dump(), adapter_run(config, adapter).steps
+    layout = config.trainer.model_dump(include=set(LAYOUT))
+    changes = [f"{k} {was.layout[k]} -> {layout[k]}" for k in was.layout if layout[k] != was.layout[k]]
+    settings = was.clock.settings
+    changes += [f"{k} {settings[k]} -> {now[k]}" for k in now if k in settings and now[k] != settings[k]]
+    if was.clock.total_steps != steps:
+        changes.append(f"{'run.' if adapter.steps is None else ''}steps {was.clock.total_steps} -> {steps}")
+    text = f"resumed from checkpoint {ref} in {found.path}, written {found.age_s():.0f} s ago"
+    return text + (f"; changed since: {', '.join(changes)}" if changes else "")
+
+
+def _tidy(plan: ResumePlan) -> None:
+    try:
+        tidy(plan, Disk())
+    except OSError as e:
+        raise CheckpointError(f"{e.filename}: {e.strerror}; the checkpoints' folder must be writable") from e

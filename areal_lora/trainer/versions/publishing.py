@@ -1,0 +1,215 @@
+"""Publish adapter versions to the rollout servers while training continues.
+
+``publish`` packs the adapter and returns; transfer, activation, probe and the announcement to
+the controller happen in the publisher's thread. ``join`` waits for the previous publish and
+raises its errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from areal_lora.algorithms.merging import MOST_LOST, CastLoss
+from areal_lora.checkpoint.saver import Save
+from areal_lora.data.collate import split_rows
+from areal_lora.engine.base import TrainEngine
+from areal_lora.engine.common.adapter_engine import DTYPES
+from areal_lora.engine.common.merged import MEASURED_ROWS
+from areal_lora.processes.faults import reached
+from areal_lora.processes.log import get_logger
+from areal_lora.trainer.adapter import Adapter
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.trainer.job import PublishHandle
+from areal_lora.weight_sync.trainer.packed_shard import Pack
+from areal_lora.weight_sync.trainer.publisher import Publisher
+from areal_lora.weight_sync.trainer.report import PublishReport
+
+log = get_logger(__name__)
+
+Scores = list[list[float]]  # log-probabilities of the probe, one row per sequence
+
+
+@dataclass(slots=True, kw_only=True)
+class _Published:
+    """State of one adapter between publishes.
+
+    ``base`` are the base's scores of the probe, ``noise`` the largest difference between two computations of them.
+    ``scored`` are the trainer's scores of ``newest``, the version published last. ``handle`` is the publish in
+    progress.
+    """
+
+    layout: AdapterLayout
+    base: Scores
+    noise: float
+    newest: AdapterRef | None = None
+    scored: Scores | None = None
+    handle: PublishHandle | None = None
+
+
+class _Payload:
+    """What a version is on the wire: lora_A and lora_B, or where rollouts are ``merged`` the weights that they change.
+
+    Both travel in the wire type of the adapter's `AdapterRun`, which is that of the servers where weights are merged.
+    """
+
+    def __init__(self, engine: TrainEngine, merged: bool) -> None:
+        self._engine, self._merged = engine, merged
+
+    def layout(self, adapter: Adapter) -> AdapterLayout:
+        """The layout of every version of the adapter."""
+        describe = self._engine.merged_layout if self._merged else self._engine.adapter_layout
+        return describe(adapter.name, adapter.run.wire_dtype)
+
+    def pack(self, adapter: Adapter) -> tuple[Pack, CastLoss | None]:
+        """Packs the next version, and counts what that loses by a cast; None: nothing is cast. Collective."""
+        if not self._merged:
+            return partial(self._engine.pack_adapter, adapter.name, adapter.run.wire_dtype), None
+        cast = CastLoss(dtype=DTYPES[adapter.run.wire_dtype], rows=MEASURED_ROWS)
+        return partial(self._engine.pack_merged, adapter.name, cast), cast
+
+
+class AdapterPublishing:
+    """One per rank; all calls but ``changed`` are collective over the trainer's ranks."""
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        publisher: Publisher,
+        mode: Literal["unmerged", "merged"],
+        on_report: Callable[[PublishReport], None] | None,
+        on_members: Callable[[PublishReport], None] | None = None,
+    ) -> None:
+        self._engine, self._publisher, self._payload = engine, publisher, _Payload(engine, mode == "merged")
+        self._on_report, self._on_members = on_report, on_members
+        self._published: dict[str, _Published] = {}
+        self._lossy = False
+
+    def publish(self, adapter: Adapter, version: int, save: Save | None) -> None:
+        """Start to send the adapter as ``version``. One publish per adapter may be in progress: call ``join`` first.
+
+        Nothing is sent before ``save``, the checkpoint of this version, is settled: a version that a server
+        has ever held can be resumed, and is never made a second time with other numbers (contract C2).
+        """
+
+        def gate() -> None:
+            if save is not None:
+                save.wait_settled()
+            reached("trainer.publish_begun")
+
+        kept, (pack, cast) = self._kept(adapter), self._payload.pack(adapter)
+        kept.handle = self._publisher.publish(
+            ref=AdapterRef(name=adapter.name, version=version),
+            parent=AdapterRef(name=adapter.name, version=version - 1) if version else None,
+            layout=kept.layout,
+            pack=pack,
+            cast=cast,
+            base_digest=self._engine.base_digest(),
+            probe=self._expected(adapter, version, kept),
+            gate=gate,
+        )
+
+    def join(self, adapter: str) -> None:
+        """Wait until the previous version is active on all remaining servers.
+
+        Raises:
+            PublishError, ManifestError, AdapterError, ParityError: see the publisher.
+        """
+        kept = self._published.get(adapter)
+        if kept is None or kept.handle is None:
+            return
+        handle, kept.handle = kept.handle, None
+        report = handle.wait()
+        self._warn_of_loss(report)
+        if self._on_report is not None:
+            self._on_report(report)
+        self._note_members(report)
+
+    def busy(self, adapter: str) -> bool:
+        """Whether a publish was not joined yet (not collective)."""
+        kept = self._published.get(adapter)
+        return kept is not None and kept.handle is not None
+
+    def ended(self, adapter: str) -> bool:
+        """Whether a publish was not joined yet, and ``join`` would not wait (not collective)."""
+        kept = self._published.get(adapter)
+        return kept is not None and kept.handle is not None and kept.handle.done()
+
+    def newest(self, adapter: str) -> int | None:
+        """The version that was published last; None before the first."""
+        kept = self._published.get(adapter)
+        return kept.newest.version if kept and kept.newest else None
+
+    def failed(self) -> str | None:
+        """An adapter whose publish in progress has failed; ``join`` raises its error (rank 0, not collective)."""
+        kept = self._published.items()
+        return next((name for name, each in kept if each.handle is not None and each.handle.failed()), None)
+
+    def changed(self) -> bool:
+        """Whether servers lack the newest version of an adapter, or fell silent (rank 0, not collective)."""
+        return self._publisher.changed()
+
+    def catch_up(self, adapter: str) -> None:
+        """Join the previous publish, then send the newest version again.
+
+        It reaches servers that joined, releases those that leave, and excludes silent ones. Nothing is sent if all
+        servers serve it already.
+        """
+        self.join(adapter)
+        self._note_members(self._publisher.again(adapter).wait())
+
+    def drop(self, adapter: str) -> None:
+        """Forget a deleted adapter; the servers free what they hold of it as soon as no request uses it."""
+        self._published.pop(adapter, None)
+        self._publisher.drop(adapter)
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def _note_members(self, report: PublishReport) -> None:
+        if self._on_members is not None:
+            self._on_members(report)
+
+    def _warn_of_loss(self, report: PublishReport) -> None:
+        """Warn when the cast starts to lose much of a merged adapter (rank 0's report is that of all ranks)."""
+        lossy = report.cast is not None and report.cast.error > MOST_LOST
+        if report.cast is not None and lossy and not self._lossy and self._on_report is not None:
+            log.warning(
+                "%s: %.0f %% of the adapter survives the cast of the merged weights (relative error %.2f, limit %.2f): "
+                "the servers sample from another policy; use rollout.adapter_mode=unmerged, or model.dtype=float32",
+                report.ref,
+                100 * report.cast.survives,
+                report.cast.error,
+                MOST_LOST,
+            )
+        self._lossy = lossy
+
+    def _kept(self, adapter: Adapter) -> _Published:
+        if adapter.name not in self._published:
+            base, again = (self._engine.logprobs(adapter.probe, adapter=None) for _ in range(2))
+            self._published[adapter.name] = _Published(
+                layout=self._payload.layout(adapter),
+                base=split_rows(base, adapter.probe.cu_seqlens),
+                noise=float((base - again).abs().max()),
+            )
+        return self._published[adapter.name]
+
+    def _expected(self, adapter: Adapter, version: int, kept: _Published) -> ProbeExpectation:
+        """The trainer's scores of the probe: by the adapter now, by its base, and by the previous version."""
+        cu_seqlens = adapter.probe.cu_seqlens
+        scored = split_rows(self._engine.logprobs(adapter.probe, adapter=adapter.name), cu_seqlens)
+        parent, before = kept.newest, kept.scored
+        kept.newest, kept.scored = AdapterRef(name=adapter.name, version=version), scored
+        return ProbeExpectation(
+            token_ids=[[int(x) for x in row] for row in split_rows(adapter.probe.token_ids, cu_seqlens)],
+            logprobs=scored,
+            base=kept.base,
+            parent=parent,
+            before=before,
+            noise=kept.noise,
+            routed=self._engine.routed,
+        )

@@ -1,0 +1,100 @@
+"""What waits for what, and when something in the background has ended. Saves and publishes say how far they are."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from areal_lora.checkpoint.saver import Save
+from areal_lora.errors import PublishError
+from areal_lora.operations.messages import (
+    DropState,
+    LoadState,
+    Loss,
+    Operation,
+    OptimStep,
+    Pass,
+    Poison,
+    Publish,
+    SaveState,
+    What,
+)
+from areal_lora.trainer.collective.next_work import RETRY_S, concluded, may_start
+from areal_lora.trainer.work import Concludes
+from areal_lora.types import AdapterPhase, AdapterRef
+
+PASS = Pass(data=(), loss=Loss.CROSS_ENTROPY)
+SAVES: list[What] = [
+    OptimStep(lr=1.0),
+    LoadState(adapter="a", label="x", optimizer=True),
+    SaveState(label="x"),
+    DropState(label="x"),
+    Poison(reason="x", of_step=True),
+]
+
+
+def save(*, ended: bool = False, failed: bool = False, label: str = "", ago_s: float = 0.0, **values: Any) -> Save:
+    made = Save(ref=AdapterRef(name="a", version=1), failed=failed, label=label, **values)
+    made.ended_s = time.monotonic() - ago_s
+    if ended:
+        made.ended.set()
+    return made
+
+
+def trainer(
+    saving: Save | None = None,
+    publishing: bool = False,
+    published: bool = False,
+    phase: AdapterPhase = AdapterPhase.ACTIVE,
+    is_client: bool = True,
+) -> Any:
+    adapter = SimpleNamespace(config=SimpleNamespace(is_client=is_client))
+    return SimpleNamespace(
+        states={"a": SimpleNamespace(name="a", adapter=adapter, phase=phase)},
+        checkpointing=SimpleNamespace(pending=lambda name: saving),
+        publishing=SimpleNamespace(busy=lambda name: publishing, ended=lambda name: published),
+    )
+
+
+def begins(what: What, held: Any) -> bool:
+    return may_start(held, Operation(adapter="a", number=1, what=what))
+
+
+def test_a_pass_waits_for_nothing() -> None:
+    assert begins(PASS, trainer(save(), publishing=True))
+
+
+@pytest.mark.parametrize("what", SAVES, ids=lambda what: type(what).__name__)
+def test_what_writes_waits_for_the_save_before_it_until_it_is_joined(what: What) -> None:
+    assert begins(what, trainer(publishing=True))
+    assert not begins(what, trainer(save()))
+    assert not begins(what, trainer(save(ended=True)))
+
+
+def test_a_publish_waits_for_the_one_before_it_and_for_its_version_to_be_durable() -> None:
+    assert begins(Publish(), trainer())
+    assert not begins(Publish(), trainer(publishing=True))
+    assert not begins(Publish(), trainer(save()))
+
+
+@pytest.mark.parametrize("publish", [True, False])
+@pytest.mark.parametrize("phase", [AdapterPhase.ACTIVE, AdapterPhase.PAUSED])
+def test_what_has_ended_is_concluded_also_of_a_paused_adapter(publish: bool, phase: AdapterPhase) -> None:
+    ended = trainer(save(ended=not publish), publishing=publish, published=publish, phase=phase)
+    assert concluded(ended) == Concludes(adapter="a", publish=publish)
+    assert concluded(trainer(save(), publishing=True, phase=phase)) is None
+
+
+@pytest.mark.parametrize("found", [{"is_client": False}, {"phase": AdapterPhase.FAILED}])
+def test_only_clients_adapters_with_a_place_are_looked_at(found: dict[str, Any]) -> None:
+    assert concluded(trainer(save(ended=True), published=True, **found)) is None
+
+
+def test_a_checkpoint_that_failed_is_concluded_after_a_while_as_it_is_tried_again_then() -> None:
+    assert concluded(trainer(save(ended=True, failed=True))) is None
+    assert concluded(trainer(save(ended=True, failed=True, ago_s=RETRY_S))) is not None
+    assert concluded(trainer(save(ended=True, failed=True, label="x"))) is not None, "a saved state is not"
+    assert concluded(trainer(save(ended=True, failed=True, error=PublishError("a rank is lost")))) is not None

@@ -1,0 +1,237 @@
+"""Operations on one rank: what becomes of weights, disk and servers, who waits for what, and what a full disk does.
+
+Decisions, link, checkpoints and records are the trainer's; the engine is a toy, and disk and servers wait for the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_lora.checkpoint.recover import find
+from areal_lora.operations.messages import (
+    Completed,
+    Datum,
+    Failed,
+    Kept,
+    LoadState,
+    Loss,
+    OptimStep,
+    Pass,
+    Poison,
+    Publish,
+    Published,
+    SaveState,
+    Scored,
+    Stepped,
+)
+from areal_lora.trainer.clients.link import _decode
+from areal_lora.trainer.collective import next_work
+from areal_lora.types import AdapterPhase
+from tests.support.operations.client import datum, floats
+from tests.support.operations.side import HeldDisk, Side
+from tests.support.operations.toy_engine import VOCABULARY
+
+TEXT, OTHER = [5, 9, 12, 7], [8, 3, 17]
+SFT = Pass(data=(datum(TEXT, [1.0, 0.5, 2.0]), datum(OTHER, [0.0, 1.0])), loss=Loss.CROSS_ENTROPY)
+LOOK = Pass(data=SFT.data, loss=Loss.CROSS_ENTROPY, backward=False)
+STEP = OptimStep(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
+ENDLESS: Datum = datum([5, 5, 5], [3e38, 3e38])
+
+
+@pytest.fixture
+def side(tmp_path: Path) -> Iterator[Side]:
+    made = Side(tmp_path, "a", "b", beside=True)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def by_hand(windows: list[list[list[tuple[int, float]]]]) -> tuple[np.ndarray, list[float]]:
+    """Logits [V] after AdamW on the summed gradients, and losses of the passes: a plain float64 loop."""
+    w, m, v = (np.zeros(VOCABULARY) for _ in range(3))
+    losses = []
+    for t, window in enumerate(windows, 1):
+        g = np.zeros(VOCABULARY)
+        for targets in window:
+            p = np.exp(w) / np.exp(w).sum()
+            losses.append(-sum(weight * np.log(p[token]) for token, weight in targets))
+            for token, weight in targets:
+                g += weight * p
+                g[token] -= weight
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+        w = w * (1 - 0.1 * 0.01) - 0.1 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8)
+    return w, losses
+
+
+def test_passes_and_steps_are_those_of_a_plain_loop(side: Side) -> None:
+    targets = [(9, 1.0), (12, 0.5), (7, 2.0), (17, 1.0)]
+    found = side.client.do("a.1", SFT, SFT, STEP, SFT, STEP, LOOK)
+    weights, losses = by_hand([[targets, targets], [targets]])
+    mine = side.engine.residents["a.1"]
+    np.testing.assert_allclose(mine.parts["weight"].numpy(), weights, atol=1e-5)
+    assert [scored.loss for scored in found if isinstance(scored, Scored)][:3] == pytest.approx(losses, rel=1e-5)
+    assert [stepped.step for stepped in found if isinstance(stepped, Stepped)] == [1, 2]
+    logits = weights - np.log(np.exp(weights).sum())
+    assert floats(found[-1].logprobs[1]) == pytest.approx([logits[3], logits[17]], abs=1e-5)
+    assert not side.engine.residents["b.1"].parts["weight"].any(), "the adapter beside it"
+
+
+def test_others_train_while_a_checkpoint_is_written_and_while_servers_take_a_version(side: Side) -> None:
+    side.disk.hold()  # type: ignore[attr-defined]
+    side.client.begin("a.1", SFT, STEP)
+    side.wait(lambda: side.state("a.1").version == 2, "the step")
+    trained = side.beside_steps
+    assert isinstance(side.client.do("b.1", SFT)[0], Scored), "another client"
+    side.wait(lambda: side.beside_steps > trained + 20, "steps beside it")
+    assert list(side.client.outcomes("a.1")) == [1], "nothing is said before it is durable"
+    assert find(side.folder, "a.1").newest is None
+    side.disk.release()  # type: ignore[attr-defined]
+    side.client.wait(lambda: 2 in side.client.outcomes("a.1"))
+    newest = find(side.folder, "a.1").newest
+    assert newest is not None
+    assert _decode(newest.manifest.ledger) == Completed(
+        adapter="a.1", number=2, outcome=side.client.outcomes("a.1")[2]
+    ), "the outcome is in the checkpoint that it waited for"
+
+    side.servers.at_once = False
+    last = side.client.begin("a.1", Publish())
+    side.wait(lambda: len(side.servers.began) == 1, "the publish")
+    trained = side.beside_steps
+    side.wait(lambda: side.beside_steps > trained + 20, "steps beside it")
+    assert last not in side.client.outcomes("a.1")
+    side.servers.answer("a.1")
+    side.client.wait(lambda: last in side.client.outcomes("a.1"))
+    assert side.client.outcomes("a.1")[last] == Published(version=2)
+
+
+def test_a_pass_overtakes_the_disk_and_its_outcome_does_not(side: Side) -> None:
+    side.disk.hold()  # type: ignore[attr-defined]
+    side.client.begin("a.1", SFT, STEP, SFT, STEP)
+    side.wait(lambda: side.engine.passes == 2, "the pass of the next window")
+    trained = side.beside_steps
+    side.wait(lambda: side.beside_steps > trained + 20, "steps beside it")
+    assert side.engine.step_count("a.1") == 1, "the next step waits for the checkpoint of this one"
+    assert list(side.client.outcomes("a.1")) == [1]
+    side.disk.release()  # type: ignore[attr-defined]
+    side.client.wait(lambda: 4 in side.client.outcomes("a.1"))
+    said = [m.number for m in side.client.heard if isinstance(m, Completed)]
+    assert said == [1, 2, 3, 4]
+    assert side.client.outcomes("a.1")[4] == Stepped(
+        step=2,
+        grad_norm=side.client.outcomes("a.1")[4].grad_norm,
+        skipped=False,  # type: ignore[union-attr]
+    )
+
+
+def test_a_version_is_sent_once_and_not_before_it_is_durable(side: Side) -> None:
+    side.disk.hold()  # type: ignore[attr-defined]
+    last = side.client.begin("a.1", SFT, STEP, Publish(), Publish())
+    side.wait(lambda: side.state("a.1").version == 2, "the step")
+    trained = side.beside_steps
+    side.wait(lambda: side.beside_steps > trained + 20, "steps beside it")
+    assert side.servers.began == []
+    side.disk.release()  # type: ignore[attr-defined]
+    side.client.wait(lambda: last in side.client.outcomes("a.1"))
+    assert [side.client.outcomes("a.1")[n] for n in (3, 4)] == [Published(version=2)] * 2
+    assert [str(ref) for ref in side.servers.began] == ["a.1@v2"]
+
+
+@pytest.mark.parametrize("poison", [Poison(reason="lr is -1", by_client=True, of_step=True), OptimStep(lr=-1.0)])
+def test_a_step_that_cannot_be_taken_ends_its_window_alone(side: Side, poison: Poison | OptimStep) -> None:
+    """Its gradients are forgotten, no weight changes, and what follows is another window."""
+    bad = side.client.do("a.1", SFT, poison)[1]
+    assert isinstance(bad, Failed)
+    assert bad.by_client
+    other = side.client.do("b.1", SFT, STEP)[1]
+    assert side.client.do("a.1", SFT, STEP)[1] == other
+    assert side.engine.residents["a.1"].parts["weight"].equal(side.engine.residents["b.1"].parts["weight"])
+    assert find(side.folder, "a.1").ref.version == 4
+    assert (side.folder.adapter_checkpoints("a.1") / "v000002").is_dir(), "what fails has a checkpoint as well"
+
+
+def test_a_full_disk_fails_the_state_that_is_saved_and_nothing_else(side: Side) -> None:
+    """With path, reason and fix; weights, checkpoints and the state before it stay."""
+    side.client.do("a.1", SFT, STEP, SaveState(label="first"))
+    assert isinstance(side.disk, HeldDisk)
+    side.disk.full = {"states"}
+    failed, stepped, again = side.client.do("a.1", SaveState(label="first"), LOOK, SaveState(label="second"))
+    assert isinstance(failed, Failed)
+    assert not failed.by_client
+    assert f"{side.folder.path}/states/a.1/.first." in failed.reason
+    assert "No space left on device (fix: free disk space" in failed.reason
+    assert isinstance(stepped, Scored)
+    assert isinstance(again, Failed)
+    assert isinstance(side.client.do("b.1", SFT, STEP)[1], Stepped)
+    side.disk.full = set()
+    assert isinstance(side.client.do("a.1", SFT, STEP, SaveState(label="second"))[2], Kept)
+    loaded = side.client.do("b.1", LoadState(adapter="a.1", label="first", optimizer=True))[0]
+    assert loaded.step == 1
+    assert [side.state(key).phase for key in ("a.1", "b.1")] == [AdapterPhase.ACTIVE] * 2
+    assert sorted(path.name for path in side.folder.saved_states.glob("*/*")) == ["first", "second"]
+
+
+def test_a_checkpoint_is_tried_again_while_others_train(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(next_work, "RETRY_S", 3600.0)
+    assert isinstance(side.disk, HeldDisk)
+    side.disk.full = {"a.1"}
+    side.client.begin("a.1", SFT, STEP)
+    side.wait(lambda: (save := side.saver.pending("a.1")) is not None and save.failed, "a failed checkpoint")
+    trained = side.beside_steps
+    assert isinstance(side.client.do("b.1", SFT, STEP)[1], Stepped)
+    side.wait(lambda: side.beside_steps > trained + 5, "steps beside it")
+    side.disk.full = set()
+    monkeypatch.setattr(next_work, "RETRY_S", 0.0)
+    side.client.wait(lambda: 2 in side.client.outcomes("a.1"))
+    assert side.client.outcomes("a.1")[2] == side.client.outcomes("b.1")[2]
+
+
+def test_a_disk_that_takes_no_checkpoint_ends_the_adapter_alone(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(next_work, "RETRY_S", 0.0)
+    assert isinstance(side.disk, HeldDisk)
+    side.disk.full = {"a.1"}
+    step, later = side.client.do("a.1", SFT, STEP, SFT)[1:]
+    assert isinstance(step, Failed)
+    assert "could not be written" in step.reason
+    assert isinstance(later, Failed)
+    assert side.state("a.1").phase is AdapterPhase.FAILED
+    assert isinstance(side.client.do("b.1", SFT, STEP)[1], Stepped)
+
+
+def test_each_step_has_one_record_with_what_is_known(side: Side) -> None:
+    huge = Pass(data=(ENDLESS,), loss=Loss.CROSS_ENTROPY)
+    bad = Pass(data=(datum([1, 999], [1.0]),), loss=Loss.CROSS_ENTROPY)
+    side.client.do("a.1", SFT, SFT, LOOK, STEP, SFT, bad, STEP, huge, STEP, SFT, STEP, Publish())
+    side.quiet()
+    first, skipped, last = side.records.steps
+    scored = side.client.outcomes("a.1")[1]
+    assert isinstance(scored, Scored)
+    assert (first.adapter, first.step, first.version, first.by_client) == ("a.1", 0, 0, True)
+    assert (first.metrics["train/n_tokens"], first.metrics["train/n_sequences"], first.n_targets) == (14, 4, 8)
+    assert first.metrics["train/loss"] == pytest.approx(2 * scored.loss / 8)
+    assert (first.metrics["train/lr"], first.taken, first.reward_mean, first.staleness) == (0.1, True, None, {})
+    assert first.metrics["train/grad_norm"] == pytest.approx(side.client.outcomes("a.1")[4].grad_norm)  # type: ignore[union-attr]
+    assert 0 < first.spans["train"] <= first.step_s
+    # The window with a bad pass made no step, and the third one's gradient was not finite.
+    assert (skipped.step, skipped.version, skipped.taken) == (1, 7, False)
+    assert "train/grad_norm" not in skipped.metrics
+    assert (last.step, last.version, last.taken) == (1, 9, True)
+    assert [record.version for record in side.records.checkpoints] == [4, 7, 9, 11]
+
+
+def test_an_adapter_that_leaves_while_it_is_saved_fails_what_it_was_asked(side: Side) -> None:
+    side.disk.hold()  # type: ignore[attr-defined]
+    side.client.begin("a.1", SFT, STEP, SFT, SaveState(label="x"))
+    side.wait(lambda: side.engine.passes == 2, "the pass of the next window")
+    side.later.append(partial(side.clients.end, "a.1", "it was deleted"))
+    side.wait(lambda: not side.later, "the end of the adapter")
+    side.disk.release()  # type: ignore[attr-defined]
+    side.client.wait(lambda: 4 in side.client.outcomes("a.1"))
+    gone = Failed(reason="it was deleted", by_client=False)
+    assert [side.client.outcomes("a.1")[n] for n in (2, 3, 4)] == [gone] * 3
+    side.quiet()
