@@ -35,7 +35,7 @@ if engine == "fsdp":
     from areal_lora.engine.fsdp_engine import FsdpEngine as Engine
     from areal_lora.engine.fsdp_utils import fsdp_model
 else:
-    from areal_lora.platforms import megatron_cpu
+    from areal_lora.engine.megatron_utils import cpu_patches
     from areal_lora.engine.megatron_engine import MegatronEngine as Engine
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)

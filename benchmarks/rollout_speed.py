@@ -55,7 +55,7 @@ def child(variant: str, adapter: str) -> None:
     from vllm import LLM, EngineArgs, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from areal_lora.engine.vllm_ext.assemble import engine_args
+    from areal_lora.engine.vllm_ext.server.assemble import engine_args
 
     lora = variant in (BASE, UNMERGED)
     args = engine_args(configuration(f"rollout.adapter_mode={'unmerged' if lora else 'merged'}"))
@@ -140,7 +140,7 @@ class Publishing:
         (folder / "config.json").write_text(self.config.model_dump_json(), encoding="utf-8")
         run_folder = RunFolder(folder)
         create_secret(run_folder)
-        module = "areal_lora.engine.vllm_ext.server"
+        module = "areal_lora.engine.vllm_ext.server.main"
         command = [sys.executable, "-m", module, "--run-folder", str(folder), "--index", "0"]
         with open(folder / "log", "wb") as log:
             server = subprocess.Popen(command, stdout=log, stderr=log)

@@ -1,14 +1,24 @@
-"""``areal-lora export RUN OUT``: a version of a run as a PEFT folder."""
+"""Verbs that write a result: ``export``, ``merge``, ``push``, ``report`` and ``schema``."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from areal_lora.cli.runs import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
-from areal_lora.errors import ConfigError
+from areal_lora.errors import ConfigError, EnvironmentError_
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from areal_lora.types import AdapterSpec
+
+KEEP = "base"
+TYPES = ("float32", "bfloat16", "float16")
+CARD_FILE = "README.md"
 
 
 def export(
@@ -26,3 +36,149 @@ def export(
         raise ConfigError(str(out), "it exists", "name a folder that does not")
     chosen.export(out)
     print(f"{chosen.ref} in {out.absolute()}")
+
+
+def merge(
+    source: Annotated[str, typer.Argument(metavar="RUN|ADAPTER", help="run folder or name, or a PEFT LoRA folder")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="folder to make; it must not exist")],
+    version: Annotated[str, typer.Option(metavar="N", help=f"of a run: {VERSION_HELP}")] = "newest",
+    adapter: Annotated[str | None, typer.Option(metavar="NAME", help=f"of a run: {ADAPTER_HELP}")] = None,
+    base: Annotated[str, typer.Option(metavar="FOLDER", help="model folder, if it is not where the adapter says")] = "",
+    dtype: Annotated[str, typer.Option(metavar="TYPE", help=f"type of the weights: {KEEP}, {', '.join(TYPES)}")] = KEEP,
+) -> None:
+    """Write the base model with the adapter added as a Hugging Face folder. The base is not changed.
+
+    Sums are computed in float32. What bfloat16 loses of the adapter is printed.
+    """
+    if dtype not in (KEEP, *TYPES):
+        raise ConfigError(f"--dtype {dtype}", "it is no type of weights", f"give {KEEP}, {', '.join(TYPES)}")
+    import torch
+
+    from areal_lora.checkpoint.merged_folder import write_merged
+
+    name, folder, tensors, spec = _adapter(source, version, adapter, base)
+    made = write_merged(folder, tensors, spec.scale_of, out, dtype=None if dtype == KEEP else getattr(torch, dtype))
+    loss = made.bfloat16
+    size = f"{made.weights} weights, {made.nbytes / 2**20:.1f} MiB"
+    print(f"{name} and the base {folder} are merged in {out.absolute()}: {size}; the base is not changed")
+    print(
+        f"in bfloat16 {loss.survives:.1%} of the adapter survives: relative error {loss.error:.3f}, "
+        f"{loss.unmoved:.1%} of the adapted elements equal the base's"
+    )
+
+
+def _adapter(
+    source: str, version: str, adapter: str | None, base: str
+) -> tuple[str, Path, dict[str, Tensor], AdapterSpec]:
+    """Name, model folder, tensors under all names and specification."""
+    from areal_lora.checkpoint.adapter_io import load_peft
+    from areal_lora.checkpoint.versions import pick_version
+    from areal_lora.families.peft_folder import CONFIG_FILE
+
+    path = Path(source).expanduser()
+    if (path / CONFIG_FILE).is_file():
+        spec, tensors = load_peft(path)
+        return path.name, _model_folder(base or spec.base_model), tensors, spec
+    folder = find_run(source)
+    config = recorded_config(folder)
+    chosen = pick_version(folder, config, version, adapter)
+    spec = chosen.manifest.spec
+    return str(chosen.ref), _model_folder(base or config.model.folder), chosen.tensors(), spec
+
+
+def _model_folder(text: str) -> Path:
+    """A folder, or the cached snapshot of a hub name."""
+    from areal_lora.config.snapshot import cached_snapshot
+    from areal_lora.families.published import is_hub_name
+
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return path
+    cached = cached_snapshot(text, None) if is_hub_name(text) else None
+    if cached is None:
+        raise ConfigError(text or "the adapter", "its base model is not on this machine", "name it with --base FOLDER")
+    return cached
+
+
+def push(
+    run: Annotated[str, typer.Argument(help=RUN_HELP)],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="hub name org/name; made if it does not exist")],
+    version: Annotated[str, typer.Option(metavar="N", help=VERSION_HELP)] = "newest",
+    adapter: Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)] = None,
+    base: Annotated[str, typer.Option(metavar="NAME", help="hub name of the base model, if the run has a folder")] = "",
+    public: Annotated[bool, typer.Option("--public", help="make a new repository public; else it is private")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the files and print the card; send nothing")] = False,
+) -> None:
+    """Send the PEFT folder of a version and a card with the run's figures, and nothing else.
+
+    The token is huggingface_hub's (HF_TOKEN, or that of `hf auth login`).
+    """
+    from areal_lora.checkpoint.versions import pick_version
+    from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
+    from areal_lora.families.published import is_hub_name
+    from areal_lora.obs.report.card import model_card
+
+    if not is_hub_name(repo):
+        raise ConfigError(repo, "it is no hub name", "give org/name")
+    folder = find_run(run)
+    config = recorded_config(folder)
+    chosen = pick_version(folder, config, version, adapter)
+    name = base or chosen.base
+    if not is_hub_name(name) or Path(name).exists():
+        fix = "name the base on the hub: --base org/name"
+        raise ConfigError("--base", f"the base model is the folder {name}, which other machines lack", fix)
+    with tempfile.TemporaryDirectory(prefix="areal-lora-push-") as scratch:
+        out = Path(scratch) / "adapter"
+        chosen.export(out, base=name)
+        (out / CARD_FILE).write_text(model_card(folder, config, chosen.ref, name, repo), encoding="utf-8")
+        files = [CARD_FILE, CONFIG_FILE, TENSOR_FILE]
+        for file in files:
+            print(f"{file}  {(out / file).stat().st_size / 2**10:.1f} KiB")
+        if dry_run:
+            print((out / CARD_FILE).read_text(encoding="utf-8"))
+            print(f"{chosen.ref} would go to {repo}; nothing was sent")
+            return
+        print(f"{chosen.ref} in {_send(out, files, repo, str(chosen.ref), private=not public)}")
+
+
+def _send(folder: Path, files: list[str], repo: str, what: str, *, private: bool) -> str:
+    """Upload ``files`` of ``folder`` as one commit; returns its address. Raises EnvironmentError_."""
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    operations = [CommitOperationAdd(path_in_repo=file, path_or_fileobj=str(folder / file)) for file in files]
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        return str(api.create_commit(repo, operations, commit_message=f"Adapter {what}").commit_url)
+    except (HfHubHTTPError, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise EnvironmentError_(
+            f"the hub {api.endpoint} did not take {repo}: {reason} (fix: check the name, the token and the connection)"
+        ) from None
+
+
+def report(run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)]) -> None:
+    """Write report.html now, also while the run works."""
+    from areal_lora.obs.report.page import write_report
+
+    folder = find_run(run)
+    recorded_config(folder)
+    path: Path = write_report(folder)
+    print(path)
+
+
+def schema(
+    out: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="write it there instead of printing it")] = None,
+) -> None:
+    """Print the JSON schema of configuration files. An editor uses it with this first line of a file:
+
+    # yaml-language-server: $schema=FILE
+    """
+    from areal_lora.config.schema import json_schema
+
+    if out is None:
+        print(json_schema(), end="")
+    else:
+        out.write_text(json_schema(), encoding="utf-8")
+        print(out)

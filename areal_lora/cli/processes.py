@@ -21,7 +21,7 @@ ROLES = {
     "areal_lora.trainer.main": "trainer",
     "areal_lora.rollout.main": "controller",
     "areal_lora.service.main": "service",
-    "areal_lora.engine.vllm_ext.server": "server",
+    "areal_lora.engine.vllm_ext.server.main": "server",
 }
 _LOCK = re.compile(r"^\d+: (?:FLOCK|OFDLCK|POSIX)\s+ADVISORY\s+WRITE (-?\d+) [0-9a-f]+:[0-9a-f]+:(\d+) ", re.MULTILINE)
 

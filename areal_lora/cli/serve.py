@@ -1,8 +1,9 @@
-"""``areal-lora serve RUN``: a version of a run behind an OpenAI-compatible server on loopback."""
+"""``areal-lora serve`` and ``chat``: a version behind an OpenAI-compatible server on loopback, or in the terminal."""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -32,3 +33,46 @@ def serve(
         print(f"{server.model} answers at {server.url} (Ctrl-C ends it). Ask it:", flush=True)
         print(f"  curl {server.url}/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
         server.wait()
+
+
+def chat(
+    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
+    version: Annotated[str, typer.Option(metavar="N", help=VERSION_HELP)] = "newest",
+    adapter: Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="ask this, print the answer and end")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time")] = 0.0,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="longest answer; the run's if not given")] = None,
+) -> None:
+    """Ask a version in the terminal. What you type is written in the format of the run's task.
+
+    A chat task keeps the conversation; /new begins another one. Ctrl-D ends.
+    """
+    from areal_lora.cli.conversation import Conversation
+    from areal_lora.cli.serving import served
+    from areal_lora.config.adapter_run import adapter_named
+    from areal_lora.data.formatting import Formatter
+    from areal_lora.data.tokenizer import load_tokenizer
+
+    folder = find_run(run)
+    config = recorded_config(folder)
+    chosen = adapter_named(config, adapter)
+    formatter = Formatter(tokenizer=load_tokenizer(config.model.folder), how=chosen.task.format)
+    print(f"starting vLLM with {version} of {folder}", file=sys.stderr, flush=True)
+    with served(folder, config, chosen, version, 0) as server:
+        talk = Conversation(chosen, formatter, server, temperature, max_tokens or chosen.sampling.max_new_tokens)
+        if prompt is not None:
+            print(talk.ask(prompt))
+            return
+        print(f"{server.model} listens; /new begins again, Ctrl-D ends", file=sys.stderr)
+        while (text := _typed()) is not None:
+            if text == "/new":
+                talk.turns.clear()
+            elif text:
+                print(talk.ask(text), flush=True)
+
+
+def _typed() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None

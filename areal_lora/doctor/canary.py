@@ -89,7 +89,7 @@ def fly(config: Config, root: Path) -> CanaryFacts:
     python = interpreters(config)
     flight = _Flight(folder, small.cluster)
     try:
-        server = flight.start("server", python["rollout"], "areal_lora.engine.vllm_ext.server", "--index", "0")
+        server = flight.start("server", python["rollout"], "areal_lora.engine.vllm_ext.server.main", "--index", "0")
         trainer = flight.start("trainer", python["trainer"], "areal_lora.doctor.canary_trainer")
         ready_s = 0.0
         while (code := trainer.poll()) is None:

@@ -9,7 +9,7 @@ from areal_lora.config.models import Config
 from areal_lora.doctor.facts import BandwidthFacts, CanaryFacts, Facts, FolderFacts, NodeFacts, RoleFacts
 from areal_lora.doctor.findings import Finding, fail, note, ok
 from areal_lora.doctor.versions import version_findings
-from areal_lora.launcher.details import human_bytes
+from areal_lora.obs.console import human_bytes
 
 LOGS_BYTES = 200_000_000
 CLOCK_S = 5.0

@@ -1,24 +1,32 @@
-"""Output of ``--dry-run``: a summary, memory, publishes, what runs out first, the batch script. Starts nothing."""
+"""Output of ``--dry-run`` (summary, memory, publishes, limits, batch script; with ``--details`` the plan in full) and
+of ``--explain-resume``. Reads the run folder; starts and changes nothing.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from areal_lora.config.adapter_run import adapter_runs, total_steps
+from areal_lora.checkpoint.recover import AdapterResume, ResumePlan, explain
+from areal_lora.config.adapter_run import adapter_runs, steps_of, total_steps
 from areal_lora.config.facts import machine_memory
 from areal_lora.config.models import Config
+from areal_lora.config.resume import changes, conflict
 from areal_lora.config.sections.algorithm import PRESETS
 from areal_lora.config.sections.cluster import LINK_BITS
 from areal_lora.config.sizing.memory import GIB, LEAST_KV, Memory, device_bytes, slurm_bytes
-from areal_lora.launcher.details import details, human_bytes, make_table
+from areal_lora.config.snapshot import missing_files
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm.script import sbatch_script
+from areal_lora.launcher.start import previous_run, with_absolute_root
+from areal_lora.obs.console import duration, human_bytes
+from areal_lora.rollout.ledger.peek import reconciliations
 
 _WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller", SERVICE: "service"}
 _SHORT = {"trainer": "rank:", "rollout": "server:", "controller": "controller:", "service": "service:"}
@@ -221,3 +229,139 @@ def _first_to_run_out(config: Config, plan: JobPlan) -> str:
         return f"Host memory of a node: {_gib(most)} GiB; no limit of a resource is known to the plan"
     first, *others = sorted(found, key=lambda r: -r.used / r.limit)
     return f"Runs out first: {first}" + "".join(f"; next: {other}" for other in others)
+
+
+def details(config: Config, plan: JobPlan) -> Iterator[Table]:
+    yield from (_processes(plan), _ranks(config, plan), _ports(plan), _estimates(plan), _what_if(plan), _files(plan))
+
+
+def make_table(title: str, *columns: str, right: Iterable[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def _processes(plan: JobPlan) -> Table:
+    table = make_table("Processes", "process", "node", "devices", "threads", "module", right=("node", "threads"))
+    for process in plan.processes:
+        devices = ",".join(map(str, process.devices)) or "cpu"
+        table.add_row(process.name, str(process.node), devices, str(process.cpus), _command(process))
+    return table
+
+
+def _command(process: ProcessSpec) -> str:
+    """Return module and arguments without the run folder, which is the same for all processes."""
+    _, _, module, _, _, *rest = process.argv
+    return " ".join([module, *rest])
+
+
+def _ranks(config: Config, plan: JobPlan) -> Table:
+    t = config.trainer
+    title = f"Trainer ranks (tp {t.tp}, pp {t.pp}, ep {t.ep}, etp {t.etp})"
+    table = make_table(title, "rank", "tp", "pp", "dp", "ep", "etp", right=("rank", "tp", "pp", "dp", "ep", "etp"))
+    for c in plan.ranks:
+        table.add_row(*map(str, (c.rank, c.tp, c.pp, c.dp, c.ep, c.etp)))
+    return table
+
+
+def _ports(plan: JobPlan) -> Table:
+    table = make_table("Ports", "process", "plane", "bind", "port", right=("port",))
+    for port in plan.ports:
+        table.add_row(port.process, port.plane, port.host, str(port.port) if port.port else "chosen by the system")
+    return table
+
+
+def _estimates(plan: JobPlan) -> Table:
+    e = plan.estimates
+    table = make_table("Sizes", "what", "parameters", "tensors", "bytes", right=("parameters", "tensors", "bytes"))
+    table.add_row("base model (frozen)", f"{e.base_parameters:,}", "", human_bytes(e.base_bytes))
+    for adapter in e.adapters:
+        size = adapter.size
+        table.add_row(
+            f"adapter {adapter.name}: PEFT file",
+            f"{size.file_parameters:,}",
+            f"{size.names:,}",
+            human_bytes(adapter.file_bytes),
+        )
+        table.add_row(
+            f"adapter {adapter.name}: wire, each publish",
+            f"{size.parameters:,}",
+            f"{size.tensors:,}",
+            human_bytes(adapter.wire_bytes),
+        )
+    table.add_row("adapter versions resident on a server", str(e.resident_versions), "", "")
+    return table
+
+
+def _what_if(plan: JobPlan) -> Table:
+    columns = ("rank: device", "rank: host", "server: device", "server: host")
+    table = make_table("What if, estimated, in GiB of one device and of the host", "change", *columns, right=columns)
+    for one in plan.what_if:
+        values = (one.rank_device, one.rank_host, one.server_device, one.server_host)
+        table.add_row(one.change, *(f"{value / GIB:.2f}" if value else "" for value in values))
+    return table
+
+
+def _files(plan: JobPlan) -> Table:
+    table = make_table("Files", f"in RUN = {plan.run_folder}")
+    for name in plan.files:
+        table.add_row(name.removeprefix(f"{plan.run_folder}/"))
+    return table
+
+
+def explain_resume(config: Config) -> Iterator[str]:
+    """Yield, line by line, the effect of a start with ``config`` on its run folder.
+
+    Raises ConfigError if the start would be refused, CheckpointError if no checkpoint can be used.
+    """
+    config = with_absolute_root(config)
+    folder, steps = config.run_folder, steps_of(config)
+    earlier = previous_run(folder)
+    if earlier is None:
+        yield f"{folder} holds no run: a start would begin a new one. Nothing was started."
+        return
+    if (error := conflict(earlier.config, config)) is not None:
+        raise error
+    if earlier.finished(config):
+        yield f"The run in {folder} is done: {earlier.steps_done} steps. A start would only report that."
+        return
+    model = Path(config.model.folder)
+    base_is_here = model.is_dir() and not (config.model.commit is not None and missing_files(model))
+    plan = explain(folder, config, base_is_here=base_is_here)
+    plan.check()
+    yield f"The run in {folder} would resume."
+    if not base_is_here:
+        yield f"  {config.model.path} is not complete in the hub's cache: a start downloads it and compares it then"
+    yield from _changes(earlier.config, config)
+    versions = {adapter.adapter: adapter.ref.version for adapter in plan.adapters}
+    snapshots = {adapter.adapter: adapter.newest.manifest.ledger for adapter in plan.adapters if adapter.newest}
+    groups = reconciliations(folder, config.run.name, versions, snapshots)
+    for adapter in plan.adapters:
+        yield from _adapter(adapter, steps[adapter.adapter])
+        yield f"  prompt groups: {groups[adapter.adapter]}"
+    yield from _leftovers(plan)
+    yield "Nothing was started or changed."
+
+
+def _changes(before: Config, now: Config) -> Iterator[str]:
+    for line in changes(before, now):
+        yield f"  changed: {line}"
+
+
+def _adapter(adapter: AdapterResume, steps: int) -> Iterator[str]:
+    version = adapter.ref.version
+    if adapter.newest is None:
+        yield f"{adapter.adapter}: no checkpoint was written, step 0 of {steps} is next"
+        return
+    found = adapter.newest
+    written = f"{human_bytes(found.nbytes)}, written {duration(found.age_s())} ago"
+    following = f"step {version} of {steps} is next" if version < steps else f"all its {steps} steps are made"
+    yield f"{adapter.ref}: from {found.path} ({written}), {following}"
+    for line in adapter.lines():
+        yield f"  {line}"
+
+
+def _leftovers(plan: ResumePlan) -> Iterator[str]:
+    for path in (path for adapter in plan.adapters for path in adapter.leftovers):
+        yield f"  {path} was being written when a process died; it would be removed"

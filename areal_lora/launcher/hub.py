@@ -32,8 +32,7 @@ from areal_lora.config.models import Config, ModelConfig
 from areal_lora.config.snapshot import cached_snapshot, missing_files, wanted
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.families.published import is_hub_name
-from areal_lora.launcher.details import human_bytes
-from areal_lora.obs.console import duration
+from areal_lora.obs.console import duration, human_bytes
 
 ANSWER_S = 10.0
 

@@ -29,7 +29,7 @@ TRAINER, CONTROLLER, SERVER, SERVICE = "trainer", "controller", "server", "servi
 MODULES = {
     TRAINER: "areal_lora.trainer.main",
     CONTROLLER: "areal_lora.rollout.main",
-    SERVER: "areal_lora.engine.vllm_ext.server",
+    SERVER: "areal_lora.engine.vllm_ext.server.main",
     SERVICE: "areal_lora.service.main",
 }
 

@@ -9,21 +9,23 @@ from functools import partial
 from rich.console import Console
 
 from areal_lora.checkpoint.recover import check_present
-from areal_lora.config.adapter_run import more_steps
+from areal_lora.config.adapter_run import ends_of, more_steps
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity
 from areal_lora.config.rules.guardrails import check_start, resolve_targets
-from areal_lora.errors import ConfigErrors, ExitCode
+from areal_lora.errors import NON_RETRYABLE, ConfigErrors, ExitCode
+from areal_lora.launcher.checks import check_packages, prompt_findings
 from areal_lora.launcher.ended import RunEnd
 from areal_lora.launcher.hub import Download, download, resolve
-from areal_lora.launcher.local import run_local
-from areal_lora.launcher.packages import check_packages
 from areal_lora.launcher.plan import JobPlan, make_plan
-from areal_lora.launcher.prompt_check import prompt_findings
-from areal_lora.launcher.slurm.submit import submit
+from areal_lora.launcher.slurm.script import submit
 from areal_lora.launcher.start import PreviousRun, RunStart, recorded_model
+from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
+from areal_lora.launcher.watch import Watch, end_event, print_failure
+from areal_lora.obs.console import LiveConsole
 from areal_lora.obs.report.closing import print_closing
+from areal_lora.run_folder.events import EndEvent, now_utc, record_end
 from areal_lora.tasks.check import task_problems
 from areal_lora.tasks.reward_check import reward_problems
 
@@ -136,3 +138,35 @@ def say_finished(previous: PreviousRun, plan: JobPlan, out: Console) -> RunEnd:
 def say(console: Console, text: str) -> None:
     """One line, however long, with nothing in it taken for markup."""
     console.print(text, markup=False, soft_wrap=True)
+
+
+def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
+    """Its code is DONE when trainer rank 0 ended well, INTERRUPTED, or how the run failed.
+
+    Failed processes are restarted, see ``Restarts``. Whatever the outcome, no process, port or shared memory of the
+    run remains.
+    """
+    view = LiveConsole(plan.run_folder, ends_of(config), console)
+    with Interrupts() as interrupts, Supervisor(plan.run_folder.logs, STOP_GRACE_S) as supervisor:
+        supervisor.start(plan.processes)
+        view.start()
+        try:
+            failure = Watch(config, plan, supervisor, view).until_end(lambda: interrupts.count > 0)
+        finally:
+            view.stop()
+        if interrupts.count:
+            console.print("Interrupted: stopping (once more to kill at once).", markup=False)
+        elif failure is not None:
+            # Printed before the stop, which takes seconds and adds errors of the other processes.
+            print_failure(failure, console)
+        supervisor.stop(interrupted=interrupts)
+    if interrupts.count:
+        again = "The same command resumes the run."
+        console.print(f"Stopped. The run folder is {plan.run_folder}. {again}", markup=False, soft_wrap=True)
+        record_end(plan.run_folder, EndEvent(at=now_utc(), code=ExitCode.INTERRUPTED, who="it", how="was interrupted"))
+        return RunEnd(code=ExitCode.INTERRUPTED, why="it was interrupted")
+    if failure is None:
+        return RunEnd(code=ExitCode.DONE)
+    code = ExitCode(failure.code) if failure.code in NON_RETRYABLE else ExitCode.COMPONENT_FAILED
+    record_end(plan.run_folder, end_event(failure, code))
+    return RunEnd(code=code, why=f"{failure.spec.name} {failure.cause}; its log is {failure.log}")

@@ -22,12 +22,12 @@ from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher.ended import Ended
 from areal_lora.launcher.plan import SERVER, ProcessSpec, spare_server
-from areal_lora.launcher.pulse import Pulse
 from areal_lora.launcher.restarts import Restarts
 from areal_lora.launcher.run_lock import is_locked
 from areal_lora.launcher.slurm.queue import look as look_up
 from areal_lora.launcher.slurm.states import JobRecord, Phase, explain
 from areal_lora.launcher.spare_folder import claim_indices, note_process
+from areal_lora.launcher.stalls import Pulse
 from areal_lora.launcher.supervise import Interrupts, Supervisor
 from areal_lora.run_folder.heartbeat import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
 from areal_lora.run_folder.heartbeat import forget_beats, last_beats

@@ -16,9 +16,8 @@ from areal_lora.config.models import Config
 from areal_lora.errors import ExitCode
 from areal_lora.launcher.ended import Ended, last_lines, with_error
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
-from areal_lora.launcher.pulse import Pulse
 from areal_lora.launcher.restarts import Restarts, Verdict, to_blame, unit_of
-from areal_lora.launcher.stalls import waits, write_stall
+from areal_lora.launcher.stalls import Pulse, waits, write_stall
 from areal_lora.obs.console import LiveConsole
 from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, now_utc, write_event
 from areal_lora.run_folder.heartbeat import TIMEOUT_S as HEARTBEAT_TIMEOUT_S

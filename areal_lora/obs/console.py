@@ -60,6 +60,15 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole:02d}" if hours else f"{minutes}:{whole:02d}"
 
 
+def human_bytes(n: float) -> str:
+    """``1500000`` -> ``1.50 MB`` (decimal units, as link and disk sizes are given)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1000
+    return f"{n:.2f} TB"
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Format a number; None (not measured) is a dash."""
     return "-" if value is None else f"{value:.{digits}g}" if abs(value) < 1e-3 and value else f"{value:.{digits}f}"

@@ -30,8 +30,8 @@ from typing import Any
 import msgspec
 
 from areal_lora.errors import EnvironmentError_
-from areal_lora.tasks.fence import Doors, raise_fence
-from areal_lora.tasks.seccomp import Processes
+from areal_lora.tasks.sandbox.fence import Doors, raise_fence
+from areal_lora.tasks.sandbox.seccomp import Processes
 
 UNFENCED = 97  # exit status of a process that could not be fenced
 START_S = 30.0

@@ -35,10 +35,10 @@ import msgspec
 from areal_lora.config.sections.reward import JudgeReward, RewardConfig
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks.reward_calls import Style
+from areal_lora.tasks.sandbox.seccomp import Processes
 from areal_lora.tasks.score_item import ScoreItem
 from areal_lora.tasks.scorer_child import Ready, ScoreResult, Setup, pack_frame
 from areal_lora.tasks.scorer_setup import in_a_box, setup_of
-from areal_lora.tasks.seccomp import Processes
 from areal_lora.tasks.user_errors import Traces
 from areal_lora.types import Cause, Outcome
 

@@ -12,9 +12,9 @@ import msgspec
 
 from areal_lora.config.sections.reward import CodeReward, FunctionReward, JudgeReward, RewardConfig
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.tasks.box import PARENT_PID, boxed
+from areal_lora.tasks.sandbox.box import PARENT_PID, boxed
+from areal_lora.tasks.sandbox.seccomp import Processes
 from areal_lora.tasks.scorer_child import Setup
-from areal_lora.tasks.seccomp import Processes
 
 CACHE_BYTES = 1 << 36
 PROGRAM_BYTES = 1 << 24

@@ -18,7 +18,7 @@ from tests.support.e2e.metrics import records
 from tests.support.launcher.command import embedded_run, forked_roles
 
 STEPS, PROMPTS, ETA = 30, 16, 2
-VICTIMS = {8: "areal_lora.engine.vllm_ext.server", 15: "areal_lora.rollout.main", 22: "areal_lora.trainer.main"}
+VICTIMS = {8: "areal_lora.engine.vllm_ext.server.main", 15: "areal_lora.rollout.main", 22: "areal_lora.trainer.main"}
 """What is killed once a step has been taken. Of two trainer ranks the last one."""
 CONSUMED = 4
 

@@ -193,7 +193,7 @@ class Blocked:
             raise ImportError(f"{{name}} is blocked")
 
 sys.meta_path.insert(0, Blocked())
-import areal_lora.engine.vllm_ext.assemble
+import areal_lora.engine.vllm_ext.server.assemble
 import areal_lora.engine.vllm_ext.compat.engine
 import areal_lora.engine.vllm_ext.compat.slots
 import areal_lora.engine.vllm_ext.worker.extension
@@ -238,13 +238,13 @@ WITHOUT_GPUS = """
 import sys
 
 sys.modules.update(dict.fromkeys({blocked!r}))  # as if they were not installed
-import areal_lora.engine.vllm_ext.server
+import areal_lora.engine.vllm_ext.server.main
 import areal_lora.engine.vllm_ext.compat.cpu_kernels
 import areal_lora.engine.vllm_ext.compat.cpu_scheduler
 import areal_lora.engine.vllm_ext.compat.weights
 import areal_lora.engine.vllm_ext.cpu.moe_lora
 import areal_lora.engine.vllm_ext.worker.extension
-from areal_lora.platforms.megatron_cpu import install_cpu_patches
+from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 
 install_cpu_patches()
 import areal_lora.engine.fsdp_engine

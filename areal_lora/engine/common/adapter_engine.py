@@ -19,15 +19,14 @@ from areal_lora.algorithms.merging import CastLoss
 from areal_lora.checkpoint.state import PARTS, AdapterState
 from areal_lora.config.models import ModelConfig, OptimizerConfig
 from areal_lora.engine.base import AdamValues, LossFn
-from areal_lora.engine.common.adapter_memory import AdapterMemory, checked
+from areal_lora.engine.common.adapter_memory import AdapterMemory, checked, initial_tensor
 from areal_lora.engine.common.arena import Range, ShardedModel
 from areal_lora.engine.common.merged import MergedShard, merged_layout
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.optimizer import AdapterOptimizer, GradientClass
 from areal_lora.engine.common.output import Readout, read_logprobs, read_values
 from areal_lora.engine.common.plan import wire_sources
-from areal_lora.engine.dropout import Dropout, step_seed
-from areal_lora.engine.initial import initial_tensor
+from areal_lora.engine.layers.dropout import Dropout, step_seed
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.patterns import check_patterns
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch

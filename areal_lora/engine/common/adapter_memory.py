@@ -9,6 +9,7 @@ Adam's moments are arranged like the weights, so the same plans move them. The p
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -21,12 +22,12 @@ from torch import Tensor, nn
 from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange
 from areal_lora.engine.common.output import ValueHead
 from areal_lora.engine.common.plan import LoadPlan, PackPlan, Transfer, load_plan, pack_plan, wire_layout
-from areal_lora.engine.dropout import site_key
+from areal_lora.engine.layers.dropout import site_key
 from areal_lora.errors import AdapterError, UnknownTensorError
 from areal_lora.families.sites import LORA_A, LORA_B
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.blocks import TensorBlocks
-from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout
+from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, WireTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -271,3 +272,14 @@ def checked(layout: AdapterLayout, tensors: Mapping[str, Tensor]) -> dict[str, T
         if name in aliases and not torch.equal(tensor, tensors[aliases[name]]):
             raise AdapterError(f"adapter tensor {name} differs from {aliases[name]}; Megatron keeps one for both")
     return {name: tensors[name] for name in shapes}
+
+
+def initial_tensor(tensor: WireTensor, seed: int) -> Tensor:
+    """lora_A kaiming-uniform (a = sqrt 5, PEFT's choice), lora_B zero; a function of seed and name only."""
+    values = torch.zeros(tensor.shape)
+    if tensor.name.endswith("lora_A.weight"):
+        digest = hashlib.sha256(f"{seed}/{tensor.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        bound = math.sqrt(1.0 / tensor.shape[1])
+        values.uniform_(-bound, bound, generator=generator)
+    return values

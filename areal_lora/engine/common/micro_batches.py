@@ -13,8 +13,8 @@ from areal_lora.data.collate import HOST
 from areal_lora.data.packing import MicroPlan, find_trees, plan_microbatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.output import Readout
-from areal_lora.engine.common.packed import Packed, to_sequences
 from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.engine.layers.packed import Packed, to_sequences
 from areal_lora.types import TrainBatch
 
 Result = tuple[tuple[int, ...], Mapping[str, float | Tensor], Tensor]

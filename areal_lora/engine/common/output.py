@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from areal_lora.engine.common.vocab_logprobs import vocab_logprobs
-from areal_lora.engine.residents import ActiveAdapter
+from areal_lora.engine.layers.residents import ActiveAdapter
+from areal_lora.engine.layers.vocab_logprobs import vocab_logprobs
 
 Readout = Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup | None], tuple[Tensor, Tensor]]
 """``readout(output [t, *], rows [p], targets [p], group) -> (predictions [p], entropy [p])``, fp32, differentiable.

@@ -13,11 +13,11 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from areal_lora.engine.common.attention import AttentionPlan, attend
-from areal_lora.engine.common.expert_mlp import ExpertMlp, Groups
 from areal_lora.engine.common.output import OutputSite
 from areal_lora.engine.fsdp_utils.sites import ExpertsSite
-from areal_lora.engine.residents import ActiveAdapter
+from areal_lora.engine.layers.attention import AttentionPlan, attend
+from areal_lora.engine.layers.expert_mlp import ExpertMlp, Groups
+from areal_lora.engine.layers.residents import ActiveAdapter
 from areal_lora.errors import ConfigError
 
 ATTENTION = "areal_lora_packed"

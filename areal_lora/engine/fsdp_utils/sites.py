@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from areal_lora.engine.common.expert_mlp import ExpertLora
-from areal_lora.engine.dropout import kept
-from areal_lora.engine.residents import ActiveAdapter
+from areal_lora.engine.layers.dropout import kept
+from areal_lora.engine.layers.expert_mlp import ExpertLora
+from areal_lora.engine.layers.residents import ActiveAdapter
 from areal_lora.families.sites import RowRanges
 
 

@@ -1,4 +1,4 @@
-"""`common.attention` as Megatron's core attention, with rotary positions.
+"""`layers.attention` as Megatron's core attention, with rotary positions.
 
 Megatron's own layers take a mask [s, s] or need Transformer Engine for packed sequences, and neither knows branches.
 """
@@ -11,8 +11,8 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from areal_lora.engine.common.attention import AttentionPlan, attend
-from areal_lora.engine.residents import ActiveAdapter
+from areal_lora.engine.layers.attention import AttentionPlan, attend
+from areal_lora.engine.layers.residents import ActiveAdapter
 
 
 class Rotary:

@@ -15,9 +15,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
-from areal_lora.engine.common.expert_mlp import ExpertLora, ExpertMlp, Groups
-from areal_lora.engine.dropout import from_lanes, to_lanes
-from areal_lora.engine.residents import ActiveAdapter
+from areal_lora.engine.layers.dropout import from_lanes, to_lanes
+from areal_lora.engine.layers.expert_mlp import ExpertLora, ExpertMlp, Groups
+from areal_lora.engine.layers.residents import ActiveAdapter
 
 
 class GroupedLinear(nn.Module):  # type: ignore[misc]

@@ -29,11 +29,11 @@ from torch.nn import functional
 
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
-from areal_lora.engine.common.expert_mlp import ExpertLora
 from areal_lora.engine.common.output import OutputSite
-from areal_lora.engine.dropout import kept
+from areal_lora.engine.layers.dropout import kept
+from areal_lora.engine.layers.expert_mlp import ExpertLora
+from areal_lora.engine.layers.residents import ActiveAdapter
 from areal_lora.engine.megatron_utils.experts import GroupedLinear
-from areal_lora.engine.residents import ActiveAdapter
 from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import Scope
 

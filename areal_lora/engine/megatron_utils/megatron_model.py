@@ -1,7 +1,7 @@
 """This rank's part of the model, run through Megatron's pipeline schedule as packed token trees [1, t].
 
 `packed` explains why no result depends on the packing. Importing this file imports Megatron: the caller
-must have applied `platforms.megatron_cpu` on a machine without GPU.
+must have applied `engine.megatron_utils.cpu_patches` on a machine without GPU.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from areal_lora.engine.common.micro_batches import Result, plans_of, sum_over_ra
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.optimizer import GradientClass
 from areal_lora.engine.common.output import Readout
-from areal_lora.engine.common.packed import Packed, pack
-from areal_lora.engine.dropout import Dropout
+from areal_lora.engine.layers.dropout import Dropout
+from areal_lora.engine.layers.packed import Packed, pack
+from areal_lora.engine.layers.residents import ActiveAdapter
 from areal_lora.engine.megatron_utils.base_weights import load_base
 from areal_lora.engine.megatron_utils.gradients import classify
 from areal_lora.engine.megatron_utils.initialize import initialize_parallel
 from areal_lora.engine.megatron_utils.lora import attach, detach, take_output
 from areal_lora.engine.megatron_utils.model import build_model
 from areal_lora.engine.megatron_utils.schedule import run_schedule
-from areal_lora.engine.residents import ActiveAdapter
 from areal_lora.types import TrainBatch
 
 

@@ -14,7 +14,7 @@ from areal_lora.data.packing import MicroPlan
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.micro_batches import Result, finish
 from areal_lora.engine.common.output import Readout
-from areal_lora.engine.common.packed import Packed
+from areal_lora.engine.layers.packed import Packed
 from areal_lora.engine.megatron_utils.core_attention import Packing
 
 

@@ -1,13 +1,15 @@
-"""The job that this process is part of: its id, how often it was requeued, the names of its nodes."""
+"""The job that this process is part of: its id, its requeues, its nodes, and the node of each process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from areal_lora.config.sizing.pools import Pool
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.launcher.slurm import commands
+from areal_lora.run_folder.paths import RunFolder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,3 +44,27 @@ def allocation(environment: Mapping[str, str], pools: Sequence[Pool]) -> Allocat
     return Allocation(
         job=job, components=components, restarts=int(environment.get("SLURM_RESTART_COUNT", "0")), hosts=tuple(hosts)
     )
+
+
+_HOSTS, _RANKS = "hosts", "trainer"
+
+
+def write_hosts(step: Path, hosts: Sequence[str]) -> Path:
+    """Write the nodes of a step's tasks, in their order, as srun reads them."""
+    path = step / _HOSTS
+    path.write_text("".join(f"{host}\n" for host in hosts), encoding="ascii")
+    return path
+
+
+def placement(folder: RunFolder) -> dict[str, str]:
+    """Node of each process in the newest start of its step; empty before the job has begun a session."""
+    files: dict[str, tuple[int, Path]] = {}
+    for path in folder.step("any").parent.glob(f"*/{_HOSTS}"):
+        unit, _, start = path.parent.name.rpartition(".")
+        files[unit] = max(files.get(unit, (0, path)), (int(start), path))
+    nodes: dict[str, str] = {}
+    for unit, (_, path) in files.items():
+        hosts = path.read_text(encoding="ascii").split()
+        names = [f"{unit}-{rank}" for rank in range(len(hosts))] if unit == _RANKS else [unit]
+        nodes |= dict(zip(names, hosts, strict=True))
+    return nodes

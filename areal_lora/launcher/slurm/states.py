@@ -130,7 +130,7 @@ CODES: dict[int, tuple[str, str]] = {
 REASONS: dict[str, tuple[str, str]] = {
     "DependencyNeverSatisfied": (
         "the job it depends on ended in a way that never starts it",
-        "areal-lora stop RUN, then areal-lora resume RUN with another --dependency in cluster.slurm.extra",
+        "areal-lora stop RUN, then areal-lora resume RUN with another --dependency (cluster.slurm.extra)",
     ),
     "ReqNodeNotAvail": (
         "a node that it requires is down, drained or reserved",
@@ -139,10 +139,7 @@ REASONS: dict[str, tuple[str, str]] = {
     "launch failed requeued held": ("its start failed on a node, and Slurm holds it", "scontrol release JOB"),
     "JobHeldAdmin": ("an admin holds it", "ask the admins why"),
     "JobH": ("it is on hold by its user, or was requeued too often", "scontrol release JOB"),
-    "QOS": (
-        "a limit of its QOS is reached",
-        "wait for other jobs of the QOS, or set another --qos (cluster.slurm.extra)",
-    ),
+    "QOS": ("a limit of its QOS is reached", "wait, or set another --qos (cluster.slurm.extra)"),
     "Assoc": ("a limit of its account or user is reached", "wait for other jobs of the account"),
     "Partition": (
         "its partition does not run it",

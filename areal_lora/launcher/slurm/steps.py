@@ -23,10 +23,9 @@ from areal_lora.launcher.ended import Ended
 from areal_lora.launcher.plan import JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import unit_of
 from areal_lora.launcher.slurm import ask, commands
-from areal_lora.launcher.slurm.allocation import Allocation
+from areal_lora.launcher.slurm.allocation import Allocation, write_hosts
 from areal_lora.launcher.slurm.causes import Records, causes
 from areal_lora.launcher.slurm.directives import step_options
-from areal_lora.launcher.slurm.placement import write_hosts
 from areal_lora.launcher.slurm.script import STEP
 from areal_lora.launcher.slurm.task import BEGAN, FIRST, task_script
 from areal_lora.launcher.supervise import STOP_GRACE_S

@@ -23,7 +23,7 @@ from areal_lora.checkpoint.adapter_io import PeftWriter, load_peft
 from areal_lora.checkpoint.fuse import fused
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
-from areal_lora.engine.initial import initial_tensor
+from areal_lora.engine.common.adapter_memory import initial_tensor
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import Adapter

@@ -6,7 +6,7 @@
     activated            the engine has done the commit: requests can name the version
     end                  always: free the slot of a version that is not active
 
-Drivers: ``engine.vllm_ext.adapters.ServedAdapters`` (asyncio, vLLM's workers) and
+Drivers: ``engine.vllm_ext.server.adapters.ServedAdapters`` (asyncio, vLLM's workers) and
 the tests' ``MemoryServer`` (threads). All times are of one monotonic clock, in seconds.
 """
 

@@ -24,7 +24,7 @@ from areal_lora.errors import ConfigError
 from areal_lora.families.published import known_config
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm.job import BY_SLURM
-from areal_lora.launcher.slurm.submit import submit
+from areal_lora.launcher.slurm.script import submit
 from areal_lora.launcher.start import RunStart
 from areal_lora.run_folder.events import RequeueEvent, count_restarts, read_events
 from areal_lora.run_folder.heartbeat import TIMEOUT_S

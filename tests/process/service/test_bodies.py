@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 from areal_lora.config.models import AdapterConfig
-from areal_lora.engine.vllm_ext.openai_api import ChatBody, CompletionBody
+from areal_lora.engine.vllm_ext.server.openai_api import ChatBody, CompletionBody
 from areal_lora.service import bodies as api
 from areal_lora.service.tinker import bodies, protos
 from areal_lora.service.tinker.samples import SampleRequest

@@ -14,8 +14,8 @@ from rich.console import Console
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.families.published import known_config
-from areal_lora.launcher.local import run_local
 from areal_lora.launcher.plan import make_plan
+from areal_lora.launcher.run import run_local
 from areal_lora.launcher.start import RunStart
 from tests.support.paths import EXAMPLES
 

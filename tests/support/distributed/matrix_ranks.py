@@ -25,9 +25,9 @@ from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.common.adapter_memory import AdapterMemory, checked
 from areal_lora.engine.common.arena import Range, ShardedModel
 from areal_lora.engine.common.parallel_layout import ParallelLayout, check_widths
+from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape
-from areal_lora.platforms.megatron_cpu import install_cpu_patches
 from areal_lora.types import AdapterSpec, ExpertLayout
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -210,8 +210,8 @@ def check_modules(kind: str, module: nn.Module, adapter: dict[str, Tensor], layo
 
 def one_adapter(kind: str, module: nn.Module, model: ShardedModel, spec: AdapterSpec, groups: Any, layers: int) -> str:
     """Load, compare, pack, compare; returns the digest of the wire layout."""
+    from areal_lora.engine.layers.residents import ActiveAdapter
     from areal_lora.engine.megatron_utils import lora
-    from areal_lora.engine.residents import ActiveAdapter
 
     adapter = peft_adapter(kind, layers, spec.expert_layout, spec.rank)
     memory = AdapterMemory(model, spec, dist.get_rank(), CPU)

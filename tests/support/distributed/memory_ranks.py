@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from areal_lora.engine.common.attention import AttentionPlan, Segment
+from areal_lora.engine.layers.attention import AttentionPlan, Segment
 from tests.support.distributed.engine_ranks import Case, build, loss_fn, make_batch
 from tests.support.distributed.operations_ranks import VOCABULARY
 

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoTokenizer  # noqa: F401
 
-from areal_lora.platforms.megatron_cpu import install_cpu_patches
+from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 
 install_cpu_patches()
 

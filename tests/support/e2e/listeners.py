@@ -38,7 +38,7 @@ SILENCE_S = 1.0
 PROCESSES = {
     "areal_lora.trainer.main": "trainer rank",
     "areal_lora.rollout.main": "controller",
-    "areal_lora.engine.vllm_ext.server": "rollout server",
+    "areal_lora.engine.vllm_ext.server.main": "rollout server",
     "tests.support.engine.vllm_ext.stand_in": "rollout server",
     "areal_lora.launcher.guardian": "guardian",
     "areal_lora.tasks.scorer_child": "scorer",

@@ -3,7 +3,7 @@
 import sys
 
 from areal_lora.config.models import Config
-from areal_lora.engine.vllm_ext import server
+from areal_lora.engine.vllm_ext.server import main as server
 
 server.set_environment(
     Config.model_validate(
@@ -17,6 +17,6 @@ server.set_environment(
     )
 )
 
-from areal_lora.engine.vllm_ext import assemble  # noqa: E402, F401
+from areal_lora.engine.vllm_ext.server import assemble  # noqa: E402, F401
 
 del sys.modules[server.__name__]  # a fork runs it as its main program

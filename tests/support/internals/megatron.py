@@ -1,6 +1,6 @@
 """The names of Megatron-core and Megatron-Bridge that the engine uses on every device.
 
-What is replaced on CPUs is listed in `platforms.megatron_cpu`.
+What is replaced on CPUs is listed in `engine.megatron_utils.cpu_patches`.
 """
 
 from __future__ import annotations

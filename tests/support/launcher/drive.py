@@ -15,7 +15,7 @@ from rich.console import Console
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.families.published import known_config
-from areal_lora.launcher import local, watch
+from areal_lora.launcher import run, watch
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import EXAMPLES
@@ -44,10 +44,10 @@ def main() -> int:
         memory=plan.memory,
         what_if=plan.what_if,
     )
-    local.STOP_GRACE_S = float(sys.argv[2])
+    run.STOP_GRACE_S = float(sys.argv[2])
     watch.HEARTBEAT_TIMEOUT_S = float(os.environ.get("HEARTBEAT_TIMEOUT_S", watch.HEARTBEAT_TIMEOUT_S))
     watch.EARLY_END_S = float(os.environ.get("EARLY_END_S", watch.EARLY_END_S))
-    return local.run_local(config, dummy, Console()).code
+    return run.run_local(config, dummy, Console()).code
 
 
 if __name__ == "__main__":

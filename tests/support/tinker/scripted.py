@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import web
 
 from areal_lora.config.recorded import write_config
-from areal_lora.engine.vllm_ext.openai_api import CompletionBody, error_body
+from areal_lora.engine.vllm_ext.server.openai_api import CompletionBody, error_body
 from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, prompts_of
 from areal_lora.operations.messages import Failed, Operation
 from areal_lora.run_folder.desired import DesiredPhase, read_desired

@@ -12,7 +12,7 @@ from areal_lora.cli.processes import Holder
 from areal_lora.cli.runs import recorded_config
 from areal_lora.cli.status import adapter_rows
 from areal_lora.config.models import Config, ServiceConfig
-from areal_lora.launcher.slurm.placement import write_hosts
+from areal_lora.launcher.slurm.allocation import write_hosts
 from areal_lora.launcher.slurm.states import JobRecord
 from areal_lora.library.runs import load_run
 from areal_lora.obs.metrics.records import AdapterStateRecord

@@ -43,7 +43,7 @@ def test_embedded_processes() -> None:
 
     run = ("--run-folder", "/r/embedded")
     assert [(p.name, p.argv, p.env) for p in plan.processes] == [
-        ("server-0", (sys.executable, "-m", "areal_lora.engine.vllm_ext.server", *run, "--index", "0"), common),
+        ("server-0", (sys.executable, "-m", "areal_lora.engine.vllm_ext.server.main", *run, "--index", "0"), common),
         ("controller-0", (sys.executable, "-m", "areal_lora.rollout.main", *run), common),
         ("trainer-0", (sys.executable, "-m", "areal_lora.trainer.main", *run), trainer(0)),
         ("trainer-1", (sys.executable, "-m", "areal_lora.trainer.main", *run), trainer(1)),

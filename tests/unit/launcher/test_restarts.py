@@ -18,8 +18,8 @@ from areal_lora.errors import (
 )
 from areal_lora.launcher.ended import Ended
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, ProcessSpec
-from areal_lora.launcher.pulse import Pulse
 from areal_lora.launcher.restarts import HEALTHY_S, LAUNCHES, Restarts, to_blame
+from areal_lora.launcher.stalls import Pulse
 
 
 def spec(role: str = SERVER, index: int = 0) -> ProcessSpec:

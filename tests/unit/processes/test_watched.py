@@ -67,10 +67,10 @@ SHORT = {
     "rollout/controller/controller.py:Controller._start": "one rollout in the controller's TaskGroup",
     "rollout/controller/controller.py:Controller._forget": "the end of one adapter in the controller's TaskGroup",
     "rollout/channel/control.py:ControlSocket.serve": "one request in the controller's TaskGroup",
-    "engine/vllm_ext/sampling.py:all_of": "the answers of one request in a TaskGroup that is awaited",
-    "engine/vllm_ext/sampling.py:_merged": "the streams of one request; they are awaited",
-    "engine/vllm_ext/data_plane.py:_unless_disconnected": "one request; it is awaited",
-    "engine/vllm_ext/leaving.py:Door.__call__": "one request; it is awaited",
+    "engine/vllm_ext/server/sampling.py:all_of": "the answers of one request in a TaskGroup that is awaited",
+    "engine/vllm_ext/server/sampling.py:_merged": "the streams of one request; they are awaited",
+    "engine/vllm_ext/server/data_plane.py:_unless_disconnected": "one request; it is awaited",
+    "engine/vllm_ext/server/leaving.py:Door.__call__": "one request; it is awaited",
 }
 """Where the package starts a thread or task that ends with one piece of work that a caller waits for."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_lora.tasks import box
+from areal_lora.tasks.sandbox import box
 
 
 @pytest.fixture(params=["bubblewrap", "seccomp alone"])

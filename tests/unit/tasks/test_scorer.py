@@ -347,7 +347,7 @@ def test_a_reward_with_network_reaches_a_server_and_one_without_does_not(tmp_pat
 def test_python_itself_refuses_where_the_kernel_does_not():
     code = (
         "import os, socket, subprocess\n"
-        "from areal_lora.tasks.fence import forbid_in_python\n"
+        "from areal_lora.tasks.sandbox.fence import forbid_in_python\n"
         "forbid_in_python()\n"
         "socket.socketpair()\n"
         "for act in (socket.socket, os.fork, lambda: subprocess.run(['true']), lambda: os.system('true')):\n"

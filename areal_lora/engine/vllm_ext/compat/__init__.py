@@ -24,5 +24,5 @@ module           what                           why
 ================ ============================== =========================================================
 
 Modules with ``cpu_`` in their names are imported on CPUs only: what vLLM renames there does not stop a server with
-GPUs. ``tests/support/internals/vllm.py`` lists every name of vLLM that is used, and why.
+GPUs. A test compares every name that is used with the sources of vLLM.
 """

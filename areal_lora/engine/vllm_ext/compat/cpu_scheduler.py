@@ -16,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request
 
-from areal_lora.engine.vllm_ext.extra_args import WHOLE
+from areal_lora.engine.vllm_ext.compat.engine import WHOLE
 
 _Key: TypeAlias = tuple[int, str | None, tuple[int, ...]]
 

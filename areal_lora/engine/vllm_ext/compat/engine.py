@@ -16,10 +16,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from areal_lora.engine.vllm_ext.extra_args import SCORE_TEMPERATURE
 from areal_lora.errors import AdapterError
 from areal_lora.processes.parent import die_with_parent
 
+WHOLE = "areal_lora_whole"
+"""Key in ``SamplingParams.extra_args``: the reader needs the request's tokens only when it has ended
+(`compat.cpu_scheduler`; elsewhere without effect)."""
+SCORE_TEMPERATURE = "areal_lora_score_temperature"
+"""Key in ``SamplingParams.extra_args``: the temperature of the log-probabilities of a prompt (`own_logprobs`)."""
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 

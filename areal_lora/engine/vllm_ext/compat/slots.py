@@ -17,7 +17,7 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
-from areal_lora.engine.vllm_ext.matrix import Matrix
+from areal_lora.engine.vllm_ext.compat.matrix import Matrix
 from areal_lora.errors import AdapterError
 from areal_lora.families.registry import path_of
 from areal_lora.processes.log import get_logger

@@ -2,7 +2,7 @@
 
 The server calls the ``al_`` methods through ``AsyncLLM.collective_rpc``. Such a call waits for the
 end of a model step and delays the next one, so only work that must be in step with generation is an
-RPC; all other work is a command to a background thread (``worker_channel``)::
+RPC; all other work is a command to a background thread (``channel``)::
 
     server                      background thread              between two steps
     al_setup, al_describe       starts
@@ -36,9 +36,7 @@ from areal_lora.engine.vllm_ext.compat.slots import (
     refuse_files,
 )
 from areal_lora.engine.vllm_ext.compat.weights import fused_weights
-from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
-from areal_lora.engine.vllm_ext.worker.merged_weights import MergedWeights
-from areal_lora.engine.vllm_ext.worker_channel import (
+from areal_lora.engine.vllm_ext.worker.channel import (
     Begin,
     Command,
     CommandDone,
@@ -49,6 +47,8 @@ from areal_lora.engine.vllm_ext.worker_channel import (
     Respond,
     Staged,
 )
+from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
+from areal_lora.engine.vllm_ext.worker.merged_weights import MergedWeights
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.processes import stacks
 from areal_lora.processes.log import setup_logging

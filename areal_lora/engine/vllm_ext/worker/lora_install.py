@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from areal_lora.engine.vllm_ext.matrix import Matrix
+from areal_lora.engine.vllm_ext.compat.matrix import Matrix
 from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.families.family import Scope, covers
 from areal_lora.families.registry import path_of

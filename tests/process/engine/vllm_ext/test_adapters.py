@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_lora.engine.vllm_ext import adapters
-from areal_lora.engine.vllm_ext import worker_channel as ch
-from areal_lora.engine.vllm_ext.adapters import ServedAdapters
+from areal_lora.engine.vllm_ext.server import adapters
+from areal_lora.engine.vllm_ext.server.adapters import ServedAdapters
+from areal_lora.engine.vllm_ext.worker import channel as ch
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.manifest import Announcement, decode, encode

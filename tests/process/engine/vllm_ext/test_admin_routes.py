@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from areal_lora.engine.vllm_ext.admin_routes import AdminPlane
-from areal_lora.engine.vllm_ext.generate import BadRequest
+from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
+from areal_lora.engine.vllm_ext.server.generate import BadRequest
 from areal_lora.weight_sync.messages import ScoreRequest, encode_message
 
 

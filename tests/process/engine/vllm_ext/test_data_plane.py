@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from areal_lora.engine.vllm_ext.openai_api import ChatBody, CompletionBody
+from areal_lora.engine.vllm_ext.server.openai_api import ChatBody, CompletionBody
 from tests.support.edges import EDGES, RAW, written
 from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer
 from tests.support.sizes import size

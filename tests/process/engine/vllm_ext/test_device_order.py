@@ -21,9 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_lora.engine.vllm_ext import worker_channel as ch
-from areal_lora.engine.vllm_ext.adapters import ServedAdapters
-from areal_lora.engine.vllm_ext.matrix import Matrix
+from areal_lora.engine.vllm_ext.compat.matrix import Matrix
+from areal_lora.engine.vllm_ext.server.adapters import ServedAdapters
+from areal_lora.engine.vllm_ext.worker import channel as ch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_secret
 from areal_lora.types import AdapterRef

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_lora.engine.vllm_ext.generate import Generator, RequestCounters
+from areal_lora.engine.vllm_ext.server.generate import Generator, RequestCounters
 
 pytestmark = pytest.mark.slow  # importing vLLM
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from areal_lora.engine.vllm_ext.sampling import continuation_seed
+from areal_lora.engine.vllm_ext.server.sampling import continuation_seed
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import ServerStats

@@ -18,8 +18,8 @@ import psutil
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext import admin_routes
-from areal_lora.engine.vllm_ext.server import WORKERS_S
+from areal_lora.engine.vllm_ext.server import admin_routes
+from areal_lora.engine.vllm_ext.server.main import WORKERS_S
 from areal_lora.engine.vllm_ext.worker.extension import NICE
 from areal_lora.errors import ManifestError, ProcessFailed, PublishError
 from areal_lora.network.keys import Plane
@@ -599,7 +599,7 @@ def test_port_in_use_is_an_early_error(server: RunningServer, tmp_path: Path) ->
         update={"rollout": server.config.rollout.model_copy(update={"port": server.endpoint.ports["data"]})}
     )
     (tmp_path / "config.json").write_text(taken.model_dump_json(), encoding="utf-8")
-    from areal_lora.engine.vllm_ext.server import main
+    from areal_lora.engine.vllm_ext.server.main import main
 
     assert main(["--run-folder", str(tmp_path), "--index", "0"]) == 64
 

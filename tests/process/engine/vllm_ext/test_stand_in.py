@@ -101,7 +101,7 @@ def test_it_serves_versions_and_answers_purely(tiny_model: Path, tmp_path: Path)
 @pytest.mark.parametrize("point", ["server.receiving", "server.activated", "server.generating"])
 def test_it_can_be_killed_where_the_real_one_can(tiny_model: Path, tmp_path: Path, point: str) -> None:
     script = interpreter(tmp_path / "python", {VARIABLE: f"{point}:2:kill", TOKEN_S: "0.01"})
-    process = start(tmp_path / "run", tiny_model, (str(script), "-m", "areal_lora.engine.vllm_ext.server"))
+    process = start(tmp_path / "run", tiny_model, (str(script), "-m", "areal_lora.engine.vllm_ext.server.main"))
     try:
         server = connect(tmp_path / "run", tiny_model, process)
         server.publish(server.adapter(1))

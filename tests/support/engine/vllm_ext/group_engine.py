@@ -32,8 +32,8 @@ class Watched:
         from vllm import LLM, EngineArgs
 
         from areal_lora.config.load import load_config
-        from areal_lora.engine.vllm_ext.assemble import engine_args
         from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
+        from areal_lora.engine.vllm_ext.server.assemble import engine_args
 
         config = load_config([examples / "gsm8k_grpo_megatron_lora_moe.yaml", examples / "embedded.yaml"], [])
         args = engine_args(config)
@@ -63,7 +63,7 @@ class Watched:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from areal_lora.engine.vllm_ext.extra_args import WHOLE
+        from areal_lora.engine.vllm_ext.compat.engine import WHOLE
 
         self.computed, self.messages = 0, []
         for i, (prompt, seed, n, whole) in enumerate(asked):
@@ -96,7 +96,7 @@ def aborted(engine: Watched, prompt: list[int]) -> dict[str, Any]:
     """A group whose first sample is aborted after the step that computes the prompt."""
     from vllm import SamplingParams
 
-    from areal_lora.engine.vllm_ext.extra_args import WHOLE
+    from areal_lora.engine.vllm_ext.compat.engine import WHOLE
 
     for i in range(3):
         params = SamplingParams(seed=i, max_tokens=6, ignore_eos=True, detokenize=False, extra_args={WHOLE: True})
@@ -135,7 +135,7 @@ def busy(engine: Watched, whole: bool, free_blocks: int) -> dict[str, Any]:
     """Requests of all kinds that come and go, some cut off, with few KV blocks; what every step scheduled and sent."""
     from vllm import SamplingParams
 
-    from areal_lora.engine.vllm_ext.extra_args import WHOLE
+    from areal_lora.engine.vllm_ext.compat.engine import WHOLE
 
     scheduler, pool = engine.scheduler, engine.scheduler.kv_cache_manager.block_pool
     scheduler.reset_prefix_cache()

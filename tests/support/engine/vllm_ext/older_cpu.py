@@ -30,7 +30,7 @@ OLDER_SERVER = (sys.executable, "-m", "tests.support.engine.vllm_ext.older_cpu")
 
 
 def main() -> int:
-    from areal_lora.engine.vllm_ext.server import main as serve
+    from areal_lora.engine.vllm_ext.server.main import main as serve
 
     torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
     return serve()

@@ -21,7 +21,7 @@ def main(examples: Path) -> None:
     from vllm import LLM, EngineArgs, SamplingParams
 
     from areal_lora.config.load import load_config
-    from areal_lora.engine.vllm_ext.assemble import engine_args
+    from areal_lora.engine.vllm_ext.server.assemble import engine_args
 
     config = load_config(
         [examples / "gsm8k_grpo_megatron_lora_moe.yaml", examples / "embedded.yaml"],

@@ -74,7 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
 }
-SERVER = (sys.executable, "-m", "areal_lora.engine.vllm_ext.server")
+SERVER = (sys.executable, "-m", "areal_lora.engine.vllm_ext.server.main")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 Tensors = dict[str, torch.Tensor]
 

@@ -40,10 +40,10 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.config.sections.cluster import own_place
 from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions
-from areal_lora.engine.vllm_ext.guards import guarded
-from areal_lora.engine.vllm_ext.leaving import Door, Stop, leave_in_order
-from areal_lora.engine.vllm_ext.openai_api import Answer, CompletionBody, CompletionChoice, Usage, error_body
-from areal_lora.engine.vllm_ext.server import ROLE, bound_sockets, server_tls, tick
+from areal_lora.engine.vllm_ext.server.guards import guarded
+from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order
+from areal_lora.engine.vllm_ext.server.main import ROLE, bound_sockets, server_tls, tick
+from areal_lora.engine.vllm_ext.server.openai_api import Answer, CompletionBody, CompletionChoice, Usage, error_body
 from areal_lora.errors import ArealLoraError, UnknownVersionError
 from areal_lora.families.registry import path_of
 from areal_lora.network.http_server import CLOSE_S, HttpServer

@@ -8,8 +8,7 @@ import pytest
 
 from areal_lora.launcher.ended import Ended
 from areal_lora.launcher.plan import ProcessSpec
-from areal_lora.launcher.slurm.outcome import outcome
-from areal_lora.launcher.slurm.words import REPLACED
+from areal_lora.launcher.slurm.outcome import REPLACED, outcome
 
 
 def failed(code: int = -9, lost: bool = False, never_began: bool = False) -> Ended:

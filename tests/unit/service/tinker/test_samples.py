@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from areal_lora.engine.vllm_ext.openai_api import CompletionBody
+from areal_lora.engine.vllm_ext.server.openai_api import CompletionBody
 from areal_lora.network.request_size import prompts_of
 from areal_lora.service.refused import Refused
 from areal_lora.service.tinker import protos

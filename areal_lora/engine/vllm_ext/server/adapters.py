@@ -1,0 +1,374 @@
+"""Serve adapter versions with vLLM: leases of requests, publishes of new versions (contracts C2, C3).
+
+    publish(announcement)  reserve a slot
+                           Begin to all workers ------> they receive, write, verify beside generation
+                           all have answered <---------
+                           al_commit on all workers     the only moment generation waits, < 2 ms
+                           requests can name the version
+
+``server.transaction`` decides each step; this module does it. A failure before the commit frees the slot, and
+the previous versions keep serving.
+
+With merged rollouts the weights of the model are the one version. Then the commit comes between two requests, not
+only between two steps (``gate``): pinned requests get half of the remaining time to end, rollouts are cut and continue
+on the new version, and cached blocks are dropped. A commit that fails leaves a mixture, and the server serves no
+version until one is written whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from vllm.lora.request import LoRARequest
+
+from areal_lora.engine.vllm_ext.server.gate import Gate
+from areal_lora.engine.vllm_ext.worker.channel import Begin, CommandDone, Forget, Join, Ping, Staged, WorkerChannel
+from areal_lora.errors import PublishError, UnknownVersionError
+from areal_lora.processes.faults import reached
+from areal_lora.processes.log import get_logger
+from areal_lora.processes.watched import watched_task
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.manifest import decode
+from areal_lora.weight_sync.messages import PING_S, JoinRequest, PublishReply, StageResult
+from areal_lora.weight_sync.server.slots import Resident
+from areal_lora.weight_sync.server.transaction import (
+    AwaitRelease,
+    Commit,
+    EndedPin,
+    PublishTransaction,
+    Retire,
+    Stage,
+    check_turn,
+    late_turn,
+)
+from areal_lora.weight_sync.server.versions import ServedVersions
+
+log = get_logger(__name__)
+
+BASE = "base"  # the model name of the base without an adapter
+GRACE_S = 10.0  # after a worker's own deadline; a worker that is silent for longer counts as dead
+DRAIN_POLL_S = 0.005  # between two questions whether the engine's batch still uses a retired version
+DROP_POLL_S = 0.05  # between two looks at the requests of dropped adapters
+PINNED_S = 10.0  # a version stays this long after a pinned request, for the next request of the same evaluation
+PINNED_ALONE_S = 1.0  # where it holds up the next version
+
+
+class Workers(Protocol):
+    """An engine (``AsyncLLM``): call a method on all its workers, forget its cached blocks."""
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> list[Any]: ...
+
+    async def reset_prefix_cache(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionLease:
+    """The version a request runs on while it holds the lease. ``name`` is the full name of that version.
+
+    ``incarnation`` distinguishes adapters that have had the same name, one after the other.
+    """
+
+    name: str
+    ref: AdapterRef | None
+    lora: LoRARequest | None
+    incarnation: int = 0
+
+
+class ServedAdapters:
+    """Serve and publish the versions of one server. Call it from the server's event loop only."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        channel: WorkerChannel,
+        *,
+        n_workers: int,
+        n_slots: int,
+        resident: int,
+        adapters: int = 1,
+        merged: bool = False,
+    ) -> None:
+        self._workers, self._channel = workers, channel
+        self._n_workers = n_workers
+        # The incoming version needs the last slot; merged weights are one version and the staged one.
+        self._versions = ServedVersions(n_slots, 0 if merged else resident - 1, adapters)
+        self._merged, self._gate = merged, Gate()
+        self._pinned_s = PINNED_ALONE_S if merged else PINNED_S
+        self.has_base = True
+        """Whether requests can name the base: merged rollouts have none from the first version on."""
+        self._lock = asyncio.Lock()  # serializes publishes, also those of different adapters
+        self._released = asyncio.Event()
+        self._leaving: set[int] = set()  # ids that no request can name, and that the engine's batch still uses
+        self._dropping: asyncio.Task[None] | None = None
+        self.interrupt: Callable[[AdapterRef], Awaitable[None]] | None = None
+        """Cuts the sequences on versions before the given one. Awaited when requests can name it, before its publish
+        is acknowledged; with merged weights before it is committed."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests may begin."""
+        return self._gate.is_open
+
+    async def ready(self) -> None:
+        """Wait until requests may begin. Take the lease before the next ``await``."""
+        await self._gate.opened()
+
+    @contextmanager
+    def lease(
+        self, model: str, *, pinned: bool = False, or_newer: bool = False, incarnation: int | None = None
+    ) -> Iterator[VersionLease]:
+        """Hold the version that ``model`` names; with ``or_newer`` the newest of its adapter, if not older.
+
+        With ``incarnation`` only in that incarnation of the adapter.
+
+        ``pinned`` keeps the version for some seconds after the lease, unless a publish finds no other slot or a
+        pinned request names another version of the adapter: there is a slot for one pin. Raises
+        UnknownVersionError and never falls back to the base.
+        """
+        if model == BASE:
+            if not self.has_base:
+                raise UnknownVersionError("the weights of this server are a merged version; it serves no base")
+            with self._gate.inside(pinned=False):
+                yield VersionLease(name=BASE, ref=None, lora=None)
+            return
+        with self._gate.inside(pinned=pinned), self._resident(model, pinned, or_newer, incarnation) as lease:
+            yield lease
+
+    @contextmanager
+    def _resident(self, model: str, pinned: bool, or_newer: bool, incarnation: int | None) -> Iterator[VersionLease]:
+        resident = self._versions.acquire(model, pinned=pinned, or_newer=or_newer, incarnation=incarnation)
+        self._released.set()  # a pin may have ended
+        name = resident.engine_name
+        path = f"xccl://{name}"
+        lora = None if self._merged else LoRARequest(lora_name=name, lora_int_id=resident.lora_id, lora_path=path)
+        try:
+            yield VersionLease(name=str(resident.ref), ref=resident.ref, lora=lora, incarnation=resident.incarnation)
+        finally:
+            self._versions.release(resident, time.monotonic() + self._pinned_s if pinned else None)
+            self._released.set()
+
+    def active(self) -> list[AdapterRef]:
+        return self._versions.slots.active()
+
+    def incarnation(self, name: str) -> int:
+        """Return the incarnation of adapter ``name``; 0 if it has no version."""
+        return self._versions.slots.incarnation(name)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a publish or a join is in progress."""
+        return self._lock.locked()
+
+    async def ping(self) -> None:
+        """Ask every worker's background thread for a sign. Raises PublishError if one does not answer."""
+        await self._channel.ask(Ping(), CommandDone, PING_S)
+
+    async def join(self, request: JoinRequest, came: float | None = None) -> None:
+        """Have all workers join the trainer's groups. Raises PublishError.
+
+        The request's timeout counts from ``came`` (time.monotonic), its arrival at this server; None means now.
+        """
+        if len(request.ranks) != self._n_workers:
+            raise PublishError(f"{len(request.ranks)} ranks for {self._n_workers} workers")
+        deadline = _deadline(request.timeout_s, came)
+        async with self._turn("a join", deadline):
+            left = msgspec.structs.replace(request, timeout_s=max(deadline - time.monotonic(), 0.0))
+            answers = await self._channel.ask(Join(request=left), CommandDone, left.timeout_s + GRACE_S)
+        errors = [f"worker {w}: {a.error}" for w, a in enumerate(answers) if a.error]
+        if errors:
+            raise PublishError("; ".join(errors))
+
+    async def publish(self, body: bytes, came: float | None = None) -> PublishReply:
+        """Stage, commit and activate a version. Raises ManifestError (refused, nothing changed) or PublishError.
+
+        Repeating the newest version is idempotent: the trainer may have missed the first acknowledgement.
+        The announcement's timeout counts from ``came``, like that of ``join``; a later version is dropped.
+        """
+        announced = decode(body)
+        ref, deadline = announced.manifest.ref, _deadline(announced.timeout_s, came)
+        async with self._turn(str(ref), deadline):
+            publish = PublishTransaction(self._versions, ref, deadline, time.monotonic())
+            try:
+                slot = await self._reserve(publish)
+                staged = await self._stage(body, ref, slot, deadline)
+                async with self._alone(ref, staged, deadline) as hold_s:
+                    commit = publish.staged(staged, time.monotonic())
+                    if isinstance(commit, PublishReply):
+                        return commit
+                    reply = publish.activated(commit, await self._commit(commit), time.monotonic(), hold_s)
+            finally:
+                publish.end()
+            reached("server.activated")
+            if self.interrupt is not None and not self._merged:
+                await self.interrupt(ref)
+        phases = " ".join(f"{k} {v:.1f} ms" for k, v in reply.phases.items())
+        log.info("%s is live in slot %d: %s", ref, commit.slot, phases)
+        return reply
+
+    @asynccontextmanager
+    async def _turn(self, what: str, deadline: float) -> AsyncIterator[None]:
+        """Wait for the previous publish or join. Raises PublishError at the deadline (``late_turn``)."""
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise late_turn(what) from None
+        try:
+            check_turn(what, deadline, time.monotonic())  # asyncio takes a free lock without checking the timeout
+            yield
+        finally:
+            self._lock.release()
+
+    async def retire(self, ref: AdapterRef) -> None:
+        """Free the slot of a version. Raises UnknownVersionError; ValueError if it is in use or the newest."""
+        async with self._lock:
+            await self._forget([self._versions.retire(ref, time.monotonic())])
+
+    async def drop(self, name: str) -> int:
+        """Forget adapter ``name``: no request gets it any more. Return how many still run; then its slots are freed.
+
+        It may be published again at once. Raises PublishError if a worker does not answer.
+        """
+        async with self._lock:
+            running = self._versions.drop(name)
+            self._released.set()
+            await self._channel.ask(Forget(name=name), CommandDone, PING_S)
+            await self._forget(self._versions.slots.retire_left())
+        if running and (self._dropping is None or self._dropping.done()):
+            self._dropping = watched_task("dropped-adapters", self._free_dropped)
+        log.info("%s is dropped; %d requests run on it", name, running)
+        return running
+
+    async def _free_dropped(self) -> None:
+        """Free the slots of dropped adapters as their requests end."""
+        while self._versions.slots.draining:
+            await asyncio.sleep(DROP_POLL_S)
+            async with self._lock:
+                await self._forget(self._versions.slots.retire_left())
+
+    async def _reserve(self, publish: PublishTransaction) -> int | None:
+        """Reserve a slot, waiting for running requests if necessary; None: the workers must drain the bytes."""
+        while True:
+            self._released.clear()
+            match publish.next_step(time.monotonic()):
+                case Stage(slot=slot, refusal=refusal):
+                    if refusal is not None:
+                        log.warning("%s", refusal)
+                    return slot
+                case Retire(residents=residents):
+                    await self._forget(residents)
+                case EndedPin(ref=ref, refusal=refusal):
+                    log.warning("%s; the pin on %s ends early", refusal, ref)
+                case AwaitRelease(timeout_s=timeout_s):
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._released.wait(), timeout_s)
+
+    async def _stage(self, body: bytes, ref: AdapterRef, slot: int | None, deadline: float) -> list[StageResult]:
+        """Stage on all workers, once no step uses what the slot held, and return their results."""
+        await self._drain(deadline)
+        begin = Begin(
+            announcement=body,
+            ref=str(ref),
+            slot=-1 if slot is None else slot,
+            deadline=deadline,
+            active=tuple(map(str, self.active())),
+        )
+        answers = await self._channel.ask(begin, Staged, deadline - time.monotonic() + GRACE_S)
+        return [a.result for a in answers]
+
+    @asynccontextmanager
+    async def _alone(self, ref: AdapterRef, staged: list[StageResult], deadline: float) -> AsyncIterator[float]:
+        """With merged weights, let no request run meanwhile; yield the seconds that this took.
+
+        Raises ManifestError (``slot``) if a request does not end in time; the old version keeps serving.
+        """
+        if not self._merged or not all(result.ok for result in staged):
+            yield 0.0
+            return
+        await self._await_pinned(deadline)
+        began = time.monotonic()
+        with self._gate.closed():
+            ended = self._gate.end_pinned(f"{ref} replaced the weights: a merged server holds one version")
+            if ended:
+                log.warning("%d pinned requests end early: %s could not wait for them longer", ended, ref)
+            if self.interrupt is not None:
+                await self.interrupt(ref)
+            if not await self._gate.empty(deadline - time.monotonic()):
+                raise self._versions.slots.full(ref)
+            while self._versions.end_oldest_pin() is not None:
+                pass
+            while not await self._workers.reset_prefix_cache():  # the engine may still free a request that has ended
+                if time.monotonic() >= deadline:
+                    raise PublishError(f"{ref}: the engine does not forget the cached blocks of the version before")
+                await asyncio.sleep(DRAIN_POLL_S)
+            yield time.monotonic() - began
+
+    async def _await_pinned(self, deadline: float) -> None:
+        """Wait for pinned requests and pins, at most half of the time until ``deadline``."""
+        until = time.monotonic() + (deadline - time.monotonic()) / 2
+        while (now := time.monotonic()) < until:
+            self._versions.expire_pins(now)
+            if not self._gate.holds_pinned and not self._versions.pinned:
+                return
+            self._released.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._released.wait(), min(until, self._versions.next_expiry()) - now)
+
+    async def _commit(self, commit: Commit) -> float:
+        """Activate on all workers and retire old versions between two model steps; return the seconds taken."""
+        _log_retired(commit.retired)
+        self.has_base = self.has_base and not self._merged
+        try:
+            answers: list[tuple[float, list[int]]] = await self._call(
+                "al_commit", commit.lora_id, commit.slot, commit.retired_ids
+            )
+        except PublishError:
+            await self._retire(commit.undo_ids)
+            raise
+        self._leaving.update(*(left for _, left in answers))
+        return max(stall for stall, _ in answers)
+
+    async def _forget(self, retired: list[Resident]) -> None:
+        _log_retired(retired)
+        if retired:
+            await self._retire([r.lora_id for r in retired])
+
+    async def _retire(self, lora_ids: Iterable[int]) -> None:
+        """Have the workers stop serving; what their batches still use is asked for again by `_drain`."""
+        self._leaving.update(*await self._call("al_retire", list(lora_ids)))
+
+    async def _drain(self, deadline: float) -> None:
+        """Wait until no worker's batch uses a retired version. Raises PublishError at the deadline."""
+        while self._leaving:
+            asked, self._leaving = sorted(self._leaving), set()
+            await self._retire(asked)
+            if self._leaving and time.monotonic() >= deadline:
+                raise PublishError(f"requests of retired adapter ids {sorted(self._leaving)} are still in the engine")
+            if self._leaving:
+                await asyncio.sleep(DRAIN_POLL_S)
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the worker extension, between two model steps."""
+        try:
+            return await self._workers.collective_rpc(method, args=args)
+        except Exception as e:  # fault boundary: vLLM raises a worker's error, or reports that the engine has died
+            raise PublishError(f"{method} failed in the engine: {e!r}; see the server's log") from e
+
+
+def _log_retired(retired: list[Resident]) -> None:
+    for resident in retired:
+        log.info("%s retired from slot %d", resident.ref, resident.slot)
+
+
+def _deadline(timeout_s: float, came: float | None) -> float:
+    """Return the time at which the sender of a request stops waiting (time.monotonic)."""
+    return (time.monotonic() if came is None else came) + timeout_s

@@ -1,0 +1,177 @@
+"""Serve the admin plane of a rollout server: msgpack over HTTPS on its own port, with its key.
+
+``weight_sync.messages`` lists the trainer's routes. Two more:
+
+=======  ====================  ==================  ==========================================
+method   path                  request body        answer
+=======  ====================  ==================  ==========================================
+POST     ``/admin/retire``     ``RetireRequest``   200; 404 unknown; 409 in use or the newest
+POST     ``/admin/drain``      none                200 when no request is running
+=======  ====================  ==================  ==========================================
+
+A server that leaves answers pings so, until the trainer posts ``/admin/dismiss`` (``leaving``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
+from areal_lora.engine.vllm_ext.server.generate import BadRequest, Generator
+from areal_lora.engine.vllm_ext.server.guards import BearerAuth
+from areal_lora.engine.vllm_ext.server.leaving import Stop
+from areal_lora.engine.vllm_ext.server.sampling import all_of
+from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
+from areal_lora.network.http_server import BodyLimit
+from areal_lora.network.keys import Plane
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.messages import (
+    CONTENT_TYPE,
+    DISMISS_PATH,
+    DROP_PATH,
+    INFO_PATH,
+    JOIN_PATH,
+    MAX_BODY_BYTES,
+    MODULES_PATH,
+    PING_PATH,
+    PUBLISH_PATH,
+    SCORE_PATH,
+    SHUTDOWN_PATH,
+    AdminMessage,
+    DropReply,
+    DropRequest,
+    InfoReply,
+    JoinReply,
+    JoinRequest,
+    ModulesReply,
+    PingReply,
+    RefusalReply,
+    ScoreReply,
+    ScoreRequest,
+    decode_message,
+    encode_message,
+)
+
+RETIRE_PATH = "/admin/retire"
+DRAIN_PATH = "/admin/drain"
+DRAIN_POLL_S = 0.05
+
+
+class RetireRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    ref: str
+
+
+def _answer(message: AdminMessage, status: int = 200) -> Response:
+    return Response(encode_message(message), status_code=status, media_type=CONTENT_TYPE)
+
+
+def _failure(status: int, reason: object) -> Response:
+    return Response(str(reason), status_code=status, media_type="text/plain")
+
+
+class AdminPlane:
+    """The routes of the admin plane."""
+
+    def __init__(
+        self, adapters: ServedAdapters, generator: Generator, info: InfoReply, modules: ModulesReply, stop: Stop
+    ) -> None:
+        self._adapters, self._generator = adapters, generator
+        self._info, self._modules, self._stop = info, modules, stop
+
+    def app(self, secret: str) -> ASGIApp:
+        routes = [
+            Route(INFO_PATH, self.info),
+            Route(MODULES_PATH, self.modules),
+            Route(PING_PATH, _guarded(self.ping)),
+            Route(JOIN_PATH, _guarded(self.join), methods=["POST"]),
+            Route(PUBLISH_PATH, _guarded(self.publish), methods=["POST"]),
+            Route(DROP_PATH, _guarded(self.drop), methods=["POST"]),
+            Route(SCORE_PATH, _guarded(self.score), methods=["POST"]),
+            Route(RETIRE_PATH, _guarded(self.retire), methods=["POST"]),
+            Route(DRAIN_PATH, self.drain, methods=["POST"]),
+            Route(DISMISS_PATH, self.dismiss, methods=["POST"]),
+            Route(SHUTDOWN_PATH, self.shutdown, methods=["POST"]),
+        ]
+        return BearerAuth(BodyLimit(Starlette(routes=routes), MAX_BODY_BYTES), secret, Plane.ADMIN)
+
+    async def info(self, request: Request) -> Response:
+        refs, stats = [str(r) for r in self._adapters.active()], self._generator.counters.stats()
+        return _answer(msgspec.structs.replace(self._info, refs=refs, stats=stats))
+
+    async def modules(self, request: Request) -> Response:
+        return _answer(self._modules)
+
+    async def ping(self, request: Request) -> Response:
+        await self._adapters.ping()
+        return _answer(PingReply(leaving=self._stop.leaving.is_set()))
+
+    async def join(self, request: Request) -> Response:
+        came = time.monotonic()
+        await self._adapters.join(decode_message(await request.body(), JoinRequest), came)
+        return _answer(JoinReply(workers=self._info.workers))
+
+    async def publish(self, request: Request) -> Response:
+        came = time.monotonic()
+        return _answer(await self._adapters.publish(await request.body(), came))
+
+    async def drop(self, request: Request) -> Response:
+        want = decode_message(await request.body(), DropRequest)
+        return _answer(DropReply(running=await self._adapters.drop(want.name)))
+
+    async def score(self, request: Request) -> Response:
+        """Return the log-probabilities of given tokens, without cache or sampling, for the probe (contract C6)."""
+        want = decode_message(await request.body(), ScoreRequest)
+        if want.model is None and not self._adapters.has_base:
+            return _answer(ScoreReply(logprobs=[]))
+        await self._adapters.ready()
+        with self._adapters.lease(want.model if want.model is not None else BASE) as lease:
+            # None runs on after an error of another one: without the lease its version may go.
+            scored = await all_of([self._generator.score(ids, lease, want.temperature) for ids in want.token_ids])
+        return _answer(ScoreReply(logprobs=scored))
+
+    async def retire(self, request: Request) -> Response:
+        want = decode_message(await request.body(), RetireRequest)
+        await self._adapters.retire(AdapterRef.parse(want.ref))
+        return _answer(JoinReply(workers=self._info.workers))
+
+    async def drain(self, request: Request) -> Response:
+        while self._generator.counters.in_flight:
+            await asyncio.sleep(DRAIN_POLL_S)
+        return _failure(200, "drained")
+
+    async def dismiss(self, request: Request) -> Response:
+        self._stop.dismissed.set()
+        return _answer(PingReply())
+
+    async def shutdown(self, request: Request) -> Response:
+        self._stop.restart()
+        return _answer(PingReply())
+
+
+def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Turn known errors into status codes; any other error is a 500 with a traceback in the log."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ManifestError as e:
+            return _answer(RefusalReply(reason=e.reason, detail=e.detail), 409)
+        except UnknownVersionError as e:
+            return _failure(404, e)
+        except (msgspec.MsgspecError, BadRequest) as e:
+            return _failure(400, e)
+        except ValueError as e:
+            return _failure(409, e)
+        except PublishError as e:
+            return _failure(503, e)
+
+    return handle

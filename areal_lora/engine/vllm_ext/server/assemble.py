@@ -1,0 +1,224 @@
+"""Build the parts of a server from the configuration: engine, adapters, the two apps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from starlette.types import ASGIApp
+from vllm import AsyncEngineArgs
+from vllm.config.lora import MaxLoRARanks
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from areal_lora.config.models import Config
+from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions, served_targets
+from areal_lora.engine.vllm_ext.compat.engine import start_engine
+from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters, VersionLease
+from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
+from areal_lora.engine.vllm_ext.server.data_plane import DataPlane
+from areal_lora.engine.vllm_ext.server.generate import Generator, RequestCounters
+from areal_lora.engine.vllm_ext.server.guards import guarded
+from areal_lora.engine.vllm_ext.server.leaving import Stop
+from areal_lora.engine.vllm_ext.server.sampling import Sampler
+from areal_lora.engine.vllm_ext.server.tool_calls import ToolCallParsers, configured_parsers
+from areal_lora.engine.vllm_ext.worker.channel import WorkerChannel
+from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension, WorkerDescription, WorkerSetup
+from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
+from areal_lora.errors import ConfigError
+from areal_lora.families.family import TARGETS, Scope
+from areal_lora.families.shape import read_hf_config
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.weight_sync.digests import base_digest
+from areal_lora.weight_sync.layout import Payload
+from areal_lora.weight_sync.messages import InfoReply, ModulesReply
+
+SAMPLED = 1
+"""vLLM samples at least one token, for which its context has room behind a prompt that fills ours. The token is not
+read: a model needs no position for it.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    engine: AsyncLLM
+    channel: WorkerChannel
+    adapters: ServedAdapters
+    generator: Generator
+    data_app: ASGIApp
+    admin_app: ASGIApp
+    n_slots: int
+    shm_prefix: str
+
+    def close(self, timeout_s: float) -> None:
+        """End the engine's processes within about ``timeout_s`` and remove their shared memory."""
+        self.channel.close()
+        self.engine.shutdown(timeout_s)
+        for file in Path("/dev/shm").glob(f"{self.shm_prefix}*") if self.shm_prefix else ():
+            file.unlink(missing_ok=True)
+
+
+def engine_context(longest: int, hf_config: Mapping[str, Any]) -> int:
+    """vLLM's context of tokens for a run's ``longest`` sequence: room for `SAMPLED` more.
+
+    Not where that would be above the original context of a model with LongRoPE: vLLM then takes the long factors at
+    every position, and the trainer those of the sequence's length.
+    """
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    original = rope.get("original_max_position_embeddings", hf_config.get("original_max_position_embeddings"))
+    is_long = rope.get("rope_type", rope.get("type")) == "longrope"
+    return longest if is_long and longest == original else longest + SAMPLED
+
+
+def engine_args(config: Config) -> AsyncEngineArgs:
+    """Derive vLLM's arguments; reads config.json. Raises ConfigError for a rank or target that vLLM cannot hold."""
+    rollout, on_cpu = config.rollout, config.cluster.device == "cpu"
+    longest = engine_context(rollout.max_model_len, read_hf_config(Path(config.model.folder)))
+    targets = list(served_targets(config))
+    unknown = [t for t in targets if not vllm_modules([t])]
+    if unknown:
+        raise ConfigError(
+            "adapters.target_modules",
+            f"{unknown} cannot be served",
+            f"choose from {', '.join(TARGETS)}, alone or behind one of {', '.join(Scope)} and a dot",
+        )
+    extra: dict[str, Any] = {}
+    if on_cpu:
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        from areal_lora.engine.vllm_ext.compat.cpu_scheduler import GroupScheduler
+
+        # vLLM's default of 128 hides short prompts from the prefix cache; its CPU attention needs multiples of 32.
+        extra["block_size"] = 32
+        # A prompt in two chunks would rewind the request's random generator, which fails on a CPU and ends vLLM.
+        extra["enable_chunked_prefill"] = False
+        extra["scheduler_cls"] = GroupScheduler  # not on GPUs: their default schedules ahead of the model
+        if rollout.tp == 1:
+            extra["distributed_executor_backend"] = UniProcExecutor  # saves one process and its wake-ups
+    if rollout.kv_cache_gib is not None:
+        extra["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
+    extra |= _plain_weights(on_cpu) if rollout.adapter_mode == "merged" else _lora(config, targets)
+    return AsyncEngineArgs(
+        model=config.model.folder,
+        dtype=config.model.dtype,
+        seed=config.run.seed,
+        tensor_parallel_size=rollout.tp,
+        enable_expert_parallel=rollout.expert_parallel,
+        max_model_len=longest,
+        max_num_seqs=max_num_seqs(config),
+        max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs, longest),
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager or on_cpu,
+        scheduling_policy="priority",  # probes first; a sequence that was cut continues before later requests start
+        enable_prefix_caching=not rollout.deterministic,
+        disable_log_stats=True,
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls=f"{AdapterWorkerExtension.__module__}.{AdapterWorkerExtension.__qualname__}",
+        **extra,
+    )
+
+
+def _plain_weights(on_cpu: bool) -> dict[str, Any]:
+    """Without LoRA, and on a GPU with the expert kernel that takes weights as they are loaded; others reorder them."""
+    return {} if on_cpu else {"moe_backend": "triton"}
+
+
+def _lora(config: Config, targets: list[str]) -> dict[str, Any]:
+    rank = config.rollout.max_lora_rank
+    ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rank]
+    if not ranks:
+        raise ConfigError("rollout.max_lora_rank", f"{rank} is above vLLM's limit")
+    # On a CPU, vLLM lets tokens without an adapter read the last slot in places: it stays empty.
+    max_loras = adapter_slots(config) + (config.cluster.device == "cpu")
+    return {
+        "enable_lora": True,
+        "max_lora_rank": ranks[0],
+        "max_loras": max_loras,
+        "max_cpu_loras": max_loras,
+        "lora_target_modules": vllm_modules(targets),
+    }
+
+
+def max_num_seqs(config: Config) -> int:
+    return 1 if config.rollout.deterministic else config.rollout.max_num_seqs
+
+
+async def assemble(config: Config, run_folder: RunFolder, index: int, secret: str, stop: Stop) -> Parts:
+    """Start the engine and connect all parts; the server can serve when this returns."""
+    digest = base_digest(config.model.folder)
+    parsers = configured_parsers(config)
+    ToolCallParsers(None, parsers)  # a name that is wrong ends the server before it loads a model
+    engine = start_engine(engine_args(config))
+    channel = WorkerChannel(secret)
+    payload = Payload(config.rollout.adapter_mode)
+    setup = WorkerSetup(
+        run=config.run.name,
+        run_folder=str(run_folder),
+        base_digest=digest,
+        ports=channel.ports,
+        index=index,
+        declared={a.name: a.spec(config.model.path) for a in config.adapters},
+        bind=own_place(config.cluster, run_folder).address,
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        model=config.model.folder,
+        payload=payload,
+        adapters=adapter_capacity(config),
+    )
+    await engine.collective_rpc("al_setup", args=(msgspec.msgpack.encode(setup),))
+    described = [
+        msgspec.msgpack.decode(raw, type=WorkerDescription) for raw in await engine.collective_rpc("al_describe")
+    ]
+    first = described[0]
+    await channel.connect(len(described))
+    counters = RequestCounters(max_num_seqs(config))
+    adapters = ServedAdapters(
+        engine,
+        channel,
+        n_workers=len(described),
+        n_slots=adapter_slots(config),
+        resident=kept_versions(config) + 1,
+        adapters=adapter_capacity(config),
+        merged=payload is Payload.MERGED,
+    )
+    model = engine.model_config
+    generator = Generator(
+        engine=engine, max_model_len=config.rollout.max_model_len, vocab_size=model.get_vocab_size(), counters=counters
+    )
+    await generator.score([0, 0], VersionLease(name=BASE, ref=None, lora=None))  # the first request takes seconds
+    info = InfoReply(
+        run=config.run.name,
+        model=config.model.path,
+        base_digest=digest,
+        workers=len(described),
+        max_lora_rank=first.max_rank,
+    )
+    slot_bytes = sum(worker.slot_bytes for worker in described)
+    modules = ModulesReply(
+        modules=first.modules,
+        slots=adapter_slots(config),
+        max_rank=first.max_rank,
+        slot_bytes=slot_bytes,
+        payload=payload,
+    )
+    tokenizer = engine.get_tokenizer()
+    sampler = Sampler(
+        generator, adapters, partial(tokenizer.decode, skip_special_tokens=True), interrupt=config.rollout.interrupts
+    )
+    host = own_place(config.cluster, run_folder).address
+    data_plane = DataPlane(adapters, generator, tokenizer, sampler, ToolCallParsers(tokenizer, parsers))
+    data_app = guarded(data_plane.app(), host, secret, closed=has_tenants(config))
+    return Parts(
+        engine=engine,
+        channel=channel,
+        adapters=adapters,
+        generator=generator,
+        n_slots=adapter_slots(config),
+        shm_prefix=first.shm_prefix,
+        data_app=data_app,
+        admin_app=AdminPlane(adapters, generator, info, modules, stop).app(secret),
+    )

@@ -1,0 +1,286 @@
+"""Serve the data plane of a rollout server: the OpenAI subset that agents and the controller use.
+
+``POST /v1/completions``, ``POST /v1/chat/completions``, ``POST /v1/tool_calls``, ``GET /v1/models``,
+``GET /health``, ``GET /metrics``. ``model`` is an adapter version ``name@vN``, an adapter ``name`` (its newest
+version; the answer names it) or ``base``; any other name is a 404. A request keeps its
+version resident until it ends; a client that disconnects ends its request.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+from transformers import PreTrainedTokenizerBase
+from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
+from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
+from areal_lora.engine.vllm_ext.server.generate import BACKGROUND_S, BadRequest, Generator
+from areal_lora.engine.vllm_ext.server.openai_api import (
+    Answer,
+    ChatBody,
+    CompletionBody,
+    CompletionChoice,
+    Usage,
+    error_body,
+)
+from areal_lora.engine.vllm_ext.server.sampling import SampledPart, Sampler
+from areal_lora.engine.vllm_ext.server.tool_calls import PATH, ToolCallParsers, tool_calls_handler
+from areal_lora.errors import PublishError, UnknownVersionError
+from areal_lora.network.http_server import unless_disconnected
+from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, prompts_of, too_large
+
+Body = CompletionBody | ChatBody
+JSON = "application/json"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class DataPlane:
+    """The routes of the data plane."""
+
+    def __init__(
+        self,
+        adapters: ServedAdapters,
+        generator: Generator,
+        tokenizer: PreTrainedTokenizerBase,
+        sampler: Sampler,
+        parsers: ToolCallParsers,
+    ) -> None:
+        self._adapters, self._generator, self._tokenizer, self._sampler = adapters, generator, tokenizer, sampler
+        self._parsers = parsers
+        self._ids = itertools.count()
+
+    def app(self) -> ASGIApp:
+        return Starlette(
+            routes=[
+                Route("/v1/completions", _guarded(self.completions), methods=["POST"]),
+                Route("/v1/chat/completions", _guarded(self.chat), methods=["POST"]),
+                Route(PATH, tool_calls_handler(self._parsers), methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/health", self.health),
+                Route("/metrics", self.metrics),
+            ]
+        )
+
+    async def completions(self, request: Request) -> Response:
+        body = msgspec.json.decode(await request.body(), type=CompletionBody)
+        prompts = prompts_of(body.prompt)
+        _check_size(body, len(prompts))  # before anything of that size is made
+        ids = [p if isinstance(p, list) else self._tokenizer.encode(p) for p in prompts]
+        return await self._serve(request, body, ids, body.max_tokens)
+
+    async def chat(self, request: Request) -> Response:
+        body = msgspec.json.decode(await request.body(), type=ChatBody)
+        _check_size(body, 1)
+        if not self._tokenizer.chat_template:
+            raise BadRequest("this model's tokenizer has no chat template; use /v1/completions")
+        messages = [{"role": m.role, "content": m.content} for m in body.messages]
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # fault boundary: a chat template is a program of the model's authors
+            raise BadRequest(f"messages: the chat template refuses them: {type(error).__name__}: {error}") from error
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        room = self._generator.max_model_len - len(ids)
+        return await self._serve(request, body, [ids], body.max_completion_tokens or body.max_tokens or max(1, room))
+
+    async def _serve(self, request: Request, body: Body, prompts: list[list[int]], max_tokens: int | None) -> Response:
+        n_new = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+        only_echo = n_new == 0 and isinstance(body, CompletionBody) and body.echo
+        params = _sampling(body, 1 if only_echo else n_new)  # vLLM samples at least one
+        if not prompts:
+            raise BadRequest("the prompt is empty")
+        for ids in prompts:
+            self._generator.check_prompt(ids, n_new)
+        _check_size(body, len(prompts), sum(map(len, prompts)) + len(prompts) * n_new)
+        if body.stream:
+            return await self._stream(body, prompts, params)
+        return await unless_disconnected(request, self._complete(body, prompts, params, only_echo))
+
+    async def _complete(
+        self, body: Body, prompts: list[list[int]], params: SamplingParams, only_echo: bool
+    ) -> Response:
+        answers = await self._sampler.complete(prompts, params, body.model, body.pin_version, _delay_s(body))
+        for part in answers if only_echo else ():
+            part.keep(0)
+            part.text, part.finish_reason = "", "length"
+        choices = [
+            self._choice(body, prompts[i // params.n], part, part.text if body.stop else None, i)
+            for i, part in enumerate(answers)
+        ]
+        n_prompt = sum(len(ids) for ids in prompts)
+        n_out = sum(len(part.token_ids) for part in answers)
+        answer = self._answer(body, answers, choices, "")
+        answer.usage = Usage(prompt_tokens=n_prompt, completion_tokens=n_out, total_tokens=n_prompt + n_out)
+        return Response(_encode(answer), media_type=JSON)
+
+    async def _stream(self, body: Body, prompts: list[list[int]], params: SamplingParams) -> Response:
+        if len(prompts) != 1 or (isinstance(body, CompletionBody) and body.echo):
+            raise BadRequest("a stream takes one prompt, without echo")
+        await self._sampler.check(body.model, body.pin_version)  # an unknown version must be a 404, not a broken stream
+
+        async def events() -> AsyncIterator[bytes]:
+            parts = self._sampler.stream(prompts[0], params, body.model, body.pin_version, _delay_s(body))
+            async with aclosing(parts):
+                async for part in parts:
+                    choice = self._choice(body, prompts[0], part, part.text, part.index)
+                    yield b"data: " + _encode(self._answer(body, [part], [choice], ".chunk")) + b"\n\n"
+            yield b"data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    def _answer(self, body: Body, parts: Sequence[SampledPart], choices: list[CompletionChoice], suffix: str) -> Answer:
+        chat = isinstance(body, ChatBody)
+        newest = max((part.ref for part in parts if part.ref is not None), default=None)
+        return Answer(
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{next(self._ids)}",
+            object=f"chat.completion{suffix}" if chat else "text_completion",
+            created=int(time.time()),
+            model=BASE if newest is None else str(newest),
+            choices=choices,
+        )
+
+    def _choice(
+        self, body: Body, prompt: list[int], part: SampledPart, text: str | None, index: int
+    ) -> CompletionChoice:
+        """Make one choice; with ``text`` None it is decoded here."""
+        ids = part.token_ids
+        if text is None:
+            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        choice = CompletionChoice(index=index, finish_reason=part.finish_reason, versions=part.versions)
+        if body.return_token_ids:
+            choice.token_ids = ids
+        if isinstance(body, ChatBody):
+            choice.logprobs = {"content": self._chat_logprobs(part)} if body.logprobs else None
+            if body.stream:
+                choice.delta = {"role": "assistant", "content": text}
+            else:
+                choice.message = {"role": "assistant", "content": text}
+            return choice
+        values, rows = _chosen(part) if body.logprobs is not None else [], part.logprobs
+        if body.echo:
+            text = self._tokenizer.decode(prompt, skip_special_tokens=True) + text
+            if body.logprobs is not None:
+                values, rows = part.prompt_logprobs + values, part.prompt_rows + rows
+            if body.return_token_ids:
+                choice.token_ids = [*prompt, *ids]
+        choice.text = text
+        if body.logprobs is not None:
+            choice.logprobs = {"token_logprobs": values}
+            if body.logprobs > 0:
+                decode = self._tokenizer.decode
+                choice.logprobs["top_logprobs"] = [{decode([t]): value for t, value in row.items()} for row in rows]
+                if body.return_token_ids:
+                    choice.logprobs["top_ids"] = rows
+        return choice
+
+    def _chat_logprobs(self, part: SampledPart) -> list[dict[str, Any]]:
+        rows, decode = [], self._tokenizer.decode
+        for token, row in zip(part.token_ids, part.logprobs, strict=True):
+            rows.append(
+                {
+                    "token": decode([token]),
+                    "logprob": row[token],
+                    "top_logprobs": [{"token": decode([t]), "logprob": value} for t, value in row.items()],
+                }
+            )
+        return rows
+
+    async def models(self, request: Request) -> Response:
+        names = [*([BASE] if self._adapters.has_base else []), *map(str, self._adapters.active())]
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "areal_lora"} for name in names]
+        return Response(_encode({"object": "list", "data": data}), media_type=JSON)
+
+    async def health(self, request: Request) -> Response:
+        await self._generator.engine.check_health()
+        return Response(b'{"status":"ok"}', media_type=JSON)
+
+    async def metrics(self, request: Request) -> Response:
+        s = self._generator.counters.stats()
+        rows: dict[str, tuple[str, float]] = {
+            "areal_lora_sequences_running": ("gauge", s.running),
+            "areal_lora_sequences_waiting": ("gauge", s.waiting),
+            "areal_lora_adapter_versions": ("gauge", len(self._adapters.active())),
+            "areal_lora_requests_total": ("counter", s.requests),
+            "areal_lora_sequences_aborted_total": ("counter", s.aborted),
+            "areal_lora_sequences_interrupted_total": ("counter", s.interrupted),
+            "areal_lora_prompt_tokens_total": ("counter", s.prompt_tokens),
+            "areal_lora_generated_tokens_total": ("counter", s.generated_tokens),
+            "areal_lora_recomputed_tokens_total": ("counter", s.recomputed_tokens),
+            "areal_lora_up_seconds_total": ("counter", round(s.up_s, 3)),
+            "areal_lora_idle_seconds_total": ("counter", round(s.idle_s, 3)),
+        }
+        text = "".join(f"# TYPE {name} {kind}\n{name} {value}\n" for name, (kind, value) in rows.items())
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+
+def _check_size(body: Body, n_prompts: int, tokens: int = 0) -> None:
+    if reason := too_large(n_prompts, body.n, tokens, body.wants_logprobs or 0):
+        raise BadRequest(reason)
+
+
+def _delay_s(body: Body) -> float:
+    return BACKGROUND_S if body.background else 0.0
+
+
+def _sampling(body: Body, max_tokens: int) -> SamplingParams:
+    """Raises VLLMClientError for values the engine refuses."""
+    echo = isinstance(body, CompletionBody) and body.echo
+    return SamplingParams(
+        n=body.n,
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        min_tokens=body.min_tokens,
+        seed=body.seed,
+        stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
+        logprobs=body.wants_logprobs,
+        ignore_eos=body.ignore_eos,
+        prompt_logprobs=body.wants_logprobs if echo else None,
+        extra_args={SCORE_TEMPERATURE: body.temperature or 1.0} if echo else None,
+        # Text is decoded once at the end, not token by token, unless there are stop strings to find.
+        detokenize=bool(body.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _chosen(part: SampledPart) -> list[float]:
+    """Log-probabilities of the sampled tokens. [A]"""
+    return [row[token] for token, row in zip(part.token_ids, part.logprobs, strict=True)]
+
+
+def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Turn known errors into OpenAI error bodies."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except (UnicodeError, RecursionError) as e:
+            status, reason = 400, f"the body cannot be read: {type(e).__name__}"
+        except UnknownVersionError as e:
+            status, reason = 404, str(e)
+        except (msgspec.MsgspecError, BadRequest, VLLMClientError) as e:
+            status, reason = 400, str(e)
+        except PublishError as e:
+            status, reason = 503, str(e)
+        except EngineDeadError as e:
+            status, reason = 500, f"the engine has ended: {e}"  # 503: nothing has begun, another server may be asked
+        return Response(error_body(status, reason), status_code=status, media_type=JSON)
+
+    return handle

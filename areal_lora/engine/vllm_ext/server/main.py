@@ -1,0 +1,272 @@
+"""A rollout server: ``python -m areal_lora.engine.vllm_ext.server.main --run-folder DIR --index N``.
+
+One process with vLLM's engine (a child process) behind two HTTP apps on ports of their own::
+
+    agents, controller --> data plane  (openai_api)  --> Generator ------> AsyncLLM ==> EngineCore
+    trainer            --> admin plane (TLS, key)    --> ServedAdapters -->   RPC   ==> worker extension
+                                                              `------ commands (zmq) ------^
+
+The server binds its ports first, so a port in use is an early error, and publishes them when it can serve
+requests. SIGTERM, SIGINT or the end of the parent end the server and its children with code 0: at once, or in order
+within ``--grace-s`` (``leaving``).
+``/admin/shutdown`` ends them with ``RESTART_EXIT``: the trainer cannot use what the server holds, and the
+launcher restarts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import psutil
+import uvloop
+
+from areal_lora.config.models import Config
+from areal_lora.config.recorded import read_config
+from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sizing.slots import has_tenants
+from areal_lora.engine.vllm_ext.plugin import SERVER_PID
+from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order
+from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
+from areal_lora.network.addresses import set_variables
+from areal_lora.network.http_server import CLOSE_S, HttpServer
+from areal_lora.network.keys import Plane
+from areal_lora.network.tls import on_loopback, server_context
+from areal_lora.processes import stacks
+from areal_lora.processes.devices import take_devices
+from areal_lora.processes.importing import collector_paused
+from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.parent import die_with_parent
+from areal_lora.processes.watched import watched_task
+from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret, write_client_files
+from areal_lora.run_folder.status import LOADING, renewed_status, set_status
+
+if TYPE_CHECKING:
+    from areal_lora.engine.vllm_ext.server.adapters import ServedAdapters
+    from areal_lora.engine.vllm_ext.server.assemble import Parts
+
+log = get_logger("areal_lora.engine.vllm_ext.server.main")  # __name__ is __main__ here
+
+ROLE = "server"
+WATCH_S = 0.5
+ENGINE_EVERY_S = 10.0  # between two RPCs to the engine, which it answers between model steps
+WORKERS_S = 5.0
+"""Longest silence of a worker's command thread, which answers a ping at once whatever the model does. Beyond it, or
+with an engine process that was stopped (SIGSTOP), the server's heart does not beat."""
+ENGINE, WORKERS = "engine", "workers"
+ENGINE_STOP_S = 1.5  # then the engine is killed: it holds nothing that must be saved
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.server.main", description=__doc__)
+    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
+    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--grace-s", type=float, default=0.0, help="leave the run in order within so many seconds")
+    args = parser.parse_args(argv)
+    setup_logging(ROLE, args.index)
+    stacks.install(args.run_folder.stack_dump(f"{ROLE}-{args.index}"))
+    try:
+        die_with_parent(signal.SIGTERM)
+        config = read_config(args.run_folder)
+        take_devices(config.cluster.device)
+        place = own_place(config.cluster, args.run_folder)
+        with bound_sockets(config, args.index, place.address) as sockets:
+            set_environment(config)
+            if warning := set_variables(place, one_node=True):
+                log.warning(warning)
+            return uvloop.run(serve(config, args.run_folder, args.index, sockets, args.grace_s))
+    except ArealLoraError as e:
+        log.error("%s", e)
+        return e.exit_code
+
+
+@contextlib.contextmanager
+def bound_sockets(config: Config, index: int, host: str) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Open listening sockets for the data plane and the admin plane. Raises ConfigError if a port is in use."""
+    data_port = config.rollout.port + index if config.rollout.port else 0
+    with contextlib.ExitStack() as stack:
+        sockets = []
+        for port in (data_port, 0):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((host, port))
+            except OSError as e:
+                where = f"{host}:{port}"
+                raise ConfigError("rollout.port", f"cannot bind {where}: {e.strerror}", "use 0") from e
+            sock.listen(1024)
+            sockets.append(sock)
+        yield sockets[0], sockets[1]
+
+
+def server_tls(host: str, run_folder: RunFolder, secret: str, *, closed: bool = False) -> dict[str, ssl.SSLContext]:
+    """Make TLS contexts: for the admin plane, and for the data plane unless ``host`` is on loopback.
+
+    With ``closed`` the data plane has a key there, too.
+    """
+    planes = [Plane.ADMIN] if on_loopback(host) and not closed else [Plane.ADMIN, Plane.DATA]
+    if Plane.DATA in planes:
+        write_client_files(run_folder, secret)
+    return {plane: server_context(secret, plane, host) for plane in planes}
+
+
+def set_environment(config: Config) -> None:
+    """Set the variables that vLLM reads once, at import."""
+    env = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        # Its second model runner computes log-probabilities elsewhere: see compat.engine.own_logprobs.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # by the one token of `assemble.SAMPLED`, which has no position
+        "TOKENIZERS_PARALLELISM": "false",
+        SERVER_PID: str(os.getpid()),
+        "HF_HUB_OFFLINE": "1",  # the launcher has put the model into a folder
+    }
+    if config.cluster.device == "cpu":
+        threads = config.rollout.threads
+        # vLLM compiles two small sampling functions; that needs a C++ compiler and fails in a path with a space.
+        env["TORCHDYNAMO_DISABLE"] = "1"
+        env["OMP_NUM_THREADS"] = str(threads)
+        cores = sorted(os.sched_getaffinity(0))
+        spans = [[cores[(w * threads + t) % len(cores)] for t in range(threads)] for w in range(config.rollout.tp)]
+        # Several workers need disjoint cores by name; a single one is placed by the system.
+        bind = "|".join(",".join(map(str, span)) for span in spans) if config.rollout.tp > 1 else "nobind"
+        env["VLLM_CPU_OMP_THREADS_BIND"] = bind
+    os.environ.update(env)
+
+
+async def serve(
+    config: Config,
+    run_folder: RunFolder,
+    index: int,
+    sockets: tuple[socket.socket, socket.socket],
+    grace_s: float = 0.0,
+) -> int:
+    """Serve until a stop is requested; return the exit code. Raises ProcessFailed if the engine ends unasked."""
+    set_status(run_folder, ROLE, index, "importing vLLM")
+    with collector_paused():
+        from areal_lora.engine.vllm_ext.server.assemble import assemble  # vLLM reads the environment on import
+
+    stop = Stop(grace_s)
+    secret = read_secret(run_folder)
+    for sock in sockets:
+        os.register_at_fork(after_in_child=sock.close)  # the engine's processes must not hold the server's ports
+    with renewed_status(run_folder, ROLE, index, LOADING):
+        parts = await assemble(config, run_folder, index, secret, stop)
+    # Not before: loading the model blocks the event loop, and nothing needs saving until then.
+    stop.on_signals()
+    try:
+        host = own_place(config.cluster, run_folder).address
+        tls = server_tls(host, run_folder, secret, closed=has_tenants(config))
+        http = [
+            HttpServer(door := Door(parts.data_app), sockets[0], tls.get(Plane.DATA)),
+            HttpServer(parts.admin_app, sockets[1], tls[Plane.ADMIN]),
+        ]
+        planes = [watched_task("http-plane", server.serve) for server in http]
+        ports = {"data": sockets[0].getsockname()[1], "admin": sockets[1].getsockname()[1]}
+        publish_endpoint(run_folder, ROLE, index, ports, host, tls)
+        set_status(run_folder, ROLE, index, "serving")
+        log.info("serving %s on %s (%d adapter slots)", config.model.path, ports, parts.n_slots)
+        heart = Heart(run_folder, ROLE, index, heart_limits(config))
+        signs = _signs_of_life(parts, heart, config)
+        signs.append(watched_task("leave", partial(_leave, stop, door, parts, config, run_folder, index)))
+        while not stop.event.is_set() and not parts.engine.errored:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.event.wait(), WATCH_S)
+        died = parts.engine.errored
+        for server in http:
+            server.should_exit = True
+        await asyncio.wait(planes, timeout=CLOSE_S + 1)
+        for sign in signs:
+            sign.cancel()
+        heart.stop()
+    finally:
+        parts.close(ENGINE_STOP_S)
+    if died:
+        raise ProcessFailed("vLLM's engine ended by itself; its last lines are above")
+    set_status(run_folder, ROLE, index, "stopped")
+    return stop.code
+
+
+async def _leave(stop: Stop, door: Door, parts: Parts, config: Config, run_folder: RunFolder, index: int) -> None:
+    await leave_in_order(
+        stop,
+        door,
+        busy=lambda: parts.adapters.busy,
+        publish_s=config.weight_sync.timeout_s,
+        run_folder=run_folder,
+        index=index,
+        pid=os.getpid(),
+    )
+
+
+def heart_limits(config: Config) -> dict[str, float]:
+    """Return the longest silence per sign. A model step may take long; a ping may not."""
+    return {EVENT_LOOP: config.run.stall_s, ENGINE: config.run.stall_s, WORKERS: WORKERS_S}
+
+
+def _signs_of_life(parts: Parts, heart: Heart, config: Config) -> list[asyncio.Task[None]]:
+    every_s = min(ENGINE_EVERY_S, config.run.stall_s / 4)
+    return [
+        watched_task("event-loop-ticks", partial(tick, heart)),
+        watched_task("engine-ticks", partial(_engine_ticks, parts, heart, every_s)),
+        watched_task("worker-pings", partial(_worker_pings, parts.adapters, heart, psutil.Process().children(True))),
+    ]
+
+
+async def tick(heart: Heart) -> None:
+    while True:
+        heart.progress(EVENT_LOOP)
+        await asyncio.sleep(EVERY_S)
+
+
+async def _engine_ticks(parts: Parts, heart: Heart, every_s: float) -> None:
+    """Report progress whenever the engine ends a step."""
+    while not parts.engine.errored:
+        try:
+            await parts.engine.collective_rpc("al_alive")
+        except Exception:  # fault boundary: ``serve`` reports an engine that has ended
+            if parts.engine.errored:
+                return
+            raise
+        heart.progress(ENGINE)
+        await asyncio.sleep(every_s)
+
+
+async def _worker_pings(adapters: ServedAdapters, heart: Heart, engine: Sequence[psutil.Process]) -> None:
+    """Report progress while all workers answer pings and no process of the engine is stopped."""
+    while True:
+        with contextlib.suppress(PublishError):
+            await adapters.ping()
+            if not any(is_stopped(process) for process in engine):
+                heart.progress(WORKERS)
+        await asyncio.sleep(EVERY_S)
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    """Whether ``process`` got SIGSTOP or is held by a debugger; False for a process that has ended."""
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)  # all is closed; the teardown of torch and vLLM would take seconds

@@ -1,0 +1,304 @@
+"""Sample sequences under the run's in-flight policy (contract C2).
+
+``finish``: a request runs on one version from beginning to end. ``interrupt``: when a newer version of its adapter
+becomes active, the server cuts every sequence and continues it on that version::
+
+    prompt ------ v3: t0 .. t41 | prompt t0 .. t41 ------ v4: t42 .. t90 | ... ------> one answer, versions per token
+
+The continuation is a new request of the engine, in the place of the first one: the engine reads the tokens so far
+again under the new version, the limit is the remaining one, and random numbers come from (seed, tokens so far).
+Requests that are pinned, that score their prompt or that name the base are not cut.
+
+Merged rollouts always interrupt: a server has one version (``gate``). There the sequences are cut before the new
+version is written, and continue as soon as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from vllm import CompletionOutput, RequestOutput, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from areal_lora.engine.vllm_ext.compat.engine import WHOLE
+from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters, VersionLease
+from areal_lora.engine.vllm_ext.server.generate import CUT, EngineRequest, Generator, prompt_logprobs, prompt_rows
+from areal_lora.engine.vllm_ext.server.text import AnswerText
+from areal_lora.types import AdapterRef
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class SampledPart:
+    """A sampled sequence, or the next part of one. Per-token lists have one entry per token id.
+
+    ``logprobs[t]`` maps token ids to log-probabilities, including the sampled token; empty unless requested. So does
+    ``prompt_rows[t]`` for token t of the prompt.
+    ``ref`` is the version of the last token (None: the base). ``text`` is set only for streams and stop strings.
+    """
+
+    index: int
+    ref: AdapterRef | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_rows: list[dict[int, float]] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+
+    def add(self, sample: CompletionOutput, lease: VersionLease) -> None:
+        n = len(sample.token_ids)
+        self.ref = lease.ref
+        self.token_ids += sample.token_ids
+        self.versions += [lease.ref.version if lease.ref else -1] * n
+        self.logprobs += [{token: p.logprob for token, p in row.items()} for row in sample.logprobs or ()]
+
+    def keep(self, n: int) -> None:
+        """Drop all but the first ``n`` tokens."""
+        for values in (self.token_ids, self.versions, self.logprobs):
+            del values[n:]
+
+
+class Sampler:
+    """Run the data plane's requests. ``decode`` turns token ids into text."""
+
+    def __init__(
+        self, generator: Generator, adapters: ServedAdapters, decode: Callable[[list[int]], str], *, interrupt: bool
+    ) -> None:
+        self._generator, self._adapters, self._decode, self._interrupt = generator, adapters, decode, interrupt
+        self._running: set[EngineRequest] = set()
+        if interrupt:
+            adapters.interrupt = self._cut
+
+    async def complete(
+        self, prompts: Sequence[list[int]], params: SamplingParams, model: str, pinned: bool, delay_s: float = 0.0
+    ) -> list[SampledPart]:
+        """Return ``params.n`` answers to every prompt, in order. Raises UnknownVersionError.
+
+        The engine orders the sequences as if they arrived ``delay_s`` seconds from now.
+        """
+        self._count(prompts)
+        arrived_s = time.time() + delay_s
+        if self._cuttable(params, model, pinned):
+            await self.check(model, pinned)
+            ways = [_nth(params, k) for k in range(params.n)]
+            return await all_of(
+                [self._whole(ids, way, k, model, arrived_s) for ids in prompts for k, way in enumerate(ways)]
+            )
+        if not params.detokenize:  # else the server's process must read every token, to find stop strings
+            params.extra_args = (params.extra_args or {}) | {WHOLE: True}
+        await self._adapters.ready()
+        with self._adapters.lease(model, pinned=pinned) as lease:
+            outputs = await all_of(
+                [
+                    self._generator.final(ids, params.clone(), lease, self._generator.new_request(lease, arrived_s))
+                    for ids in prompts
+                ]
+            )
+        return [_part(output, sample, lease) for output in outputs for sample in output.outputs]
+
+    async def stream(
+        self, ids: list[int], params: SamplingParams, model: str, pinned: bool, delay_s: float = 0.0
+    ) -> AsyncGenerator[SampledPart, None]:
+        """Yield the parts of ``params.n`` answers as they arrive. Close it. Raises UnknownVersionError."""
+        self._count([ids])
+        arrived_s = time.time() + delay_s
+        params.output_kind, params.detokenize = RequestOutputKind.DELTA, True
+        if self._cuttable(params, model, pinned):
+            sequences = [self._sequence(ids, _nth(params, k), k, model, arrived_s) for k in range(params.n)]
+            async with aclosing(_merged(sequences)) as parts:
+                async for part in parts:
+                    yield part
+            return
+        await self._adapters.ready()
+        with self._adapters.lease(model, pinned=pinned) as lease:
+            request = self._generator.new_request(lease, arrived_s)
+            async with aclosing(self._generator.stream(ids, params, lease, request)) as outputs:
+                async for output in outputs:
+                    for sample in output.outputs:
+                        yield _part(output, sample, lease)
+
+    async def check(self, model: str, pinned: bool) -> None:
+        """Raise UnknownVersionError if a request for ``model`` would."""
+        await self._adapters.ready()
+        with self._adapters.lease(model, or_newer=self._interrupt and not pinned):
+            pass
+
+    def _cuttable(self, params: SamplingParams, model: str, pinned: bool) -> bool:
+        return self._interrupt and not pinned and model != BASE and params.prompt_logprobs is None
+
+    def _count(self, prompts: Sequence[list[int]]) -> None:
+        self._generator.counters.requests += len(prompts)
+        self._generator.counters.prompt_tokens += sum(map(len, prompts))
+
+    def _count_continuation(self, n_tokens: int) -> None:
+        self._generator.counters.interrupted += 1
+        self._generator.counters.recomputed_tokens += n_tokens
+
+    # ------------------------------------------------------------ interrupt
+
+    async def _cut(self, ref: AdapterRef) -> None:
+        """Cut all sequences on versions of the adapter older than ``ref``; ``_sequence`` continues them.
+
+        Those of a dropped adapter that had the same name end as they are.
+        """
+        incarnation = self._adapters.incarnation(ref.name)
+        mine = (
+            t for t in self._running if t.ref is not None and t.ref.name == ref.name and t.incarnation == incarnation
+        )
+        older = [t for t in mine if t.ref is not None and t.ref < ref]
+        await self._generator.cut(older)
+
+    async def _whole(
+        self, ids: list[int], params: SamplingParams, index: int, model: str, arrived_s: float
+    ) -> SampledPart:
+        """Return one answer. Without stop strings the engine reports only the end of each part."""
+        whole = SampledPart(index=index, ref=None)
+        async with aclosing(self._sequence(ids, params, index, model, arrived_s)) as parts:
+            async for part in parts:
+                whole.ref, whole.finish_reason = part.ref, part.finish_reason
+                whole.token_ids += part.token_ids
+                whole.versions += part.versions
+                whole.logprobs += part.logprobs
+                whole.text += part.text
+        return whole
+
+    async def _sequence(
+        self, ids: list[int], params: SamplingParams, index: int, model: str, arrived_s: float
+    ) -> AsyncGenerator[SampledPart, None]:
+        """Yield the parts of one answer across versions. Only the last part has a finish reason."""
+        done: list[int] = []
+        text = AnswerText(self._decode, ids, params.stop or ()) if params.detokenize else None
+        name, incarnation = model, None
+        request: EngineRequest | None = None
+        try:
+            while True:
+                if request is not None and not self._adapters.is_open:
+                    request.place_free.set()  # nothing else can take it before the gate opens
+                await self._adapters.ready()
+                with self._adapters.lease(name, or_newer=True, incarnation=incarnation) as lease:
+                    request = self._generator.new_request(lease, arrived_s, follows=request)
+                    self._running.add(request)
+                    outputs = self._generator.stream(ids + done, continued(params, len(done)), lease, request)
+                    try:
+                        async for output in outputs:
+                            part = _part(output, output.outputs[0], lease, index)
+                            if request.cut and part.finish_reason == CUT:
+                                part.finish_reason = None
+                            if text is not None:
+                                _spell(part, text)
+                            done += part.token_ids
+                            request.enough = part.finish_reason is not None
+                            yield part
+                            if request.enough:
+                                return
+                    finally:
+                        self._running.discard(request)
+                        await outputs.aclose()
+                self._count_continuation(len(ids) + len(done))
+                name, incarnation = lease.name, lease.incarnation
+        finally:
+            if request is not None:
+                request.place_free.set()
+
+
+def continued(params: SamplingParams, n: int) -> SamplingParams:
+    """Make ``params`` for the rest of a sequence after ``n`` tokens; this module makes the text, not the engine."""
+    rest = params.clone()
+    rest.stop, rest.detokenize, rest.output_text_buffer_length = [], False, 0
+    if params.max_tokens is not None:
+        rest.max_tokens = params.max_tokens - n
+    rest.min_tokens = max(0, params.min_tokens - n)
+    if n and params.seed is not None:
+        rest.seed = continuation_seed(params.seed, n)
+    if params.detokenize:
+        rest.output_kind = RequestOutputKind.DELTA
+    return rest
+
+
+def continuation_seed(seed: int, n: int) -> int:
+    """Derive the seed after ``n`` tokens of a sequence that began with ``seed``: a seed's numbers are used once."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{n}".encode(), digest_size=8).digest()) >> 1
+
+
+def _nth(params: SamplingParams, index: int) -> SamplingParams:
+    """Make ``params`` for the ``index``-th of ``n`` answers alone, with the seed that vLLM would give it."""
+    one = params.clone()
+    one.n = 1
+    if params.seed is not None:
+        one.seed = params.seed + index
+    return one
+
+
+def _spell(part: SampledPart, text: AnswerText) -> None:
+    """Set the text of ``part`` and end it at a stop string."""
+    for i, token in enumerate(part.token_ids):
+        if text.add(token):
+            part.keep(i + 1)
+            part.finish_reason = "stop"
+            break
+    part.text = text.take(part.finish_reason is not None)
+
+
+def _part(
+    output: RequestOutput, sample: CompletionOutput, lease: VersionLease, index: int | None = None
+) -> SampledPart:
+    part = SampledPart(
+        index=sample.index if index is None else index,
+        ref=None,
+        text=sample.text,
+        finish_reason=sample.finish_reason,
+        prompt_logprobs=prompt_logprobs(output) if output.prompt_logprobs else [],
+        prompt_rows=prompt_rows(output),
+    )
+    part.add(sample, lease)
+    return part
+
+
+async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results; the first error cancels the other coroutines."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(job) for job in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _merged(streams: Iterable[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yield the items of several generators as they arrive; closing it closes them."""
+    queue: asyncio.Queue[T | None] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    queue.put_nowait(item)
+        finally:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if item is None:
+                left -= 1
+            else:
+                yield item
+        for task in tasks:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
