@@ -30,5 +30,5 @@ def test_an_evaluation_set_reads_held_out_rows_only() -> None:
     task = EvalSetConfig.model_validate({"name": "x", "task": {"kind": "dataset", "eval": "rows.jsonl"}}).task
     assert isinstance(task, DatasetTask)
     assert (task.train, task.eval) == ("", "rows.jsonl")
-    with pytest.raises(ValidationError, match="held-out rows only: add task.eval"):
+    with pytest.raises(ValidationError, match=r"held-out rows only: add task\.eval"):
         EvalSetConfig.model_validate({"name": "x", "task": {"kind": "dataset", "train": "rows.jsonl"}})
