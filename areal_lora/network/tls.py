@@ -52,7 +52,7 @@ def ca_pem(secret: str, plane: Plane) -> bytes:
 def client_context(secret: str, plane: Plane) -> ssl.SSLContext:
     """For clients: the other end must be a server of this run.
 
-    Names are not checked: addresses come from the run folder, and every server of the run may be asked.
+    Names are not checked: addresses come from the run folder, and every server of the run may be called.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
