@@ -80,9 +80,9 @@ def _uniform(samples: Samples) -> Tensor:
     _, index = torch.unique(samples.group_ids, return_inverse=True)
     n_groups = int(index.max()) + 1 if index.numel() else 0
     bound = samples.rewards.new_zeros(n_groups)
-    least = bound.scatter_reduce(0, index, samples.rewards, reduce="amin", include_self=False)
-    most = bound.scatter_reduce(0, index, samples.rewards, reduce="amax", include_self=False)
-    return (least == most)[index]
+    lowest = bound.scatter_reduce(0, index, samples.rewards, reduce="amin", include_self=False)
+    highest = bound.scatter_reduce(0, index, samples.rewards, reduce="amax", include_self=False)
+    return (lowest == highest)[index]
 
 
 def rloo(samples: Samples) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from areal_lora.errors import UnknownTensorError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MOST_LOST = 0.25
+MAX_LOST = 0.25
 """The largest `CastSums.error` of merged rollouts without a warning: the servers sample from another policy then."""
 _A, _B, _WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
 

@@ -27,7 +27,7 @@ CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
+class MergeReport:
     """``weights`` were changed; ``nbytes`` of tensors were written as ``dtype``, or as the base has them if None."""
 
     weights: int
@@ -43,7 +43,7 @@ def write_merged(
     out: Path,
     *,
     dtype: torch.dtype | None = None,
-) -> Merged:
+) -> MergeReport:
     """Write the model folder ``base`` with ``adapter`` (see `merged`) to ``out``, which appears as a whole.
 
     Raises ConfigError if ``out`` exists or ``base`` is no model folder, UnknownTensorError if the adapter does not fit.
@@ -72,7 +72,7 @@ def write_merged(
         scratch.rename(out)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return Merged(weights=len(adapted_weights(adapter)), nbytes=nbytes, dtype=dtype, bfloat16=loss)
+    return MergeReport(weights=len(adapted_weights(adapter)), nbytes=nbytes, dtype=dtype, bfloat16=loss)
 
 
 def _files(base: Path) -> list[str]:

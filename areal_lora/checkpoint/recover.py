@@ -27,7 +27,7 @@ from areal_lora.weight_sync.digests import base_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broken:
+class BrokenCheckpoint:
     """A checkpoint that cannot be used, or the path of a missing one."""
 
     path: Path
@@ -35,7 +35,7 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class WholeCheckpoint:
     """A complete checkpoint."""
 
     path: Path
@@ -57,8 +57,8 @@ class AdapterResume:
     """
 
     adapter: str
-    newest: Found | None
-    broken: tuple[Broken, ...] = ()
+    newest: WholeCheckpoint | None
+    broken: tuple[BrokenCheckpoint, ...] = ()
     leftovers: tuple[Path, ...] = ()
 
     @property
@@ -125,10 +125,10 @@ def find(run_folder: RunFolder, adapter: str) -> AdapterResume:
     for version in reversed(versions_in(root)):
         path = version_folder(root, version)
         try:
-            newest = Found(path=path, manifest=verify(path, AdapterRef(name=adapter, version=version)))
+            newest = WholeCheckpoint(path=path, manifest=verify(path, AdapterRef(name=adapter, version=version)))
             break
         except CheckpointError as e:
-            broken.append(Broken(path=path, reason=str(e)))
+            broken.append(BrokenCheckpoint(path=path, reason=str(e)))
     if newest is None and not broken:
         broken = _steps_without(run_folder, adapter)
     return AdapterResume(adapter=adapter, newest=newest, broken=tuple(broken), leftovers=tuple(leftovers_in(root)))
@@ -140,16 +140,16 @@ def check_present(run_folder: RunFolder, config: Config) -> None:
     ResumePlan(adapters=tuple(find(run_folder, name) for name in bare)).check()
 
 
-def _steps_without(run_folder: RunFolder, adapter: str) -> list[Broken]:
+def _steps_without(run_folder: RunFolder, adapter: str) -> list[BrokenCheckpoint]:
     """Return the missing checkpoint of an adapter with steps: version 0 is written before the first step."""
     steps = sum(isinstance(r, StepRecord) and r.adapter == adapter for r in iter_metrics(run_folder))
     if not steps:
         return []
     reason = f"{run_folder.metrics.name} has {steps} steps of it and there is no checkpoint"
-    return [Broken(path=run_folder.adapter_checkpoints(adapter), reason=reason)]
+    return [BrokenCheckpoint(path=run_folder.adapter_checkpoints(adapter), reason=reason)]
 
 
-def _vanished(root: Path) -> list[Broken]:
+def _vanished(root: Path) -> list[BrokenCheckpoint]:
     """Return the checkpoint that was written last, if its folder is missing."""
     try:
         text = (root / NEWEST_FILE).read_text(encoding="ascii").strip()
@@ -157,10 +157,14 @@ def _vanished(root: Path) -> list[Broken]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as e:
-        return [Broken(path=root / NEWEST_FILE, reason=f"it does not name a version: {e}")] if versions_in(root) else []
+        return (
+            [BrokenCheckpoint(path=root / NEWEST_FILE, reason=f"it does not name a version: {e}")]
+            if versions_in(root)
+            else []
+        )
     if version <= max(versions_in(root), default=-1):
         return []
-    return [Broken(path=version_folder(root, version), reason="it was written and its folder is missing")]
+    return [BrokenCheckpoint(path=version_folder(root, version), reason="it was written and its folder is missing")]
 
 
 def verify(folder: Path, ref: AdapterRef) -> Manifest:
@@ -194,7 +198,7 @@ def _digest(path: Path) -> str:
     return sum_.hexdigest()
 
 
-def check_compatible(found: Found, adapter: AdapterConfig, index: int, base: str | None) -> None:
+def check_compatible(found: WholeCheckpoint, adapter: AdapterConfig, index: int, base: str | None) -> None:
     """Raise ConfigError if ``found`` belongs to another adapter (see `adapter_conflict`) or base model than configured.
 
     ``base`` is the digest of the configured base model, None if it is unknown.

@@ -29,7 +29,7 @@ def create(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file: an entry of `adapters`")],
     name: Annotated[str, typer.Option(metavar="NAME", help="name of the adapter, instead of the file's")] = "",
 ) -> None:
-    """Have the run train an adapter. It is durable when the command ends; `show` says what became of it."""
+    """Have the run train an adapter. It is durable when the command ends; `show` prints the result."""
     from areal_lora.config.sources import read_source
 
     section = read_source(file).data | ({"name": name} if name else {})

@@ -39,7 +39,7 @@ VERBS: dict[str, tuple[Callable[..., None], str]] = {
     "logs": (logs.logs, "Last lines of the logs, or new ones (-f)."),
     "track": (track.track, "Send a run to Weights & Biases or MLflow, until it ends."),
     "samples": (samples.samples, "Answers of a step with rewards, drops and errors."),
-    "conversations": (samples.conversations, "What the agents of a run asked and were answered."),
+    "conversations": (samples.conversations, "Requests of the agents of a run, and the answers."),
     "stop": (stop.stop, "Stop a run; it can be resumed."),
     "resume": (train.resume, "Start a run again from its newest checkpoints."),
     "plan": (train.plan, "What a start would do; starts nothing."),

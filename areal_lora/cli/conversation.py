@@ -28,7 +28,7 @@ class Conversation:
     max_tokens: int
     turns: list[dict[str, Any]] = field(default_factory=list)
 
-    def ask(self, text: str) -> str:
+    def answer(self, text: str) -> str:
         """The answer to ``text``. Raises RolloutError with the server's reason."""
         sample = typed_sample(self.adapter.task, text, self.turns)
         body = {

@@ -39,10 +39,10 @@ def doctor(
     from areal_lora.doctor.findings import Level
 
     chosen = chosen_config(config or [], run, overrides or [])
-    began = time.monotonic()
+    started = time.monotonic()
     findings = examine(chosen, lambda line: print(line, file=sys.stderr, flush=True), quick=quick, keep=keep)
     failed = sum(finding.level is Level.FAIL for finding in findings)
-    took_s = time.monotonic() - began
+    took_s = time.monotonic() - started
     if as_json:
         text = {"findings": findings, "failed": failed, "seconds": round(took_s, 1)}
         sys.stdout.buffer.write(msgspec.json.encode(text) + b"\n")

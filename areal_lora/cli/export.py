@@ -43,7 +43,7 @@ def merge(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="folder to make; it must not exist")],
     version: Annotated[str, typer.Option(metavar="N", help=f"of a run: {VERSION_HELP}")] = "newest",
     adapter: Annotated[str | None, typer.Option(metavar="NAME", help=f"of a run: {ADAPTER_HELP}")] = None,
-    base: Annotated[str, typer.Option(metavar="FOLDER", help="model folder, if it is not where the adapter says")] = "",
+    base: Annotated[str, typer.Option(metavar="FOLDER", help="model folder, if not where the adapter has it")] = "",
     dtype: Annotated[str, typer.Option(metavar="TYPE", help=f"type of the weights: {KEEP}, {', '.join(TYPES)}")] = KEEP,
 ) -> None:
     """Write the base model with the adapter added as a Hugging Face folder. The base is not changed.

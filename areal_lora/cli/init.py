@@ -27,7 +27,7 @@ def init(
     chat: Annotated[bool, typer.Option("--chat", help="write prompts with the tokenizer's chat template")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda; cuda where nvidia-smi is found if not given")] = "",
 ) -> None:
-    """Write a configuration for this machine, with a comment on each choice. Asks for what no option gives."""
+    """Write a configuration for this machine, with a comment on each choice. Prompts for what no option gives."""
     if file.exists():
         raise ConfigError(str(file), "it exists", "name a new file")
     device = device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
@@ -67,7 +67,7 @@ def _asked(option: str, given: str, question: str, default: str | None = None) -
     if given:
         return given
     if not sys.stdin.isatty():
-        raise ConfigError(option, "it is missing, and there is no terminal to ask in", f"give {option} VALUE")
+        raise ConfigError(option, "it is missing, and there is no terminal for a prompt", f"give {option} VALUE")
     answer: str = typer.prompt(question, default=default)
     return answer.strip()
 

@@ -46,7 +46,7 @@ def logs(
 
 
 def chosen(folder: Path, role: str | None) -> list[Path]:
-    """Logs whose name is ``role`` or begins with ``role-``, by name; all without one."""
+    """Logs whose name is ``role`` or starts with ``role-``, by name; all without one."""
     paths = sorted(folder.glob("*.log"), key=lambda path: (len(path.stem), path.stem))
     return [path for path in paths if role is None or path.stem == role or path.stem.startswith(f"{role}-")]
 
@@ -64,14 +64,14 @@ class Tail:
             size = at = file.seek(0, 2)
             found = b""
             while at and found.count(b"\n") <= count:
-                begin = max(0, at - BLOCK_BYTES)
-                file.seek(begin)
-                found, at = file.read(at - begin) + found, begin
+                start = max(0, at - BLOCK_BYTES)
+                file.seek(start)
+                found, at = file.read(at - start) + found, start
             lines = found.splitlines(keepends=True)
             self.at = size - sum(map(len, lines[len(lines) - min(count, len(lines)) :]))
 
     def read_new(self, *, whole: bool) -> Iterator[str]:
-        """Lines since the last call; with ``whole`` only those that end. A file that was cut begins again."""
+        """Lines since the last call; with ``whole`` only those that end. A file that was cut starts again."""
         with self.path.open("rb") as file:
             if self.path.stat().st_size < self.at:
                 self.at = 0

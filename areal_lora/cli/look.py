@@ -63,7 +63,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter of several; None: not known yet. ``reason`` says why it is in its ``state``, empty where it is plain.
+    """One adapter of several; None: not known yet. ``reason`` is that of its ``state``, empty where it is plain.
 
     ``steps`` is None where a client drives it. ``share`` is its part of the trained tokens of the newest steps, ``lag``
     their mean staleness in versions.
@@ -90,7 +90,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     With several adapters ``steps_done`` and ``steps`` are sums, ``reward`` and ``accuracy`` are None, and ``adapters``
     has a row for each; it is empty for a run with one.
     ``groups_equal`` is the newest step's; ``faults`` are lines about rollouts that failed.
-    ``failure`` says why the last start ended before the last step, where that is known.
+    ``failure`` is why the last start ended before the last step, where that is known.
     """
 
     run: str
@@ -240,7 +240,7 @@ def _state(folder: RunFolder, job: JobStatus | None, held: Holder | None, here: 
             ("running", "") if held.here else ("running", f"according to a mark of process {held.pid} on {held.host}")
         )
     if here:
-        return "ending", "its launcher is gone; the processes below end within 10 seconds"
+        return "ending", "its launcher has ended; the processes below end within 10 seconds"
     if done:
         return "done", ""
     if _beats(folder) and not is_free(folder):

@@ -33,9 +33,7 @@ def find_run(text: str) -> RunFolder:
         raise ConfigError(str(folder), "it is a file, not a run folder", _which())
     if folder.config.is_file():
         return RunFolder.current(found.resolve())
-    what = (
-        "it is empty: no run has begun in it" if not any(found.iterdir()) else "it is not a run folder: no config.json"
-    )
+    what = "it is empty: no run started in it" if not any(found.iterdir()) else "it is not a run folder: no config.json"
     raise ConfigError(str(folder), what, _which())
 
 

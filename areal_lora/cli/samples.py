@@ -98,13 +98,13 @@ def _lines(conversation: Conversation, tokenizer: TextTokenizer | None) -> list[
     reward = "no reward" if conversation.reward is None else f"reward {conversation.reward:g}"
     lines = [f"== {conversation.uid}, sample {conversation.sample} ({kind}{conversation.adapter}): {reward}"]
     lines += [f"   {conversation.detail}"] if conversation.detail else []
-    for number, asked in enumerate(conversation.requests, 1):
-        names = ", ".join(str(tool["function"]["name"]) for tool in asked.tools)
-        after = f", continues {asked.known} messages" if asked.known else ""
+    for number, request in enumerate(conversation.requests, 1):
+        names = ", ".join(str(tool["function"]["name"]) for tool in request.tools)
+        after = f", continues {request.known} messages" if request.known else ""
         lines.append(f"-- request {number}{after}{f', tools: {names}' if names else ''}")
-        lines += [f"prompt: {asked.prompt}"] if asked.prompt is not None else []
-        lines += [line for turn in asked.turns for line in _turn(turn)]
-        for answer in asked.answers:
+        lines += [f"prompt: {request.prompt}"] if request.prompt is not None else []
+        lines += [line for turn in request.turns for line in _turn(turn)]
+        for answer in request.answers:
             place = f"tokens {answer.begin} to {answer.end} of trajectory {answer.conversation}"
             lines += [*_turn(answer.turn), f"   ({answer.finish_reason}; {place})"]
     for i, trajectory in enumerate(conversation.tokens if tokenizer is not None else ()):
@@ -120,10 +120,10 @@ def _turn(turn: Turn) -> list[str]:
 
 def _spelt(token_ids: list[int], versions: list[int], tokenizer: TextTokenizer) -> str:
     """The text, with what a version sampled in brackets."""
-    text, begin = "", 0
+    text, start = "", 0
     for end in range(1, len(token_ids) + 1):
-        if end == len(token_ids) or versions[end] != versions[begin]:
-            piece = tokenizer.decode(token_ids[begin:end], skip_special_tokens=False)
-            text += piece if versions[begin] < 0 else f"[v{versions[begin]}|{piece}]"
-            begin = end
+        if end == len(token_ids) or versions[end] != versions[start]:
+            piece = tokenizer.decode(token_ids[start:end], skip_special_tokens=False)
+            text += piece if versions[start] < 0 else f"[v{versions[start]}|{piece}]"
+            start = end
     return text

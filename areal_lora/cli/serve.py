@@ -30,7 +30,7 @@ def serve(
     print(f"Starting vLLM with {version} of {folder}", flush=True)
     with served(folder, config, chosen, version, port) as server:
         body = json.dumps({"model": server.model, "prompt": "Q: 2 + 2?\nA:", "max_tokens": 32})
-        print(f"{server.model} answers at {server.url} (Ctrl-C ends it). Ask it:", flush=True)
+        print(f"{server.model} answers at {server.url} (Ctrl-C ends it). Try it:", flush=True)
         print(f"  curl {server.url}/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
         server.wait()
 
@@ -39,13 +39,13 @@ def chat(
     run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
     version: Annotated[str, typer.Option(metavar="N", help=VERSION_HELP)] = "newest",
     adapter: Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)] = None,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="ask this, print the answer and end")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="send this, print the answer and end")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time")] = 0.0,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="longest answer; the run's if not given")] = None,
 ) -> None:
-    """Ask a version in the terminal. What you type is written in the format of the run's task.
+    """Talk to a version in the terminal. What you type is written in the format of the run's task.
 
-    A chat task keeps the conversation; /new begins another one. Ctrl-D ends.
+    A chat task keeps the conversation; /new starts another one. Ctrl-D ends.
     """
     from areal_lora.cli.conversation import Conversation
     from areal_lora.cli.serving import served
@@ -61,14 +61,14 @@ def chat(
     with served(folder, config, chosen, version, 0) as server:
         talk = Conversation(chosen, formatter, server, temperature, max_tokens or chosen.sampling.max_new_tokens)
         if prompt is not None:
-            print(talk.ask(prompt))
+            print(talk.answer(prompt))
             return
-        print(f"{server.model} listens; /new begins again, Ctrl-D ends", file=sys.stderr)
+        print(f"{server.model} listens; /new starts again, Ctrl-D ends", file=sys.stderr)
         while (text := _typed()) is not None:
             if text == "/new":
                 talk.turns.clear()
             elif text:
-                print(talk.ask(text), flush=True)
+                print(talk.answer(text), flush=True)
 
 
 def _typed() -> str | None:

@@ -143,7 +143,7 @@ def lines(seen: Status) -> list[tuple[str, str]]:
     if seen.checkpoints:
         age = f", {duration(seen.checkpoint_age_s)} ago" if seen.checkpoint_age_s is not None else ""
         rows.append(("checkpoint", ", ".join(f"{name}@v{v}" for name, v in seen.checkpoints.items()) + age))
-    counts = [f"{who} {n}" for who, n in seen.restarts.items()]
+    counts = [f"{process} {n}" for process, n in seen.restarts.items()]
     counts += [f"requeued {seen.requeues}"] if seen.requeues else []
     counts += [f"started {seen.starts}"] if seen.starts > 1 else []
     return [*rows, ("restarts", ", ".join(counts) or "none")]

@@ -29,7 +29,7 @@ def stop(
     run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
     now: Annotated[bool, typer.Option("--now", help="kill at once, without a grace for the processes")] = False,
 ) -> None:
-    """Stop a run and wait until it is gone: the launcher here, or its Slurm job, which is not requeued.
+    """Stop a run and wait for its end: the launcher here, or its Slurm job, which is not requeued.
 
     Durable steps are kept; `areal-lora resume` continues from the newest checkpoint.
     """
@@ -76,7 +76,7 @@ def stop_launcher(folder: RunFolder, now: bool) -> None:
 
 
 def _wait_for_processes(folder: RunFolder) -> None:
-    """Wait for processes whose launcher is gone; its guardian ends them within seconds."""
+    """Wait for processes whose launcher has ended; its guardian ends them within seconds."""
     deadline, remind_at = time.monotonic() + SLACK_S, time.monotonic() + REMIND_S
     while here := local_processes(folder):
         if time.monotonic() > deadline:
@@ -84,7 +84,7 @@ def _wait_for_processes(folder: RunFolder) -> None:
             raise ProcessFailed(f"{folder}: {names} still run without a launcher (fix: kill -KILL them)")
         if time.monotonic() > remind_at:
             remind_at += REMIND_S
-            print(f"waiting for {', '.join(here)}, whose launcher is gone", flush=True)
+            print(f"waiting for {', '.join(here)}, whose launcher has ended", flush=True)
         time.sleep(POLL_S)
 
 

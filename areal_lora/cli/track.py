@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from areal_lora.run_folder.paths import RunFolder
 
 LOCAL_S, SLURM_S = 5.0, 30.0
-"""Seconds between two looks at whether the run has ended; those at a job ask Slurm."""
+"""Seconds between two looks at whether the run has ended; those at a job query Slurm."""
 EXPERIMENT = "areal_lora"
 
 

@@ -30,7 +30,7 @@ def train(
     serve: Annotated[
         bool, typer.Option("--serve", help="take adapters while the run works, over HTTP and from its inbox")
     ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="move a previous run aside and begin a new one")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="move a previous run aside and start a new one")] = False,
 ) -> None:
     """Train here, or submit a Slurm job. The same command resumes the run in its folder."""
     from rich.console import Console

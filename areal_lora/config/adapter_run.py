@@ -37,7 +37,7 @@ class AdapterRun:
 
     @property
     def endless(self) -> bool:
-        """Whether a client says how many steps there will be."""
+        """Whether a client decides how many steps there are."""
         return self.steps == ENDLESS
 
     @property

@@ -238,7 +238,7 @@ def _shared_bytes() -> int:
 
 
 def _device_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine as nvidia-smi reports it; None if it cannot be asked."""
+    """Memory of the smallest GPU of this machine as nvidia-smi reports it; None where it does not work."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_S)

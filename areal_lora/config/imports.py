@@ -20,7 +20,7 @@ from pathlib import Path
 from areal_lora.errors import ConfigError
 
 SPELLING = "write package.module:name or file.py:name"
-LOOKED = "correct the path; a relative one begins at the configuration's folder or the working folder"
+LOOKED = "correct the path; a relative one starts at the configuration's folder or the working folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,7 +96,7 @@ def joined(config: Config, desired: DesiredAdapter) -> AdapterConfig:
 
 
 def own_path(error: ConfigError) -> ConfigError:
-    """``error`` about the only entry of ``adapters`` with a path that begins at that entry."""
+    """``error`` about the only entry of ``adapters`` with a path that starts at that entry."""
     return ConfigError(error.path.removeprefix("adapters.0."), error.reason, error.fix.replace("adapters.0.", ""))
 
 
@@ -106,9 +106,9 @@ def alone(config: Config, adapter: AdapterConfig) -> Config:
 
 
 def with_joined(config: Config, run_folder: RunFolder) -> Config:
-    """``config`` with the adapters of the run's desired state beside its own, for those who look at the run.
+    """``config`` with the adapters of the run's desired state beside its own, for readers of the run.
 
-    Settings that are none are skipped; the adapter's state says what is wrong with them.
+    Invalid settings are skipped; the adapter's state names what is wrong with them.
     """
     if config.service is None:
         return config

@@ -10,7 +10,7 @@ algorithm, sampling, evaluation, checkpoints, cluster. It is applied twice:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from areal_lora.config.adapter_run import adapter_run
@@ -18,46 +18,35 @@ from areal_lora.config.models import AdapterConfig, Config, ModelConfig
 from areal_lora.errors import ConfigError
 from areal_lora.types import AdapterSpec
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
-    """A key that must stay as it is, and what would be wrong otherwise."""
-
-    path: str
-    why: str
-
-
-RUN = (
-    Fixed(path="model.path", why="the adapter belongs to its base model"),
-    Fixed(path="model.dtype", why="the adapter belongs to its base model"),
-)
-SEED = Fixed(path="run.seed", why="it fixes the order of the prompts")
-ADAPTER = (
-    Fixed(path="rank", why="it is the shape of the trained tensors"),
-    Fixed(path="alpha", why="it scales what was trained"),
-    Fixed(path="rslora", why="it scales what was trained"),
-    Fixed(path="rank_pattern", why="it is the shape of the trained tensors"),
-    Fixed(path="alpha_pattern", why="it scales what was trained"),
-    Fixed(path="target_modules", why="it names the trained tensors"),
-    Fixed(path="exclude_modules", why="it names the trained tensors"),
-    Fixed(path="expert_layout", why="it names the trained tensors"),
-    Fixed(path="dropout", why="it is part of what the adapter is declared as"),
-    Fixed(path="init_from", why="the run has begun with it"),
-    Fixed(path="task", why="it fixes which prompt is which"),
-)
+RUN = {"model.path": "the adapter belongs to its base model", "model.dtype": "the adapter belongs to its base model"}
+SEED = "it fixes the order of the prompts"
+ADAPTER = {
+    "rank": "it is the shape of the trained tensors",
+    "alpha": "it scales what was trained",
+    "rslora": "it scales what was trained",
+    "rank_pattern": "it is the shape of the trained tensors",
+    "alpha_pattern": "it scales what was trained",
+    "target_modules": "it names the trained tensors",
+    "exclude_modules": "it names the trained tensors",
+    "expert_layout": "it names the trained tensors",
+    "dropout": "it is part of what the adapter is declared as",
+    "init_from": "the run has started with it",
+    "task": "it fixes which prompt is which",
+}
+"""Keys that must stay as they are, and what would be wrong otherwise."""
 _SIZE_OF_EVAL = {"n_eval", "eval"}
 """Parts of a task that only evaluations see."""
 
 
 def conflict(before: Config, now: Config) -> ConfigError | None:
     """The first fixed key in which ``now`` differs from the configuration that the run was started with."""
-    for fixed in RUN:
-        if error := _differs(fixed, fixed.path, _at(before, fixed.path), _at(now, fixed.path)):
+    for key, why in RUN.items():
+        if error := _differs(why, key, _at(before, key), _at(now, key)):
             return error
     if error := _other_commit(before.model, now.model):
         return error
     names, wanted = (sorted(adapter.name for adapter in config.adapters) for config in (before, now))
-    if error := _differs(Fixed(path="", why="a run keeps its adapters"), "adapters", names, wanted):
+    if error := _differs("a run keeps its adapters", "adapters", names, wanted):
         return error
     was = {adapter.name: adapter for adapter in before.adapters}
     for adapter in now.adapters:
@@ -65,12 +54,12 @@ def conflict(before: Config, now: Config) -> ConfigError | None:
         path = "run.seed" if adapter.seed is None else f"adapters.{adapter.name}.seed"
         if error := _differs(SEED, path, *seeds):
             return error
-        for fixed in ADAPTER:
-            values = [_at(one, fixed.path) for one in (was[adapter.name], adapter)]
-            if fixed.path == "task":
+        for key, why in ADAPTER.items():
+            values = [_at(one, key) for one in (was[adapter.name], adapter)]
+            if key == "task":
                 free = _evaluation_only(*values)
                 values = [{k: v for k, v in value.items() if k not in free} for value in values]
-            if error := _differs(fixed, f"adapters.{adapter.name}.{fixed.path}", *values):
+            if error := _differs(why, f"adapters.{adapter.name}.{key}", *values):
                 return error
     return None
 
@@ -87,10 +76,10 @@ def adapter_conflict(trained: AdapterSpec, now: AdapterConfig, index: int, sourc
     Only what a spec declares is compared.
     """
     before, want = _declared(trained), _declared(now.spec(trained.base_model))
-    for fixed in ADAPTER:
-        if fixed.path in before:
-            path, values = f"adapters.{index}.{fixed.path}", (before[fixed.path], want[fixed.path])
-            if error := _differs(fixed, path, *values, source=f"{source} was trained"):
+    for key, why in ADAPTER.items():
+        if key in before:
+            values = before[key], want[key]
+            if error := _differs(why, f"adapters.{index}.{key}", *values, source=f"{source} was trained"):
                 return error
     return None
 
@@ -139,13 +128,13 @@ def _at(section: Any, path: str) -> Any:
     return sorted(value) if isinstance(value, list) else value
 
 
-def _differs(fixed: Fixed, path: str, before: Any, now: Any, source: str = "the run was started") -> ConfigError | None:
+def _differs(why: str, path: str, before: Any, now: Any, source: str = "the run was started") -> ConfigError | None:
     if before == now:
         return None
     if isinstance(before, dict) and isinstance(now, dict):
         path, before, now = next(found for found in _pairs(path, before, now) if found[1] != found[2])
     return ConfigError(
         path,
-        f"it is {now}, but {source} with {before}, and {fixed.why}",
+        f"it is {now}, but {source} with {before}, and {why}",
         f"set it back to {before}, choose another run.name, or start over with --fresh",
     )

@@ -46,7 +46,7 @@ def read_source(path: Path) -> Source:
         data = {}
     if not isinstance(data, dict):
         raise ConfigError(
-            str(path), f"holds a {type(data).__name__}, not key: value pairs", "begin with a section such as `run:`"
+            str(path), f"holds a {type(data).__name__}, not key: value pairs", "start with a section such as `run:`"
         )
     lines: dict[schema.Path, int] = {}
     if root is not None:

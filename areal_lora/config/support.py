@@ -1,4 +1,4 @@
-"""What works together: engine, model family, expert layout, rollout mode, and what an algorithm asks of them.
+"""What works together: engine, model family, expert layout, rollout mode, and what an algorithm needs of them.
 
 Pure data and the only judge of such combinations. The start-up rules report `refusals`; `docs/tools/support_tables`
 pairs the axes and names the tests behind each pair; docs/en/support.md is rendered from both. What a single config.json
@@ -26,7 +26,7 @@ Layout = Literal["none", "per_expert", "shared", "shared_outer"]
 Mode = Literal["unmerged", "merged"]
 Group = Literal["row", "no row", "not served", "unknown"]
 """What is known of a model type; ``not served``: no row, and vLLM does not serve it, or not as it is trained."""
-Ask = Literal[
+Need = Literal[
     "several minibatches",
     "KL to the base",
     "KL to a version",
@@ -38,10 +38,10 @@ Ask = Literal[
     "a service",
     "an agent",
 ]
-"""What an adapter's settings ask of engine and servers beyond sampling and one gradient."""
+"""What an adapter's settings need of engine and servers beyond sampling and one gradient."""
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 MODES: tuple[Mode, ...] = get_args(Mode)
-ASKS: tuple[Ask, ...] = get_args(Ask)
+NEEDS: tuple[Need, ...] = get_args(Need)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Combination:
     layout: Layout = "per_expert"
     mode: Mode = "unmerged"
     algorithm: Kind = "grpo"
-    asks: frozenset[Ask] = frozenset()
+    needs: frozenset[Need] = frozenset()
 
     @property
     def group(self) -> Group:
@@ -63,8 +63,8 @@ class Combination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Combinations that do not work: those that have one of the named values on every axis, and ask for all of
-    ``asks``. An axis without values does not matter. ``{i}`` of ``key`` is the adapter's number."""
+    """Combinations that do not work: those that have one of the named values on every axis, and need all of
+    ``needs``. An axis without values does not matter. ``{i}`` of ``key`` is the adapter's number."""
 
     key: str
     reason: str
@@ -74,12 +74,12 @@ class Refusal:
     experts: bool | None = None
     layout: tuple[Layout, ...] = ()
     mode: tuple[Mode, ...] = ()
-    asks: frozenset[Ask] = frozenset()
+    needs: frozenset[Need] = frozenset()
 
     @property
     def axes(self) -> frozenset[str]:
         """The axes of `Combination` on which it depends; what is known of a family counts as the family."""
-        named = {"engine": self.engine, "layout": self.layout, "mode": self.mode, "asks": self.asks}
+        named = {"engine": self.engine, "layout": self.layout, "mode": self.mode, "needs": self.needs}
         of_family = {"family"} if self.group or self.experts is not None else set()
         return frozenset({axis for axis, values in named.items() if values} | of_family)
 
@@ -89,7 +89,7 @@ class Refusal:
             "engine": not self.engine or c.engine in self.engine,
             "layout": not self.layout or c.layout in self.layout,
             "mode": not self.mode or c.mode in self.mode,
-            "asks": self.asks <= c.asks,
+            "needs": self.needs <= c.needs,
             "family": (not self.group or c.group in self.group) and self.experts in (None, c.experts),
         }
         return all(fits for axis, fits in judged.items() if axes is None or axis in axes)
@@ -99,7 +99,7 @@ class Refusal:
 
 
 MODEL = "model.path"
-"""Key of the refusals that say which engine trains a family."""
+"""Key of the refusals that state which engine trains a family."""
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
@@ -132,14 +132,14 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         key="rollout.adapter_mode",
         mode=("merged",),
-        asks=frozenset({"several adapters"}),
+        needs=frozenset({"several adapters"}),
         reason="several adapters cannot be merged into one model",
         fix="set it to unmerged, or train one adapter",
     ),
     Refusal(
         key="rollout.adapter_mode",
         mode=("merged",),
-        asks=frozenset({"a service"}),
+        needs=frozenset({"a service"}),
         reason="the adapters of a service cannot be merged into one model",
         fix="set it to unmerged, or remove the service",
     ),
@@ -152,7 +152,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         key="adapters.{i}.algorithm.advantage",
-        asks=frozenset({"greedy answers", "an agent"}),
+        needs=frozenset({"greedy answers", "an agent"}),
         reason="an agent's requests state how they are sampled, so it has no greedy answer",
         fix="use another advantage, or another workflow",
     ),
@@ -187,20 +187,20 @@ def engines(config: Mapping[str, Any]) -> tuple[Engine, ...]:
 def combination_of(config: Config, adapter: AdapterConfig, family: str, shape: ModelShape | None) -> Combination:
     """What ``adapter``, an entry of ``config``, combines. Without ``shape`` the model counts as one with experts."""
     run = combination_of_run(config, family, shape)
-    asks = run.asks | _asks(adapter)
-    return replace(run, layout=_layout(adapter, shape), algorithm=adapter.algorithm.kind, asks=asks)
+    needs = run.needs | _needs(adapter)
+    return replace(run, layout=_layout(adapter, shape), algorithm=adapter.algorithm.kind, needs=needs)
 
 
 def combination_of_run(config: Config, family: str, shape: ModelShape | None) -> Combination:
-    """What is decided before any adapter is: a service begins with none."""
-    asked: dict[Ask, bool] = {"several adapters": len(config.adapters) > 1, "a service": config.service is not None}
+    """What is decided before any adapter is: a service starts with none."""
+    present: dict[Need, bool] = {"several adapters": len(config.adapters) > 1, "a service": config.service is not None}
     return Combination(
         engine=config.trainer.engine,
         family=family,
         experts=shape is None or shape.experts > 0,
         layout="none",
         mode=config.rollout.adapter_mode,
-        asks=frozenset(ask for ask, does in asked.items() if does),
+        needs=frozenset(need for need, given in present.items() if given),
     )
 
 
@@ -217,9 +217,9 @@ def _layout(adapter: AdapterConfig, shape: ModelShape | None) -> Layout:
     return "per_expert" if shape.experts and any(covers(found, name, Scope.EXPERT) for name in linears) else "none"
 
 
-def _asks(adapter: AdapterConfig) -> frozenset[Ask]:
+def _needs(adapter: AdapterConfig) -> frozenset[Need]:
     chosen = adapter.algorithm
-    asked: dict[Ask, bool] = {
+    present: dict[Need, bool] = {
         "several minibatches": adapter.minibatches > 1,
         "KL to the base": chosen.kl_coef > 0 and not chosen.has_reference,
         "KL to a version": chosen.has_reference,
@@ -229,4 +229,4 @@ def _asks(adapter: AdapterConfig) -> frozenset[Ask]:
         "given answers": adapter.sft.steps > 0,
         "an agent": adapter.workflow.kind == "agent",
     }
-    return frozenset(ask for ask, does in asked.items() if does)
+    return frozenset(need for need, given in present.items() if given)

@@ -55,11 +55,11 @@ def measure(folder: Path, backend: str, rank: int, world: int) -> BandwidthFacts
     data = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda" if backend == "nccl" else "cpu")
     hosts: list[str] = [""] * world
     dist.broadcast(data, 0)
-    began = time.monotonic()
+    started = time.monotonic()
     for _ in range(TIMES):
         dist.broadcast(data, 0)
     dist.barrier()
-    took_s = time.monotonic() - began
+    took_s = time.monotonic() - started
     for i in range(world):
         store.set(f"host-{rank}", node_name())
         hosts[i] = store.get(f"host-{i}").decode()

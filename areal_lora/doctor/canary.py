@@ -85,7 +85,7 @@ def fly(config: Config, root: Path) -> CanaryFacts:
     )
     write_config(folder, small)
     create_secret(folder)
-    began = time.monotonic()
+    started = time.monotonic()
     python = interpreters(config)
     flight = _Flight(folder, small.cluster)
     try:
@@ -93,21 +93,21 @@ def fly(config: Config, root: Path) -> CanaryFacts:
         trainer = flight.start("trainer", python["trainer"], "areal_lora.doctor.canary_trainer")
         ready_s = 0.0
         while (code := trainer.poll()) is None:
-            late = time.monotonic() - began > MOST_S
+            late = time.monotonic() - started > MOST_S
             if not ready_s and folder.endpoint("server-0").exists():
-                ready_s = time.monotonic() - began
+                ready_s = time.monotonic() - started
             if server.poll() is not None or (late and not ready_s):
-                return CanaryFacts(who="rollout server", problem=flight.last_error("server", server.poll()))
+                return CanaryFacts(side="rollout server", problem=flight.last_error("server", server.poll()))
             if late:
-                return CanaryFacts(who="trainer", problem=flight.last_error("trainer", None))
+                return CanaryFacts(side="trainer", problem=flight.last_error("trainer", None))
             time.sleep(POLL_S)
-        total_s = time.monotonic() - began
+        total_s = time.monotonic() - started
         if code:
-            return CanaryFacts(who="trainer", problem=flight.last_error("trainer", code), total_s=total_s)
+            return CanaryFacts(side="trainer", problem=flight.last_error("trainer", code), total_s=total_s)
         found = msgspec.json.decode(flight.output("trainer").splitlines()[-1])
         return CanaryFacts(ready_s=ready_s, total_s=total_s, **found)
     except OSError as error:
-        return CanaryFacts(who="launcher", problem=f"{error.filename}: {error.strerror}")
+        return CanaryFacts(side="launcher", problem=f"{error.filename}: {error.strerror}")
     finally:
         flight.end()
 

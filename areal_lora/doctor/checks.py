@@ -64,7 +64,7 @@ def gpu_findings(config: Config, node: NodeFacts) -> Iterator[Finding]:
         return
     want, gpus = config.cluster.devices_per_node, node.gpus
     if not gpus:
-        fix = "load the driver, or ask Slurm for GPUs (cluster.slurm.gres_type)"
+        fix = "load the driver, or request GPUs from Slurm (cluster.slurm.gres_type)"
         yield fail("devices", node.host, "nvidia-smi lists no GPU", fix)
         return
     names = ", ".join(sorted({f"{g.name} {g.memory_mib / 1024:.0f} GiB, driver {g.driver}" for g in gpus}))
@@ -197,7 +197,7 @@ def canary_findings(facts: CanaryFacts) -> Iterator[Finding]:
     if facts.skipped:
         yield note("canary", "adapter", f"not tried: {facts.skipped}")
     elif facts.problem:
-        yield fail("canary", facts.who, facts.problem, canary_fix(facts.problem))
+        yield fail("canary", facts.side, facts.problem, canary_fix(facts.problem))
     else:
         yield ok(
             "canary",

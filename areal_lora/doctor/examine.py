@@ -28,18 +28,18 @@ from areal_lora.launcher.plan import make_plan
 NODE_S, BANDWIDTH_S = 60.0, 90.0
 BANDWIDTH = "areal_lora.doctor.bandwidth"  # imports torch, which this process does not need
 STATES_OF_A_CHECKPOINT = 3  # weights and two moments
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def examine(config: Config, say: Say, *, quick: bool = False, keep: bool = False) -> list[Finding]:
+def examine(config: Config, report: Report, *, quick: bool = False, keep: bool = False) -> list[Finding]:
     """Probe this machine, or every node of the allocation that this runs in; returns all findings.
 
     ``quick``: without bandwidth and canary. Nothing remains in the run root, except the canary's logs with ``keep``.
     """
-    clock = _Clock(say)
+    clock = _Clock(report)
     with clock.step("the run root"):
         folder = probe_folder(config.run.root)
-    with _workplace(config.run.root, folder, keep, say) as place:
+    with _workplace(config.run.root, folder, keep, report) as place:
         if place is not None:
             (place / node_module.CONFIG).write_text(config.model_dump_json(), encoding="utf-8")
         hosts = allocated_hosts()
@@ -88,19 +88,19 @@ def allocated_hosts() -> list[str]:
 class _Clock:
     """Progress lines with the seconds of each step."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, report: Report) -> None:
+        self._say = report
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        began = time.monotonic()
+        started = time.monotonic()
         self._say(f"looking at {what} ...")
         yield
-        self._say(f"  {time.monotonic() - began:.1f} s")
+        self._say(f"  {time.monotonic() - started:.1f} s")
 
 
 @contextmanager
-def _workplace(root: Path, folder: FolderFacts, keep: bool, say: Say) -> Iterator[Path | None]:
+def _workplace(root: Path, folder: FolderFacts, keep: bool, report: Report) -> Iterator[Path | None]:
     """A folder of its own on the file system of the run root; None where it cannot be written."""
     if folder.write:
         yield None
@@ -112,7 +112,7 @@ def _workplace(root: Path, folder: FolderFacts, keep: bool, say: Say) -> Iterato
         yield place
     finally:
         if keep:
-            say(f"kept {place}")
+            report(f"kept {place}")
         else:
             shutil.rmtree(place, ignore_errors=True)
 

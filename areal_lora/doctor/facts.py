@@ -6,7 +6,7 @@ import msgspec
 
 
 class RoleFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One role's interpreter. ``problem``: why it could not be asked. ``packages`` are versions, absent ones missing.
+    """One role's interpreter. ``problem``: why it was not examined. ``packages`` are versions, absent ones missing.
 
     ``plugins`` are the names of the entry points ``vllm.general_plugins``; ``digest`` is over areal_lora's files.
     """
@@ -72,11 +72,11 @@ class BandwidthFacts(msgspec.Struct, frozen=True, kw_only=True):
 class CanaryFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A perturbed adapter on its way from a real trainer to a real server; differences are of log-probabilities.
 
-    ``skipped``: why it was not tried. ``problem``: the last error of the side ``who``.
+    ``skipped``: why it was not tried. ``problem``: the last error of ``side``.
     """
 
     skipped: str = ""
-    who: str = ""
+    side: str = ""
     problem: str = ""
     mean_abs: float | None = None
     max_abs: float | None = None
@@ -89,4 +89,4 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[NodeFacts]
     missing_nodes: list[str] = []
     bandwidth: list[BandwidthFacts] = []
-    canary: CanaryFacts = CanaryFacts(skipped="not asked for")
+    canary: CanaryFacts = CanaryFacts(skipped="not requested")

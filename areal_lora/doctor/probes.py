@@ -32,7 +32,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def probe_role(role: str, python: str) -> RoleFacts:
-    """Ask an interpreter for its versions, with the folder and the PYTHONPATH that the processes of a run get."""
+    """Read the versions of an interpreter, with the folder and the PYTHONPATH that the processes of a run get."""
     script = str(Path(role_probe.__file__).resolve())
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -75,14 +75,14 @@ def probe_folder(root: Path) -> FolderFacts:
     except OSError as error:
         return FolderFacts(path=str(root), write=_text(error))
     try:
-        began = time.monotonic()
+        started = time.monotonic()
         for name, attempt in (("write", _try_write), ("fsync", _try_fsync), ("rename", _try_rename)):
             try:
                 attempt(path)
             except OSError as error:
                 facts[name] = _text(error)
                 break
-        fsync_s = time.monotonic() - began
+        fsync_s = time.monotonic() - started
         return FolderFacts(**facts, flock=_try_flock(path), free_bytes=free, fsync_s=fsync_s)
     finally:
         shutil.rmtree(path, ignore_errors=True)

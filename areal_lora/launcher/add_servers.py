@@ -19,7 +19,8 @@ from areal_lora.config.recorded import read_config
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.launcher.slurm.spare import KILL_WAIT_S, SpareJob, spare_script
 from areal_lora.launcher.spare_folder import JOB, is_here, note_job, starts
-from areal_lora.launcher.spares import Going, run_spares, run_state, say
+from areal_lora.launcher.spares import Going, run_spares, run_state
+from areal_lora.obs.console import print_line
 from areal_lora.run_folder.paths import RunFolder
 
 GRACE_S = 20.0
@@ -76,38 +77,38 @@ def add_servers(
     if run_state(config, folder).going is Going.OVER:
         raise ConfigError(str(folder), "no run is in progress there", "start the run first")
     if grace_s >= KILL_WAIT_S:
-        say(console, f"note: a cancelled job is killed after KillWait, by default {KILL_WAIT_S:g} s")
+        print_line(console, f"note: a cancelled job is killed after KillWait, by default {KILL_WAIT_S:g} s")
     job = SpareJob(servers=servers, grace_s=grace_s, time_limit=time_limit, partition=partition)
     for _ in range(nodes):
-        say(console, f"submitted Slurm job {_submit(config, folder, job)}: {servers} servers")
+        print_line(console, f"submitted Slurm job {_submit(config, folder, job)}: {servers} servers")
     return ExitCode.DONE
 
 
 def remove_servers(run_folder: RunFolder, *, job: str = "", console: Console) -> int:
     """Have the spare servers of ``job``, or all, leave in order. Does not wait for them. Returns how many starts."""
-    asked = 0
+    told = 0
     for start in starts(run_folder):
         if job and start.id != job:
             continue
         if start.kind == JOB:
             # To the batch process alone: it ends the servers in order. A plain scancel signals vLLM's processes, too.
             done = _slurm("scancel", "--batch", "--signal=TERM", start.id)
-            text = f"job {start.id}: " + ("asked to leave" if not done.returncode else " ".join(done.stderr.split()))
-            asked += not done.returncode
+            text = f"job {start.id}: " + ("told to leave" if not done.returncode else " ".join(done.stderr.split()))
+            told += not done.returncode
             start.path.unlink(missing_ok=True)
         elif start.over:
             start.path.unlink(missing_ok=True)
             continue
         elif is_here(start):
             os.kill(int(start.id), signal.SIGTERM)
-            text = f"process {start.id}: asked to leave"
-            asked += 1
+            text = f"process {start.id}: told to leave"
+            told += 1
         else:
             text = f"process {start.id} is on {start.host}: end it there with kill {start.id}"
-        say(console, text)
-    if not asked:
-        say(console, "no spare servers of this run were found")
-    return asked
+        print_line(console, text)
+    if not told:
+        print_line(console, "no spare servers of this run were found")
+    return told
 
 
 def _submit(config: Config, folder: RunFolder, job: SpareJob) -> str:

@@ -319,7 +319,7 @@ def explain_resume(config: Config) -> Iterator[str]:
     folder, steps = config.run_folder, steps_of(config)
     earlier = previous_run(folder)
     if earlier is None:
-        yield f"{folder} holds no run: a start would begin a new one. Nothing was started."
+        yield f"{folder} holds no run: a start would make a new one. Nothing was started."
         return
     if (error := conflict(earlier.config, config)) is not None:
         raise error

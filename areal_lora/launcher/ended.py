@@ -21,7 +21,7 @@ class Ended:
     """A process that is over. ``code`` is negative for a signal, as in ``subprocess``.
 
     ``why`` states the reason if the launcher itself, or a failed peer, ended it; ``error`` is the last one in its log.
-    ``pid`` is 0 and ``node`` its host in a Slurm job. ``lost``: with that node. ``never_began``: it could not be
+    ``pid`` is 0 and ``node`` its host in a Slurm job. ``lost``: with that node. ``never_started``: it could not be
     started on it.
     """
 
@@ -32,7 +32,7 @@ class Ended:
     why: str = ""
     node: str = ""
     lost: bool = False
-    never_began: bool = False
+    never_started: bool = False
     error: str = ""
 
     @property
@@ -43,7 +43,7 @@ class Ended:
     def how(self) -> str:
         if self.lost:
             return f"was lost with node {self.node}"
-        if self.never_began:
+        if self.never_started:
             return f"could not be started on {self.node}"
         if self.why:
             return self.why
@@ -57,7 +57,7 @@ def with_error(ended: Ended) -> Ended:
 
     An exception that no record reports counts as one. Reads the last 64 KiB.
     """
-    if ended.code <= 0 or ended.why or ended.never_began:
+    if ended.code <= 0 or ended.why or ended.never_started:
         return ended
     found = ""
     for line in last_lines(ended.log, LOG_LINES):

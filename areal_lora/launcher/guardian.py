@@ -1,8 +1,8 @@
 """Ends the processes of a run whose launcher was itself killed (SIGKILL, out of memory): ``guardian MARK``.
 
 Reads from standard input, one a line: process ids, and after ``shm:`` names of shared memory that
-they use. The end of the input without a last line ``done`` means that the launcher is gone:
-those processes are asked to end, whatever is still alive in their sessions after that is killed, and their
+they use. The end of the input without a last line ``done`` means that the launcher has ended:
+those processes get SIGTERM, whatever is still alive in their sessions after that is killed, and their
 shared memory removed. A launcher may die between the start of a process and the line with its id, so processes with
 ``MARK`` in their environment are ended as well.
 """
@@ -38,14 +38,14 @@ def main() -> int:
         return 0
     shared = {line.removeprefix(SHARED) for line in lines if line.startswith(SHARED)}
     sessions = {int(line) for line in lines if not line.startswith(SHARED)}
-    asked = set[int]()
+    signalled = set[int]()
     ended_s = time.monotonic()
     while (members := members_of(sessions)) or time.monotonic() < ended_s + START_S:
         if time.monotonic() > ended_s + GRACE_S:
             break
-        # Only what the launcher started is asked: it knows in which order its own children must go.
-        _signal(sessions.intersection(members) - asked, signal.SIGTERM)
-        asked |= sessions.intersection(members)
+        # Only what the launcher started gets it: it knows in which order its own children must go.
+        _signal(sessions.intersection(members) - signalled, signal.SIGTERM)
+        signalled |= sessions.intersection(members)
         shared |= shared_memory.used_by(members) - before
         time.sleep(0.1)
         sessions |= sessions_with(sys.argv[1])
@@ -63,7 +63,7 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def members_of(sessions: set[int]) -> list[int]:
-    """Living processes of ``sessions`` (a session's id is the id of the process that began it)."""
+    """Living processes of ``sessions`` (a session's id is the id of the process that started it)."""
     members = []
     for process in psutil.process_iter():
         try:

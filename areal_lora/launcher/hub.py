@@ -59,9 +59,9 @@ class Resolved:
 def resolve(config: Config, recorded: Callable[[], ModelConfig | None], *, online: bool) -> Resolved:
     """Find the folder of ``config.model``. ``recorded`` gives the model of the run that is resumed, if there is one.
 
-    Offline (``--dry-run``) nothing is asked or downloaded: a hub name without a snapshot in the cache stays
+    Offline (``--dry-run``) nothing is requested or downloaded: a hub name without a snapshot in the cache stays
     without a folder. Raises ConfigError for what is neither a folder nor a hub model, and EnvironmentError_ where
-    the hub would have to be asked and cannot be.
+    the hub would have to be contacted and cannot be.
     """
     model = config.model.model_copy(update={"commit": None, "snapshot": None})
     if Path(model.path).is_dir():
@@ -81,7 +81,7 @@ def resolve(config: Config, recorded: Callable[[], ModelConfig | None], *, onlin
 
 
 def _pinned(model: ModelConfig, recorded: ModelConfig | None) -> str | None:
-    """The commit that the run began with, if the same revision of the same model is asked for; else the revision."""
+    """The commit that the run started with, if the same revision of the same model is configured; else the revision."""
     same = recorded is not None and (recorded.path, recorded.revision) == (model.path, model.revision)
     return recorded.commit if recorded is not None and same and recorded.commit else model.revision
 
@@ -117,12 +117,12 @@ def _plan(name: str, folder: Path) -> Download:
     )
 
 
-def download(plan: Download, say: Callable[[str], None]) -> None:
+def download(plan: Download, report: Callable[[str], None]) -> None:
     """Bring the files of ``plan`` into the cache. What an earlier download left half-written is taken up again.
 
     Ctrl-C ends the process. Raises EnvironmentError_ if not all of them are available.
     """
-    say(
+    report(
         f"Downloading {plan.name} ({len(plan.files)} files, {human_bytes(plan.nbytes)}) from {constants.ENDPOINT} "
         f"into {plan.folder}"
     )
@@ -131,7 +131,7 @@ def download(plan: Download, say: Callable[[str], None]) -> None:
         snapshot_download(plan.name, revision=plan.commit, allow_patterns=list(plan.files))
     if lacks := missing_files(plan.folder):
         raise EnvironmentError_(f"model.path: {plan.name} as downloaded lacks {', '.join(lacks)} ({plan.folder})")
-    say(f"Downloaded {human_bytes(plan.nbytes)} in {duration(time.monotonic() - started_s)}.")
+    report(f"Downloaded {human_bytes(plan.nbytes)} in {duration(time.monotonic() - started_s)}.")
 
 
 @contextmanager

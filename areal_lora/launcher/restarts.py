@@ -59,13 +59,13 @@ class Verdict:
 
     def __str__(self) -> str:
         name, how = self.ended.spec.name, self.ended.cause
-        who = "all trainer ranks are" if self.ended.spec.role == TRAINER else "it is"
+        subject = "all trainer ranks are" if self.ended.spec.role == TRAINER else "it is"
         if self.ends_run:
             return f"{name} {how}"
         if self.abandoned:
             return f"{name} {how}; it is not restarted, the other servers continue"
         count = f" ({self.times} of {self.most})" if self.times else ""
-        return f"{name} {how}; {who} restarted in {self.wait_s:g} s{count}"
+        return f"{name} {how}; {subject} restarted in {self.wait_s:g} s{count}"
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Restarts:
         unit.has_worked |= worked_s is not None
         if ended.lost:
             return self._abandon(unit, ended)
-        if ended.never_began:
+        if ended.never_started:
             return self._launch_again(unit, ended, now)
         unit.launches = 0
         if (worked_s or 0.0) >= HEALTHY_S:
@@ -120,13 +120,13 @@ class Restarts:
         if ended.code in NON_RETRYABLE or not (unit.has_worked or ended.code < 0):
             # A process that failed before its first heartbeat is likely to fail again.
             return Verdict(ended=ended, ends_run=True)
-        asked = ended.spec.role == SERVER and ended.code == ExitCode.TEMPORARY
-        if not asked and unit.times >= unit.most:
+        temporary = ended.spec.role == SERVER and ended.code == ExitCode.TEMPORARY
+        if not temporary and unit.times >= unit.most:
             return self._abandon(unit, ended)
-        unit.times += not asked
+        unit.times += not temporary
         wait_s = BACK_OFF_S * LONGER ** max(0, unit.times - 1)
         unit.due = now + wait_s
-        times = 0 if asked else unit.times
+        times = 0 if temporary else unit.times
         return Verdict(ended=ended, ends_run=False, wait_s=wait_s, times=times, most=unit.most)
 
     def due(self, now: float) -> list[tuple[ProcessSpec, ...]]:

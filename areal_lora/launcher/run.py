@@ -23,7 +23,7 @@ from areal_lora.launcher.slurm.script import submit
 from areal_lora.launcher.start import PreviousRun, RunStart, recorded_model
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
 from areal_lora.launcher.watch import Watch, end_event, print_failure
-from areal_lora.obs.console import LiveConsole
+from areal_lora.obs.console import LiveConsole, print_line
 from areal_lora.obs.report.closing import print_closing
 from areal_lora.run_folder.events import EndEvent, now_utc, record_end
 from areal_lora.tasks.check import task_problems
@@ -81,7 +81,7 @@ def refuse_or_warn(config: Config, facts: Facts, err: Console) -> None:
 
 def warn(findings: Iterable[Finding], err: Console) -> None:
     for finding in findings:
-        say(err, f"{finding.severity}: {finding.error()}")
+        print_line(err, f"{finding.severity}: {finding.error()}")
 
 
 def start(
@@ -96,23 +96,25 @@ def start(
 
     ``code`` is user code by file name that the run folder gets.
     """
-    with RunStart(config, fresh, code) as begun:
-        if begun.moved is not None:
-            say(out, f"A previous run was in {plan.run_folder}; it is now {begun.moved.name}.")
-        if begun.previous is not None and begun.previous.finished(config):
-            return say_finished(begun.previous, plan, out)
-        say(out, f"Run folder: {plan.run_folder}")
-        if begun.previous is not None:
+    with RunStart(config, fresh, code) as run_start:
+        if run_start.moved is not None:
+            print_line(out, f"A previous run was in {plan.run_folder}; it is now {run_start.moved.name}.")
+        if run_start.previous is not None and run_start.previous.finished(config):
+            return say_finished(run_start.previous, plan, out)
+        print_line(out, f"Run folder: {plan.run_folder}")
+        if run_start.previous is not None:
             check_present(plan.run_folder, config)
-            say(out, resumed_from(begun.previous))
+            print_line(out, resumed_from(run_start.previous))
         if config.model.commit is not None:
-            say(out, f"Base model: {config.model.path} at {config.model.commit}, in {config.model.snapshot}")
+            print_line(out, f"Base model: {config.model.path} at {config.model.commit}, in {config.model.snapshot}")
         if needed is not None:
-            download(needed, partial(say, out))
+            download(needed, partial(print_line, out))
         if config.cluster.kind == "slurm":
-            say(out, f"Submitted Slurm job {submit(config, plan, begun.prepare)}; logs in {plan.run_folder.logs}")
+            print_line(
+                out, f"Submitted Slurm job {submit(config, plan, run_start.prepare)}; logs in {plan.run_folder.logs}"
+            )
             return RunEnd(code=ExitCode.DONE)
-        begun.prepare()
+        run_start.prepare()
         end = run_local(config, plan, out)
     if plan.run_folder.summary.is_file():  # also where an adapter has failed
         print_closing(plan.run_folder, out)
@@ -130,14 +132,9 @@ def resumed_from(previous: PreviousRun) -> str:
 def say_finished(previous: PreviousRun, plan: JobPlan, out: Console) -> RunEnd:
     """Print the closing lines of a finished run again; this is a success."""
     more = f"more steps, such as {' '.join(more_steps(previous.config, previous.steps))}"
-    say(out, f"This run is done: {previous.steps_done} steps. Continue with {more}, or start over with --fresh.")
+    print_line(out, f"This run is done: {previous.steps_done} steps. Continue with {more}, or start over with --fresh.")
     print_closing(plan.run_folder, out)
     return RunEnd(code=ExitCode.DONE)
-
-
-def say(console: Console, text: str) -> None:
-    """One line, however long, with nothing in it taken for markup."""
-    console.print(text, markup=False, soft_wrap=True)
 
 
 def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
@@ -163,7 +160,9 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
     if interrupts.count:
         again = "The same command resumes the run."
         console.print(f"Stopped. The run folder is {plan.run_folder}. {again}", markup=False, soft_wrap=True)
-        record_end(plan.run_folder, EndEvent(at=now_utc(), code=ExitCode.INTERRUPTED, who="it", how="was interrupted"))
+        record_end(
+            plan.run_folder, EndEvent(at=now_utc(), code=ExitCode.INTERRUPTED, process="it", how="was interrupted")
+        )
         return RunEnd(code=ExitCode.INTERRUPTED, why="it was interrupted")
     if failure is None:
         return RunEnd(code=ExitCode.DONE)

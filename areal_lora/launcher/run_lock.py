@@ -159,11 +159,11 @@ class RunLock:
         except FileExistsError:
             raise self._going(", started a moment ago", self.owner_path) from None
 
-    def _going(self, who: str, mark: Path | None = None) -> ConfigError:
+    def _going(self, holder: str, mark: Path | None = None) -> ConfigError:
         fix = "wait for it, or set another run.name"
         if mark is not None:
             fix += f", or remove {mark} if that process is over"
-        return ConfigError("run.name", f"a run in {self._folder} is still going{who}", fix)
+        return ConfigError("run.name", f"a run in {self._folder} is still going{holder}", fix)
 
 
 def _one_at_a_time(path: Path) -> socket.socket:

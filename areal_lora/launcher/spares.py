@@ -29,6 +29,7 @@ from areal_lora.launcher.slurm.states import JobRecord, Phase, explain
 from areal_lora.launcher.spare_folder import claim_indices, note_process
 from areal_lora.launcher.stalls import Pulse
 from areal_lora.launcher.supervise import Interrupts, Supervisor
+from areal_lora.obs.console import print_line
 from areal_lora.run_folder.heartbeat import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
 from areal_lora.run_folder.heartbeat import forget_beats, last_beats
 from areal_lora.run_folder.paths import RunFolder
@@ -140,12 +141,12 @@ def _session(
     run.logs.mkdir(exist_ok=True)
     with Supervisor(run.logs, stop_s) as supervisor:
         specs = [spare_server(config, run, i, d, grace_s) for i, d in zip(indices, own_devices(config, n), strict=True)]
-        say(console, f"starting {', '.join(s.name for s in specs)} for {run}")
+        print_line(console, f"starting {', '.join(s.name for s in specs)} for {run}")
         supervisor.start(specs)
         watch = _Watch(config, run, now, specs, supervisor, console, look)
         code, in_order = watch.until_end(interrupts)
         if in_order:
-            say(console, "leaving in order (once more to end at once)")
+            print_line(console, "leaving in order (once more to end at once)")
         else:
             supervisor.terminate()
             time.sleep(POLL_S)  # two signals are two, not one
@@ -162,13 +163,13 @@ class _Watch:
         self,
         config: Config,
         run: RunFolder,
-        began: RunState,
+        started: RunState,
         specs: list[ProcessSpec],
         supervisor: Supervisor,
         console: Console,
         look: Callable[[], RunState],
     ) -> None:
-        self._run, self._began, self._supervisor, self._console, self._look = run, began, supervisor, console, look
+        self._run, self._began, self._supervisor, self._console, self._look = run, started, supervisor, console, look
         self._restarts = Restarts(specs, {SERVER: config.run.max_restarts}, min_servers=0)
         self._pulse = Pulse({SERVER: HEARTBEAT_TIMEOUT_S})
         self._names = {spec.name for spec in specs}
@@ -187,7 +188,7 @@ class _Watch:
                 next_look = now + self._every_s
                 state = self._look()
                 if state != self._began:
-                    say(
+                    print_line(
                         self._console, "the run is over" if state.going is Going.OVER else "the run has another session"
                     )
                     return ExitCode.DONE, False
@@ -217,14 +218,14 @@ class _Watch:
         self._pulse.forget(name)
         forget_beats(self._run, SERVER, ended.spec.index)
         if ended.code == ExitCode.DONE:
-            say(self._console, f"{name} has left")
+            print_line(self._console, f"{name} has left")
             self._left -= 1
             return 0
         verdict = self._restarts.take(ended, now, worked_s)
         if verdict.wait_s is not None:
-            say(self._console, str(verdict))
+            print_line(self._console, str(verdict))
             return 0
-        say(self._console, f"{name} {ended.how()} and is not restarted; see {ended.log}")
+        print_line(self._console, f"{name} {ended.how()} and is not restarted; see {ended.log}")
         self._left -= 1
         return ended.code if ended.code > 0 else ExitCode.COMPONENT_FAILED
 
@@ -246,7 +247,3 @@ def own_devices(config: Config, n: int) -> list[tuple[str, ...]]:
             f"set {variable} to devices that the run does not use",
         )
     return [tuple(given[i * tp : (i + 1) * tp]) for i in range(n)]
-
-
-def say(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)

@@ -119,12 +119,12 @@ class RunStart:
             raise error
 
     def prepare(self) -> None:
-        """Write the configuration and the given code; begin the session of a run on this machine."""
+        """Write the configuration and the given code; start the session of a run on this machine."""
         self.folder.path.mkdir(exist_ok=True)
         if self.config.cluster.kind == "local":
             begin_session(self.folder)
         else:
-            forget_sessions(self.folder)  # the job begins its own
+            forget_sessions(self.folder)  # the job starts its own
         self.folder.logs.mkdir(exist_ok=True)
         # Written at the end: an unfinished run has none.
         self.folder.summary.unlink(missing_ok=True)

@@ -163,8 +163,8 @@ class Supervisor:
         self.note_shared_memory()
 
     def ask_stacks(self) -> int:
-        """Ask every process for its stacks; returns how many will write them."""
-        return sum(stacks.ask(pid) for pid in self.pids())
+        """Request the stacks of every process; returns how many will write them."""
+        return sum(stacks.request(pid) for pid in self.pids())
 
     def running(self) -> list[ProcessSpec]:
         return [spec for spec, _ in self._running]
@@ -179,7 +179,7 @@ class Supervisor:
             process.terminate()
 
     def stop(self, grace_s: float | None = None, interrupted: Interrupts | None = None) -> None:
-        """Ask every process to end, wait up to ``grace_s``, then kill the remaining ones, grandchildren included.
+        """Have every process end, wait up to ``grace_s``, then kill the remaining ones, grandchildren included.
 
         A further signal counted by ``interrupted`` ends the waiting at once. Afterwards no
         process and no shared memory of the run remains. May be called twice.
@@ -187,7 +187,7 @@ class Supervisor:
         self.note_shared_memory(sys.maxsize)
         signals_before = interrupted.count if interrupted else 0
         for _, process in self._running:
-            # Only the process we started is asked: it knows in which order its own children must go.
+            # Only the process we started gets the signal: it knows in which order its own children must go.
             process.terminate()
         deadline = time.monotonic() + (self._grace_s if grace_s is None else grace_s)
         while self._running and time.monotonic() < deadline:
@@ -240,7 +240,7 @@ class Supervisor:
 
 
 def kill_sessions(leaders: set[int]) -> None:
-    """SIGKILL to every process in the sessions of ``leaders``, also to those whose leader is gone."""
+    """SIGKILL to every process in the sessions of ``leaders``, also to those whose leader has ended."""
     for pid in guardian.members_of(leaders):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -53,7 +53,7 @@ class Processes(Protocol):
     def running(self) -> list[ProcessSpec]: ...
 
     def ask_stacks(self) -> int:
-        """Ask every process for its stacks (``processes.stacks``); returns how many will write them."""
+        """Request the stacks of every process (``processes.stacks``); returns how many will write them."""
 
     def look_after(self) -> None:
         """Called often."""
@@ -77,7 +77,7 @@ class Watch:
         self._next_tick = 0.0
 
     def until_end(self, asked_to_stop: Callable[[], bool]) -> Ended | None:
-        """The failure that ends the run, or None: done, or asked to stop."""
+        """The failure that ends the run, or None: done, or told to stop."""
         while not asked_to_stop():
             ended, now = self._processes.poll(), time.monotonic()
             if any(e.spec.role == TRAINER and e.spec.index == 0 and e.code == ExitCode.DONE for e in ended):
@@ -122,8 +122,8 @@ class Watch:
         for spec in [spec for spec in self._processes.running() if spec.name in silent]:
             how = f"sent no heartbeat for {silent[spec.name]:.0f} s"
             path = write_stall(self._folder, self._processes.ask_stacks, f"{spec.name} {how}")
-            self._view.say(f"{spec.name} {how}; the stacks of all processes are in {path}; {waits(self._folder)}")
-            write_event(self._folder, StallEvent(at=now_utc(), who=spec.name, stacks=str(path)))
+            self._view.note(f"{spec.name} {how}; the stacks of all processes are in {path}; {waits(self._folder)}")
+            write_event(self._folder, StallEvent(at=now_utc(), process=spec.name, stacks=str(path)))
             members = self._processes.end(self._restarts.members(spec), why=how)
             verdict = self._decide(next(e for e in members if e.spec == spec), now)
             if verdict.ends_run:
@@ -139,13 +139,13 @@ class Watch:
             forget_beats(self._folder, spec.role, spec.index)
         self._early = [(at, e) for at, e in self._early if unit_of(e.spec) != unit_of(ended.spec)]
         if not verdict.ends_run:
-            self._view.say(str(verdict))
+            self._view.note(str(verdict))
         if verdict.wait_s is None and not verdict.ends_run:
             self._folder.excluded(ended.spec.name).touch()
         if verdict.abandoned:
-            write_event(self._folder, AbandonEvent(at=now_utc(), who=unit_of(ended.spec), how=verdict.ended.cause))
+            write_event(self._folder, AbandonEvent(at=now_utc(), process=unit_of(ended.spec), how=verdict.ended.cause))
         if verdict.wait_s is not None:
-            write_event(self._folder, RestartEvent(at=now_utc(), who=unit_of(ended.spec), how=verdict.ended.cause))
+            write_event(self._folder, RestartEvent(at=now_utc(), process=unit_of(ended.spec), how=verdict.ended.cause))
         return verdict
 
     def _start_again(self, specs: tuple[ProcessSpec, ...]) -> None:
@@ -163,7 +163,7 @@ class Watch:
 
 
 def end_event(failure: Ended, code: int) -> EndEvent:
-    return EndEvent(at=now_utc(), code=code, who=failure.spec.name, how=failure.how(), error=failure.error)
+    return EndEvent(at=now_utc(), code=code, process=failure.spec.name, how=failure.how(), error=failure.error)
 
 
 def print_failure(failure: Ended, console: Console) -> None:

@@ -36,7 +36,7 @@ class OnlyKeyOf:
 
 
 def serve_curve(socket: zmq.Socket[Any], secret: str, role: str, max_bytes: int) -> None:
-    """Before ``bind``: ``socket`` proves to be ``role``; a message of more than ``max_bytes`` ends its connection.
+    """Before ``bind``: ``socket`` proves to be ``role`` and drops clients that send over ``max_bytes`` in a message.
 
     The limit also holds before the handshake, when any peer may announce a message of any length.
     """

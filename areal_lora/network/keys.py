@@ -41,7 +41,7 @@ def bearer_key(secret: str, plane: Plane) -> str:
 
 
 def authorization(secret: str, plane: Plane) -> dict[str, str]:
-    """The header that a client of ``plane`` sends. Only inside TLS: any reader can use it."""
+    """The header that a client of ``plane`` sends. Only inside TLS: whoever reads it can use it."""
     return {"Authorization": f"Bearer {bearer_key(secret, plane)}"}
 
 

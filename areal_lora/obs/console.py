@@ -69,6 +69,11 @@ def human_bytes(n: float) -> str:
     return f"{n:.2f} TB"
 
 
+def print_line(console: Console, text: str) -> None:
+    """One line, however long, with nothing in it taken for markup."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Format a number; None (not measured) is a dash."""
     return "-" if value is None else f"{value:.{digits}g}" if abs(value) < 1e-3 and value else f"{value:.{digits}f}"
@@ -137,7 +142,7 @@ class LiveConsole:
         else:
             self._print_plain(records, problems, statuses)
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Print one line about an event that no record holds."""
         self._line(text)
 

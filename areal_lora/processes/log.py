@@ -14,15 +14,15 @@ class _Formatter(logging.Formatter):
     Messages can hold model output; escaping prevents forged records. Traceback lines follow the record, indented.
     """
 
-    def __init__(self, who: str) -> None:
+    def __init__(self, process: str) -> None:
         super().__init__(datefmt="%H:%M:%S")
-        self._who = who
+        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
         name = record.name.removeprefix(f"{ROOT}.")
         when = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}"
-        line = f"{when} {self._who} {record.levelname} {name}: {text}"
+        line = f"{when} {self._process} {record.levelname} {name}: {text}"
         if record.exc_info:
             line += "".join(f"\n    {row}" for row in self.formatException(record.exc_info).splitlines())
         return line

@@ -36,7 +36,7 @@ def can_dump(pid: int) -> bool:
     return bool(caught >> (SIGNAL - 1) & 1)
 
 
-def ask(pid: int) -> bool:
+def request(pid: int) -> bool:
     """Request the stacks of ``pid``; False if it has ended or has no handler. The file is complete a moment later."""
     if not can_dump(pid):
         return False

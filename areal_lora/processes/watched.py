@@ -89,7 +89,7 @@ def watched_task(
     return task
 
 
-def _failed(who: str, error: BaseException) -> BackgroundFailed:
-    failed = BackgroundFailed(who, error)
+def _failed(name: str, error: BaseException) -> BackgroundFailed:
+    failed = BackgroundFailed(name, error)
     failed.__cause__ = error
     return failed

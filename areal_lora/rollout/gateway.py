@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from areal_lora.network.http_server import BodyLimit, HttpServer, task_unless_disconnected
+from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.asking import Ask, sse
 from areal_lora.rollout.agent_api.chat import parse_chat, parse_text, reply_body, reply_events
 from areal_lora.rollout.agent_api.refusals import Refused, error_body
@@ -58,7 +59,7 @@ class AgentGateway:
         )
         sock = self._stack.enter_context(socket.create_server((HOST, 0)))
         server = HttpServer(BodyLimit(app, MAX_BODY_BYTES, _error), sock, None)
-        serving = asyncio.create_task(server.serve())
+        serving = watched_task("agent-endpoint", server.serve)
         self._stack.push_async_callback(_stop, server, serving)
         self.port = sock.getsockname()[1]
         self.sessions.base_url = f"http://{HOST}:{self.port}/v1"

@@ -23,26 +23,26 @@ class StartEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 class RestartEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="restart"):
-    """The launcher restarts ``who`` (a process, or ``trainer`` for all ranks). ``how`` its last session ended."""
+    """The launcher restarts ``process`` (a process, or ``trainer`` for all ranks). ``how`` its last session ended."""
 
     at: str
-    who: str
+    process: str
     how: str
 
 
 class StallEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stall"):
-    """``who`` sent no heartbeat; ``stacks`` is the file with the stacks of all processes."""
+    """``process`` sent no heartbeat; ``stacks`` is the file with the stacks of all processes."""
 
     at: str
-    who: str
+    process: str
     stacks: str
 
 
 class AbandonEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="abandoned"):
-    """The run continues without ``who``, a server: its node was lost, or it has no restarts left."""
+    """The run continues without ``process``, a server: its node was lost, or it has no restarts left."""
 
     at: str
-    who: str
+    process: str
     how: str
 
 
@@ -56,19 +56,19 @@ class RequeueEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 class EndEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="end"):
-    """The run ended before its last step, with exit ``code``, because ``who`` (a process, or the run) ended so.
+    """The run ended before its last step, with exit ``code``, because ``process`` (a process, or the run) ended so.
 
     ``error`` is the last error in its log, with the fix; empty where the log has none.
     """
 
     at: str
     code: int
-    who: str
+    process: str
     how: str
     error: str = ""
 
     def __str__(self) -> str:
-        return f"{self.who} {self.how}" + (f": {self.error}" if self.error else "")
+        return f"{self.process} {self.how}" + (f": {self.error}" if self.error else "")
 
 
 Event = StartEvent | RestartEvent | StallEvent | AbandonEvent | RequeueEvent | EndEvent
@@ -107,11 +107,11 @@ def last_end(run_folder: RunFolder) -> EndEvent | None:
 
 
 def count_restarts(run_folder: RunFolder) -> dict[str, int]:
-    """Restarts by process since the run began, over all starts of the launcher; ``trainer`` is all ranks together."""
-    counts = Counter(event.who for event in read_events(run_folder) if isinstance(event, RestartEvent))
+    """Restarts by process, over all starts of the launcher; ``trainer`` is all ranks together."""
+    counts = Counter(event.process for event in read_events(run_folder) if isinstance(event, RestartEvent))
     return dict(sorted(counts.items()))
 
 
 def count_requeues(run_folder: RunFolder) -> int:
-    """Requeues of the Slurm jobs of the run since it began."""
+    """Requeues of the Slurm jobs of the run since its start."""
     return sum(isinstance(event, RequeueEvent) for event in read_events(run_folder))

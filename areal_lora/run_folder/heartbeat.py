@@ -48,7 +48,7 @@ def beat(run_folder: RunFolder, role: str, index: int) -> None:
 
 
 def beat_on(run_folder: RunFolder, role: str, index: int) -> None:
-    """``beat``, but never the first: for waits that may come before ``role-index`` has begun its work."""
+    """``beat``, but never the first: for waits that may come before ``role-index`` has started its work."""
     if run_folder.heartbeat(f"{role}-{index}") in _last:
         beat(run_folder, role, index)
 

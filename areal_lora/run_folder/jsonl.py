@@ -25,13 +25,13 @@ class JsonlSink:
 
     def write(self, line: bytes) -> None:
         """Append one record, or nothing: raises RecordError. ``line`` holds no line break: JSON escapes them."""
-        left, begin = line + b"\n", os.fstat(self._file.fileno()).st_size
+        left, start = line + b"\n", os.fstat(self._file.fileno()).st_size
         try:
             while left:
                 # A disk that gets full takes a part first.
                 left = left[self._file.write(left) :]
         except OSError as error:
-            self._file.truncate(begin)
+            self._file.truncate(start)
             raise refused(self._file.name, error) from error
 
     @property
@@ -56,7 +56,7 @@ def refused(path: Path | str, error: OSError) -> RecordError:
 
 
 def whole_lines(path: Path, end: int | None = None) -> Iterator[bytes]:
-    """The lines of ``path`` that are whole, one at a time; those that begin before byte ``end``, if it is given."""
+    """The lines of ``path`` that are whole, one at a time; those that start before byte ``end``, if it is given."""
     at = 0
     with path.open("rb") as file:
         for line in file:
@@ -73,12 +73,12 @@ def _cut_torn_tail(path: Path) -> None:
     with path.open("r+b") as file:
         size = at = file.seek(0, os.SEEK_END)
         while at:
-            begin = max(0, at - BLOCK_BYTES)
-            file.seek(begin)
-            found = file.read(at - begin).rfind(b"\n")
+            start = max(0, at - BLOCK_BYTES)
+            file.seek(start)
+            found = file.read(at - start).rfind(b"\n")
             if found >= 0:
-                at = begin + found + 1
+                at = start + found + 1
                 break
-            at = begin
+            at = start
         if at < size:
             file.truncate(at)

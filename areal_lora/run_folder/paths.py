@@ -102,7 +102,7 @@ class RunFolder:
 
     @property
     def conversations(self) -> Path:
-        """What agents asked and were answered (``rollout.conversations``)."""
+        """Requests of agents and the answers (``rollout.conversations``)."""
         return self.path / "conversations.jsonl"
 
     @property
@@ -269,7 +269,7 @@ class RunFolder:
 
     @property
     def job_requeues(self) -> Path:
-        """Requeues of the last job and the checkpoints that each life began with (``launcher.slurm.requeues``)."""
+        """Requeues of the last job and the checkpoints at the start of each lifetime (``launcher.slurm.requeues``)."""
         return self.path / "job.requeues.json"
 
     def step(self, name: str) -> Path:
@@ -280,9 +280,9 @@ class RunFolder:
         return self.living_root / "steps" / name
 
     @property
-    def asked(self) -> Path:
+    def requeue_request(self) -> Path:
         """Exists when USR1 has reached a task: the job is to be requeued."""
-        return self.living_root / "asked-USR1"
+        return self.living_root / "requeue-requested"
 
     def living(self) -> tuple[Path, ...]:
         """Folders that describe processes which run now; emptied at every start."""

@@ -1,4 +1,4 @@
-"""Begin a session: what describes the processes of an earlier one disappears, and there is a new secret."""
+"""Start a session: what describes the processes of an earlier one disappears, and there is a new secret."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ log = get_logger(__name__)
 def connect(path: str, synchronous: Literal["NORMAL", "FULL"], *, autocommit: bool = False) -> sqlite3.Connection:
     """Connect once no other process is connected. Raises sqlite3.OperationalError after ``LOCK_WAIT_S``.
 
-    With ``autocommit`` the caller begins transactions itself, and may use the connection in one thread after another.
+    With ``autocommit`` the caller starts transactions itself, and may use the connection in one thread after another.
     """
     locks = path == MEMORY or _has_locks(Path(path).parent)
     if not locks:

@@ -55,7 +55,7 @@ class Estimates:
 
 
 def estimate(problems: Sequence[Sequence[Answer]], *, ruled: bool) -> Estimates:
-    """Summarize the answers to each problem; ``ruled``: all that have a reward say whether they are correct.
+    """Summarize the answers to each problem; ``ruled``: all that have a reward have a grade.
 
     An answer without a score is not correct and has no reward.
     """

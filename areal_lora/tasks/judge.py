@@ -1,6 +1,6 @@
 """The reward ``kind: judge``: a language model behind an OpenAI-compatible API scores the answer.
 
-It runs in a scorer process with network. A reply is kept by everything that was asked: address, model, messages and
+It runs in a scorer process with network. A reply is kept by everything in the request: address, model, messages and
 all parameters. What cannot be answered raises `JudgeFault`: the answer is an ``error``, never reward 0.
 """
 
@@ -35,7 +35,7 @@ _NAME = re.compile(r"\{(\w+)\}")
 
 
 class JudgeFault(Exception):
-    """The judge gave no score for an answer; the text says why."""
+    """The judge gave no score for an answer; the text is the reason."""
 
 
 class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +118,7 @@ class LlmJudge:
             else:
                 self._costs["cached"] += 1
                 return _scaled(score)
-        # Equal answers of a batch are asked once; a caller that runs out of time does not end the others' request.
+        # Equal answers of a batch are sent once; a caller that runs out of time does not end the others' request.
         if (task := self._asked.get(key)) is None:
             task = self._asked[key] = asyncio.create_task(self._ask(body))
             task.add_done_callback(lambda _: self._asked.pop(key, None))

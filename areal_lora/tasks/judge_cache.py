@@ -38,7 +38,7 @@ class JudgeCache:
                 "SELECT text, prompt_tokens, completion_tokens FROM replies WHERE question = ?", (question,)
             ).fetchone()
         except sqlite3.Error:
-            return None  # the judge is asked instead
+            return None  # the judge is called instead
         return None if row is None else Reply(text=row[0], prompt_tokens=row[1], completion_tokens=row[2])
 
     def put(self, question: str, reply: Reply) -> bool:

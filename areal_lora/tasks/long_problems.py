@@ -26,7 +26,7 @@ BAGS_ONE_IN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongProblem:
-    """``start`` and then each ``(operation, number)`` in turn; the verbs say the additions and subtractions."""
+    """``start`` and then each ``(operation, number)`` in turn; the verbs state the additions and subtractions."""
 
     name: str
     thing: str

@@ -102,7 +102,7 @@ class RewardCall:
                 named[parameter.name] = first_two[index]
             elif parameter.default is inspect.Parameter.empty and parameter.kind in _KEYWORD:
                 have = ", ".join(columns) or "none"
-                raise TypeError(f"the reward asks for {parameter.name!r}, the data set's columns are: {have}")
+                raise TypeError(f"the reward requires {parameter.name!r}, the data set's columns are: {have}")
         return self.function(*positional, **named)
 
 

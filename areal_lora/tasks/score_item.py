@@ -10,7 +10,7 @@ from areal_lora.types import Sample
 
 
 class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer with all that a reward may ask for.
+    """One answer with all that a reward may use.
 
     ``completion`` is what the model wrote, ``answer`` the gold answer. ``messages`` is the conversation with the
     answer as its last message; of a plain prompt, a user message and the answer. ``columns`` has all columns of the
@@ -29,13 +29,13 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
     def of(
         cls, sample: Sample, completion: str, *, n_tokens: int = 0, finish_reason: str = "", prefill: str = ""
     ) -> ScoreItem:
-        """``completion`` as the answer to ``sample``; ``prefill`` is the text that it began with."""
-        asked = sample.messages or ({"role": "user", "content": sample.prompt},)
+        """``completion`` as the answer to ``sample``; ``prefill`` is the text that it starts with."""
+        prompt = sample.messages or ({"role": "user", "content": sample.prompt},)
         return cls(
             completion=completion,
             answer=sample.answer,
             prompt=sample.prompt,
-            messages=[*asked, {"role": "assistant", "content": prefill + completion}],
+            messages=[*prompt, {"role": "assistant", "content": prefill + completion}],
             columns=dict(sample.columns),
             n_tokens=n_tokens,
             finish_reason=finish_reason,

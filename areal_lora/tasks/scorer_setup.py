@@ -75,7 +75,7 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
 
 
 def in_a_box(argv: list[str], setup: Setup) -> tuple[list[str], Setup]:
-    """Both for a process inside bubblewrap, where it is usable; a line in the log says which way it is."""
+    """Both for a process inside bubblewrap, where it is usable; the log has which way it is."""
     hidden = None if setup.hidden is None else Path(setup.hidden)
     scratch = None if setup.scratch is None else Path(setup.scratch)
     inside = boxed(argv, network=setup.network, hidden=hidden, scratch=scratch)

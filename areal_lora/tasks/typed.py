@@ -22,7 +22,7 @@ def typed_sample(task: TaskConfig, text: str, before: Sequence[dict[str, Any]] =
         text, names = _filled(task.format.template, text, {"prompt", task.columns.prompt})
         if names:
             reason = f"the prompt needs the column {names[0]!r}, too"
-            raise ConfigError("task.format.template", reason, "ask a server of `areal-lora serve` with whole prompts")
+            raise ConfigError("task.format.template", reason, "use a server of `areal-lora serve` with whole prompts")
     elif not text.startswith("Q: "):
         text = f"Q: {text}\nA:"  # a generated word problem
     how = task.format

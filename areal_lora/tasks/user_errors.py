@@ -48,7 +48,7 @@ def trace(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException, *, alone: bool) -> Cause:
-    """Why user code failed. ``alone``: it asks nothing of the outside, so what it raises, it raises again."""
+    """Why user code failed. ``alone``: it uses nothing outside, so what it raises, it raises again."""
     if any(map(_lost_connection, _chain(error))):
         return Cause.UNREACHABLE
     if isinstance(error, MemoryError):

@@ -108,7 +108,7 @@ class ControllerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class RestoredState:
     """State restored from a checkpoint besides tensors and random states."""
 
     version: int

@@ -33,7 +33,14 @@ from areal_lora.run_folder.heartbeat import beat_on
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint, wait_servers
 from areal_lora.run_folder.status import LoadingServers, set_status
-from areal_lora.trainer.adapter import ControllerState, Restored, TokenRows, TrainingState, build_adapter, probe_rows
+from areal_lora.trainer.adapter import (
+    ControllerState,
+    RestoredState,
+    TokenRows,
+    TrainingState,
+    build_adapter,
+    probe_rows,
+)
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.clients.link import Clients
 from areal_lora.trainer.clients.passes import Limits
@@ -120,7 +127,7 @@ def _probes(config: Config, control: Exchange) -> dict[str, TokenRows]:
 
 
 def _connect(
-    config: Config, run_folder: RunFolder, states: Mapping[str, TrainingState], restored: Mapping[str, Restored]
+    config: Config, run_folder: RunFolder, states: Mapping[str, TrainingState], restored: Mapping[str, RestoredState]
 ) -> ControllerClient:
     """Connect to the controller and announce the versions that this trainer resumes from."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout controller")
@@ -145,7 +152,7 @@ def _rank_0(
     client: ControllerClient,
     clients: Clients | None,
     states: Mapping[str, TrainingState],
-    restored: Mapping[str, Restored],
+    restored: Mapping[str, RestoredState],
     started_s: float,
 ) -> Rank0:
     only = config.adapters[0].name if len(config.adapters) == 1 and config.service is None else None

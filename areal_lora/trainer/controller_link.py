@@ -19,7 +19,7 @@ from areal_lora.rollout.channel.client import SHORT_POLL_S, ControllerClient, Wa
 from areal_lora.rollout.channel.messages import EvalResult
 from areal_lora.trainer.adapter import Adapter, ControllerState
 from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.work import Drained, Faulted, TrainOn, Work
+from areal_lora.trainer.work import Finish, RolloutFault, TrainOn, Work
 from areal_lora.types import AdapterRef
 
 log = get_logger(__name__)
@@ -99,7 +99,7 @@ class ControllerLink:
         while True:
             drained = next((name for name in draining if not self._evals[name].pending), None)
             if drained is not None:
-                return Drained(adapter=drained)
+                return Finish(adapter=drained)
             if (waiting := self._waiting(wanted, draining)) != shown:
                 shown = waiting
                 self._recorder.status(waiting)
@@ -108,7 +108,7 @@ class ControllerLink:
             if isinstance(reply, m.Batch):
                 return self._received(reply)
             if isinstance(reply, m.AdapterFailed):
-                return Faulted(adapter=reply.adapter, reason=reply.reason, exit_code=reply.exit_code)
+                return RolloutFault(adapter=reply.adapter, reason=reply.reason, exit_code=reply.exit_code)
             self._recorder.beat()
             if (other := interruption()) is not None:
                 return other

@@ -41,16 +41,16 @@ from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rat
 from areal_lora.trainer.state import Trainer
 from areal_lora.trainer.versions.peft import export_adapter
 from areal_lora.trainer.work import (
-    Concludes,
-    Drained,
-    Faulted,
+    Conclude,
+    Finish,
     Join,
     Leave,
-    Operates,
+    Operate,
     Pause,
+    PublishFault,
     Resume,
+    RolloutFault,
     TrainOn,
-    Unpublished,
 )
 from areal_lora.types import AdapterPhase, AdapterRef, TrajectoryGroup
 
@@ -72,11 +72,11 @@ def train(trainer: Trainer) -> None:
                 delete(trainer, trainer.states[name])
             case Pause(adapter=name) | Resume(adapter=name):
                 pause(trainer, trainer.states[name], isinstance(work, Pause))
-            case Operates(adapter=name):
+            case Operate(adapter=name):
                 operate(trainer, trainer.states[name], work)
-            case Concludes(adapter=name, publish=publish):
+            case Conclude(adapter=name, publish=publish):
                 conclude(trainer, trainer.states[name], publish=publish)
-            case TrainOn() | Drained() | Unpublished() | Faulted():
+            case TrainOn() | Finish() | PublishFault() | RolloutFault():
                 trainer.spans[work.adapter].add("wait_batch", time.perf_counter() - began_s)
                 carry_out(trainer, trainer.states[work.adapter], work)
         began_s = time.perf_counter()
@@ -91,20 +91,20 @@ def start(trainer: Trainer, state: TrainingState) -> None:
         enter(trainer, state, state.due_phase)
 
 
-def carry_out(trainer: Trainer, state: TrainingState, work: TrainOn | Drained | Unpublished | Faulted) -> None:
+def carry_out(trainer: Trainer, state: TrainingState, work: TrainOn | Finish | PublishFault | RolloutFault) -> None:
     """Do what is next for one adapter. A fault of its own ends it."""
     with contained(trainer, state):
         match work:
             case TrainOn(groups=groups):
                 train_step(trainer, state, groups)
-            case Drained():
+            case Finish():
                 join_last(trainer, state)
                 make_durable(trainer, state)
-            case Unpublished():
+            case PublishFault():
                 join_publish(trainer, state)
-            case Faulted(reason=reason, exit_code=code):
+            case RolloutFault(reason=reason, exit_code=code):
                 raise AdapterRolloutError(reason, code)
-    if isinstance(work, Drained) and state.phase is AdapterPhase.DRAINING:
+    if isinstance(work, Finish) and state.phase is AdapterPhase.DRAINING:
         finish(trainer, state)
 
 

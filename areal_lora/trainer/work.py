@@ -21,13 +21,13 @@ class TrainOn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     groups: list[TrajectoryGroup]
 
 
-class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """``adapter`` has made its last step, and all its evaluations have an answer."""
 
     adapter: str
 
 
-class Faulted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RolloutFault(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The rollouts of ``adapter`` have failed with an error of ``exit_code``."""
 
     adapter: str
@@ -35,17 +35,17 @@ class Faulted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     exit_code: int = ExitCode.TEMPORARY
 
 
-class Unpublished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PublishFault(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The newest version of ``adapter`` could not be published. Without it there may be no further batch."""
 
     adapter: str
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class EndRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """No adapter remains, and none will come."""
 
 
-class ServersChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class CatchUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Servers joined that hold no version yet, or do not answer."""
 
 
@@ -78,7 +78,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     adapter: str
 
 
-class Operates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Operate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """``operation`` of the client of ``adapter``; ``refused`` is its outcome if it cannot be carried out."""
 
     adapter: str
@@ -86,7 +86,7 @@ class Operates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     refused: Failed | None = None
 
 
-class Concludes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Conclude(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A ``publish`` of the client's ``adapter``, or else its checkpoint or saved state, has ended."""
 
     adapter: str
@@ -99,9 +99,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 AdapterChange: TypeAlias = Join | Leave | Pause | Resume
 """A step from the adapters that a run has towards those that it is to have (`roster.plan`)."""
-Work: TypeAlias = (
-    TrainOn | Drained | Faulted | Unpublished | ServersChanged | Operates | Concludes | AdapterChange | Ended
-)
+Work: TypeAlias = TrainOn | Finish | RolloutFault | PublishFault | CatchUp | Operate | Conclude | AdapterChange | EndRun
 
 IDLE_S = 60.0
 """Between two signals of rank 0 that waits for work: far below the time-out of the ranks that wait for it."""

@@ -34,7 +34,7 @@ class Marks:
     bad: np.ndarray
 
     def measure(self, base: int, first: int, last: int) -> None:
-        """Fill in tensors [first, last) of a shard that begins at address ``base``."""
+        """Fill in tensors [first, last) of a shard that starts at address ``base``."""
         fingerprints(
             base,
             KINDS[self.dtype],
@@ -150,9 +150,9 @@ class TensorBlocks:
         Releases the GIL; uses the calling thread only.
         """
         a, b = tensors if tensors is not None else (0, self.n_tensors)
-        for begin, end in [(a, b)] if marks is None else marks.parts(a, b):
+        for start, end in [(a, b)] if marks is None else marks.parts(a, b):
             if marks is not None:
-                marks.measure(src_base, begin, end)
+                marks.measure(src_base, start, end)
             copy_blocks(
                 src_base,
                 KINDS[self.src_dtype],
@@ -167,7 +167,7 @@ class TensorBlocks:
                 self.rows,
                 self.cols,
                 self.scale,
-                int(self.first[begin]),
+                int(self.first[start]),
                 int(self.first[end]),
             )
 

@@ -143,34 +143,34 @@ def make_layout(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """One broadcast: tensors ``[first, last)`` of a shard, its bytes ``[begin, end)``."""
+    """One broadcast: tensors ``[first, last)`` of a shard, its bytes ``[start, end)``."""
 
     first: int
     last: int
-    begin: int
+    start: int
     end: int
 
     @property
     def nbytes(self) -> int:
-        return self.end - self.begin
+        return self.end - self.start
 
 
 def plan_buckets(shard: ShardLayout, bucket_bytes: int) -> tuple[Bucket, ...]:
     """Cut a shard between tensors into buckets of at most ``bucket_bytes`` (one tensor may be larger).
 
-    Packing and writing are about twice as fast as the wire. So buckets begin small and double, and
+    Packing and writing are about twice as fast as the wire. So buckets start small and double, and
     halve again at the end: the wire never waits for packing, and little remains to be written after it.
     """
     ends = [*(t.offset for t in shard.tensors[1:]), shard.nbytes] if shard.tensors else []
     buckets: list[Bucket] = []
-    first, begin = 0, 0
+    first, start = 0, 0
     goals = iter(bucket_ends(shard.nbytes, bucket_bytes))
     goal = next(goals, 0)
     for i, end in enumerate(ends):
-        full = i + 1 == len(ends) or ends[i + 1] - begin > bucket_bytes
+        full = i + 1 == len(ends) or ends[i + 1] - start > bucket_bytes
         if full or end >= goal:
-            buckets.append(Bucket(first=first, last=i + 1, begin=begin, end=end))
-            first, begin = i + 1, end
+            buckets.append(Bucket(first=first, last=i + 1, start=start, end=end))
+            first, start = i + 1, end
             while goal <= end and i + 1 < len(ends):
                 goal = next(goals, shard.nbytes)
     return tuple(buckets)

@@ -23,7 +23,7 @@ are members of all groups, ``/admin/publish`` when the version can be requested 
 
 The trainer posts ``/admin/publish`` and broadcasts at the same time. A server must therefore
 pass every announcement that it can decode to its receivers, also one that it refuses:
-``AdapterReceiver.begin`` drains the transfer of a refused version (or, with ``slot=None``, of one
+``AdapterReceiver.start`` drains the transfer of a refused version (or, with ``slot=None``, of one
 without a free slot), which keeps the groups usable. The transfer of a version that is already
 active is drained and acknowledged again: when a server was lost, the trainer sends the version
 again to all others.
@@ -165,7 +165,7 @@ class JoinReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class StageResult(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Report of a worker's receiver, once per ``begin``, from its background thread.
+    """Report of a worker's receiver, once per ``start``, from its background thread.
 
     ``reason`` is empty if ``ok``, else a ``refusal.Refusal`` word. ``digest`` is the ``seal.adapter_digest``
     of the verified bytes. ``slot`` is -1 without a slot.
@@ -225,7 +225,7 @@ class ScoreRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_field
 class ScoreReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``logprobs[n][t]`` is that of token t of sequence n given the tokens before it; entry 0 is 0.0.
 
-    Empty where the base was asked for and the server has none any more (merged rollouts).
+    Empty where the base was requested and the server has none any more (merged rollouts).
     """
 
     logprobs: list[list[float]]

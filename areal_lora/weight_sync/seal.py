@@ -36,9 +36,9 @@ def trailer_bytes(shard: ShardLayout) -> int:
 
 
 def trailer_part(shard: ShardLayout) -> tuple[int, int]:
-    """(begin, end) of the trailer in the memory of a packed shard, after the tensors."""
-    begin = -(-shard.nbytes // LINE_BYTES) * LINE_BYTES
-    return begin, begin + trailer_bytes(shard)
+    """(start, end) of the trailer in the memory of a packed shard, after the tensors."""
+    start = -(-shard.nbytes // LINE_BYTES) * LINE_BYTES
+    return start, start + trailer_bytes(shard)
 
 
 def adapter_digest(layout: AdapterLayout, shard_sums: Iterable[int]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_lora.config.sections.algorithm import PRESETS
-from areal_lora.config.support import ASKS, LAYOUTS, MODES, REFUSALS, Combination, Refusal, group_of
+from areal_lora.config.support import LAYOUTS, MODES, NEEDS, REFUSALS, Combination, Refusal, group_of
 from areal_lora.families.engines import ENGINES, PACKED, UNSERVED
 from areal_lora.families.registry import FAMILIES, supported
 
@@ -105,9 +105,9 @@ def combination(table: Table, row: str, column: str) -> Combination:
         engine="megatron" if group_of(family) == "row" else "fsdp",
         layout="per_expert" if experts else "none",
     )
-    asks = frozenset({chosen["asks"]}) if "asks" in chosen else frozenset()
+    needs = frozenset({chosen["needs"]}) if "needs" in chosen else frozenset()
     # The values of a table's axes are those of the Literal types.
-    return replace(c, **{axis: v for axis, v in chosen.items() if axis != "asks"}, asks=asks)  # type: ignore[arg-type]
+    return replace(c, **{axis: v for axis, v in chosen.items() if axis != "needs"}, needs=needs)  # type: ignore[arg-type]
 
 
 def refused(table: Table, row: str, column: str) -> tuple[Refusal, ...]:
@@ -256,9 +256,9 @@ ALGORITHMS = Table(
 )
 
 ASKS_ENGINE = Table(
-    title="What an algorithm asks of an engine",
+    title="What an algorithm needs of an engine",
     intro="References, critic, and what several adapters need.",
-    axes=("asks", "engine"),
+    axes=("needs", "engine"),
     rows=("several minibatches", "KL to the base", "KL to a version", "entropy bonus", "critic", "several adapters"),
     columns=ENGINES,
     tests={
@@ -278,10 +278,10 @@ ASKS_ENGINE = Table(
 )
 
 ASKS_MODE = Table(
-    title="What an algorithm asks of servers",
+    title="What an algorithm needs of servers",
     intro="Greedy answers (ReMax) and scores of given answers (`sft.steps`) are requests like any other, to a server "
     "that scores a version like transformers.",
-    axes=("asks", "mode"),
+    axes=("needs", "mode"),
     rows=("greedy answers", "given answers", "several adapters"),
     columns=MODES,
     tests={
@@ -360,9 +360,9 @@ def _when(refusal: Refusal) -> str:
         "family": refusal.group,
         "layout": refusal.layout,
         "mode": refusal.mode,
-        "asks for": tuple(ask for ask in ASKS if ask in refusal.asks),
+        "needs for": tuple(ask for ask in NEEDS if ask in refusal.needs),
     }
-    found = [f"{name} {(' and ' if name == 'asks for' else ' or ').join(v)}" for name, v in words.items() if v]
+    found = [f"{name} {(' and ' if name == 'needs for' else ' or ').join(v)}" for name, v in words.items() if v]
     if refusal.experts is not None:
         found.append("the model has experts" if refusal.experts else "no experts")
     return "; ".join(found)

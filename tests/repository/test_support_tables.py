@@ -62,7 +62,7 @@ def test_a_condition_is_refused_once_it_holds(table: Table) -> None:
             continue
         for refusal in conditions(table, row, column):
             c = judged(table, row, column)
-            c = replace(c, asks=c.asks | refusal.asks)
+            c = replace(c, needs=c.needs | refusal.needs)
             for axis in ("engine", "layout", "mode"):
                 if values := getattr(refusal, axis):
                     c = replace(c, **{axis: values[0]})
@@ -75,10 +75,10 @@ def test_a_condition_is_refused_once_it_holds(table: Table) -> None:
 
 def test_every_kind_layout_and_ask_is_on_the_page() -> None:
     rows = {row for table in TABLES for row in table.rows}
-    asked = {ask for refusal in support.REFUSALS for ask in refusal.asks}
+    asked = {ask for refusal in support.REFUSALS for ask in refusal.needs}
     assert set(PRESETS) <= rows
     assert set(Layout.__args__) <= rows  # type: ignore[attr-defined]
-    assert set(support.ASKS) <= rows | asked
+    assert set(support.NEEDS) <= rows | asked
 
 
 @cache

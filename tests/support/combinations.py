@@ -11,7 +11,7 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import AgentWorkflowConfig, Config, ServiceConfig
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
-from areal_lora.config.support import Ask, Combination
+from areal_lora.config.support import Combination, Need
 from areal_lora.families.derived import derive
 from areal_lora.families.registry import supported
 from areal_lora.types import ExpertLayout
@@ -50,7 +50,7 @@ def facts_of(family: str, experts: bool) -> Facts:
 
 def config_of(c: Combination) -> Config:
     """A run with these choices and nothing else against it."""
-    minimal: dict[Ask, tuple[str, ...]] = {
+    minimal: dict[Need, tuple[str, ...]] = {
         "several minibatches": ("adapters.0.minibatches=2",),
         "KL to the base": ("adapters.0.algorithm.kl_coef=0.1",),
         "KL to a version": (
@@ -63,8 +63,8 @@ def config_of(c: Combination) -> Config:
         "greedy answers": ("adapters.0.algorithm.advantage=remax",),
         "given answers": ("adapters.0.sft.steps=2",),
     }
-    asked = sorted(key for ask in c.asks for key in minimal.get(ask, ()))
-    if c.algorithm == "dapo" and "greedy answers" in c.asks:
+    asked = sorted(key for ask in c.needs for key in minimal.get(ask, ()))
+    if c.algorithm == "dapo" and "greedy answers" in c.needs:
         asked.append("adapters.0.algorithm.drop_uniform=false")
     config = example(f"adapters.0.algorithm.kind={c.algorithm}", *asked)
     changes: dict[str, Any] = {}
@@ -72,11 +72,11 @@ def config_of(c: Combination) -> Config:
         changes["target_modules"] = ["attention"]
     elif c.layout != "none":
         changes["expert_layout"] = ExpertLayout(c.layout)
-    if "an agent" in c.asks:
+    if "an agent" in c.needs:
         changes["workflow"] = AgentWorkflowConfig(path="agents.py:agent")
     adapter = config.adapters[0].model_copy(update=changes)
-    service = ServiceConfig() if "a service" in c.asks else None
-    twins = [adapter, adapter.model_copy(update={"name": "twin"})] if "several adapters" in c.asks else [adapter]
+    service = ServiceConfig() if "a service" in c.needs else None
+    twins = [adapter, adapter.model_copy(update={"name": "twin"})] if "several adapters" in c.needs else [adapter]
     return config.model_copy(
         update={
             "adapters": twins,

@@ -28,7 +28,7 @@ EMBEDDED = EXAMPLES / "embedded.yaml"
 
 def launcher() -> Path:
     """An interpreter that has imported what the command line needs."""
-    starter = starter_of("tests.support.forks.launch")
+    starter = starter_of("areal_lora.launch")
     return starter.interpreter(Path(starter.address).with_name("python"))
 
 

@@ -15,7 +15,7 @@ from areal_lora.families.family import Scope, covers
 from areal_lora.families.patterns import check_patterns
 
 LOW_RATE = 1e-5
-"""Below it LoRA hardly learns at alpha / rank <= 1: lora_B begins at 0, and Adam moves it by about the rate a step."""
+"""Below it LoRA hardly learns at alpha / rank <= 1: lora_B starts at 0, and Adam moves it by about the rate a step."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for max_lora_rank."""
 
@@ -27,13 +27,13 @@ def adapter_names(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def a_service_has_room(config: Config, facts: Facts) -> Iterator[Finding]:
-    """Newcomers are called ``name.incarnation``."""
+    """Joining adapters are called ``name.incarnation``."""
     if config.service is None:
         return
     if config.rollout.max_adapters is None:
         yield Finding(
             path="rollout.max_adapters",
-            reason="with a service the list does not say how many adapters there will be",
+            reason="with a service the list does not state how many adapters there will be",
             fix="set it to the number of adapters that servers hold at a time",
         )
     for i, adapter in enumerate(config.adapters):
@@ -132,7 +132,7 @@ def rates_suit_lora(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def unserved(config: Config, adapter: AdapterConfig, facts: Facts) -> Finding | None:
-    """A newcomer's modules for which servers have no room, since these are fixed when the servers start."""
+    """Modules of a joining adapter for which servers have no room, since these are fixed when the servers start."""
     if (shape := shape_of(facts)) is None:
         return None
     has = targets.modules(served_targets(config), [], shape)

@@ -93,7 +93,7 @@ def _reference(adapter: AdapterConfig) -> Iterator[Problem]:
     if not chosen.kl_coef or chosen.reference == "base":
         return
     if adapter.init_from is None and not adapter.sft.steps and chosen.reference_refresh_steps is None:
-        reason = "the run begins at the base, and nothing renews the reference"
+        reason = "the run starts at the base, and nothing renews the reference"
         yield "reference", reason, "leave it at base, or give init_from, sft.steps or reference_refresh_steps"
 
 

@@ -1,4 +1,4 @@
-"""The rule about memory: what the estimate of `config.sizing.memory` says about devices and hosts."""
+"""The rule about memory: what the estimate of `config.sizing.memory` finds about devices and hosts."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
-    """Says which engine serves this config.json."""
+    """An engine trains a model with this config.json."""
     if facts.hf_config is None:
         return
     possible = engines(facts.hf_config)

@@ -14,14 +14,14 @@ def deterministic(config: Config, facts: Facts) -> Iterator[Finding]:
     rollout = config.rollout
     if not rollout.deterministic:
         return
-    asked = (
+    required = (
         ("rollout.max_staleness", rollout.max_staleness, 0),
         ("rollout.in_flight", rollout.in_flight, "finish"),
         ("rollout.adapter_mode", rollout.adapter_mode, "unmerged"),
         ("model.dtype", config.model.dtype, "float32"),
         ("cluster.device", config.cluster.device, "cpu"),
     )
-    wrong = [(key, value, want) for key, value, want in asked if value != want]
+    wrong = [(key, value, want) for key, value, want in required if value != want]
     if wrong:
         yield Finding(
             path="rollout.deterministic",

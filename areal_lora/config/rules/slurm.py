@@ -1,4 +1,4 @@
-"""Rules about what Slurm is asked for: components, directives, the least number of servers."""
+"""Rules about a Slurm job: components, directives, the smallest number of servers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def own_directives(config: Config, facts: Facts) -> Iterator[Finding]:
                 yield Finding(
                     path=path,
                     reason=f"{line!r} is not an option of sbatch",
-                    fix="begin it with - or --, without #SBATCH",
+                    fix="start it with - or --, without #SBATCH",
                 )
             elif option in _KEYS:
                 yield Finding(path=path, reason=f"{line!r} has a key of its own", fix=f"use {_KEYS[option]}")

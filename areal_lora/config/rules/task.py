@@ -60,8 +60,8 @@ def sampling_is_trained(config: Config, facts: Facts) -> Iterator[Finding]:
                 reason=f"{sampling.min_tokens} is more than max_new_tokens = {sampling.max_new_tokens}",
                 fix="lower it, or raise max_new_tokens",
             )
-        asked = (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0), ("min_p", sampling.min_p, 0.0))
-        for key, value, off in (*asked, ("min_tokens", sampling.min_tokens, 0)):
+        limits = (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0), ("min_p", sampling.min_p, 0.0))
+        for key, value, off in (*limits, ("min_tokens", sampling.min_tokens, 0)):
             if value != off:
                 yield Finding(
                     path=f"{at}.{key}",

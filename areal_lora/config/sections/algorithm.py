@@ -118,7 +118,7 @@ class AlgorithmConfig(Section):
     kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL divergence from the reference.")
     reference: Literal["base", "initial"] = Field(
         "base",
-        description="`base`: the base model, adapter off; `initial`: what the run began with (`init_from`), or the "
+        description="`base`: the base model, adapter off; `initial`: the start of the run (`init_from`), or the "
         "version after `sft.steps`.",
     )
     reference_refresh_steps: PositiveInt | None = Field(

@@ -1,4 +1,4 @@
-"""The ``cluster`` part of the configuration: nodes, devices, addresses, and what Slurm is asked for."""
+"""The ``cluster`` part of the configuration: nodes, devices, addresses, and the job that Slurm allocates."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class FunctionReward(RewardSection):
         description="`package.module:name` or `file.py:name` of `reward(completion, answer)`; it returns a number, "
         'a bool, or `{"reward": number, "correct": bool}`.'
     )
-    network: bool = Field(False, description="Let the function open sockets, for example to ask a judge.")
+    network: bool = Field(False, description="Let the function open sockets, for example to query a judge.")
     allow_subprocess: bool = Field(
         False, description="Let the function start processes, inside bubblewrap where it is usable."
     )
@@ -81,7 +81,7 @@ class JudgeReward(RewardSection):
         180.0, description="Seconds for one answer with all attempts; after that a `timeout`, never reward 0."
     )
     workers: PositiveInt = Field(4, description="Scorer processes; each scores the answers of one group at a time.")
-    cache: bool = Field(True, description="Keep replies in the run folder; equal questions are asked once.")
+    cache: bool = Field(True, description="Keep replies in the run folder; equal questions are sent once.")
     correct_threshold: float | None = Field(None, allow_inf_nan=False, description=_CORRECT)
 
     @model_validator(mode="after")

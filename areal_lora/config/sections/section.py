@@ -43,5 +43,5 @@ _PATTERNS = {
     r"^\S*$": "a text without spaces",
     r"^[^\r\n]+$": "one line of text",
     r"^[A-Za-z_]\w*$": "the name of an environment variable",
-    r"^https?://": "a URL that begins with https:// or http://",
+    r"^https?://": "a URL that starts with https:// or http://",
 }

@@ -39,7 +39,7 @@ class ApiConfig(Section):
     )
     judges: dict[str, str | None] = Field(
         default_factory=dict,
-        description="Base URLs of judges that tenants may ask, each with the variable of its key, or null.",
+        description="Base URLs of judges that tenants may use, each with the variable of its key, or null.",
     )
     quota: QuotaConfig = QuotaConfig()
 
@@ -50,7 +50,7 @@ class ServiceConfig(Section):
     target_modules: list[str] = Field(
         ["all-linear"],
         min_length=1,
-        description="Modules that servers can adapt beside those of the listed adapters; a newcomer with others fails.",
+        description="Modules that servers adapt beside those of the listed adapters; others cannot join.",
     )
     api: ApiConfig | None = Field(
         None,

@@ -19,12 +19,12 @@ class PromptFormat(Section):
         "`columns.prompt`. Unused with `columns.messages`.",
     )
     system_prompt: str | None = Field(
-        None, description="System message put first, unless the row's messages begin with one (`chat`)."
+        None, description="System message put first, unless the row's messages start with one (`chat`)."
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the chat template, such as `enable_thinking: false` (`chat`)."
     )
-    prefill: str = Field("", description="Text with which each answer begins; it is given, not sampled (`chat`).")
+    prefill: str = Field("", description="Text with which each answer starts; it is given, not sampled (`chat`).")
 
     @property
     def is_chat(self) -> bool:
@@ -174,7 +174,7 @@ class EvalSetConfig(Section):
         None, description="The set has the held-out split of this task; of the adapter's own task if unset."
     )
     workflow: Literal["trained", "single_turn"] = Field(
-        "trained", description="`trained`: the adapter's workflow, an agent as an agent; `single_turn`: ask once."
+        "trained", description="`trained`: the adapter's workflow, an agent as an agent; `single_turn`: one answer."
     )
     n_samples: PositiveInt = Field(
         1, description="Answers per problem; with several there are pass@k and majority@k, and `temperature` is not 0."
@@ -188,7 +188,7 @@ class EvalSetConfig(Section):
     correct_threshold: float | None = Field(
         None,
         allow_inf_nan=False,
-        description="Smallest reward of a correct answer where neither reward nor workflow says what is correct, "
+        description="Smallest reward of a correct answer where neither reward nor workflow states what is correct, "
         "for example that of an agent which returns its own reward.",
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
 from areal_lora.config.sizing.pools import broadcast_backend, seats_of
-from areal_lora.config.sizing.slots import adapter_slots, has_tenants, largest_bucket, newcomers, served_targets
+from areal_lora.config.sizing.slots import adapter_slots, has_tenants, joining_adapters, largest_bucket, served_targets
 from areal_lora.families.adapter_size import adapter_size, distinct
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
@@ -107,7 +107,7 @@ def job_memory(config: Config, shape: ModelShape) -> JobMemory:
         processes.append(Memory(name="node with trainer ranks", role="node", nodes=here, parts=(whole,)))
     servers = tuple(seat.node for seat in seats.servers)
     processes.append(Memory(name="server replica", role="rollout", nodes=servers, parts=_server(config, shape)))
-    adapters = [*config.adapters, *newcomers(config)]
+    adapters = [*config.adapters, *joining_adapters(config)]
     workers = sum(reward.workers for adapter in adapters for reward in adapter.rewards)
     parts = (Part(name="processes", host=CONTROLLER_PROCESS + workers * SCORER_PROCESS),)
     processes.append(Memory(name="controller", role="controller", nodes=(seats.controller.node,), parts=parts))
@@ -197,7 +197,7 @@ def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfi
 
 def _joining(config: Config, shape: ModelShape, layers: range) -> list[Part]:
     """All that a rank needs for the adapters that may join, each as large as a slot of the servers."""
-    adapters = newcomers(config)
+    adapters = joining_adapters(config)
     if not adapters:
         return []
     [one, *_] = adapters
@@ -391,7 +391,7 @@ def staging_bytes(config: Config, shape: ModelShape) -> int:
     """
     bucket = int(config.weight_sync.bucket_mib * MIB)
     sources = config.trainer.ep if shape.experts else 1
-    adapters = [*config.adapters, *newcomers(config)]
+    adapters = [*config.adapters, *joining_adapters(config)]
     largest = 0
     for layers in _stages(config, shape):
         shards = [_sent_bytes(config, shape, adapter, layers) for adapter in adapters]
@@ -423,7 +423,7 @@ def device_bytes(config: Config, found: int | None) -> int | None:
 
 
 def slurm_bytes(mem: str | None) -> int | None:
-    """Bytes of ``cluster.slurm.mem``; None where Slurm's default, or all memory of the node, is asked for."""
+    """Bytes of ``cluster.slurm.mem``; None where Slurm's default, or all memory of the node, is requested."""
     if mem is None or not int(mem.rstrip("KMGTkmgt")):
         return None
     unit = mem[-1].upper() if mem[-1].isalpha() else "M"

@@ -134,11 +134,13 @@ def _on_devices(config: Config, pools: tuple[Pool, ...]) -> tuple[list[Seat], li
     next_device = dict.fromkeys(pools, 0)
     trainers, servers = pool_of(pools, "trainer"), pool_of(pools, "rollout")
 
-    def seat(pool: Pool, size: int, who: str) -> Seat:
+    def seat(pool: Pool, size: int, process: str) -> Seat:
         per_node = pool.devices_per_node
         if size > per_node:
             raise ConfigError(
-                pool.key, f"{who} needs {size} devices of one node and has {per_node}", "use nodes with more devices"
+                pool.key,
+                f"{process} needs {size} devices of one node and has {per_node}",
+                "use nodes with more devices",
             )
         free = next_device[pool]
         if free % per_node + size > per_node:
@@ -149,7 +151,7 @@ def _on_devices(config: Config, pools: tuple[Pool, ...]) -> tuple[list[Seat], li
             nodes = f"{pool.nodes} nodes" if pool.nodes > 1 else "1 node"
             raise ConfigError(
                 pool.key,
-                f"{who} of {size} devices has no room on {nodes} of {per_node}",
+                f"{process} of {size} devices has no room on {nodes} of {per_node}",
                 f"raise {pool.key}, or choose sizes that fill nodes evenly",
             )
         return Seat(node=pool.first_node + node, devices=tuple(range(first, first + size)))

@@ -21,13 +21,13 @@ def adapter_capacity(config: Config) -> int:
 
 
 def served_targets(config: Config) -> tuple[str, ...]:
-    """Targets that servers have room for, sorted: those of the listed adapters and of newcomers."""
+    """Targets that servers have room for, sorted: those of the listed adapters and of joining ones."""
     of_service = config.service.target_modules if config.service else ()
     return tuple(sorted({*of_service, *(t for adapter in config.adapters for t in adapter.target_modules)}))
 
 
 def has_tenants(config: Config) -> bool:
-    """Whether people who do not trust each other have adapters: servers then ask for a key on loopback, too."""
+    """Whether tenants that do not trust each other have adapters: servers then require a key on loopback, too."""
     return config.service is not None and config.service.api is not None
 
 
@@ -45,7 +45,7 @@ def kept_versions(config: Config) -> int:
     return (adapter_slots(config) - 2) // adapter_capacity(config)
 
 
-def newcomers(config: Config) -> list[AdapterConfig]:
+def joining_adapters(config: Config) -> list[AdapterConfig]:
     """The largest adapters that can join beside the listed ones; none without a service.
 
     Each has the rank ``rollout.max_lora_rank`` and all targets that servers can adapt.
@@ -59,7 +59,7 @@ def newcomers(config: Config) -> list[AdapterConfig]:
         "workflow": ClientWorkflowConfig(),
     }
     places = adapter_capacity(config) - len(config.adapters)
-    return [AdapterConfig.model_validate({"name": f"newcomer-{i}", **settings}) for i in range(places)]
+    return [AdapterConfig.model_validate({"name": f"joining-{i}", **settings}) for i in range(places)]
 
 
 RAMP = 2  # doublings from the first bucket to a full one

@@ -110,9 +110,9 @@ class AdapterMemory:
         shard = self.shard("float32")
         for first, last, section in self._packer("float32").sections(source, shard, groups):
             assert shard is not None
-            values, begin = torch.from_numpy(section).view(torch.float32), shard.tensors[first].offset
+            values, start = torch.from_numpy(section).view(torch.float32), shard.tensors[first].offset
             for t in shard.tensors[first:last]:
-                at = (t.offset - begin) // 4
+                at = (t.offset - start) // 4
                 yield t.name, values[at : at + math.prod(t.shape)].view(t.shape)
 
     def shared_tensors(self) -> dict[str, Tensor]:
@@ -186,8 +186,8 @@ class _Packer:
     def fill(self, weights: Tensor, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
         """See `AdapterMemory.fill_shard`. ``weights`` may be any memory with at least the lifetime of this object."""
         blocks = self._blocks(weights)
-        for begin, end in self._ready(weights, groups):
-            blocks.copy(0, flat.ctypes.data, tensors=(begin, end))
+        for start, end in self._ready(weights, groups):
+            blocks.copy(0, flat.ctypes.data, tensors=(start, end))
             yield end
 
     def sections(
@@ -197,10 +197,10 @@ class _Packer:
         blocks = self._blocks(weights)
         for first, last in self._ready(weights, groups):
             assert shard is not None
-            begin = shard.tensors[first].offset
+            start = shard.tensors[first].offset
             end = shard.tensors[last].offset if last < len(shard.tensors) else shard.nbytes
-            section = np.empty(end - begin, dtype=np.uint8)
-            blocks.copy(0, section.ctypes.data - begin, tensors=(first, last))
+            section = np.empty(end - start, dtype=np.uint8)
+            blocks.copy(0, section.ctypes.data - start, tensors=(first, last))
             yield first, last, section
 
     def _ready(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[int, int]]:
@@ -210,24 +210,24 @@ class _Packer:
         sent = [
             work
             for t in self._sends
-            for work in _start([dist.P2POp(dist.isend, weights[t.begin : t.end], t.receiver, groups[t.part])])
+            for work in _start([dist.P2POp(dist.isend, weights[t.start : t.end], t.receiver, groups[t.part])])
         ]
         received: list[list[dist.Work]] = [[] for _ in plan.ends]
         for (section, part), transfers in groupby(plan.transfers, key=lambda t: (t.section, t.part)):
             received[section] += _start([self._receive(t, groups[part]) for t in transfers])
-        begin = 0
+        start = 0
         for section, end in enumerate(plan.ends):
             for work in received[section]:
                 work.wait()
             if self._mirror is not None:
                 self._fetch(weights, section)
-            yield begin, end
-            begin = end
+            yield start, end
+            start = end
         for work in sent:
             work.wait()
 
     def _receive(self, transfer: Transfer, group: dist.ProcessGroup) -> dist.P2POp:
-        at, count = transfer.to - self._plan.own, transfer.end - transfer.begin
+        at, count = transfer.to - self._plan.own, transfer.end - transfer.start
         return dist.P2POp(dist.irecv, self._received[at : at + count], transfer.sender, group)
 
     def _fetch(self, weights: Tensor, section: int) -> None:
@@ -238,7 +238,7 @@ class _Packer:
             self._mirror[:own].copy_(weights, non_blocking=True)
         for t in self._plan.transfers:
             if t.section == section:
-                count = t.end - t.begin
+                count = t.end - t.start
                 self._mirror[t.to : t.to + count].copy_(
                     self._received[t.to - own : t.to - own + count], non_blocking=True
                 )

@@ -76,7 +76,7 @@ class Bank:
         ]
 
     def place(self, index: int) -> tuple[int, int]:
-        """Elements at which lora_A and lora_B of the expert number ``index`` of the stack begin."""
+        """Elements at which lora_A and lora_B of the expert number ``index`` of the stack start."""
         return (
             self.a + index % self.a_shape[0] * self.a_shape[1] * self.a_shape[2],
             self.b + index % self.b_shape[0] * self.b_shape[1] * self.b_shape[2],
@@ -118,9 +118,9 @@ class ShardedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arena:
-    """The memory of one rank: ``bounds`` are the element offsets at which its four ranges begin, and its size.
+    """The memory of one rank: ``bounds`` are the element offsets at which its four ranges start, and its size.
 
-    ``head`` is the element at which a value head begins; None on a rank without one.
+    ``head`` is the element at which a value head starts; None on a rank without one.
     """
 
     banks: tuple[Bank, ...]
@@ -184,9 +184,9 @@ Shape3 = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Elements [begin, end) of the memory, all of lora_B where ``is_b``, else all of lora_A or mixed."""
+    """Elements [start, end) of the memory, all of lora_B where ``is_b``, else all of lora_A or mixed."""
 
-    begin: int
+    start: int
     end: int
     is_b: bool
 
@@ -197,18 +197,18 @@ def spans(arena: Arena, *, apart: bool) -> list[Span]:
     A value head learns at the rate of lora_A.
     """
     if not apart or not arena.banks:
-        return [Span(begin=0, end=arena.size, is_b=False)]
+        return [Span(start=0, end=arena.size, is_b=False)]
     pieces = [
-        Span(begin=at, end=at + _count(shape), is_b=is_b)
+        Span(start=at, end=at + _count(shape), is_b=is_b)
         for bank in arena.banks
         for at, shape, is_b in ((bank.a, bank.a_shape, False), (bank.b, bank.b_shape, True))
     ]
     if arena.head is not None:
-        pieces.append(Span(begin=arena.head, end=arena.extent(Range.DENSE_WHOLE)[1], is_b=False))
+        pieces.append(Span(start=arena.head, end=arena.extent(Range.DENSE_WHOLE)[1], is_b=False))
     found: list[Span] = []
-    for piece in sorted(pieces, key=lambda span: span.begin):
+    for piece in sorted(pieces, key=lambda span: span.start):
         if found and found[-1].is_b == piece.is_b:
-            found[-1] = Span(begin=found[-1].begin, end=piece.end, is_b=piece.is_b)
+            found[-1] = Span(start=found[-1].start, end=piece.end, is_b=piece.is_b)
         else:
             found.append(piece)
     return found

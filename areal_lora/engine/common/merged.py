@@ -81,6 +81,6 @@ class MergedShard:
         weights = ((s.name, self._base.whole(s.name).to(self._held)) for s in self._sources)
         end = 0
         for done, (_, weight) in enumerate(merged(weights, adapter, self._scale_of, dtype=loss.dtype, loss=loss), 1):
-            begin, end = end, end + weight.numel() * weight.element_size()
-            flat[begin:end] = weight.contiguous().view(-1).view(torch.uint8).numpy()
+            start, end = end, end + weight.numel() * weight.element_size()
+            flat[start:end] = weight.contiguous().view(-1).view(torch.uint8).numpy()
             yield done

@@ -24,12 +24,12 @@ from areal_lora.types import StepStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientClass:
-    """Elements [begin, end) of an adapter's memory whose gradients are reduced over the same groups.
+    """Elements [start, end) of an adapter's memory whose gradients are reduced over the same groups.
 
     ``groups`` are those to sum over, one after the other. ``counted``: this rank's copy enters the norm.
     """
 
-    begin: int
+    start: int
     end: int
     groups: list[dist.ProcessGroup]
     counted: bool
@@ -70,10 +70,10 @@ class AdapterOptimizer:
         self.step_count = 0
         self._parts = [
             _Part(
-                weights=memory.weights[span.begin : span.end],
-                grads=memory.grads[span.begin : span.end],
-                first=memory.moments["exp_avg"][span.begin : span.end],
-                second=memory.moments["exp_avg_sq"][span.begin : span.end],
+                weights=memory.weights[span.start : span.end],
+                grads=memory.grads[span.start : span.end],
+                first=memory.moments["exp_avg"][span.start : span.end],
+                second=memory.moments["exp_avg_sq"][span.start : span.end],
                 ratio=config.lora_plus_ratio if span.is_b else 1.0,
             )
             for span in spans(memory.arena, apart=config.lora_plus_ratio != 1)
@@ -103,7 +103,7 @@ class AdapterOptimizer:
         squares = torch.zeros(1, dtype=torch.float64)
         self._grads.div_(denominator)
         for part in self._classes:
-            flat = self._grads[part.begin : part.end]
+            flat = self._grads[part.start : part.end]
             for group in part.groups:
                 dist.all_reduce(flat, group=group)
             if part.counted:

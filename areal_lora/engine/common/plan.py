@@ -24,13 +24,13 @@ SECTION_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Elements [begin, end) of ``sender``'s memory go to element ``to`` of ``receiver``'s address space."""
+    """Elements [start, end) of ``sender``'s memory go to element ``to`` of ``receiver``'s address space."""
 
     section: int
     part: Range
     sender: int
     receiver: int
-    begin: int
+    start: int
     end: int
     to: int
 
@@ -240,9 +240,9 @@ class _Space:
     def of(cls, model: ShardedModel, arena: Arena) -> _Space:
         others, size = {}, arena.size
         for part, ranks in ((Range.DENSE_SPLIT, model.layout.tp), (Range.EXPERT_SPLIT, model.layout.etp)):
-            begin, end = arena.extent(part)
+            start, end = arena.extent(part)
             others[part] = size
-            size += (ranks - 1) * (end - begin)
+            size += (ranks - 1) * (end - start)
         return cls(arena=arena, others=others, size=size)
 
     def element(self, bank: Bank, part: int | None, at: int) -> int:
@@ -250,8 +250,8 @@ class _Space:
         if not part:
             return at
         split = Range.EXPERT_SPLIT if is_routed(bank.scope) else Range.DENSE_SPLIT
-        begin, end = self.arena.extent(split)
-        return self.others[split] + (part - 1) * (end - begin) + at - begin
+        start, end = self.arena.extent(split)
+        return self.others[split] + (part - 1) * (end - start) + at - start
 
 
 class _Sections:
@@ -288,18 +288,18 @@ class _Sections:
 
     def _close(self) -> None:
         for part, end in self._ahead.items():
-            begin = self._done[part]
+            start = self._done[part]
             first, last = self._space.arena.extent(part)
             size = self._model.layout.etp if part is Range.EXPERT_SPLIT else self._model.layout.tp
             for k in range(1, size):
-                to = self._space.others[part] + (k - 1) * (last - first) + begin - first
+                to = self._space.others[part] + (k - 1) * (last - first) + start - first
                 self._transfers.append(
                     Transfer(
                         section=len(self._ends),
                         part=part,
                         sender=self._rank + k,
                         receiver=self._rank,
-                        begin=begin,
+                        start=start,
                         end=end,
                         to=to,
                     )

@@ -4,10 +4,10 @@
     a.safetensors   areal_lora-base-<identity of a> (first rank)   map it, cut their part, keep a lease
     b.safetensors   areal_lora-base-<identity of b> (second rank)  map it, cut their part, keep a lease
 
-Each process begins with another file, so several read from disk at once; a process that needs a file which another
+Each process starts with another file, so several read from disk at once; a process that needs a file which another
 one is reading waits for it. Locks are the kernel's, so a killed process holds none:
 
-- The record lock of a file lets one process fill it. A file that is shorter than its source was begun by a killed one
+- The record lock of a file lets one process fill it. A file that is shorter than its source was started by a killed one
   and is filled again.
 - The lease is a shared flock until the process ends. The launcher finds the open descriptor and removes the file
   after the run (`launcher.shared_memory`); without a launcher on the node the last process that ends removes it.
@@ -33,7 +33,7 @@ _CHUNK_BYTES = 16 << 20
 def share(files: Sequence[Path], first: int = 0, memory: Path = SHARED_MEMORY) -> list[Path]:
     """The copies of ``files`` in shared memory, whole until this process ends.
 
-    ``first`` is the file to begin with. Raises EnvironmentError_ where shared memory is missing or too small.
+    ``first`` is the first file. Raises EnvironmentError_ where shared memory is missing or too small.
     """
     copies = [memory / f"{PREFIX}{_identity(file)}" for file in files]
     _sweep(memory, {copy.name for copy in copies})
@@ -74,7 +74,7 @@ def _attach(source: Path, copy: Path) -> None:
 
 
 def _fill(source: Path, fd: int) -> None:
-    """Written from the beginning, so the size says whether the copy is whole."""
+    """Written from the start, so the size says whether the copy is whole."""
     os.ftruncate(fd, 0)
     with source.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)

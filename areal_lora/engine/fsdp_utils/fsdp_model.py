@@ -61,7 +61,7 @@ class FsdpModel:
         if head := memory.value_head():
             self._output.heads[memory.spec.name] = head
         everywhere = [dist.group.WORLD] if self.world_size > 1 else []
-        return [GradientClass(begin=0, end=memory.arena.size, groups=everywhere, counted=self.rank == 0)]
+        return [GradientClass(start=0, end=memory.arena.size, groups=everywhere, counted=self.rank == 0)]
 
     def detach(self, name: str) -> None:
         """Forget an attached adapter (not collective)."""

@@ -27,11 +27,11 @@ SPREAD = 2  # a block's longest segment, in multiples of its shortest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Tokens [begin, begin + own) of the packed ones, after the shared tokens [start, start + shared)."""
+    """Tokens [start, start + own) of the packed ones, after the shared tokens [shared_start, shared_start + shared)."""
 
-    begin: int
+    start: int
     own: int
-    start: int = 0
+    shared_start: int = 0
     shared: int = 0
 
 
@@ -68,8 +68,8 @@ class AttentionPlan:
         blocks, row = [], 0
         for group in _similar(segments):
             blocks.append(_block(group, device))
-            begin, own, shared = np.array([(s.begin, s.own, s.shared) for s in group]).T
-            tokens = runs(begin, own)
+            start, own, shared = np.array([(s.start, s.own, s.shared) for s in group]).T
+            tokens = runs(start, own)
             positions[tokens] = runs(shared, own)
             order[tokens] = np.arange(row, row + len(tokens))
             row += len(tokens)
@@ -83,7 +83,7 @@ class AttentionPlan:
 def _similar(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Group segments with and without a shared start, each by length."""
     groups: list[list[Segment]] = []
-    for s in sorted(segments, key=lambda s: (s.shared > 0, -s.own, s.begin)):
+    for s in sorted(segments, key=lambda s: (s.shared > 0, -s.own, s.start)):
         first = groups[-1][0] if groups else None
         if first is None or (first.shared > 0) != (s.shared > 0) or first.own > SPREAD * s.own:
             groups.append([])
@@ -94,14 +94,14 @@ def _similar(segments: Sequence[Segment]) -> list[list[Segment]]:
 def _block(group: Sequence[Segment], device: torch.device) -> Block:
     host = torch.device("cpu")
     own = torch.tensor([s.own for s in group], device=host)[:, None]
-    begin = torch.tensor([s.begin for s in group], device=host)[:, None]
-    shared = torch.tensor([s.shared for s in group], device=host)[:, None]
     start = torch.tensor([s.start for s in group], device=host)[:, None]
+    shared = torch.tensor([s.shared for s in group], device=host)[:, None]
+    shared_start = torch.tensor([s.shared_start for s in group], device=host)[:, None]
     a, p = int(own.max()), int(shared.max())
     columns, before = torch.arange(a, device=host), torch.arange(p, device=host)
     real = columns < own  # [m, a]
-    queries = torch.where(real, begin + columns, begin)
-    keys = torch.cat([torch.where(before < shared, start + before, begin), queries], dim=1)
+    queries = torch.where(real, start + columns, start)
+    keys = torch.cat([torch.where(before < shared, shared_start + before, start), queries], dim=1)
     mask = None
     if p:
         causal = columns[None, :, None] >= columns[None, None, :]

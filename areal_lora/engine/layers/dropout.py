@@ -55,17 +55,17 @@ def site_key(name: str) -> int:
 
 
 def text_keys(tokens: np.ndarray, starts: Sequence[int] | np.ndarray = (0,)) -> np.ndarray:
-    """int64 [n] for the tokens [n] of sequences that begin at ``starts``: of each the text up to it."""
-    begin = np.asarray(starts, dtype=np.int64)
-    lengths = np.diff(begin, append=len(tokens))
-    places = np.arange(len(tokens)) - begin.repeat(lengths)
+    """int64 [n] for the tokens [n] of sequences that start at ``starts``: of each the text up to it."""
+    start = np.asarray(starts, dtype=np.int64)
+    lengths = np.diff(start, append=len(tokens))
+    places = np.arange(len(tokens)) - start.repeat(lengths)
     values = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     values += places.astype(np.uint64) * np.uint64(_SECOND)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         values ^= values >> np.uint64(shift)
         values *= np.uint64(factor)
     sums = np.cumsum(values, dtype=np.uint64)
-    sums -= np.insert(sums, 0, 0)[begin].repeat(lengths)  # those of the sequences before
+    sums -= np.insert(sums, 0, 0)[start].repeat(lengths)  # those of the sequences before
     return sums.view(np.int64)
 
 

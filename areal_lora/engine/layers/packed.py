@@ -26,7 +26,7 @@ PAD_ID = 0
 class Packed:
     """One rank's micro-batch of n tokens in trees, padded to t, with p predictions.
 
-    Prediction k says how likely ``targets[k]`` is after token ``sources[k]``. ``index`` [tokens of ``micro``] is each
+    Prediction k is how likely ``targets[k]`` is after token ``sources[k]``. ``index`` [tokens of ``micro``] is each
     token's prediction; p for the first token of a sequence, which has none.
     """
 
@@ -50,13 +50,13 @@ def pack(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device)
     segments: list[Segment] = []
     if micro is not None:
         segments, origins, reads = _segments(trees, micro.cu_seqlens.tolist())
-        begin, own, start, shared = np.array([(s.begin, s.own, s.start, s.shared) for s in segments]).T
+        start, own, shared_start, shared = np.array([(s.start, s.own, s.shared_start, s.shared) for s in segments]).T
         held = runs(np.array(origins), own)  # the token of ``micro`` that each token of the row is
         tokens = micro.token_ids.numpy()
         row[: len(held)] = tokens[held]
         keys[: len(held)] = text_keys(tokens, micro.cu_seqlens[:-1].numpy())[held]
         before = np.arange(-1, len(held) - 1)  # the token before each token of the row, -1 at a start
-        before[begin] = np.where(shared > 0, start + shared - 1, -1)
+        before[start] = np.where(shared > 0, shared_start + shared - 1, -1)
         where = runs(*np.array(reads).T)  # the row's token of each token of the sequences
     sources, targets, number = _predictions(row, before)
     return Packed(
@@ -82,16 +82,16 @@ def _segments(trees: Sequence[Tree], bounds: Sequence[int]) -> tuple[list[Segmen
     reads: list[tuple[int, int]] = []
     at = number = 0
     for tree in trees:
-        start, n = at, tree.shared
+        shared_start, n = at, tree.shared
         if n:
-            segments.append(Segment(begin=at, own=n))
+            segments.append(Segment(start=at, own=n))
             origins.append(bounds[number])
             at += n
         for _ in tree.sequences:
             own = bounds[number + 1] - bounds[number] - n
-            segments.append(Segment(begin=at, own=own, start=start, shared=n))
+            segments.append(Segment(start=at, own=own, shared_start=shared_start, shared=n))
             origins.append(bounds[number] + n)
-            reads += ((start, n), (at, own))
+            reads += ((shared_start, n), (at, own))
             at, number = at + own, number + 1
     return segments, origins, reads
 

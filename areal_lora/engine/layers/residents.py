@@ -1,7 +1,7 @@
 """Which of the adapters of one base a model computes with.
 
-A layer that adapters extend is wrapped once. It holds its part of each resident adapter by name, and asks
-one `ActiveAdapter`, which all layers share, for the one that counts. None counts outside of `ActiveAdapter.using`:
+A layer that adapters extend is wrapped once. It holds its part of each resident adapter by name, and takes
+from one `ActiveAdapter`, which all layers share, for the one that counts. None counts outside of `ActiveAdapter.using`:
 a forward pass that names no adapter is one of the frozen base (contract C11).
 """
 

@@ -56,12 +56,12 @@ class Packing:
     def follow(self, model: nn.Module, active: ActiveAdapter) -> None:
         """Give ``active`` the keys of the micro-batch that a layer of ``model`` computes or recomputes."""
 
-        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def start(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             active.keys = self._keys[int(kwargs["attention_mask"])]
 
         for module in model.modules():
             if isinstance(module, TransformerLayer):
-                module.register_forward_pre_hook(begin, with_kwargs=True)
+                module.register_forward_pre_hook(start, with_kwargs=True)
 
     def plan(self, number: Tensor) -> AttentionPlan:
         return self._plans[int(number)][0]

@@ -1,6 +1,6 @@
 """A table of patches that lets Megatron-core 0.16 and Megatron-Bridge 0.3 run without a GPU.
 
-Megatron asks `torch.cuda` for its device, streams and RNG state even where there is no GPU. Each row states
+Megatron takes from `torch.cuda` its device, streams and RNG state even where there is no GPU. Each row states
 what is replaced and why. The engine calls `install_cpu_patches` before the first import of Megatron, and only
 where the device is cpu.
 """

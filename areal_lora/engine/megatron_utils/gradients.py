@@ -37,8 +37,8 @@ def classify(memory: AdapterMemory) -> list[GradientClass]:
     )
     classes = []
     for part, groups, counted in rows:
-        begin, end = memory.arena.extent(part)
-        if end > begin:
+        start, end = memory.arena.extent(part)
+        if end > start:
             needed = [group for group in groups if dist.get_world_size(group) > 1]
-            classes.append(GradientClass(begin=begin, end=end, groups=needed, counted=counted))
+            classes.append(GradientClass(start=start, end=end, groups=needed, counted=counted))
     return classes

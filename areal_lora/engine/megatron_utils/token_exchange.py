@@ -58,7 +58,7 @@ class Ranks:
 
 
 def _wait(works: Iterable[dist.Work]) -> None:
-    for work in list(works):  # all are begun first
+    for work in list(works):  # all are started first
         work.wait()
 
 

@@ -57,7 +57,7 @@ def write_hosts(step: Path, hosts: Sequence[str]) -> Path:
 
 
 def placement(folder: RunFolder) -> dict[str, str]:
-    """Node of each process in the newest start of its step; empty before the job has begun a session."""
+    """Node of each process in the newest start of its step; empty before the job has started a session."""
     files: dict[str, tuple[int, Path]] = {}
     for path in folder.step("any").parent.glob(f"*/{_HOSTS}"):
         unit, _, start = path.parent.name.rpartition(".")

@@ -19,7 +19,7 @@ class Records:
     """What the tasks of a step have written. ``first`` names the first process that failed."""
 
     codes: Mapping[str, int]
-    began: frozenset[str]
+    started: frozenset[str]
     first: str | None = None
 
 
@@ -39,11 +39,13 @@ def causes(
         srun_code: srun's own code, used where a task could not record its own. It is 0 also when the only node of
             the step was lost.
         lost: Nodes that Slurm has lost.
-        logs: Log of each process, by name; ``srun_log`` holds what srun has said.
+        logs: Log of each process, by name; ``srun_log`` holds the output of srun.
     """
-    began = records.began or frozenset(records.codes)
-    gone = [spec.name for spec in specs if hosts[spec.name] in lost and records.codes.get(spec.name) != ExitCode.DONE]
-    first = gone[0] if gone else records.first
+    started = records.started or frozenset(records.codes)
+    lost_here = [
+        spec.name for spec in specs if hosts[spec.name] in lost and records.codes.get(spec.name) != ExitCode.DONE
+    ]
+    first = lost_here[0] if lost_here else records.first
     silent = [spec.name for spec in specs if spec.name not in records.codes]
     if first is None and silent:
         first = silent[0]
@@ -51,10 +53,10 @@ def causes(
         Ended(
             spec=spec,
             code=_code(records.codes.get(spec.name), srun_code),
-            log=logs[spec.name] if spec.name in began else srun_log,
+            log=logs[spec.name] if spec.name in started else srun_log,
             node=hosts[spec.name],
-            lost=spec.name == first and bool(gone),
-            never_began=spec.name == first and not began,
+            lost=spec.name == first and bool(lost_here),
+            never_started=spec.name == first and not started,
             why="" if spec.name == first or records.codes.get(spec.name) == ExitCode.DONE else "was ended",
         )
         for spec in specs

@@ -1,11 +1,11 @@
-"""Slurm's commands, and what the job asks about its steps and nodes."""
+"""Slurm's commands, and what the job reads of its steps and nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from areal_lora.errors import EnvironmentError_
-from areal_lora.launcher.slurm.queue import ask
+from areal_lora.launcher.slurm.queue import query
 
 ANSWER_S = 60.0
 _LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN")
@@ -14,7 +14,7 @@ _MARKS = "*~#!%$@^-"  # behind a state: Slurm 20.11 and older write DOWN* for a 
 
 def run(program: str, *arguments: str) -> str:
     """Return the output of a command. Raises EnvironmentError_ if it is missing, fails or does not answer."""
-    output, problem = ask(program, *arguments, answer_s=ANSWER_S)
+    output, problem = query(program, *arguments, answer_s=ANSWER_S)
     if problem:
         command = " ".join((program, *arguments))
         raise EnvironmentError_(f"{command}: {problem} (fix: see to it that Slurm's programs work on this machine)")

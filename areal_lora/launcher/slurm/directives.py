@@ -1,4 +1,4 @@
-"""What Slurm is asked for, as text: the ``#SBATCH`` lines of a job and the srun options of a role. Pure.
+"""The request to Slurm, as text: the ``#SBATCH`` lines of a job and the srun options of a role. Pure.
 
 A heterogeneous job has one block of lines for each component, with ``#SBATCH hetjob`` between them. Slurm hands some
 options of the first component (memory, account) to the others and some not (GPUs), so each block has all that concerns
@@ -61,7 +61,7 @@ def quoted(text: str) -> str:
 
 def _of_the_job(config: Config, plan: JobPlan) -> list[str]:
     """What the whole job has: its name, its log, how it is requeued."""
-    # In a file name % begins a replacement.
+    # In a file name % starts a replacement.
     log = str(plan.run_folder.log("job-JOB")).replace("%", "%%").replace("job-JOB", "job-%j")
     return [
         f"--job-name={config.run.name}",

@@ -102,7 +102,7 @@ class Job:
         path.write_text(f"{self._job.job}\n", encoding="ascii")
 
     def _begin(self) -> Lifetime:
-        """Begin the session; count and record the requeue that led to it."""
+        """Start the session; count and record the requeue that led to it."""
         last = read_lifetime(self._folder)
         lifetime = next_lifetime(last, self._job.job, self._job.restarts, self._newest())
         write_lifetime(self._folder, lifetime)
@@ -135,7 +135,7 @@ class Job:
         return result
 
     def _requeue(self, lifetime: Lifetime, result: Outcome) -> Outcome:
-        """Requeue the job, or say why it ends instead."""
+        """Requeue the job, or state why it ends instead."""
         without = lifetime.next_without(self._newest())
         if why := too_many(without, self._config.run.max_restarts):
             return Outcome(code=ExitCode.COMPONENT_FAILED, text=f"{result.requeue}; the job ends as failed: {why}")

@@ -32,8 +32,8 @@ def outcome(failure: Ended | None, word: str, state: str) -> Outcome:
     """Decide about the job.
 
     Args:
-        failure: The process that ended the run; None where it is done or was asked to stop.
-        word: What the job was asked to do from outside; empty for nothing.
+        failure: The process that ended the run; None where it is done or was told to stop.
+        word: The request from outside; empty for none.
         state: The job's state. RUNNING also after USR1 and before a preemption with a grace time.
             COMPLETING or PENDING: Slurm ends or requeues the job by itself, after scancel or a preemption.
     """
@@ -49,7 +49,7 @@ def outcome(failure: Ended | None, word: str, state: str) -> Outcome:
     name = failure.spec.name
     if failure.lost:
         return Outcome(code=SIGNALLED, requeue=f"{name} {failure.how()}, and the job cannot do without it")
-    if failure.code in NON_RETRYABLE and not failure.never_began:
+    if failure.code in NON_RETRYABLE and not failure.never_started:
         text = f"{name} {failure.how()}, which would happen again: no requeue"
         return Outcome(code=failure.code, text=text, failure=failure)
     text = f"{name} {failure.how()} and has no restarts left: the job ends as failed"
@@ -62,11 +62,11 @@ LOOK_S = 2.0
 
 
 class Words:
-    """``first`` is the first thing that was asked, empty before.
+    """``first`` is the first request, empty before.
 
     The batch script writes a line for each signal to the pipe ``fd``, whose end means that the script is over. A task
-    creates ``RunFolder.asked`` for a USR1 to the steps. A session that the run folder no longer names was replaced:
-    this job was cut off, and Slurm has started it elsewhere.
+    creates ``RunFolder.requeue_request`` for a USR1 to the steps. A session that the run folder no longer names was
+    replaced: this job was cut off, and Slurm has started it elsewhere.
     """
 
     def __init__(self, fd: int, run_folder: RunFolder) -> None:
@@ -75,7 +75,7 @@ class Words:
         self._next_look = 0.0
 
     def any(self) -> bool:
-        """Look whether something was asked; never waits."""
+        """Whether there was a request; never waits."""
         now = time.monotonic()
         if not self.first:
             self._read()
@@ -93,7 +93,7 @@ class Words:
         try:
             if self._folder.session_name.read_text(encoding="ascii").strip() != self._folder.session:
                 self.first = REPLACED
-            elif self._folder.asked.exists():
+            elif self._folder.requeue_request.exists():
                 self.first = USR1
         except OSError:
             return  # looked at again soon

@@ -1,4 +1,4 @@
-"""Ask Slurm about a job: ``scontrol``, and where it has forgotten the job ``sacct``. Nothing else asks about jobs."""
+"""Query Slurm about a job: ``scontrol``, and where it has forgotten the job ``sacct``. Nothing else queries jobs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _SACCT_FIELDS = ("JobID", "State", "Reason", "ExitCode", "NodeList", "Start", "E
 def look(job: str, tries: int = 1) -> JobRecord:
     """What Slurm knows about ``job``. Of a heterogeneous job: its first component, with the nodes of all.
 
-    Never raises: ``why`` states what is missing. Asks ``tries`` times where Slurm does not answer.
+    Never raises: ``why`` states what is missing. Tries ``tries`` times where Slurm does not answer.
     """
-    output, problem = ask("scontrol", "-o", "show", "job", job)
+    output, problem = query("scontrol", "-o", "show", "job", job)
     while tries > 1 and problem and _FORGOTTEN not in problem:
         time.sleep(AGAIN_S)
         tries -= 1
-        output, problem = ask("scontrol", "-o", "show", "job", job)
+        output, problem = query("scontrol", "-o", "show", "job", job)
     if output:
         records = list(parse_scontrol(output, job))
         if records:
             return records[0]
     if problem and _FORGOTTEN not in problem:
         return JobRecord(id=job, why=problem)
-    output, _ = ask("sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_SACCT_FIELDS))
+    output, _ = query("sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_SACCT_FIELDS))
     records = list(parse_sacct(output, job))
     if records:
         return records[-1]
@@ -42,7 +42,7 @@ def hosts(nodes: str) -> list[str]:
     """Expand Slurm's list of nodes, such as ``n[1-3],m1``; empty where scontrol does not answer."""
     if not nodes:
         return []
-    output, _ = ask("scontrol", "show", "hostnames", nodes)
+    output, _ = query("scontrol", "show", "hostnames", nodes)
     return output.split()
 
 
@@ -86,7 +86,7 @@ def parse_sacct(text: str, job: str) -> Iterator[JobRecord]:
         )
 
 
-def ask(program: str, *arguments: str, answer_s: float = ANSWER_S) -> tuple[str, str]:
+def query(program: str, *arguments: str, answer_s: float = ANSWER_S) -> tuple[str, str]:
     """Output of a Slurm command, and why there is none."""
     try:
         done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=answer_s)
@@ -100,7 +100,7 @@ def ask(program: str, *arguments: str, answer_s: float = ANSWER_S) -> tuple[str,
 def cancel(job: str, *, now: bool = False) -> None:
     """Have Slurm end ``job`` for good: its steps stop in order first, unless ``now``. Raises EnvironmentError_."""
     if now:
-        ask("scancel", "--signal=KILL", "--full", job)
-    _, problem = ask("scancel", job)
+        query("scancel", "--signal=KILL", "--full", job)
+    _, problem = query("scancel", job)
     if problem and _FORGOTTEN not in problem:
         raise EnvironmentError_(f"job {job} cannot be cancelled: {problem} (fix: run scancel {job} where it works)")

@@ -13,7 +13,7 @@ from areal_lora.run_folder.paths import RunFolder
 class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
     """From one start of the batch script to the next.
 
-    ``newest`` are the newest checkpoints at its begin, by adapter. ``without``: requeues up to this one without a new
+    ``newest`` are the newest checkpoints at its start, by adapter. ``without``: requeues up to this one without a new
     checkpoint. ``reason`` is why it was requeued, as far as the job itself decided that.
     """
 
@@ -34,7 +34,7 @@ class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def next_lifetime(last: Lifetime | None, job: str, restarts: int, newest: Mapping[str, int]) -> Lifetime:
-    """The lifetime that begins now. A job that was submitted again counts from the start."""
+    """The lifetime that starts now. A job that was submitted again counts from the start."""
     again = last is not None and last.job == job and restarts > last.restarts
     without = last.next_without(newest) if last is not None and again else 0
     return Lifetime(job=job, restarts=restarts, newest=dict(newest), without=without)

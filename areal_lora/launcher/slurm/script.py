@@ -1,4 +1,4 @@
-"""The batch script of a run: what Slurm is asked for, and the start of the supervisor inside the job.
+"""The batch script of a run: the request to Slurm, and the start of the supervisor inside the job.
 
 All decisions are the supervisor's (``launcher.slurm.job``). The script forwards signals to it through a pipe, which
 keeps them until the supervisor reads: none is lost however early it comes.
@@ -90,7 +90,7 @@ def submit(config: Config, plan: JobPlan, prepare: Callable[[], None]) -> str:
         raise EnvironmentError_(
             f"sbatch is not on this machine (fix: run `sbatch {script}` where it is, or set cluster.kind=local)"
         )
-    # Held, because it would begin with the folder as it is now.
+    # Held, because it would start with the folder as it is now.
     job = _slurm("sbatch", "--parsable", "--hold", stdin=text, fix="see cluster.slurm").partition(";")[0]
     try:
         prepare()

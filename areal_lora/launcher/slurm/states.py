@@ -92,7 +92,7 @@ STATES: dict[str, tuple[str, str]] = {
     "RUNNING": ("the job runs", ""),
     "COMPLETING": ("the job ends: its last processes and epilogs are awaited", ""),
     "STOPPED": ("the processes of the job are stopped (SIGSTOP) and keep their nodes", "scontrol resume JOB"),
-    "SUSPENDED": ("the job is suspended and keeps its nodes; nothing of it runs", "wait, or ask the admins"),
+    "SUSPENDED": ("the job is suspended and keeps its nodes; nothing of it runs", "wait, or contact the admins"),
     "REQUEUED": ("the job is being requeued; it resumes by itself", ""),
     "REQUEUE_HOLD": ("the job was requeued on hold", "scontrol release JOB"),
     "SPECIAL_EXIT": ("the job was requeued on hold with a special exit code", "scontrol release JOB"),
@@ -112,7 +112,7 @@ CODES: dict[int, tuple[str, str]] = {
     ),
     ExitCode.COMPONENT_FAILED: (
         "a process failed more often than its budget of restarts allows, or the budget of requeues is spent",
-        f"{LOGS}; {RESUME} begins with a full budget",
+        f"{LOGS}; {RESUME} starts with a full budget",
     ),
     ExitCode.DISK: (
         "a checkpoint or record could not be written or read",
@@ -137,7 +137,7 @@ REASONS: dict[str, tuple[str, str]] = {
         "scontrol show node names the reason; relax constraint, nodelist or exclude",
     ),
     "launch failed requeued held": ("its start failed on a node, and Slurm holds it", "scontrol release JOB"),
-    "JobHeldAdmin": ("an admin holds it", "ask the admins why"),
+    "JobHeldAdmin": ("an admin holds it", "contact the admins"),
     "JobH": ("it is on hold by its user, or was requeued too often", "scontrol release JOB"),
     "QOS": ("a limit of its QOS is reached", "wait, or set another --qos (cluster.slurm.extra)"),
     "Assoc": ("a limit of its account or user is reached", "wait for other jobs of the account"),

@@ -22,12 +22,12 @@ from areal_lora.errors import EnvironmentError_, ExitCode
 from areal_lora.launcher.ended import Ended
 from areal_lora.launcher.plan import JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import unit_of
-from areal_lora.launcher.slurm import ask, commands
+from areal_lora.launcher.slurm import commands, request_stacks
 from areal_lora.launcher.slurm.allocation import Allocation, write_hosts
 from areal_lora.launcher.slurm.causes import Records, causes
 from areal_lora.launcher.slurm.directives import step_options
 from areal_lora.launcher.slurm.script import STEP
-from areal_lora.launcher.slurm.task import BEGAN, FIRST, task_script
+from areal_lora.launcher.slurm.task import FIRST, STARTED, task_script
 from areal_lora.launcher.supervise import STOP_GRACE_S
 from areal_lora.launcher.watch import EARLY_END_S
 
@@ -94,7 +94,7 @@ class SlurmSteps:
         """Nothing: a node's shared memory is out of reach."""
 
     def ask_stacks(self) -> int:
-        """One task on each node asks; a component of a heterogeneous job has an srun of its own."""
+        """One task on each node; a component of a heterogeneous job has an srun of its own."""
         pools: dict[int, set[str]] = {}
         for spec in self.running():
             pools.setdefault(self._plan.pool_of(spec.node), set()).add(self._job.hosts[spec.node])
@@ -108,7 +108,7 @@ class SlurmSteps:
         command = ["srun", "--overlap", *het, *nodes, "--ntasks-per-node=1", "--job-name=stacks"]
         try:
             done = subprocess.run(
-                [*command, sys.executable, "-m", ask.__name__],
+                [*command, sys.executable, "-m", request_stacks.__name__],
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -121,7 +121,7 @@ class SlurmSteps:
         return sum(int(word) for word in done.stdout.split() if word.isdecimal())
 
     def stop(self) -> None:
-        """Ask every process to end, wait up to `STOP_GRACE_S`, then kill the remaining ones."""
+        """Have every process end, wait up to `STOP_GRACE_S`, then kill the remaining ones."""
         self._signal("TERM", self._steps)
         _wait(self._steps, STOP_GRACE_S)
         self._kill([step for step in self._steps if step.srun.poll() is None])
@@ -205,7 +205,7 @@ class SlurmSteps:
         self._signal("KILL", steps)
         _wait(steps, KILL_S if steps else 0.0)
         for step in steps:
-            # It waits for a node that does not answer, or has not begun.
+            # It waits for a node that does not answer, or has not started.
             for end in (step.srun.terminate, step.srun.kill):
                 if step.srun.poll() is None:
                     end()
@@ -238,5 +238,5 @@ def _read_records(step: _Step) -> Records:
     first = None
     with contextlib.suppress(FileNotFoundError):
         first = os.readlink(step.folder / FIRST).rpartition(".")[0]
-    began = frozenset(name.removesuffix(BEGAN) for name in names if name.endswith(BEGAN))
-    return Records(codes=codes, began=began, first=first)
+    started = frozenset(name.removesuffix(STARTED) for name in names if name.endswith(STARTED))
+    return Records(codes=codes, started=started, first=first)

@@ -15,7 +15,7 @@ from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.run_folder.paths import RunFolder
 
 FIRST = "first"
-BEGAN = ".began"
+STARTED = ".started"
 
 
 def task_script(specs: Sequence[ProcessSpec], setup: Sequence[str], run_folder: RunFolder, exits: Path) -> str:
@@ -23,7 +23,7 @@ def task_script(specs: Sequence[ProcessSpec], setup: Sequence[str], run_folder: 
 
     Args:
         setup: Shell lines to run first; one that fails ends the task with 69.
-        exits: Folder that takes ``<process>.began``, ``<process>.<code>`` and the link ``first``.
+        exits: Folder that takes ``<process>.started``, ``<process>.<code>`` and the link ``first``.
     """
     return "\n".join(
         [
@@ -32,7 +32,7 @@ def task_script(specs: Sequence[ProcessSpec], setup: Sequence[str], run_folder: 
             *(f"  {i}) {_process(spec)} ;;" for i, spec in enumerate(specs)),
             "esac",
             f"EXITS={shlex.quote(str(exits))}",
-            f"ASKED={shlex.quote(str(run_folder.asked))}",
+            f"REQUEUE={shlex.quote(str(run_folder.requeue_request))}",
             _RECORD,
             *_setup(setup),
             _WORK,
@@ -71,7 +71,7 @@ record() {{
     FOUND=${{FOUND#/proc/}}
     kill -KILL "${{FOUND%/environ}}" 2>/dev/null
   done
-  # And their shared memory: this user's, made since this task began, mapped and open nowhere.
+  # And their shared memory: this user's, made since this task started, mapped and open nowhere.
   find /dev/shm -maxdepth 1 -type f -user "$(id -u)" -newermt "@$SINCE" \\( {_SHARED} \\) | while read -r FOUND; do
     grep -qs " $(stat -c %i "$FOUND") */dev/shm/" /proc/[0-9]*/maps && continue
     [ -z "$(find /proc/[0-9]*/fd -lname "$FOUND" -print -quit 2>/dev/null)" ] && rm -f "$FOUND"
@@ -80,11 +80,11 @@ record() {{
 }}
 export AREAL_LORA_TASK="$EXITS/$NAME"
 SINCE=$(date +%s)
-hostname > "$EXITS/$NAME{BEGAN}"
+hostname > "$EXITS/$NAME{STARTED}"
 HEARD=
 trap '' TERM
 # From scancel --signal=USR1 without --batch: the job is to be requeued.
-trap 'HEARD=1; : > "$ASKED"' USR1"""
+trap 'HEARD=1; : > "$REQUEUE"' USR1"""
 
 # `wait` ends early at a signal.
 _WORK = """\

@@ -24,7 +24,7 @@ from areal_lora.obs.metrics.records import (
     position,
 )
 from areal_lora.obs.metrics.samples import sample_lines
-from areal_lora.obs.metrics.undone import Mark, Undone
+from areal_lora.obs.metrics.void import Mark, VoidRecords
 from areal_lora.run_folder.jsonl import whole_lines
 from areal_lora.run_folder.paths import RunFolder
 
@@ -110,7 +110,7 @@ def iter_metrics(run_folder: RunFolder | Path | str) -> Iterator[Record]:
     returned by the next call. Raises ConfigError with file and line for a line that is not a record.
     """
     folder = RunFolder.of(run_folder)
-    path, undone, end = folder.metrics, Undone(), 0
+    path, undone, end = folder.metrics, VoidRecords(), 0
     for number, (nbytes, head) in enumerate(_heads(path), 1):
         undone.note(number, head.mark())
         end += nbytes
@@ -170,7 +170,7 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 def mark_of(record: Record) -> Mark:
-    """The identity of a record (`undone`)."""
+    """The identity of a record (`void`)."""
     kind = str(record.__struct_config__.tag)
     index = record.step if isinstance(record, RolloutSampleRecord) else record.version
     return Mark(

@@ -80,7 +80,7 @@ class Means:
         return [(sums[1] / sums[0], [v / sums[0] for v in sums[2:]]) for _, sums in sorted(self._buckets.items())]
 
 
-class Smoothed:
+class MovingMean:
     """The moving mean of a `Means` of one value, over a twelfth of the run."""
 
     def __init__(self, means: Means) -> None:

@@ -201,15 +201,15 @@ def _restarts(folder: RunFolder) -> str:
     for event in read_events(folder):
         match event:
             case RestartEvent():
-                rows.append((event.at, event.who, event.how))
+                rows.append((event.at, event.process, event.how))
             case StallEvent():
-                rows.append((event.at, event.who, f"sent no heartbeat; stacks in {event.stacks}"))
+                rows.append((event.at, event.process, f"sent no heartbeat; stacks in {event.stacks}"))
             case AbandonEvent():
-                rows.append((event.at, event.who, f"{event.how}; the run continues without it"))
+                rows.append((event.at, event.process, f"{event.how}; the run continues without it"))
             case RequeueEvent():
                 rows.append((event.at, f"Slurm job {event.job}", f"requeued: {event.why}"))
             case EndEvent():
-                rows.append((event.at, event.who, f"{event}; the run ended with exit code {event.code}"))
+                rows.append((event.at, event.process, f"{event}; the run ended with exit code {event.code}"))
     return table("Restarts and failures", ("at", "process", "because it"), rows)
 
 

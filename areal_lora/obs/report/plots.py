@@ -21,7 +21,7 @@ from areal_lora.obs.metrics.records import (
     position,
 )
 from areal_lora.obs.report import svg
-from areal_lora.obs.report.curves import Curve, Means, Smoothed
+from areal_lora.obs.report.curves import Curve, Means, MovingMean
 
 Plot = tuple[str, str, str]
 Values: TypeAlias = Mapping[str, float | None]
@@ -116,7 +116,7 @@ class RewardLines(Lines):
 
     @property
     def smoothed(self) -> svg.Series:
-        return svg.Series(name="smoothed", points=Smoothed(self._means))
+        return svg.Series(name="smoothed", points=MovingMean(self._means))
 
     def series(self) -> list[svg.Series]:
         return [*(replace(raw, faint=True) for raw in super().series()), self.smoothed]
@@ -136,7 +136,7 @@ class Stacked:
     def draw(self, x_label: str, marks: Sequence[float]) -> str:
         rows = self._means.rows()
         columns = {name: [values[i] for _, values in rows] for i, name in enumerate(self._names)}
-        return svg.stacked_bars([x for x, _ in rows], columns, x_label=x_label, most=BARS, marks=marks)
+        return svg.stacked_bars([x for x, _ in rows], columns, x_label=x_label, max_bars=BARS, marks=marks)
 
 
 class Staleness:

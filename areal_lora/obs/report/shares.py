@@ -10,7 +10,7 @@ from areal_lora.obs.metrics.records import Record, ResumeRecord, StepRecord
 from areal_lora.obs.report import svg
 
 BARS = 80
-TURNS, LEAST_BARS = 2, 4
+TURNS, MIN_BARS = 2, 4
 """A bar holds so many steps of each adapter on average, unless there would be fewer bars than these."""
 DRAWN = 6
 """Adapters with a colour of their own; the rest is drawn as one."""
@@ -48,7 +48,7 @@ class Shares:
     def rows(self) -> list[tuple[float, dict[str, float]]]:
         """(middle of a bar in seconds, share by adapter), from the start to the last step; 0 where none was trained."""
         spans = max(self._tokens, default=-1) + 1
-        bars = min(BARS, max(LEAST_BARS, self._steps // (TURNS * len(self._names))))
+        bars = min(BARS, max(MIN_BARS, self._steps // (TURNS * len(self._names))))
         width, found = max(1, math.ceil(spans / bars)), []
         for start in range(0, spans, width):
             tokens: Counter[str] = Counter()
@@ -65,14 +65,14 @@ class Shares:
         unit_s, unit = next((size, name) for limit, size, name in UNITS if last_s >= limit)
         layers = {name: [shares[name] for _, shares in rows] for name in self._names}
         sums = sum(self._tokens.values(), Counter[str]())
-        most = sorted(self._names, key=lambda name: -sums[name])
-        drawn = [name for name in self._names if name in most[: DRAWN if len(most) > DRAWN + 1 else None]]
+        largest = sorted(self._names, key=lambda name: -sums[name])
+        drawn = [name for name in self._names if name in largest[: DRAWN if len(largest) > DRAWN + 1 else None]]
         columns = {name: layers[name] for name in drawn}
         if rest := [layers[name] for name in self._names if name not in drawn]:
             columns[REST] = [sum(values) for values in zip(*rest, strict=True)]
         times = [at / unit_s for at, _ in rows]
         marks = [at / unit_s for at in self._resumed_s]
-        return svg.stacked_bars(times, columns, x_label=f"{unit} since the start", most=BARS, marks=marks)
+        return svg.stacked_bars(times, columns, x_label=f"{unit} since the start", max_bars=BARS, marks=marks)
 
     def _merge(self) -> None:
         self._span_s *= 2

@@ -145,13 +145,13 @@ def stacked_bars(
     layers: Mapping[str, Sequence[float]],
     *,
     x_label: str,
-    most: int = 80,
+    max_bars: int = 80,
     marks: Sequence[float] = (),
 ) -> str:
-    """Bars at ``xs`` whose parts are the layers, bottom first. More than ``most`` are averaged together."""
+    """Bars at ``xs`` whose parts are the layers, bottom first. More than ``max_bars`` are averaged together."""
     if not xs or not layers:
         return _frame([_nothing()])
-    every = math.ceil(len(xs) / most)
+    every = math.ceil(len(xs) / max_bars)
     chunks = [slice(i, i + every) for i in range(0, len(xs), every)]
     places = [_mean(xs[c]) for c in chunks]
     heights = {name: [_mean(values[c]) for c in chunks] for name, values in layers.items()}

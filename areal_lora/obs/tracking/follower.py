@@ -24,7 +24,7 @@ from areal_lora.obs.metrics.records import (
     ResumeRecord,
     StepRecord,
 )
-from areal_lora.obs.metrics.undone import Undone
+from areal_lora.obs.metrics.void import VoidRecords
 from areal_lora.obs.report.page import report_page
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.obs.tracking.public_config import public_json
@@ -39,7 +39,7 @@ HOLD_S = 120.0
 
 
 @dataclass(slots=True)
-class _Unsaved:
+class _UnsavedStep:
     """A step that no checkpoint contains yet."""
 
     line: int
@@ -48,15 +48,15 @@ class _Unsaved:
 
 
 @dataclass(slots=True)
-class _Held:
+class _UnsavedSteps:
     """The unsaved steps of each adapter, oldest first."""
 
-    steps: dict[str, deque[_Unsaved]] = field(default_factory=dict)
+    steps: dict[str, deque[_UnsavedStep]] = field(default_factory=dict)
 
     def see(self, line: int, record: Record, now_s: float) -> None:
         match record:
             case StepRecord(adapter=adapter, step=step):
-                self.steps.setdefault(adapter, deque()).append(_Unsaved(line=line, step=step, seen_s=now_s))
+                self.steps.setdefault(adapter, deque()).append(_UnsavedStep(line=line, step=step, seen_s=now_s))
             case CheckpointRecord(adapter=adapter, version=version, failed=False):
                 unsaved = self.steps.get(adapter, deque())
                 while unsaved and unsaved[0].step < version:
@@ -83,7 +83,7 @@ class Follower:
     def __init__(self, run_folder: RunFolder, sent: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._ahead, self._behind = MetricsTail(run_folder), MetricsTail(run_folder)
         self._sent, self._clock = sent, clock
-        self._undone, self._held = Undone(), _Held()
+        self._undone, self._held = VoidRecords(), _UnsavedSteps()
         self._known = self._line = 0
         self._waiting: deque[Record] = deque()
         self._time_s = 0.0

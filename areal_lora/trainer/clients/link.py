@@ -46,7 +46,7 @@ from areal_lora.trainer.adapter import Adapter, ControllerState
 from areal_lora.trainer.clients.passes import Limits, problem
 from areal_lora.trainer.clients.saved_states import loadable, named
 from areal_lora.trainer.step_metrics import Window
-from areal_lora.trainer.work import Operates
+from areal_lora.trainer.work import Operate
 from areal_lora.types import AdapterRef
 
 log = get_logger(__name__)
@@ -113,18 +113,18 @@ class Clients:
             for message in received:
                 self._send(self._backlog.receive(message))
 
-    def first(self, adapters: Sequence[str], may_begin: Callable[[Operation], bool]) -> Operates | None:
-        """The next operation of the first of ``adapters`` that has one that ``may_begin``.
+    def first(self, adapters: Sequence[str], may_start: Callable[[Operation], bool]) -> Operate | None:
+        """The next operation of the first of ``adapters`` that has one that ``may_start``.
 
         Those for rank 0 alone are done here.
         """
         for adapter in adapters:
-            while (operation := self._next(adapter)) is not None and may_begin(operation):
+            while (operation := self._next(adapter)) is not None and may_start(operation):
                 with self._lock:
                     refused = self._backlog.refused(operation)
                 refused = refused or self._refused(operation)
                 if ends_window(operation.what) or not (refused or self._own(operation)):
-                    return Operates(adapter=adapter, operation=operation, refused=refused)
+                    return Operate(adapter=adapter, operation=operation, refused=refused)
                 self.complete(operation, refused or self._dropped(operation))
         return None
 

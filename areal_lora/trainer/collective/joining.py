@@ -17,7 +17,7 @@ from areal_lora.distributed.exchange import first_problem
 from areal_lora.errors import AdapterError, ArealLoraError
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.desired import DesiredAdapter
-from areal_lora.trainer.adapter import Adapter, ControllerState, Restored, TrainingState, build_adapter
+from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState, build_adapter
 from areal_lora.trainer.collective.fault_isolation import CONTAINED, enter, leave, release
 from areal_lora.trainer.collective.waits import join_last
 from areal_lora.trainer.roster import plan
@@ -118,7 +118,7 @@ def join(trainer: Trainer, work: Join) -> TrainingState | None:
     return state
 
 
-def _announce(trainer: Trainer, adapter: Adapter, restored: Restored | None) -> str:
+def _announce(trainer: Trainer, adapter: Adapter, restored: RestoredState | None) -> str:
     """Make the joining adapter known on rank 0; returns why it cannot be driven, or nothing."""
     assert trainer.rank_0
     assert trainer.rank_0.desired

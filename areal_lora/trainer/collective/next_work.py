@@ -23,11 +23,11 @@ from areal_lora.trainer.roster.plan import SERVED
 from areal_lora.trainer.state import Rank0, Trainer
 from areal_lora.trainer.work import (
     AdapterChange,
-    Concludes,
-    Ended,
-    Operates,
-    ServersChanged,
-    Unpublished,
+    CatchUp,
+    Conclude,
+    EndRun,
+    Operate,
+    PublishFault,
     Waiting,
     Work,
     share,
@@ -48,9 +48,9 @@ def next_work(trainer: Trainer, changes: Changes = lambda: None) -> Work | None:
     """
     while True:
         work = share(_decide(trainer, trainer.rank_0, changes) if trainer.rank_0 else None, trainer.control)
-        if isinstance(work, Ended):
+        if isinstance(work, EndRun):
             return None
-        if not isinstance(work, ServersChanged):
+        if not isinstance(work, CatchUp):
             return work
         catch_up(trainer)
 
@@ -60,7 +60,7 @@ def _decide(trainer: Trainer, rank_0: Rank0, changes: Changes) -> Work:
     if (change := changes()) is not None:
         return change
     operation = _of_clients(trainer)
-    if isinstance(operation, Concludes):
+    if isinstance(operation, Conclude):
         return operation
     active, draining = (
         [s.name for s in trainer.states.values() if s.phase is phase]
@@ -68,7 +68,7 @@ def _decide(trainer: Trainer, rank_0: Rank0, changes: Changes) -> Work:
     )
     remain = any(state.phase in SERVED for state in trainer.states.values())
     if not remain and (rank_0.desired is None or rank_0.desired.closed):
-        return Ended()
+        return EndRun()
     clients = {state.name for state in trainer.states.values() if state.adapter.config.is_client}
     wanted = before(rank_0.turns.order(active), clients, operation.adapter if operation else None)
     if operation is not None and not wanted:
@@ -83,13 +83,13 @@ def _interruption(trainer: Trainer, changes: Changes, waiting: Waiting) -> Work 
     """What is to be done before the next batch, on rank 0."""
     waiting.signal()
     if (failed := trainer.publishing.failed()) is not None:
-        return Unpublished(adapter=failed)
+        return PublishFault(adapter=failed)
     if trainer.publishing.changed():
-        return ServersChanged()
+        return CatchUp()
     return changes() or _of_clients(trainer)
 
 
-def _of_clients(trainer: Trainer) -> Operates | Concludes | None:
+def _of_clients(trainer: Trainer) -> Operate | Conclude | None:
     """What has ended in the background, else the operation of the client whose turn it is among them, on rank 0."""
     if trainer.rank_0 is None or trainer.rank_0.clients is None:
         return None
@@ -114,17 +114,17 @@ def may_start(trainer: Trainer, operation: Operation) -> bool:
     return trainer.checkpointing.pending(name) is None
 
 
-def concluded(trainer: Trainer) -> Concludes | None:
+def concluded(trainer: Trainer) -> Conclude | None:
     """The first publish, checkpoint or saved state of a client's adapter that has ended and that no rank has joined."""
     for state in trainer.states.values():
         if not state.adapter.config.is_client or state.phase not in SERVED:
             continue
         if trainer.publishing.ended(state.name):
-            return Concludes(adapter=state.name, publish=True)
+            return Conclude(adapter=state.name, publish=True)
         save = trainer.checkpointing.pending(state.name)
         if save is None or not save.ended.is_set():
             continue
         again = save.failed and not save.label
         if not again or save.error is not None or time.monotonic() - save.ended_s >= RETRY_S:
-            return Concludes(adapter=state.name, publish=False)
+            return Conclude(adapter=state.name, publish=False)
     return None

@@ -32,10 +32,10 @@ from areal_lora.trainer.clients.saved_states import load_saved
 from areal_lora.trainer.collective.fault_isolation import contained
 from areal_lora.trainer.collective.waits import controller_state, join_checkpoint, join_publish
 from areal_lora.trainer.state import Trainer
-from areal_lora.trainer.work import Operates
+from areal_lora.trainer.work import Operate
 
 
-def operate(trainer: Trainer, state: TrainingState, work: Operates) -> None:
+def operate(trainer: Trainer, state: TrainingState, work: Operate) -> None:
     """Carry out one operation: answer it, or start what its answer waits for. Collective."""
     operation = work.operation
     with contained(trainer, state):

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from areal_lora.checkpoint.files import Disk
-from areal_lora.checkpoint.recover import Found, ResumePlan, explain, tidy
+from areal_lora.checkpoint.recover import ResumePlan, WholeCheckpoint, explain, tidy
 from areal_lora.checkpoint.saver import Save, Saver
 from areal_lora.checkpoint.state import (
     MANIFEST_FILE,
@@ -29,7 +29,7 @@ from areal_lora.errors import CheckpointError
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import companions
-from areal_lora.trainer.adapter import Adapter, ControllerState, Restored, TrainingState
+from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState
 from areal_lora.trainer.versions.peft import warm_start
 from areal_lora.types import AdapterRef
 
@@ -140,7 +140,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 def resume(
     engine: TrainEngine, adapters: Sequence[Adapter], config: Config, run_folder: RunFolder, exchange: Exchange
-) -> dict[str, Restored]:
+) -> dict[str, RestoredState]:
     """Load every adapter from its newest whole checkpoint, or its first version if it has none, with its companions.
 
     Collective. Rank 0 verifies the checkpoints in whole, the others read what they need. Adapters without a
@@ -169,7 +169,7 @@ def chosen(plan: ResumePlan, config: Config) -> list[str]:
     return [str(a.newest.path) if a.newest else "" for a in plan.adapters]
 
 
-def load(engine: TrainEngine, adapter: Adapter, path: str) -> Restored | None:
+def load(engine: TrainEngine, adapter: Adapter, path: str) -> RestoredState | None:
     """Load a resident adapter from the checkpoint at ``path``, or its first version if that is empty. Collective."""
     if not path:
         warm_start(engine, adapter, adapter.run.seed)
@@ -177,7 +177,7 @@ def load(engine: TrainEngine, adapter: Adapter, path: str) -> Restored | None:
     return _load(engine, adapter, Path(path)) if path else None
 
 
-def _load(engine: TrainEngine, adapter: Adapter, folder: Path) -> Restored:
+def _load(engine: TrainEngine, adapter: Adapter, folder: Path) -> RestoredState:
     manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
     tensors = read_files([folder / entry.name for entry in files_of(manifest)])
     engine.load_state(adapter.name, tensors, manifest.clock.step)
@@ -186,7 +186,7 @@ def _load(engine: TrainEngine, adapter: Adapter, folder: Path) -> Restored:
     controller = ControllerState(
         ledger=manifest.ledger, evaluations=manifest.evaluations, pending=frozenset(manifest.awaited)
     )
-    return Restored(version=manifest.version, controller=controller, kl_scale=manifest.kl_scale)
+    return RestoredState(version=manifest.version, controller=controller, kl_scale=manifest.kl_scale)
 
 
 def _log(plan: ResumePlan, config: Config) -> None:
@@ -197,7 +197,7 @@ def _log(plan: ResumePlan, config: Config) -> None:
             log.info("%s", _resumed(adapter.ref, adapter.newest, config))
 
 
-def _resumed(ref: AdapterRef, found: Found, config: Config) -> str:
+def _resumed(ref: AdapterRef, found: WholeCheckpoint, config: Config) -> str:
     """The log line of one adapter: which checkpoint, and what is configured otherwise than when it was written."""
     adapter = adapter_named(config, ref.name)
     was, now, steps = found.manifest, adapter.optimizer.model_dump(), adapter_run(config, adapter).steps

@@ -75,7 +75,7 @@ def _received(shard: ShardLayout, exchange: Exchange) -> Iterator[tuple[str, Ten
         exchange.receive(room[: bucket.nbytes], shard.source)
         values = torch.from_numpy(room[: bucket.nbytes]).view(torch.float32)
         for t in shard.tensors[bucket.first : bucket.last]:
-            at = (t.offset - bucket.begin) // 4
+            at = (t.offset - bucket.start) // 4
             yield t.name, values[at : at + math.prod(t.shape)].view(t.shape)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from areal_lora.algorithms.merging import MOST_LOST, CastLoss
+from areal_lora.algorithms.merging import MAX_LOST, CastLoss
 from areal_lora.checkpoint.saver import Save
 from areal_lora.data.collate import split_rows
 from areal_lora.engine.base import TrainEngine
@@ -35,7 +35,7 @@ Scores = list[list[float]]  # log-probabilities of the probe, one row per sequen
 
 
 @dataclass(slots=True, kw_only=True)
-class _Published:
+class _PublishState:
     """State of one adapter between publishes.
 
     ``base`` are the base's scores of the probe, ``noise`` the largest difference between two computations of them.
@@ -86,7 +86,7 @@ class AdapterPublishing:
     ) -> None:
         self._engine, self._publisher, self._payload = engine, publisher, _Payload(engine, mode == "merged")
         self._on_report, self._on_members = on_report, on_members
-        self._published: dict[str, _Published] = {}
+        self._published: dict[str, _PublishState] = {}
         self._lossy = False
 
     def publish(self, adapter: Adapter, version: int, save: Save | None) -> None:
@@ -176,7 +176,7 @@ class AdapterPublishing:
 
     def _warn_of_loss(self, report: PublishReport) -> None:
         """Warn when the cast starts to lose much of a merged adapter (rank 0's report is that of all ranks)."""
-        lossy = report.cast is not None and report.cast.error > MOST_LOST
+        lossy = report.cast is not None and report.cast.error > MAX_LOST
         if report.cast is not None and lossy and not self._lossy and self._on_report is not None:
             log.warning(
                 "%s: %.0f %% of the adapter survives the cast of the merged weights (relative error %.2f, limit %.2f): "
@@ -184,21 +184,21 @@ class AdapterPublishing:
                 report.ref,
                 100 * report.cast.survives,
                 report.cast.error,
-                MOST_LOST,
+                MAX_LOST,
             )
         self._lossy = lossy
 
-    def _kept(self, adapter: Adapter) -> _Published:
+    def _kept(self, adapter: Adapter) -> _PublishState:
         if adapter.name not in self._published:
             base, again = (self._engine.logprobs(adapter.probe, adapter=None) for _ in range(2))
-            self._published[adapter.name] = _Published(
+            self._published[adapter.name] = _PublishState(
                 layout=self._payload.layout(adapter),
                 base=split_rows(base, adapter.probe.cu_seqlens),
                 noise=float((base - again).abs().max()),
             )
         return self._published[adapter.name]
 
-    def _expected(self, adapter: Adapter, version: int, kept: _Published) -> ProbeExpectation:
+    def _expected(self, adapter: Adapter, version: int, kept: _PublishState) -> ProbeExpectation:
         """The trainer's scores of the probe: by the adapter now, by its base, and by the previous version."""
         cu_seqlens = adapter.probe.cu_seqlens
         scored = split_rows(self._engine.logprobs(adapter.probe, adapter=adapter.name), cu_seqlens)

@@ -41,7 +41,7 @@ class DeviceSide:
         watched_thread("device-broadcasts", self._run)
 
     def twin(self, flat: torch.Tensor) -> torch.Tensor:
-        """Device memory as long as ``flat``, the same memory for buffers that begin at the same address."""
+        """Device memory as long as ``flat``, the same memory for buffers that start at the same address."""
         held = self._memory.get(flat.data_ptr())
         if held is None or held.numel() < flat.numel():
             held = self._memory[flat.data_ptr()] = self.lane.twin(flat)
@@ -54,7 +54,7 @@ class DeviceSide:
         def make() -> None:
             try:
                 made.set_result(Issued.now(call()))
-            except BaseException as e:  # fault boundary: who waits for the broadcast gets the error  # noqa: BLE001
+            except BaseException as e:  # fault boundary: the waiting caller gets the error  # noqa: BLE001
                 made.set_exception(e)
 
         self._calls.put(make)

@@ -53,7 +53,7 @@ class Broadcast:
             try:
                 issued = self._issued.result(max(self._deadline - time.monotonic(), 0.0))
             except TimeoutError:
-                raise RuntimeError("the library did not begin it in time") from None
+                raise RuntimeError("the library did not start it in time") from None
             self._group.land(issued, self._flat, self._deadline)
 
     def done(self) -> bool:
@@ -114,7 +114,7 @@ class BroadcastGroup:
             self.bucket_bytes = min(self.bucket_bytes, READ_BYTES)
 
     def signal(self, segment: SharedSegment, deadline: float) -> Broadcast:
-        """Signal to receivers that read memory: the version in ``segment`` begins, or is complete (source)."""
+        """Signal to receivers that read memory: the version in ``segment`` starts, or is complete (source)."""
         return self.start(torch.frombuffer(bytearray(segment.signal().encode()), dtype=torch.uint8), deadline)
 
     def receive(self, parts: Sequence[Part], deadline: float) -> Inbox:
@@ -129,7 +129,7 @@ class BroadcastGroup:
         return Broadcast(self, flat, deadline)
 
     def issue(self, flat: torch.Tensor, deadline: float) -> Future[Issued]:
-        """Begin a broadcast; never waits for a library that works on a device."""
+        """Start a broadcast; never waits for a library that works on a device."""
         if (group := self._group) is None:
             raise PublishError(f"the group of source rank {self.source} is closed; form a new group")
         if self._device is not None:

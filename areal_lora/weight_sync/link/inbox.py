@@ -19,7 +19,7 @@ POLL_S, LONGEST_POLL_S = 1e-4, 2e-3  # interval of polling how far a source has 
 
 
 Part = tuple[int, int]
-"""(begin, end) in the source's memory, bytes."""
+"""(start, end) in the source's memory, bytes."""
 
 
 class Arriving(Protocol):
@@ -66,7 +66,7 @@ class RingInbox:
     """Receive parts over the wire, each into the buffer that has been free for longest."""
 
     def __init__(self, ring: Ring, parts: Sequence[Part], start: Start) -> None:
-        sizes = [end - begin for begin, end in parts]
+        sizes = [end - start for start, end in parts]
         self._start, self._ahead = start, deque(sizes)
         self._free = deque(ring.sized(max(sizes)))
         self._posted: deque[tuple[np.ndarray, int, Arriving]] = deque()
@@ -113,7 +113,7 @@ class Windows:
 class WindowInbox:
     """Read parts in the source's memory; a counter in that memory shows how far they are ready.
 
-    Two signals arrive over the wire, when the version begins and when it is complete. The pending second
+    Two signals arrive over the wire, when the version starts and when it is complete. The pending second
     signal fails if the source dies or abandons the version.
     """
 
@@ -126,7 +126,7 @@ class WindowInbox:
     def take(self) -> np.ndarray:
         if time.monotonic() >= self._deadline:
             raise PublishError("the deadline has passed, the version is abandoned")  # another version may need the slot
-        begin, end = self._parts.popleft()
+        start, end = self._parts.popleft()
         if self._version is None:
             self._begun.wait()
             self._version = Signal.decode(self._signal[0].tobytes())
@@ -140,7 +140,7 @@ class WindowInbox:
         if window.ready < end:
             self._complete.wait()  # raises, unless the source is at another version
         self.finish()
-        return window.view(begin, end)
+        return window.view(start, end)
 
     def finish(self) -> None:
         if self._version is not None and self._windows.of(self._version).generation != self._version.generation:

@@ -70,7 +70,7 @@ class Signal:
 
 
 class SharedSegment:
-    """Memory of a packed shard: ``bytes`` is uint8 [nbytes] and begins on a page.
+    """Memory of a packed shard: ``bytes`` is uint8 [nbytes] and starts on a page.
 
     If ``device`` is the CPU, receivers on this machine can map the segment; else it is page-locked and private.
     It is also private if the system has no memfd or refuses one.
@@ -151,11 +151,11 @@ class Window:
         """Number of leading bytes that can be read, if the generation is still the same afterwards."""
         return int(self._head[_READY])
 
-    def view(self, begin: int, end: int) -> np.ndarray:
-        """Read-only uint8 [end - begin], valid as long as the window. Raises PublishError for a part outside."""
-        part = self._bytes[begin:end]
-        if len(part) != end - begin:
-            raise PublishError(f"the source has {len(self._bytes)} bytes, {begin} to {end} were expected")
+    def view(self, start: int, end: int) -> np.ndarray:
+        """Read-only uint8 [end - start], valid as long as the window. Raises PublishError for a part outside."""
+        part = self._bytes[start:end]
+        if len(part) != end - start:
+            raise PublishError(f"the source has {len(self._bytes)} bytes, {start} to {end} were expected")
         return part
 
 

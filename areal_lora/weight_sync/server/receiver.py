@@ -88,8 +88,8 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """The layout and the posted receives of a ``begin``."""
+class _Started:
+    """The layout and the posted receives of a ``start``."""
 
     known: _Known
     reception: Reception
@@ -147,14 +147,14 @@ class AdapterReceiver:
             self._leave(0.0)
             raise
 
-    def begin(self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, timeout_s: float) -> None:
+    def start(self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, timeout_s: float) -> None:
         """Start staging ``manifest`` into ``slot`` and return; ``on_staged`` is called exactly once.
 
         The first receives are posted before this returns: the sources send only after that.
         The staging thread is a child of the first caller's thread and shares its cores and priority.
         ``layout`` may be None if this worker has received it before. Without a slot (none is free, or
         the version is active already) the transfer is drained and refused.
-        Raises PublishError if the previous ``begin`` is in progress or no group is joined.
+        Raises PublishError if the previous ``start`` is in progress or no group is joined.
         """
         if not self._idle.is_set():
             raise PublishError(f"{manifest.ref}: the receiver is still busy with the previous version")
@@ -162,16 +162,16 @@ class AdapterReceiver:
         if not groups:
             raise PublishError(f"{manifest.ref}: the receiver is in no group; the trainer must call /admin/join first")
         timer = PhaseTimer()
-        begun: _Begun | Exception
+        started: _Started | Exception
         try:
             known = self._layout(manifest, layout)
-            begun = _Begun(known, Reception(known.tables, groups, time.monotonic() + timeout_s, timer))
+            started = _Started(known, Reception(known.tables, groups, time.monotonic() + timeout_s, timer))
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are  # noqa: BLE001
-            begun = e
+            started = e
         if self._thread is None:
             self._thread = watched_thread("stage", self._stage_all)
         self._idle.clear()
-        self._work.put(partial(self._stage, manifest, slot, groups, begun, timer))
+        self._work.put(partial(self._stage, manifest, slot, groups, started, timer))
 
     def discard(self, ref: AdapterRef) -> None:
         """Forget a staged version that the server did not activate: it may be published again."""
@@ -188,7 +188,7 @@ class AdapterReceiver:
             known.pop(name, None)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Leave all groups; a transfer in progress fails and is reported. No ``begin`` may follow."""
+        """Leave all groups; a transfer in progress fails and is reported. No ``start`` may follow."""
         self._work.put(None)
         self._leave(timeout_s)
 
@@ -205,13 +205,18 @@ class AdapterReceiver:
             del stage  # or it would keep the memory and connections of groups that the receiver leaves meanwhile
 
     def _stage(
-        self, manifest: ShardManifest, slot: int | None, groups: _Groups, begun: _Begun | Exception, timer: PhaseTimer
+        self,
+        manifest: ShardManifest,
+        slot: int | None,
+        groups: _Groups,
+        started: _Started | Exception,
+        timer: PhaseTimer,
     ) -> None:
         written = False
         try:
-            if isinstance(begun, Exception):
-                raise begun
-            known, reception = begun.known, begun.reception
+            if isinstance(started, Exception):
+                raise started
+            known, reception = started.known, started.reception
             try:
                 with timer.phase("verify"):
                     plans, place = self._check(manifest, known, slot, groups)
@@ -234,7 +239,7 @@ class AdapterReceiver:
             result = timer.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))
         except Exception as e:  # fault boundary: whatever the engine raises must not leave the publish unanswered  # noqa: BLE001
             result = timer.result(manifest.ref, slot, reason=Refusal.WRITE, detail=repr(e))
-        if isinstance(begun, Exception):  # nothing was received, and how the bytes are cut may not be known
+        if isinstance(started, Exception):  # nothing was received, and how the bytes are cut may not be known
             _leave_at_once(groups)
         if not result.ok and written and slot is not None:
             self._writer.zero(slot)

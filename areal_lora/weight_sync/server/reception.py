@@ -19,7 +19,7 @@ from areal_lora.weight_sync.seal import SEAL_BYTES, adapter_digest, seal, shard_
 from areal_lora.weight_sync.tables import LayoutTables
 
 OnTensors = Callable[[int, int, int, int, Marks], None]
-"""``(shard index, address where the shard would begin, first tensor, last tensor + 1, marks)``: the tensors of a
+"""``(shard index, address where the shard would start, first tensor, last tensor + 1, marks)``: the tensors of a
 bucket have arrived; they must be measured into ``marks``."""
 
 
@@ -65,14 +65,14 @@ class _Source:
         self.marks = tables.shards[index].marks()
         self.trailer = np.empty(0, dtype=np.uint8)
         self._buckets = tables.buckets(index, group.bucket_bytes)
-        self._inbox = group.receive([*((b.begin, b.end) for b in self._buckets), trailer_part(self.shard)], deadline)
+        self._inbox = group.receive([*((b.start, b.end) for b in self._buckets), trailer_part(self.shard)], deadline)
 
     def arrivals(self, timer: PhaseTimer) -> Iterator[tuple[Bucket, int]]:
         """Yield (bucket, address of the shard's byte 0) in order; the memory is valid until the next iteration."""
         for bucket in self._buckets:
             with timer.phase("wire"):
                 part = self._inbox.take()
-            yield bucket, part.ctypes.data - bucket.begin
+            yield bucket, part.ctypes.data - bucket.start
         with timer.phase("wire"):
             self.trailer = self._inbox.take().copy()
         self._inbox.finish()  # all bytes were read: from here on only this process's memory is used

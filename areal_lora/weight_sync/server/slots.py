@@ -70,7 +70,10 @@ class SlotTable:
         return Counter(ref.name for ref in self._residents)
 
     def _may_take(self, name: str) -> bool:
-        """Whether a free slot may go to ``name``: each absent adapter has one, and the last is for who holds fewer."""
+        """Whether a free slot may go to ``name``.
+
+        Each absent adapter has one, and the last one is for an adapter that holds fewer than another.
+        """
         held = self.held()
         if not held[name]:
             return bool(self._free)
@@ -111,21 +114,21 @@ class SlotTable:
 
         Raises ValueError during its publish.
         """
-        gone = [r for r in self._residents.values() if r.ref.name == name]
-        if not all(r.active for r in gone):
+        dropped = [r for r in self._residents.values() if r.ref.name == name]
+        if not all(r.active for r in dropped):
             raise ValueError(f"{name} cannot be dropped while it is published")
-        for resident in gone:
+        for resident in dropped:
             del self._residents[resident.ref]
-        self._left += gone
+        self._left += dropped
         self._incarnations.pop(name, None)
-        return sum(r.in_use for r in gone)
+        return sum(r.in_use for r in dropped)
 
     def retire_left(self) -> list[Resident]:
         """Give back the slots of dropped adapters that no request uses."""
-        gone = [r for r in self._left if not r.in_use]
+        retired = [r for r in self._left if not r.in_use]
         self._left = [r for r in self._left if r.in_use]
-        self._free += [r.slot for r in gone]
-        return gone
+        self._free += [r.slot for r in retired]
+        return retired
 
     @property
     def draining(self) -> bool:
@@ -188,11 +191,11 @@ class SlotTable:
         Raises UnknownVersionError.
         """
         try:
-            asked = AdapterRef.parse(model_name)
+            requested = AdapterRef.parse(model_name)
         except ValueError:
             return self.resolve(model_name).ref
-        newest = self.newest(asked.name)
-        return newest if newest is not None and asked <= newest else self._active(asked).ref
+        newest = self.newest(requested.name)
+        return newest if newest is not None and requested <= newest else self._active(requested).ref
 
     def _versions(self, name: str) -> list[AdapterRef]:
         return [ref for ref in self.active() if ref.name == name]

@@ -24,7 +24,7 @@ from areal_lora.weight_sync.server.slots import Resident
 from areal_lora.weight_sync.server.versions import ServedVersions
 
 SLOT_WAIT_S = 1.0
-"""Longest wait for a slot in place where other adapters may be waiting behind: the trainer asks again."""
+"""Longest wait for a slot in place where other adapters may be waiting behind: the trainer tries again."""
 TAKEN_OFF = (Refusal.DUPLICATE, Refusal.WIRE)
 """Accepted answers to a repeated version: the worker has drained its bytes, or is in no group and receives none."""
 
@@ -170,7 +170,7 @@ class PublishTransaction:
     def activated(self, commit: Commit, stall_s: float, now: float, hold_s: float = 0.0) -> PublishReply:
         """Activate the version after the engine has done ``commit``, which stalled generation for ``stall_s``.
 
-        For ``hold_s`` before it no request could begin, because the running ones had to end first.
+        For ``hold_s`` before it no request could start, because the running ones had to end first.
         """
         self._require(_Phase.COMMITTING)
         worked = ("wire", "verify", "write")

@@ -13,7 +13,7 @@ from areal_lora.weight_sync.server.slots import Resident, SlotTable
 class ServedVersions:
     """A slot table for up to ``adapters`` adapters, the pins on its versions and the acknowledgement of each version.
 
-    ``keep`` versions of an adapter stay in their slots without a request; 0: a version ends as its successor begins,
+    ``keep`` versions of an adapter stay in their slots without a request; 0: a version ends as its successor starts,
     because both have the same memory (merged weights). A pin holds a version like a request,
     until a time that the caller gives. Each ``now`` is the driver's monotonic clock, in seconds.
     """
@@ -82,7 +82,7 @@ class ServedVersions:
         return ref
 
     def take_turn(self, ref: AdapterRef) -> None:
-        """Begin the publish of ``ref``. Raises ValueError during another publish: the driver must serialize them."""
+        """Start the publish of ``ref``. Raises ValueError during another publish: the driver must serialize them."""
         if self._publishing is not None:
             raise ValueError(f"{ref} cannot be published during the publish of {self._publishing}")
         self._publishing = ref
@@ -100,8 +100,8 @@ class ServedVersions:
 
         If there are none, the oldest unused version of the adapter that holds most slots, of ``incoming`` on a tie.
         """
-        if gone := [*self.slots.retire_left(), *map(self._retire, self.slots.retirable(max(1, self._keep)))]:
-            return gone
+        if retired := [*self.slots.retire_left(), *map(self._retire, self.slots.retirable(max(1, self._keep)))]:
+            return retired
         held = self.slots.held()
         unused = self.slots.retirable(1)
         most = max(unused, key=lambda ref: (held[ref.name], ref.name == incoming, -ref.version), default=None)

@@ -1,6 +1,6 @@
 """Rank 0's decisions about a publish, as pure functions: what follows from the answers of servers and ranks.
 
-Begun                      attempt --> judged --> after_attempt: FINISH
+Started                    attempt --> judged --> after_attempt: FINISH
   `-> after_look: CONNECT ----^                                  AWAIT_SLOT --> Waited
                   LOOK, WAIT (Waited), STOP                      RETRY --> after_look
                                                                  STOP
@@ -55,7 +55,7 @@ def after_look(
     progress: Progress,
     able: int,
     *,
-    began: float,
+    started: float,
     now: float,
     until: float,
     config: WeightSyncConfig,
@@ -65,12 +65,12 @@ def after_look(
 ) -> tuple[Progress, Look]:
     """Connect if ``able`` servers suffice, else wait up to ``rejoin_s`` for others if servers are ``watched``.
 
-    The time begins when no server is ``loading`` any more. The look began at ``began``; it is ``now``; all ranks take a
-    step at ``until``.
+    The time starts when no server is ``loading`` any more. The look started at ``started``; it is ``now``; all ranks
+    take a step at ``until``.
     """
     if able >= min_servers:
         return replace(progress, short_since=None), Look.CONNECT
-    since = now if loading else began if progress.short_since is None else progress.short_since
+    since = now if loading else started if progress.short_since is None else progress.short_since
     progress = replace(progress, short_since=since)
     if not watched or now >= since + config.rejoin_s:
         return progress, Look.STOP
@@ -157,7 +157,7 @@ def after_attempt(
     """Finish if all ``remaining`` members serve the version and suffice, else wait or retry.
 
     Running requests hold their versions' slots until they end: a full server takes no attempt away from the others.
-    No transfer begins when ``left_s`` is shorter than a ping.
+    No transfer starts when ``left_s`` is shorter than a ping.
     """
     if judgement.complete and remaining >= min_servers:
         return progress, Move.FINISH

@@ -64,7 +64,7 @@ class Job:
     ``met``: the gates of all ranks are open. ``progress`` is rank 0's, and so is ``full_s``, when
     a server had no slot for it for the first time (time.monotonic). ``dropped``: its adapter is no longer wanted.
 
-    ``gate`` returns when the transfer may begin; it took ``gate_ms``. ``began_s`` is time.monotonic. Packing counts in
+    ``gate`` returns when the transfer may start; it took ``gate_ms``. ``began_s`` is time.monotonic. Packing counts in
     ``cast``.
     """
 

@@ -1,9 +1,9 @@
-"""The publishes of one trainer rank that have not ended, in the order in which its main thread began them.
+"""The publishes of one trainer rank that have not ended, in the order in which its main thread started them.
 
     rank 0    A (no slot) -> yields to B -> B ends -> A again -> A ends
     rank 1    A           -> yields to B, which it waits for if its main thread is late -> ...
 
-All ranks begin publishes in the same order, so numbers name the same publish on all ranks. The oldest one goes
+All ranks start publishes in the same order, so numbers name the same publish on all ranks. The oldest one goes
 first; rank 0 alone decides that another one goes ahead of it.
 """
 
@@ -16,7 +16,7 @@ from areal_lora.weight_sync.trainer.job import Job
 
 
 class JobQueue:
-    """The main thread puts jobs, the publisher thread takes them and says when they have ended."""
+    """The main thread puts jobs, the publisher thread takes them and marks those that have ended."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -44,11 +44,11 @@ class JobQueue:
             return next(iter(self._waiting.values()), None)
 
     def take(self, number: int, timeout_s: float) -> Job:
-        """Return job ``number``, which rank 0 has begun already. Raises PublishError if this rank does not."""
+        """Return job ``number``, which rank 0 has started already. Raises PublishError if this rank does not."""
         with self._changed:
             self._changed.wait_for(lambda: number in self._waiting or self._closed, timeout_s)
             if number not in self._waiting:
-                raise PublishError(f"rank 0 began publish {number}, this rank did not; see its log")
+                raise PublishError(f"rank 0 started publish {number}, this rank did not; see its log")
             return self._waiting[number]
 
     def after(self, job: Job) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from areal_lora.algorithms.merging import MOST_LOST, CastSums
+from areal_lora.algorithms.merging import MAX_LOST, CastSums
 from areal_lora.config.adapter_run import PROBE_TOLERANCES
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.exchange import Exchange
@@ -34,7 +34,7 @@ from areal_lora.weight_sync.trainer.fleet import AttemptRequests, Fleet, answers
 from areal_lora.weight_sync.trainer.job import Job
 from areal_lora.weight_sync.trainer.membership import ServerFinding, ServerWatch
 from areal_lora.weight_sync.trainer.report import PublishReport, server_acks, slowest_phases
-from areal_lora.weight_sync.trainer.role import Attempted, Begun, Event, Waited
+from areal_lora.weight_sync.trainer.role import Attempted, Event, Started, Waited
 from areal_lora.weight_sync.trainer.roster import Roster
 from areal_lora.weight_sync.trainer.steps import (
     Attempt,
@@ -169,16 +169,16 @@ class Leader:
 
     def _next(self, job: Job, event: Event) -> Step:
         match event:
-            case Begun():
-                return self._begin(job)
+            case Started():
+                return self._start(job)
             case Waited():
                 return self._connect(job)
             case Attempted(results=results):
                 return self._follow(job, results)
 
-    def _begin(self, job: Job) -> Step:
+    def _start(self, job: Job) -> Step:
         """Use the groups that are formed where nothing has changed."""
-        self.roster.newcomers = set()
+        self.roster.joining = set()
         members = self.roster.members
         if members and self._in_step(members) and not self.roster.changed():
             served = self._served.get(job.ref.name)
@@ -197,8 +197,8 @@ class Leader:
 
     def _connect(self, job: Job) -> Step:
         """Attempt with all servers that answer; wait for a server to return if too few remain."""
-        began = time.monotonic()
-        until = min(began + WAIT_STEP_S, job.budget.deadline)
+        started = time.monotonic()
+        until = min(started + WAIT_STEP_S, job.budget.deadline)
         while True:
             members = self._admit(job)
             newly_short = job.progress.short_since is None
@@ -209,7 +209,7 @@ class Leader:
             job.progress, look = after_look(
                 job.progress,
                 len(members),
-                began=began,
+                started=started,
                 now=time.monotonic(),
                 until=until,
                 config=self._config,
@@ -315,14 +315,14 @@ class Leader:
         first = job.ref.name not in self._served
         findings = []
         for server in members:
-            fault, newcomer = faults.get(server), server in self.roster.newcomers
+            fault, joining = faults.get(server), server in self.roster.joining
             findings.append(
                 ServerFinding(
                     server=server,
                     error=fault.error if fault else None,
                     alive=server not in silent,
-                    newcomer=newcomer,
-                    leftover=fault is not None and fault.foreign and (first or newcomer),
+                    joining=joining,
+                    leftover=fault is not None and fault.foreign and (first or joining),
                 )
             )
         return Evidence(digest=digest, replies=replies, findings=findings)
@@ -333,7 +333,7 @@ class Leader:
         """Score the probe on ``servers``; exclude those that do not answer. Raises a member's ParityError."""
         if job.probe is None:
             return {}
-        lossy = cast is not None and cast.error > MOST_LOST
+        lossy = cast is not None and cast.error > MAX_LOST
         deadline = max(job.budget.deadline, time.monotonic() + self._config.ping_s)
         posts = self._fleet.probe(servers, job.ref, replace(job.probe, lossy=lossy), self._tolerance, deadline)
         results = answers(posts, deadline)
@@ -365,7 +365,7 @@ class Leader:
             phases=phases,
             acks=server_acks(replies, probes),
             lost=dict(self.roster.lost),
-            joined=sorted(s.name for s in self.roster.newcomers & replies.keys()),
+            joined=sorted(s.name for s in self.roster.joining & replies.keys()),
             left=[s.name for s in self.roster.left],
             attempts=job.progress.attempts,
             probe_mean_abs=max((p.mean_abs for p in probes.values()), default=None),

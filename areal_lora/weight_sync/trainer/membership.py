@@ -1,8 +1,8 @@
 """Membership of rollout servers in publishes: which join, which are lost, which remain (rank 0).
 
-    every publish    members + newcomers -> attempt -> all acknowledged
+    every publish    members + joining   -> attempt -> all acknowledged
                                               `-> judge: lost, or once more -> attempt with the rest
-    meanwhile        ServerWatcher: servers in the run folder that are not members -> ping -> newcomers
+    meanwhile        ServerWatcher: servers in the run folder that are not members -> ping -> joining
                                     members -> ping -> silent, or leaving: released before the next attempt
 
 Decisions are pure; ``ServerWatcher`` is the one thread.
@@ -35,7 +35,7 @@ log = get_logger(__name__)
 
 
 class Sign(Enum):
-    """Answer of a server to a ping. ``LEAVES``: it is about to end and asks to be released."""
+    """Answer of a server to a ping. ``LEAVES``: it is about to end and waits to be released."""
 
     SILENT = auto()
     ANSWERS = auto()
@@ -46,14 +46,14 @@ class Sign(Enum):
 class ServerFinding:
     """Result of one server in an attempt. No ``error``: it serves the version. ``alive``: it answers pings.
 
-    ``newcomer``: it took part for the first time, beside others. ``leftover``: it holds versions that this trainer
+    ``joining``: it took part for the first time, beside others. ``leftover``: it holds versions that this trainer
     did not make, from a previous session of the run that continued further or diverged.
     """
 
     server: ServerEndpoint
     error: ArealLoraError | None = None
     alive: bool = True
-    newcomer: bool = False
+    joining: bool = False
     leftover: bool = False
 
     @property
@@ -89,22 +89,22 @@ class Judgement:
 def judge(findings: Sequence[ServerFinding], *, retried: bool, late: bool = False) -> Judgement:
     """Judge which servers remain after an attempt.
 
-    A member that refuses means that the version is wrong: its error is raised. A newcomer that
+    A member that refuses means that the version is wrong: its error is raised. A joining server that
     refuses beside members that do not is the wrong server: it is lost, and so is a leftover. A server that
     failed and does not answer pings is lost. If all answer, the transfer is repeated once with all; servers
-    that still fail (``retried``) are lost, only newcomers if any of them failed: a server that delays the
+    that still fail (``retried``) are lost, only joining ones if any of them failed: a server that delays the
     others cannot be distinguished from those that it delays. A full server is waited for. It is lost only if another
-    server takes the version, when ``late``, or at once if it is a newcomer: its slots say nothing about other adapters.
+    server takes the version, when ``late``, or at once if it joins: its slots are no measure for other adapters.
     """
     for f in findings:
-        if f.error is not None and f.refused and not f.newcomer and not f.leftover:
+        if f.error is not None and f.refused and not f.joining and not f.leftover:
             raise f.error
     failed = [f for f in findings if f.error is not None]
     served = len(failed) < len(findings)
-    lost = [f for f in failed if not f.alive or f.refused or (f.full and served and (late or f.newcomer))]
+    lost = [f for f in failed if not f.alive or f.refused or (f.full and served and (late or f.joining))]
     if not lost and retried:
         broken = [f for f in failed if not f.full]
-        lost = [f for f in broken if f.newcomer] or broken
+        lost = [f for f in broken if f.joining] or broken
     keep = tuple(f.server for f in findings if f not in lost)
     return Judgement(keep=keep, lost={f.server: _reason(f) for f in lost}, complete=len(failed) == len(lost))
 
@@ -135,9 +135,9 @@ class Membership:
         _, until = self._losses.get(server, (0, 0.0))
         return server not in self.members and server not in self._left and self._clock() >= until
 
-    def with_newcomers(self, newcomers: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
-        """Members of the next attempt; a newcomer replaces the member of its name, a previous session."""
-        wanted = {s.name: s for s in self.members} | {s.name: s for s in newcomers if self.wants(s)}
+    def with_joining(self, joining: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
+        """Members of the next attempt; a joining server replaces the member of its name, a previous session."""
+        wanted = {s.name: s for s in self.members} | {s.name: s for s in joining if self.wants(s)}
         return _ordered(wanted.values())
 
     def admit(self, members: Iterable[ServerEndpoint]) -> None:
@@ -145,18 +145,18 @@ class Membership:
 
     def lose(self, lost: Iterable[ServerEndpoint]) -> None:
         """Remove ``lost`` servers. They are not tried again during a back-off, longer each time in a row."""
-        gone = set(lost)
-        for server in gone:
+        removed = set(lost)
+        for server in removed:
             times = self._losses.get(server, (0, 0.0))[0] + 1
             self._losses[server] = times, self._clock() + min(FIRST_REST_S * LONGER ** (times - 1), LONGEST_REST_S)
-        self.members = tuple(s for s in self.members if s not in gone)
+        self.members = tuple(s for s in self.members if s not in removed)
 
     def release(self, leaving: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
         """Remove members that leave in order, and return them. That is no loss."""
-        gone = set(leaving)
-        self._left |= gone
-        released = tuple(s for s in self.members if s in gone)
-        self.members = tuple(s for s in self.members if s not in gone)
+        removed = set(leaving)
+        self._left |= removed
+        released = tuple(s for s in self.members if s in removed)
+        self.members = tuple(s for s in self.members if s not in removed)
         return released
 
     def succeeded(self) -> None:
@@ -206,7 +206,7 @@ class RendezvousWatch:
 
 
 class ServerWatcher:
-    """Ping newcomers and members every ``period_s`` in a separate thread.
+    """Ping joining servers and members every ``period_s`` in a separate thread.
 
     A member leaves if it answers so, or if it is silent and has withdrawn its endpoint. An unreadable folder is read
     again in the next round; members are pinged meanwhile. Any other error ends the process: without this thread no
@@ -229,7 +229,7 @@ class ServerWatcher:
         self._stop = threading.Event()
         self._thread = watched_thread("server-watch", self._run)
 
-    def newcomers(self) -> tuple[ServerEndpoint, ...]:
+    def joining(self) -> tuple[ServerEndpoint, ...]:
         """Servers that are not members and answered the latest ping."""
         return self._newcomers
 
@@ -254,8 +254,8 @@ class ServerWatcher:
         """One round of pings."""
         present, members = self._present(), self._membership.members
         wanted = [s for s in present if self._membership.wants(s)]
-        asked = [*wanted, *members]
-        signs = dict(zip(asked, self._pings.map(self._ping, asked), strict=True))
+        requested = [*wanted, *members]
+        signs = dict(zip(requested, self._pings.map(self._ping, requested), strict=True))
         self._newcomers = tuple(s for s in wanted if signs[s] is Sign.ANSWERS)
         self._leaving = frozenset(
             s for s in members if s in self._leaving or self._leaves(s, signs[s], {p.name for p in present})
@@ -269,7 +269,7 @@ class ServerWatcher:
         return sign is Sign.LEAVES or (sign is Sign.SILENT and withdrawn)
 
     def _present(self) -> Sequence[ServerEndpoint]:
-        """Servers that are present; the latest newcomers if they cannot be read."""
+        """Servers that are present; the latest joining ones if they cannot be read."""
         try:
             present = self._watch.present()
         except OSError as error:

@@ -43,9 +43,9 @@ class PackedShard:
         self.is_source = bool(mine)
         self._plans: dict[int, tuple[Bucket, ...]] = {}  # by the group's bucket_bytes
         self._table = TensorTable(self.shard, layout.dtype)
-        begin, self._end = trailer_part(self.shard)
+        start, self._end = trailer_part(self.shard)
         self._segment = SharedSegment(self._end, device)
-        self._flat, self._trailer = self._segment.bytes[: self.shard.nbytes], self._segment.bytes[begin:]
+        self._flat, self._trailer = self._segment.bytes[: self.shard.nbytes], self._segment.bytes[start:]
         self._changed = threading.Condition()
         self._done, self._sealed, self._failed = 0, False, False
 
@@ -99,7 +99,7 @@ class PackedShard:
                 self._plans[group.bucket_bytes] = plan_buckets(self.shard, group.bucket_bytes)
             for bucket in self._plans[group.bucket_bytes]:
                 self._wait(bucket.last, False, deadline)
-                transfers.append(group.start(torch.from_numpy(self._flat[bucket.begin : bucket.end]), deadline))
+                transfers.append(group.start(torch.from_numpy(self._flat[bucket.start : bucket.end]), deadline))
         self._wait(len(self.shard.tensors), True, deadline)
         if group.same_host:
             transfers.append(group.signal(self._segment, deadline))

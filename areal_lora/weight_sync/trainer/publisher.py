@@ -1,7 +1,7 @@
 """Trainer side of a publish, one ``Publisher`` per trainer rank.
 
     main thread                  publisher thread of every rank                       servers
-    publish ------------------>  rank 0: who takes part? changed: all form groups     join
+    publish ------------------>  rank 0: members? changed:         all form groups     join
     pack bucket 0                rank 0: POST /admin/publish to all                   reserve a slot
     pack bucket 1 ...            sources: broadcast buckets as they get ready         receive, write
     train on ...                 exchange the results of the attempt                  verify, commit
@@ -14,7 +14,7 @@ A publish is a layout and a ``pack``. Only the caller and the servers know the m
 tensors: merged weights are another layout and another ``pack``.
 
 Each adapter has its own memory, versions and errors. Publishes go one after the other, in the order in which
-they began (``job_queue``); one that waits for a slot lets the others go ahead.
+they started (``job_queue``); one that waits for a slot lets the others go ahead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from areal_lora.weight_sync.trainer.job import Budget, Job, PublishHandle
 from areal_lora.weight_sync.trainer.job_queue import JobQueue
 from areal_lora.weight_sync.trainer.packed_shard import Pack, PackedShard
 from areal_lora.weight_sync.trainer.report import PublishReport
-from areal_lora.weight_sync.trainer.role import Attempted, Begun, Event, Role, Waited
+from areal_lora.weight_sync.trainer.role import Attempted, Event, Role, Started, Waited
 from areal_lora.weight_sync.trainer.source_group import SourceGroup
 from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, Finish, Sent, Wait, Yield, agree
 
@@ -107,7 +107,7 @@ class Publisher:
         """Start publishing ``ref``; this rank's shard of ``layout`` is packed before this returns.
 
         No server receives the version before ``gate``, called in the publisher thread of every rank, has
-        returned; times and deadlines begin then, on all ranks at once. ``weight_sync.publish_s`` bounds the
+        returned; times and deadlines start then, on all ranks at once. ``weight_sync.publish_s`` bounds the
         rest, retries included, except waiting while too few servers remain (``rejoin_s``), for a slot (``slot_s``) and
         for publishes of other adapters. Only rank 0's ``probe`` is used. Waits for the adapter's previous publish
         first and raises its error, unless ``wait`` has reported it. ``wait`` raises an ArealLoraError of ``pack`` on
@@ -239,7 +239,7 @@ class Publisher:
 
     def _run(self, job: Job) -> PublishReport | ArealLoraError | Yield:
         """Run ``job`` until it ends or another one goes ahead. Raises where members may be out of step."""
-        event: Event = Waited() if job.met else Begun()
+        event: Event = Waited() if job.met else Started()
         if not job.met and (failure := self._meet(job)) is not None:
             return failure.error()
         job.budget.restart()
@@ -262,7 +262,7 @@ class Publisher:
                     event = Attempted(self._shared(job, self._attempt(job, attempt)))
 
     def _meet(self, job: Job) -> Failure | None:
-        """Begin when the gates of all ranks are open; return one rank's error on all ranks."""
+        """Start when the gates of all ranks are open; return one rank's error on all ranks."""
         failure: Failure | None = None
         try:
             if job.gate is not None:
@@ -277,7 +277,7 @@ class Publisher:
         return failed
 
     def _attempt(self, job: Job, attempt: Attempt) -> Sent:
-        began = time.perf_counter()
+        started = time.perf_counter()
         deadline = min(time.monotonic() + self._config.attempt_s, job.budget.deadline)
         wire: Failure | None = None
         try:
@@ -289,7 +289,7 @@ class Publisher:
             # Without this member the receivers notice the failure at once instead of at their deadline.
             self._group.leave()
             wire = Failure.of(e)
-        send_ms = (time.perf_counter() - began) * 1e3
+        send_ms = (time.perf_counter() - started) * 1e3
         own = job.own
         if not job.packed.wait(max(job.budget.deadline - time.monotonic(), 0.0)):
             rank = self._exchange.rank

@@ -1,7 +1,7 @@
 """The part of a trainer rank in the decisions about a publish: rank 0 is the leader, the other ranks follow.
 
 publisher thread             Leader (rank 0)                         Follower
-decide(Begun)                who takes part? share the step          receive the step
+decide(Started)              members? share        the step          receive the step
 Attempt: form groups         invite: POST /admin/join to members     -
          send the shard      announce: POST /admin/publish           -
 decide(Attempted(results))   judge servers and ranks, share          receive
@@ -25,8 +25,8 @@ from areal_lora.weight_sync.trainer.steps import Decision, Sent, Step
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A publish began: the gates of all ranks are open."""
+class Started:
+    """A publish started: the gates of all ranks are open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Attempted:
     results: Sequence[Sent]
 
 
-Event = Begun | Waited | Attempted
+Event = Started | Waited | Attempted
 
 
 class Role(Protocol):
@@ -113,7 +113,7 @@ class Follower:
         return False
 
     def drop(self, name: str) -> None:
-        """Nothing: rank 0 asks the servers."""
+        """Nothing: rank 0 requests it."""
 
     def close(self) -> None:
         """Nothing is open."""

@@ -19,7 +19,7 @@ log = get_logger(__name__)
 
 
 class Roster:
-    """``newcomers`` joined during the publish in progress; ``lost`` has the reasons, by name, since the last report.
+    """``joining`` joined during the publish in progress; ``lost`` has the reasons, by name, since the last report.
 
     ``left`` are the servers that left in order since the last report.
 
@@ -34,7 +34,7 @@ class Roster:
         self._watcher: ServerWatcher | None = None
         if watch is not None:
             self._watcher = ServerWatcher(watch, self._membership, self._sign)
-        self.newcomers: set[ServerEndpoint] = set()
+        self.joining: set[ServerEndpoint] = set()
         self.lost: dict[str, str] = {}
         self.left: list[ServerEndpoint] = []
 
@@ -49,7 +49,7 @@ class Roster:
 
     def available(self) -> tuple[ServerEndpoint, ...]:
         """Servers that are not members and answer pings; callable from any thread."""
-        found = self._watcher.newcomers() if self._watcher is not None else ()
+        found = self._watcher.joining() if self._watcher is not None else ()
         return tuple(filter(self._membership.wants, found))
 
     def changed(self) -> bool:
@@ -65,8 +65,8 @@ class Roster:
         Servers that leave are released first. Raises AdapterError if an old member cannot serve ``layout``.
         """
         self.release()
-        plan, before = self._membership.with_newcomers(self.available()), set(self.members)
-        self.newcomers |= set(plan) - before
+        plan, before = self._membership.with_joining(self.available()), set(self.members)
+        self.joining |= set(plan) - before
         for server in before - set(plan):
             self._lose(server, "was restarted")
         self._membership.admit(plan)
@@ -91,8 +91,7 @@ class Roster:
     def exclude_failed(self, failed: Mapping[ServerEndpoint, ArealLoraError]) -> None:
         """Exclude members that failed outside of a transfer. Raises the error of one that refuses the version."""
         findings = [
-            ServerFinding(server=s, error=failed.get(s), alive=False, newcomer=s in self.newcomers)
-            for s in self.members
+            ServerFinding(server=s, error=failed.get(s), alive=False, joining=s in self.joining) for s in self.members
         ]
         self.exclude(judge(findings, retried=False).lost)
 
@@ -101,10 +100,10 @@ class Roster:
         if not lost:
             return
         self.release()
-        gone = {server: reason for server, reason in lost.items() if server not in self.left}
-        for server, reason in gone.items():
+        crashed = {server: reason for server, reason in lost.items() if server not in self.left}
+        for server, reason in crashed.items():
             self._lose(server, reason)
-        self._membership.lose(gone)
+        self._membership.lose(crashed)
         self._fleet.keep(self.members)
 
     def shortage(self, min_servers: int) -> str:

@@ -1,11 +1,14 @@
 """Contract C4 on real processes: every layout publishes, scores and trains like transformers on one.
 
+The suite runs a sample of the layouts (`kinds`), the nightly run all of them.
+
 The expected values come from `oracle` (transformers, float64); engine results are fp32.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ from tests.support.distributed.oracle import (
     with_aliases,
 )
 from tests.support.distributed.spawn import RanksFailed, run_ranks
+from tests.support.sizes import sample
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +74,7 @@ VARIANTS = [
     for name, split in SPLITS.items()
     for kind in ("", SHARED)
 ]
-CASES = [
+EVERY = [
     Case("single", 1, dropout=True),
     Case("single_recompute", 1, budget=4096, recompute=True, dropout=True),
     Case("shared", 1, kind="moe+shared"),
@@ -128,8 +132,31 @@ CASES = [
     Case("fsdp4_llama", 4, kind="llama", engine="fsdp"),
     Case("fsdp4_qwen2_moe_shared", 4, kind="qwen2_moe+shared", engine="fsdp"),
 ]
+REFERENCE = {case.kind: case.name for case in reversed(EVERY) if case.world == 1 and case.engine == "megatron"}
+
+
+def kinds(case: Case) -> Iterator[object]:
+    """What a sample has at least one case of, for each engine."""
+    if case.name in (*REFERENCE.values(), "pp3", "ep2", "fsdp2"):
+        yield case.name  # others are compared with these, and single tests are about them
+    facts = {
+        f"{case.world} ranks": True,
+        "tp": case.tp > 1,
+        "ep": case.ep > 1,
+        "etp": case.etp > 1,
+        "pp": case.pp > 1,
+        "dp": case.world > case.tp * case.pp,
+        f"{case.expert_layout} of several ranks": case.world > 1,
+        "dropout of several ranks": case.dropout and case.world > 1,
+        "recompute": case.recompute,
+        "units": case.unit_bytes == 1,
+        case.model: case.engine == "fsdp",
+    }
+    yield from ((case.engine, fact) for fact, holds in facts.items() if holds)
+
+
+CASES = sample(EVERY, 0, kinds)
 BY_NAME = {case.name: case for case in CASES}
-REFERENCE = {case.kind: case.name for case in reversed(CASES) if case.world == 1 and case.engine == "megatron"}
 all_layouts = pytest.mark.parametrize("name", list(BY_NAME))
 
 

@@ -199,7 +199,7 @@ def test_a_silent_server_is_found_with_the_stacks_of_all_nodes_and_starts_again(
     assert "server-1 sent no heartbeat for" in job.log(f"job-{job.id}")
     stall = (job.folder / "stacks" / "stall-1.txt").read_text()
     assert "time.sleep" in stall or "<string>" in stall, stall
-    assert not (job.folder / "sessions" / f"{job.id}-0" / "asked-USR1").exists(), "the shells were not signalled"
+    assert not (job.folder / "sessions" / f"{job.id}-0" / "requeue-requested").exists(), "the shells were not signalled"
     slurm.run("scancel", job.id)
     slurm.until_over(job.id)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,13 @@ from areal_lora.run_folder.desired import read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint, read_endpoint
 from tests.support.clocks import wait_until
+from tests.support.forks.starter import starter_of
 from tests.support.service.running import section, service_config
 
 pytestmark = pytest.mark.slow
 
 START_S, ANSWER_S = 120.0, 60.0
+SERVICE = "areal_lora.service.main"
 POINTS = (
     "service.decided",
     "service.half_recorded",
@@ -40,11 +40,8 @@ class Life:
         self.folder = folder
         forget_endpoint(folder, "service", 0)
         self._log = (folder.path / "log").open("ab")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "areal_lora.service.main", "--run-folder", str(folder)],
-            env=os.environ | {VARIABLE: fault},
-            stdout=self._log,
-            stderr=self._log,
+        self.process = starter_of(SERVICE).start(
+            SERVICE, ["--run-folder", str(folder)], os.environ | {VARIABLE: fault}, self._log
         )
         wait_until(self._is_up, START_S)
         endpoint = read_endpoint(folder, "service", 0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +18,13 @@ from areal_lora.processes.faults import VARIABLE
 from areal_lora.run_folder.desired import read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
+from tests.support.forks.starter import starter_of
 from tests.support.operations.scripted_trainer import ScriptedTrainer
-from tests.support.paths import ROOT
 from tests.support.service.queue_life import Kept
 
 pytestmark = pytest.mark.slow
 
-LIFE_S = 240.0
+LIFE, LIFE_S = "tests.support.service.queue_life", 240.0
 STEPS = 5
 
 
@@ -51,16 +50,12 @@ def followed(trainer: ScriptedTrainer, folder: RunFolder) -> Iterator[None]:
 
 
 def life(folder: RunFolder, fault: str) -> int:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.service.queue_life", str(folder.path), str(STEPS)],
-        cwd=ROOT,
-        env=os.environ | {VARIABLE: fault},
-        timeout=LIFE_S,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode in (0, -9), done.stdout + done.stderr
-    return done.returncode
+    with tempfile.TemporaryFile() as output:
+        arguments = [str(folder.path), str(STEPS)]
+        code = starter_of(LIFE).start(LIFE, arguments, os.environ | {VARIABLE: fault}, output).wait(LIFE_S)
+        output.seek(0)
+        assert code in (0, -9), output.read().decode(errors="replace")
+    return code
 
 
 def test_each_step_is_made_once_over_any_deaths(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class Bench:
         assert self.group.same_host == self.shares
 
     def send(self, shard, announcement, slot=0, timeout_s=10.0):
-        self.receiver.begin(announcement.manifest, announcement.layout, slot, timeout_s)
+        self.receiver.start(announcement.manifest, announcement.layout, slot, timeout_s)
         shard.send(self.group, time.monotonic() + timeout_s)
         return self.results.get(timeout=timeout_s)
 
@@ -220,7 +220,7 @@ def test_a_known_layout_need_not_come_again_and_an_unknown_one_is_refused(backen
     bench = Bench(backend)
     owned, aliases = share(values(1))
     shard, announcement = packed(owned, aliases)
-    bench.receiver.begin(announce(shard.layout, known=True).manifest, None, 0, 5.0)
+    bench.receiver.start(announce(shard.layout, known=True).manifest, None, 0, 5.0)
     assert bench.results.get(timeout=5.0).reason == Refusal.UNKNOWN_LAYOUT
     bench.connect()  # it left: how the bytes of an unknown layout are cut is not known
     assert bench.send(shard, announcement).ok
@@ -228,7 +228,7 @@ def test_a_known_layout_need_not_come_again_and_an_unknown_one_is_refused(backen
     assert bench.send(shard, announce(shard.layout, version=1, known=True)).ok
     wrong = announce(shard.layout, version=2)
     other = packed(owned, aliases, s=spec(alpha=2.0))[0].layout
-    bench.receiver.begin(wrong.manifest, other, 0, 5.0)
+    bench.receiver.start(wrong.manifest, other, 0, 5.0)
     assert bench.results.get(timeout=5.0).reason == Refusal.MALFORMED
     bench.close()
 
@@ -288,9 +288,9 @@ def test_a_source_that_stays_silent_is_reported_at_the_deadline_and_rejoining_wo
     bench = Bench(backend)
     _, announcement = packed(*share(values(1)))
     began = time.monotonic()
-    bench.receiver.begin(announcement.manifest, announcement.layout, 0, 0.5)
+    bench.receiver.start(announcement.manifest, announcement.layout, 0, 0.5)
     with pytest.raises(PublishError, match="busy"):
-        bench.receiver.begin(announcement.manifest, announcement.layout, 1, 0.5)
+        bench.receiver.start(announcement.manifest, announcement.layout, 1, 0.5)
     result = bench.results.get(timeout=5.0)
     assert time.monotonic() - began < 5.0
     assert (result.ok, result.reason) == (False, Refusal.WIRE)
@@ -323,7 +323,7 @@ def test_groups_that_were_left_are_let_go_while_nothing_is_staged(backend):
 def test_begin_before_join_is_an_error():
     receiver = AdapterReceiver(MemoryWriter(shapes_of), run=RUN, secret=SECRET, base_digest=BASE, on_staged=print)
     with pytest.raises(PublishError, match="no group"):
-        receiver.begin(packed(*share(values(1)))[1].manifest, None, 0, 1.0)
+        receiver.start(packed(*share(values(1)))[1].manifest, None, 0, 1.0)
 
 
 def test_bfloat16_on_the_wire_reaches_the_writer_as_exact_float32(backend):
@@ -373,7 +373,7 @@ def test_bytes_that_changed_while_they_were_read_are_refused(backend, when):
 
     packer = threading.Thread(target=next_version)
     bench.writer.write = write
-    bench.receiver.begin(announcement.manifest, announcement.layout, 0, 10.0)
+    bench.receiver.start(announcement.manifest, announcement.layout, 0, 10.0)
     shard.send(bench.group, time.monotonic() + 10.0)
     sent.set()
     result = bench.results.get(timeout=10.0)

@@ -28,6 +28,7 @@ from tests.support.distributed.spawn import forking
 from tests.support.e2e import crash_child
 from tests.support.engine.vllm_ext import stand_in
 from tests.support.paths import EXAMPLES
+from tests.support.sizes import sample
 
 TRAINER_POINTS = (
     "trainer.batch_received",
@@ -75,7 +76,7 @@ class CrashRun:
     """``victim`` is the role that dies once at each of its points, in an order drawn from ``seed``.
 
     ``joined`` adapters have their own seeds and join through the desired state, in every life of a trainer again.
-    ``most``: so many of the points.
+    ``most``: so many of the points, drawn by the commit.
     """
 
     root: Path
@@ -106,9 +107,8 @@ class CrashRun:
 def execute(run: CrashRun) -> CrashRun:
     """Run to the last step through all deaths. Raises AssertionError where it does not get there."""
     rng = random.Random(f"{run.victim}{run.seed}")
-    points = list(POINTS[run.victim])
+    points = sample(POINTS[run.victim], run.most)
     rng.shuffle(points)
-    points = points[: run.most]
     draws = [(point, rng.randint(1, 3 * PROMPTS if point in PER_GROUP else 3)) for point in points]
     steps = WITH_ANOTHER_SERVER if run.victim == "server" else 4 + sum(min(times, 3) for _, times in draws)
     steps = steps if not run.joined else 4 + steps // (1 + run.joined)

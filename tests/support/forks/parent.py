@@ -35,6 +35,7 @@ def main() -> None:
     preload, listener = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
     with collector_paused():
         importlib.import_module(preload)
+    del sys.modules[preload]  # a fork may run it as its main program
     signal.signal(signal.SIGCHLD, lambda *_: None)
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker)

@@ -66,7 +66,7 @@ class Experts:
                 for e in range(self.experts):
                     module = f"model.layers.{layer}.mlp.experts.{e}.{name}_proj"
                     for suffix, stacked, full in ((".lora_A.weight", a, n_in), (".lora_B.weight", b, n_out)):
-                        matrices.append(Matrix(name=module + suffix, stacked=stacked, index=e, begin=0, full=full))
+                        matrices.append(Matrix(name=module + suffix, stacked=stacked, index=e, start=0, full=full))
         return StackedSlotWriter(matrices, self.rank), stacks
 
     def adapter(self, writer: StackedSlotWriter, seed: int) -> tuple[Full, AdapterLayout]:
@@ -225,4 +225,4 @@ def modules_with_stacks(n: int, width: int, rank: int, device: torch.device) -> 
         for suffix, shape in ((".lora_A.weight", (2, 1, rank, width)), (".lora_B.weight", (2, 1, width, rank))):
             stack = torch.zeros(shape, dtype=torch.bfloat16, device=device)
             name = f"model.layers.{layer}.self_attn.o_proj{suffix}"
-            yield Matrix(name=name, stacked=stack, index=0, begin=0, full=width), stack
+            yield Matrix(name=name, stacked=stack, index=0, start=0, full=width), stack

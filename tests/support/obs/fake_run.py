@@ -60,7 +60,7 @@ def make_run(folder: Path, steps: int = 40, seed: int = 0) -> Path:
                 CheckpointRecord(version=step + 1, write_s=abs(rng.gauss(0.05, 0.01)), adapter=ADAPTER, nbytes=3 << 20)
             )
             if step == steps // 2:
-                event = RestartEvent(at="2026-01-01T00:00:00Z", who="trainer", how="was killed by signal 9")
+                event = RestartEvent(at="2026-01-01T00:00:00Z", process="trainer", how="was killed by signal 9")
                 write_event(RunFolder(folder), event)
                 writer.write(ResumeRecord(version=step + 1, time_s=2.0 * (step + 1), adapter=ADAPTER))
             if (step + 1) % 10 == 0:

@@ -40,7 +40,7 @@ from areal_lora.trainer.collective.operating import conclude, operate
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.state import Rank0, Trainer
 from areal_lora.trainer.versions.checkpointing import Checkpointing
-from areal_lora.trainer.work import Concludes, Operates, TrainOn, Work
+from areal_lora.trainer.work import Conclude, Operate, TrainOn, Work
 from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.operations.client import Client
 from tests.support.operations.toy_engine import VOCABULARY, ToyEngine
@@ -238,9 +238,9 @@ class Side:
     def _run(self) -> None:
         while not self.stop.is_set():
             match next_work(self.trainer, self._roll):
-                case Operates(adapter=name) as work:
+                case Operate(adapter=name) as work:
                     operate(self.trainer, self.trainer.states[name], work)
-                case Concludes(adapter=name, publish=publish):
+                case Conclude(adapter=name, publish=publish):
                     conclude(self.trainer, self.trainer.states[name], publish=publish)
                 case TrainOn(adapter=name) if name:
                     time.sleep(0.001)

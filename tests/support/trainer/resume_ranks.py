@@ -31,12 +31,12 @@ from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.processes import faults
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import loop
-from areal_lora.trainer.adapter import Adapter, ControllerState, Restored, TrainingState
+from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState
 from areal_lora.trainer.controller_link import EvalTracker, evaluation_due
 from areal_lora.trainer.learn import LearnReport, learn
 from areal_lora.trainer.state import Rank0, Trainer
 from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
-from areal_lora.trainer.work import Drained, TrainOn
+from areal_lora.trainer.work import Finish, TrainOn
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from tests.support.distributed.engine_ranks import TARGETS, forget_layout, make_batch, make_rows
 from tests.support.paths import EXAMPLES
@@ -124,7 +124,7 @@ class Publishing:
 class Controller:
     """All that rank 0 talks to. It decides which prompts are next: a position, kept in the ledger's snapshot."""
 
-    def __init__(self, folder: Path, engine: MegatronEngine, restored: Restored, steps: int) -> None:
+    def __init__(self, folder: Path, engine: MegatronEngine, restored: RestoredState, steps: int) -> None:
         self._journal, self._engine = folder / f"journal-{engine.rank}", engine
         self._position = int(restored.controller.ledger or b"0")
         self._evals, self._steps = EvalTracker.restored(restored.controller), steps
@@ -135,12 +135,12 @@ class Controller:
         with self._journal.open("a") as file:
             file.write(line + "\n")
 
-    def next_work(self, trainer: Trainer, roll: object) -> TrainOn | Drained | None:
+    def next_work(self, trainer: Trainer, roll: object) -> TrainOn | Finish | None:
         """No evaluation is awaited: an adapter is done after its last step."""
         (state,) = trainer.states.values()
         if state.phase is AdapterPhase.ACTIVE:
             return TrainOn(adapter=state.name, groups=[])
-        return Drained(adapter=state.name) if state.phase is AdapterPhase.DRAINING else None
+        return Finish(adapter=state.name) if state.phase is AdapterPhase.DRAINING else None
 
     def batch_of(self, state: TrainingState, groups: object) -> tuple[TrainBatch, dict[int, int]]:
         """Answers depend on prompt, version and the random numbers of torch; called on every rank."""
@@ -208,7 +208,7 @@ def live(session: Session) -> dict[str, Any]:
     )
     engine.add_adapter(adapter.spec, entry.optimizer, seed=1)
     restored = resume(engine, [adapter], config, RunFolder(folder), GroupExchange(60.0))
-    begun = restored.get("a", Restored(version=0, controller=ControllerState()))
+    begun = restored.get("a", RestoredState(version=0, controller=ControllerState()))
     state = TrainingState(adapter=adapter, version=begun.version)
     controller: Any = Controller(folder, engine, begun, config.run.steps)
     commit = partial(_commit, controller) if engine.rank == 0 else None

@@ -234,7 +234,7 @@ class MemoryServer:
         """Stage on all workers and return their results."""
         self._staged = [None] * len(self._receivers)
         for receiver in self._receivers:
-            receiver.begin(announcement.manifest, announcement.layout, slot, timeout_s)
+            receiver.start(announcement.manifest, announcement.layout, slot, timeout_s)
         with self._arrived:
             if not self._arrived.wait_for(lambda: all(self._staged), timeout_s + 1.0):
                 raise PublishError(f"{announcement.manifest.ref}: staging did not end")

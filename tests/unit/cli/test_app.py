@@ -129,7 +129,7 @@ def broken(folder: Path, how: str) -> tuple[Path, str]:
     if how == "empty":
         shutil.rmtree(folder)
         folder.mkdir()
-        return folder, "it is empty: no run has begun in it"
+        return folder, "it is empty: no run started in it"
     if how == "half-written":
         config.write_text(config.read_text()[:200])
         return folder, f"{config}: it is not JSON"

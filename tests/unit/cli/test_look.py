@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> RunFolder:
     folder = RunFolder(make_run(tmp_path / "x", steps=12))
     set_status(folder, "trainer", 0, "step 12: training toy")
     write_event(folder, StartEvent(at=now_utc(), resumes=False))
-    write_event(folder, RestartEvent(at=now_utc(), who="server-0", how="was killed by SIGKILL"))
+    write_event(folder, RestartEvent(at=now_utc(), process="server-0", how="was killed by SIGKILL"))
     (folder.adapter_checkpoints("toy") / "v000011").mkdir(parents=True)
     return folder
 
@@ -162,7 +162,7 @@ def test_a_run_that_failed_says_why(folder: RunFolder) -> None:
     assert plain.failure is None
     assert "recorded no cause" in plain.why
     error = "UserCodeError: TypeError: x (mine.py:9) (fix: correct the code)"
-    end = EndEvent(at=now_utc(), code=64, who="trainer-0", how="exited with code 64", error=error)
+    end = EndEvent(at=now_utc(), code=64, process="trainer-0", how="exited with code 64", error=error)
     write_event(folder, end)
     failed = look(folder, config(folder))
     assert (failed.state, failed.failure) == ("stopped", end)

@@ -10,7 +10,7 @@ import pytest
 
 from areal_lora.config import support
 from areal_lora.config.sections.algorithm import Kind
-from areal_lora.config.support import LAYOUTS, MODES, REFUSALS, Ask, Combination, engines, group_of, refusals
+from areal_lora.config.support import LAYOUTS, MODES, REFUSALS, Combination, Need, engines, group_of, refusals
 from areal_lora.families.engines import ENGINES, PACKED, UNSERVED
 from areal_lora.families.registry import FAMILIES, supported
 from tests.support.combinations import Refused, config_of, said
@@ -55,41 +55,41 @@ def test_engines_families_layouts_and_modes_are_judged_as_the_table_says() -> No
 
 def test_every_algorithm_is_judged_alike_everywhere() -> None:
     every = [
-        Combination(algorithm=kind, engine=engine, layout=layout, mode=mode, asks=own_asks(kind))
+        Combination(algorithm=kind, engine=engine, layout=layout, mode=mode, needs=own_asks(kind))
         for kind, engine, layout, mode in product(KINDS, ENGINES, LAYOUTS, MODES)
     ]
     assert disagreements(every) == []
     assert not any(refusals(c) for c in every)
 
 
-def own_asks(kind: Kind) -> frozenset[Ask]:
-    """What a preset asks for by itself."""
-    asks: dict[str, frozenset[Ask]] = {"ppo": frozenset({"critic"}), "remax": frozenset({"greedy answers"})}
-    return asks.get(kind, frozenset())
+def own_asks(kind: Kind) -> frozenset[Need]:
+    """What a preset needs for by itself."""
+    needs: dict[str, frozenset[Need]] = {"ppo": frozenset({"critic"}), "remax": frozenset({"greedy answers"})}
+    return needs.get(kind, frozenset())
 
 
 @pytest.mark.parametrize(
-    "asks",
-    [*({ask} for ask in support.ASKS), *(set(r.asks) for r in REFUSALS if r.asks)],
-    ids=lambda asks: " and ".join(sorted(asks)),
+    "needs",
+    [*({ask} for ask in support.NEEDS), *(set(r.needs) for r in REFUSALS if r.needs)],
+    ids=lambda needs: " and ".join(sorted(needs)),
 )
-def test_what_is_asked_for_is_judged_as_the_table_says(asks: set[Ask]) -> None:
+def test_what_is_asked_for_is_judged_as_the_table_says(needs: set[Need]) -> None:
     every = [
-        Combination(engine=engine, layout=layout, mode=mode, asks=frozenset(asks))
+        Combination(engine=engine, layout=layout, mode=mode, needs=frozenset(needs))
         for engine, layout, mode in product(ENGINES, LAYOUTS, MODES)
     ]
     assert disagreements(every) == []
 
 
 def test_the_combination_of_a_configuration_is_the_one_that_it_was_made_for() -> None:
-    for asks in ({"critic", "several adapters"}, {"KL to a version", "given answers", "an agent"}):
-        c = Combination(layout="shared", mode="merged", engine="fsdp", asks=frozenset(asks))
+    for needs in ({"critic", "several adapters"}, {"KL to a version", "given answers", "an agent"}):
+        c = Combination(layout="shared", mode="merged", engine="fsdp", needs=frozenset(needs))
         found = support.combination_of(config_of(c), config_of(c).adapters[0], "qwen3_moe", None)
-        assert (found.asks, found.layout, found.mode, found.engine) == (c.asks, c.layout, c.mode, c.engine)
+        assert (found.needs, found.layout, found.mode, found.engine) == (c.needs, c.layout, c.mode, c.engine)
 
 
 def test_several_problems_of_one_key_are_all_reported() -> None:
-    c = Combination(engine="fsdp", family="phi3", experts=False, mode="merged", asks=frozenset({"several adapters"}))
+    c = Combination(engine="fsdp", family="phi3", experts=False, mode="merged", needs=frozenset({"several adapters"}))
     assert {path for path, _ in said(c)} == {"rollout.adapter_mode"}
     assert len(said(c)) == 2
 
@@ -104,11 +104,11 @@ def test_a_refusal_can_be_lifted_and_the_check_follows(monkeypatch: pytest.Monke
 
 
 def some() -> Iterable[Combination]:
-    asks = [frozenset(), *(r.asks for r in REFUSALS if r.asks)]
-    for family, layout, mode, ask in product(("qwen3_moe", "qwen3", "phi3", "helium"), LAYOUTS, MODES, asks):
+    needs = [frozenset(), *(r.needs for r in REFUSALS if r.needs)]
+    for family, layout, mode, ask in product(("qwen3_moe", "qwen3", "phi3", "helium"), LAYOUTS, MODES, needs):
         engine = "megatron" if group_of(family) == "row" else "fsdp"
         yield Combination(
-            engine=engine, family=family, experts=family == "qwen3_moe", layout=layout, mode=mode, asks=ask
+            engine=engine, family=family, experts=family == "qwen3_moe", layout=layout, mode=mode, needs=ask
         )
 
 

@@ -79,7 +79,7 @@ def with_packages(role: RoleFacts, **packages: str | None) -> RoleFacts:
 
 
 def canary(who: str, problem: str) -> Facts:
-    return msgspec.structs.replace(HEALTHY, canary=CanaryFacts(who=who, problem=problem))
+    return msgspec.structs.replace(HEALTHY, canary=CanaryFacts(side=who, problem=problem))
 
 
 replace = msgspec.structs.replace

@@ -235,7 +235,7 @@ def test_the_run_ends_with_a_lost_node_of_trainer_or_controller(role: str) -> No
 
 def test_a_unit_that_its_node_did_not_start_costs_no_budget_and_is_lost_in_the_end() -> None:
     made, now = restarts(times=1, trainer_times=1), 0.0
-    never = Ended(spec=spec(TRAINER), code=233, log=Path("log"), node="n4", never_began=True)
+    never = Ended(spec=spec(TRAINER), code=233, log=Path("log"), node="n4", never_started=True)
     assert not made.take(ended(role=TRAINER), now, worked_s=5.0).ends_run
     for _ in range(LAUNCHES - 1):
         verdict = made.take(never, now, None)
@@ -249,6 +249,6 @@ def test_a_unit_that_its_node_did_not_start_costs_no_budget_and_is_lost_in_the_e
 def test_a_unit_that_never_started_at_all_fails_soon_and_is_not_lost() -> None:
     """srun may have been called with options that this Slurm does not know."""
     made = restarts()
-    never = Ended(spec=spec(TRAINER), code=1, log=Path("log"), node="n4", never_began=True)
+    never = Ended(spec=spec(TRAINER), code=1, log=Path("log"), node="n4", never_started=True)
     assert [made.take(never, 0.0, None).ends_run for _ in range(3)] == [False, False, True]
     assert not made.take(never, 0.0, None).ended.lost

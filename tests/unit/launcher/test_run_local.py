@@ -330,7 +330,7 @@ def test_an_error_that_would_repeat_ends_the_run_with_its_code(begin: Callable[.
     assert "restarted in" not in output
     end = last_end(RunFolder(run.folder))
     assert end is not None
-    assert (end.code, end.who, end.how, end.error) == (65, "trainer-0", "exited with code 65", reason)
+    assert (end.code, end.process, end.how, end.error) == (65, "trainer-0", "exited with code 65", reason)
 
 
 def test_restarts_run_out(begin: Callable[..., Run], tmp_path: Path) -> None:

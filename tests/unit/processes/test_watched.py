@@ -69,7 +69,9 @@ SHORT = {
     "rollout/channel/control.py:ControlSocket.serve": "one request in the controller's TaskGroup",
     "engine/vllm_ext/server/sampling.py:all_of": "the answers of one request in a TaskGroup that is awaited",
     "engine/vllm_ext/server/sampling.py:_merged": "the streams of one request; they are awaited",
-    "engine/vllm_ext/server/data_plane.py:_unless_disconnected": "one request; it is awaited",
+    "network/http_server.py:unless_disconnected": "one request; it is awaited",
+    "network/http_server.py:task_unless_disconnected": "one message of a request; it is awaited",
+    "rollout/gateway.py:AgentGateway._within": "one request; it is awaited",
     "engine/vllm_ext/server/leaving.py:Door.__call__": "one request; it is awaited",
 }
 """Where the package starts a thread or task that ends with one piece of work that a caller waits for."""

@@ -153,7 +153,7 @@ def test_a_stuck_process_writes_its_stacks_and_lives_on(tmp_path: Path) -> None:
     process = stuck(str(path))
     try:
         assert path.read_text() == ""
-        assert stacks.ask(process.pid)
+        assert stacks.request(process.pid)
         assert until(lambda: "waits_for_a_peer" in path.read_text()), path.read_text()
         assert process.poll() is None
     finally:
@@ -164,7 +164,7 @@ def test_a_stuck_process_writes_its_stacks_and_lives_on(tmp_path: Path) -> None:
 def test_a_process_without_the_handler_is_not_killed_by_asking(tmp_path: Path) -> None:
     process = stuck()
     try:
-        assert not stacks.ask(process.pid)
+        assert not stacks.request(process.pid)
         time.sleep(0.1)
         assert process.poll() is None
         os.kill(process.pid, signal.SIGUSR1)
@@ -172,4 +172,4 @@ def test_a_process_without_the_handler_is_not_killed_by_asking(tmp_path: Path) -
     finally:
         process.kill()
         process.wait()
-    assert not stacks.ask(process.pid)
+    assert not stacks.request(process.pid)

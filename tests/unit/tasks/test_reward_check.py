@@ -53,7 +53,7 @@ def test_each_reward_that_fails_on_every_first_row_is_one_line(rewards: Path) ->
     )
     assert f"the reward returned None, not a number ({rewards}:6)" in none
     assert "adapters.0.reward.4.path" in asks
-    assert "asks for 'colour'" in asks
+    assert "requires 'colour'" in asks
 
 
 def test_it_works_in_a_notebook(rewards: Path) -> None:

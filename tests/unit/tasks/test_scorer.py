@@ -572,7 +572,7 @@ def test_a_reward_takes_columns_and_figures_by_name_and_names_its_parts(tmp_path
     assert wrong.reward == pytest.approx(1.7)
     [[absent]] = call(tmp_path, "missing", rows("7"))
     assert absent.outcome is Outcome.ERROR
-    assert "asks for 'colour', the data set's columns are: level, answer" in absent.detail
+    assert "requires 'colour', the data set's columns are: level, answer" in absent.detail
     [[named]] = call(tmp_path, "anything", rows("7"))
     assert named.reward == 3.0
 

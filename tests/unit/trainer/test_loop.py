@@ -19,7 +19,7 @@ from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.collective.next_work import next_work
 from areal_lora.trainer.collective.waits import batch_of, catch_up, collect_audit, join_checkpoint
 from areal_lora.trainer.loop import save_and_publish
-from areal_lora.trainer.work import Drained, Faulted, Leave, Pause, TrainOn, Unpublished, Work
+from areal_lora.trainer.work import Finish, Leave, Pause, PublishFault, RolloutFault, TrainOn, Work
 from areal_lora.types import AdapterPhase
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.support.distributed.spawn import run_ranks
@@ -94,12 +94,12 @@ def test_a_version_that_was_not_published_is_noticed_while_its_batch_is_awaited(
     """At a staleness of 0 no batch ever comes without it."""
     trainer: Any = Trainer([state("a"), state("b")], [], changes=1)
     trainer.publishing.broken = "b"
-    assert next_work(trainer) == Unpublished(adapter="b")
+    assert next_work(trainer) == PublishFault(adapter="b")
 
 
 def test_what_is_awaited_follows_from_the_phases_and_from_whose_turn_it_is() -> None:
     states = [state("a"), state("b"), state("c", version=9), state("d")]
-    trainer: Any = Trainer(states, [Faulted(adapter="d", reason="x"), Drained(adapter="c"), Drained(adapter="c")])
+    trainer: Any = Trainer(states, [RolloutFault(adapter="d", reason="x"), Finish(adapter="c"), Finish(adapter="c")])
     trainer.rank_0.turns.trained("a", 10)
     next_work(trainer)
     assert trainer.log.pop() == "want b@v3 d@v3 a@v3, c drains"
@@ -125,9 +125,9 @@ def test_adapters_that_come_or_go_are_seen_to_between_steps_and_while_a_batch_is
 
 
 def test_a_service_waits_without_adapters_until_no_more_will_come() -> None:
-    trainer: Any = Trainer([], [Drained(adapter="x")])
+    trainer: Any = Trainer([], [Finish(adapter="x")])
     trainer.rank_0.desired = SimpleNamespace(closed=False)
-    assert next_work(trainer) == Drained(adapter="x")
+    assert next_work(trainer) == Finish(adapter="x")
     assert trainer.log == ["want "]
     trainer.rank_0.desired.closed = True
     assert next_work(trainer) is None
@@ -136,11 +136,13 @@ def test_a_service_waits_without_adapters_until_no_more_will_come() -> None:
 @pytest.mark.slow
 def test_ranks_wait_for_rollouts_longer_than_their_exchange_does(tmp_path: Path) -> None:
     """Those of a step, or of a service without requests: rank 0 renews the time-out of the others."""
-    assert run_ranks(wait_for_rollouts, 2, tmp_path, (), timeout_s=60.0) == [Faulted(adapter=NAME, reason="late")] * 2
+    assert (
+        run_ranks(wait_for_rollouts, 2, tmp_path, (), timeout_s=60.0) == [RolloutFault(adapter=NAME, reason="late")] * 2
+    )
 
 
 def test_a_paused_adapter_gets_no_turn_and_keeps_the_run() -> None:
-    trainer: Any = Trainer([state("a"), state("b")], [TrainOn(adapter="b", groups=GROUPS), Drained(adapter="x")])
+    trainer: Any = Trainer([state("a"), state("b")], [TrainOn(adapter="b", groups=GROUPS), Finish(adapter="x")])
     trainer.states["a"].phase = AdapterPhase.PAUSED
     next_work(trainer)
     trainer.states["b"].phase = AdapterPhase.DONE

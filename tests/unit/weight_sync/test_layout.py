@@ -41,7 +41,7 @@ def test_buckets_tile_the_shard_between_tensors(shapes, bucket):
     ends = [*(t.offset for t in shard.tensors[1:]), shard.nbytes]
     first = begin = 0
     for b in buckets:
-        assert (b.first, b.begin) == (first, begin)
+        assert (b.first, b.start) == (first, begin)
         assert b.last > b.first
         assert b.end == ends[b.last - 1]
         assert b.nbytes <= bucket or b.last == b.first + 1

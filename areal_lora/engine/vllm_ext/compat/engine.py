@@ -87,9 +87,9 @@ def own_logprobs(worker: Any) -> None:
     plain = runner._get_prompt_logprobs_dict
 
     def scores(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
-        asked = runner.num_prompt_logprobs
+        requested = runner.num_prompt_logprobs
         groups: dict[float, dict[str, int]] = {}
-        for request, n in asked.items():
+        for request, n in requested.items():
             extra = runner.requests[request].sampling_params.extra_args or {}
             groups.setdefault(float(extra.get(SCORE_TEMPERATURE, 1.0)), {})[request] = n
         found: dict[str, Any] = {}
@@ -99,9 +99,9 @@ def own_logprobs(worker: Any) -> None:
                 runner.sampler.compute_logprobs = partial(_tempered, temperature=temperature)
                 found |= plain(hidden_states, num_scheduled_tokens)
         finally:
-            runner.num_prompt_logprobs, runner.sampler.compute_logprobs = asked, Sampler.compute_logprobs
-        for request in asked.keys() - {r for group in groups.values() for r in group}:
-            del asked[request]  # vLLM has removed it from its group: its whole prompt is scored
+            runner.num_prompt_logprobs, runner.sampler.compute_logprobs = requested, Sampler.compute_logprobs
+        for request in requested.keys() - {r for group in groups.values() for r in group}:
+            del requested[request]  # vLLM has removed it from its group: its whole prompt is scored
         return found
 
     runner._get_prompt_logprobs_dict = scores

@@ -15,14 +15,14 @@ class Matrix:
 
     ``stacked`` is ``[S, E, max_rank, in_part]`` (A) or ``[S, E, out_part, max_rank]`` (B) for S slots,
     of which this is entry ``index`` of the second dimension; None where another worker holds it
-    (expert parallel). The part is ``begin`` onwards of an in- or output dimension that is ``full``
+    (expert parallel). The part is ``start`` onwards of an in- or output dimension that is ``full``
     long (tensor parallel).
     """
 
     name: str
     stacked: torch.Tensor | None
     index: int
-    begin: int
+    start: int
     full: int
 
     @property

@@ -53,41 +53,41 @@ def bound_matrices(worker: Any) -> Iterator[Matrix]:
 
 
 def _linear_matrices(module: BaseLinearLayerWithLoRA, parts: list[str]) -> Iterator[Matrix]:
-    a_begin = module.tp_rank * module.input_size if isinstance(module, RowParallelLinearWithLoRA) else 0
+    a_start = module.tp_rank * module.input_size if isinstance(module, RowParallelLinearWithLoRA) else 0
     a_full = module.input_size * (module.tp_size if isinstance(module, RowParallelLinearWithLoRA) else 1)
     if isinstance(module, MergedColumnParallelLinearWithLoRA):
         # Key and value heads are repeated when there are fewer of them than workers: the
-        # module's own shard ids say which part is held.
-        begins = [shard * size for shard, size in zip(module.output_ids, module.output_slices, strict=True)]
+        # module's own shard ids define which part is held.
+        starts = [shard * size for shard, size in zip(module.output_ids, module.output_slices, strict=True)]
         fulls = list(module.base_layer.output_sizes)
         if isinstance(module, MergedQKVParallelLinearWithLoRA):
             base = module.base_layer
             fulls = [base.total_num_heads * base.head_size] + [base.total_num_kv_heads * base.head_size] * 2
     elif isinstance(module, ColumnParallelLinearWithLoRA):
-        begins, fulls = [module.tp_rank * module.output_size], [module.output_size * module.tp_size]
+        starts, fulls = [module.tp_rank * module.output_size], [module.output_size * module.tp_size]
     else:
-        begins, fulls = [0], [module.output_size]
-    for part, a, b, begin, full in zip(parts, module.lora_a_stacked, module.lora_b_stacked, begins, fulls, strict=True):
-        yield Matrix(name=part + LORA_A, stacked=a, index=0, begin=a_begin, full=a_full)
-        yield Matrix(name=part + LORA_B, stacked=b, index=0, begin=begin, full=full)
+        starts, fulls = [0], [module.output_size]
+    for part, a, b, start, full in zip(parts, module.lora_a_stacked, module.lora_b_stacked, starts, fulls, strict=True):
+        yield Matrix(name=part + LORA_A, stacked=a, index=0, start=a_start, full=a_full)
+        yield Matrix(name=part + LORA_B, stacked=b, index=0, start=start, full=full)
 
 
 def _expert_matrices(module: FusedMoEWithLoRA, parts: list[str]) -> Iterator[Matrix]:
     """``parts`` are vLLM's names of all experts' gate, down and up projections, expert by expert."""
     inter = module.intermediate_size_per_partition
-    full_inter, begin_inter = inter * module.tp_size, inter * module.tp_rank
+    full_inter, start_inter = inter * module.tp_size, inter * module.tp_rank
     gate_a, up_a = module.w13_lora_a_stacked
     gate_b, up_b = module.w13_lora_b_stacked
     down_a, down_b = module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0]
-    wide, narrow = (0, module.hidden_size), (begin_inter, full_inter)
+    wide, narrow = (0, module.hidden_size), (start_inter, full_inter)
     rows = ((gate_a, gate_b, wide, narrow), (down_a, down_b, narrow, wide), (up_a, up_b, wide, narrow))
     local = _local_experts(module)
     for i, part in enumerate(parts):
         a, b, inputs, outputs = rows[i % 3]
         index = local[i // 3]
-        for suffix, stacked, (begin, full) in ((LORA_A, a, inputs), (LORA_B, b, outputs)):
+        for suffix, stacked, (start, full) in ((LORA_A, a, inputs), (LORA_B, b, outputs)):
             held = stacked if index >= 0 else None
-            yield Matrix(name=part + suffix, stacked=held, index=max(index, 0), begin=begin, full=full)
+            yield Matrix(name=part + suffix, stacked=held, index=max(index, 0), start=start, full=full)
 
 
 def _local_experts(module: FusedMoEWithLoRA) -> list[int]:

@@ -41,7 +41,7 @@ class WeightPart:
     """One weight of the checkpoint as one worker holds it.
 
     ``place`` [rows, cols] is its part of a host copy; None where another worker holds it (expert parallel). The part
-    begins at ``row``, ``col`` of the whole weight, which has the shape ``full`` (outputs, inputs).
+    starts at ``row``, ``col`` of the whole weight, which has the shape ``full`` (outputs, inputs).
     """
 
     name: str
@@ -85,15 +85,15 @@ class _Linear:
             )
         self._layer = layer
         in_part = layer.input_size_per_partition
-        sizes, begins, fulls = _rows_of(layer)
+        sizes, starts, fulls = _rows_of(layer)
         self._staged = _host(layer, sum(sizes), in_part)
         col = layer.tp_rank * in_part if isinstance(layer, RowParallelLinear) else 0
         self.parts: list[WeightPart] = []
         at = 0
-        for name, size, begin, full in zip(names, sizes, begins, fulls, strict=True):
+        for name, size, start, full in zip(names, sizes, starts, fulls, strict=True):
             place = self._staged[at : at + size]
             self.parts.append(
-                WeightPart(name=name + WEIGHT, place=place, row=begin, col=col, full=(full, layer.input_size))
+                WeightPart(name=name + WEIGHT, place=place, row=start, col=col, full=(full, layer.input_size))
             )
             at += size
 
@@ -112,14 +112,14 @@ def _rows_of(layer: LinearBase) -> tuple[list[int], list[int], list[int]]:
         d, rank = layer.head_size, layer.tp_rank
         kv = layer.num_kv_heads * d  # repeated where there are fewer heads than workers
         sizes = [layer.num_heads * d, kv, kv]
-        begins = [rank * sizes[0]] + [rank // layer.num_kv_head_replicas * kv] * 2
-        return sizes, begins, [layer.total_num_heads * d] + [layer.total_num_kv_heads * d] * 2
+        starts = [rank * sizes[0]] + [rank // layer.num_kv_head_replicas * kv] * 2
+        return sizes, starts, [layer.total_num_heads * d] + [layer.total_num_kv_heads * d] * 2
     if isinstance(layer, MergedColumnParallelLinear):
         sizes = list(layer.output_partition_sizes)
         return sizes, [layer.tp_rank * size for size in sizes], list(layer.output_sizes)
     size = layer.output_size_per_partition
-    begin = layer.tp_rank * size if isinstance(layer, ColumnParallelLinear) else 0
-    return [size], [begin], [layer.output_size]
+    start = layer.tp_rank * size if isinstance(layer, ColumnParallelLinear) else 0
+    return [size], [start], [layer.output_size]
 
 
 class _Experts:

@@ -40,10 +40,10 @@ def _shrink(low: Any, x: Any, rows: Any, first: int, end: int, a: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True, fastmath=_MATH)
-def _expand(y: Any, begin: int, low: Any, rows: Any, first: int, end: int, bt: Any, n: int) -> None:
-    """``y[rows[i], begin : begin + n] += low[i] bt[:, :n]``; a multiple of four ranks."""
+def _expand(y: Any, start: int, low: Any, rows: Any, first: int, end: int, bt: Any, n: int) -> None:
+    """``y[rows[i], start : start + n] += low[i] bt[:, :n]``; a multiple of four ranks."""
     for i in range(first, end):
-        yi, p = y[rows[i], begin : begin + n], low[i]
+        yi, p = y[rows[i], start : start + n], low[i]
         for j in range(0, len(p), 4):
             p0, p1, p2, p3 = p[j], p[j + 1], p[j + 2], p[j + 3]
             b0, b1, b2, b3 = bt[j], bt[j + 1], bt[j + 2], bt[j + 3]
@@ -78,12 +78,12 @@ def _add_part(
         a_cell, b_cell = a[slot, expert if a.shape[1] > 1 else 0], b[slot, expert if b.shape[1] > 1 else 0]
         if not (again and _equal(a_cell, before[slot, expert if before.shape[1] > 1 else 0])):
             _shrink(low, x, rows, first, end, a_cell)
-        for begin in range(0, width, _COLUMNS):
-            n = min(_COLUMNS, width - begin)
+        for start in range(0, width, _COLUMNS):
+            n = min(_COLUMNS, width - start)
             for o in range(n):
                 for j in range(b_cell.shape[1]):
-                    bt[j, o] = b_cell[begin + o, j]
-            _expand(y, at + begin, low, rows, first, end, bt, n)
+                    bt[j, o] = b_cell[start + o, j]
+            _expand(y, at + start, low, rows, first, end, bt, n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,13 +166,13 @@ def count_pairs(expert_ids: Any, group_of: Any, n_groups: int, n_experts: int) -
 
 
 @numba.njit(f"Tuple(({_ROWS}, {_IDS}))({_IDS}, {_ROWS}, int64, {_ROWS}, int64)", nogil=True, cache=True)
-def place_pairs(expert_ids: Any, group_of: Any, n_groups: int, begins: Any, n_rows: int) -> Any:
-    """Give the pairs of every cell the rows from ``begins[cell]`` on, in order of their tokens.
+def place_pairs(expert_ids: Any, group_of: Any, n_groups: int, starts: Any, n_rows: int) -> Any:
+    """Give the pairs of every cell the rows from ``starts[cell]`` on, in order of their tokens.
 
     Returns ``source`` [rows], the token of each row, 0 for rows without a pair, and ``row_of`` [T, K], the row of
     some pair for negative experts.
     """
-    following, some = begins.copy(), 0
+    following, some = starts.copy(), 0
     source, row_of = np.zeros(n_rows, np.int64), np.empty(expert_ids.shape, np.int64)
     for t in range(expert_ids.shape[0]):
         for k in range(expert_ids.shape[1]):

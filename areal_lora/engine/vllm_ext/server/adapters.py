@@ -1,7 +1,7 @@
 """Serve adapter versions with vLLM: leases of requests, publishes of new versions (contracts C2, C3).
 
     publish(announcement)  reserve a slot
-                           Begin to all workers ------> they receive, write, verify beside generation
+                           Receive to all workers ----> they receive, write, verify beside generation
                            all have answered <---------
                            al_commit on all workers     the only moment generation waits, < 2 ms
                            requests can name the version
@@ -29,7 +29,7 @@ import msgspec
 from vllm.lora.request import LoRARequest
 
 from areal_lora.engine.vllm_ext.server.gate import Gate
-from areal_lora.engine.vllm_ext.worker.channel import Begin, CommandDone, Forget, Join, Ping, Staged, WorkerChannel
+from areal_lora.engine.vllm_ext.worker.channel import CommandDone, Forget, Join, Ping, Receive, Staged, WorkerChannel
 from areal_lora.errors import PublishError, UnknownVersionError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
@@ -115,11 +115,11 @@ class ServedAdapters:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests may begin."""
+        """Whether requests may start."""
         return self._gate.is_open
 
     async def ready(self) -> None:
-        """Wait until requests may begin. Take the lease before the next ``await``."""
+        """Wait until requests may start. Take the lease before the next ``await``."""
         await self._gate.opened()
 
     @contextmanager
@@ -169,8 +169,8 @@ class ServedAdapters:
         return self._lock.locked()
 
     async def ping(self) -> None:
-        """Ask every worker's background thread for a sign. Raises PublishError if one does not answer."""
-        await self._channel.ask(Ping(), CommandDone, PING_S)
+        """Ping every worker's background thread. Raises PublishError if one does not answer."""
+        await self._channel.call(Ping(), CommandDone, PING_S)
 
     async def join(self, request: JoinRequest, came: float | None = None) -> None:
         """Have all workers join the trainer's groups. Raises PublishError.
@@ -182,7 +182,7 @@ class ServedAdapters:
         deadline = _deadline(request.timeout_s, came)
         async with self._turn("a join", deadline):
             left = msgspec.structs.replace(request, timeout_s=max(deadline - time.monotonic(), 0.0))
-            answers = await self._channel.ask(Join(request=left), CommandDone, left.timeout_s + GRACE_S)
+            answers = await self._channel.call(Join(request=left), CommandDone, left.timeout_s + GRACE_S)
         errors = [f"worker {w}: {a.error}" for w, a in enumerate(answers) if a.error]
         if errors:
             raise PublishError("; ".join(errors))
@@ -241,7 +241,7 @@ class ServedAdapters:
         async with self._lock:
             running = self._versions.drop(name)
             self._released.set()
-            await self._channel.ask(Forget(name=name), CommandDone, PING_S)
+            await self._channel.call(Forget(name=name), CommandDone, PING_S)
             await self._forget(self._versions.slots.retire_left())
         if running and (self._dropping is None or self._dropping.done()):
             self._dropping = watched_task("dropped-adapters", self._free_dropped)
@@ -275,14 +275,14 @@ class ServedAdapters:
     async def _stage(self, body: bytes, ref: AdapterRef, slot: int | None, deadline: float) -> list[StageResult]:
         """Stage on all workers, once no step uses what the slot held, and return their results."""
         await self._drain(deadline)
-        begin = Begin(
+        receive = Receive(
             announcement=body,
             ref=str(ref),
             slot=-1 if slot is None else slot,
             deadline=deadline,
             active=tuple(map(str, self.active())),
         )
-        answers = await self._channel.ask(begin, Staged, deadline - time.monotonic() + GRACE_S)
+        answers = await self._channel.call(receive, Staged, deadline - time.monotonic() + GRACE_S)
         return [a.result for a in answers]
 
     @asynccontextmanager
@@ -295,7 +295,7 @@ class ServedAdapters:
             yield 0.0
             return
         await self._await_pinned(deadline)
-        began = time.monotonic()
+        started = time.monotonic()
         with self._gate.closed():
             ended = self._gate.end_pinned(f"{ref} replaced the weights: a merged server holds one version")
             if ended:
@@ -310,7 +310,7 @@ class ServedAdapters:
                 if time.monotonic() >= deadline:
                     raise PublishError(f"{ref}: the engine does not forget the cached blocks of the version before")
                 await asyncio.sleep(DRAIN_POLL_S)
-            yield time.monotonic() - began
+            yield time.monotonic() - started
 
     async def _await_pinned(self, deadline: float) -> None:
         """Wait for pinned requests and pins, at most half of the time until ``deadline``."""
@@ -343,14 +343,14 @@ class ServedAdapters:
             await self._retire([r.lora_id for r in retired])
 
     async def _retire(self, lora_ids: Iterable[int]) -> None:
-        """Have the workers stop serving; what their batches still use is asked for again by `_drain`."""
+        """Have the workers stop serving; what their batches still use is retried by `_drain`."""
         self._leaving.update(*await self._call("al_retire", list(lora_ids)))
 
     async def _drain(self, deadline: float) -> None:
         """Wait until no worker's batch uses a retired version. Raises PublishError at the deadline."""
         while self._leaving:
-            asked, self._leaving = sorted(self._leaving), set()
-            await self._retire(asked)
+            requested, self._leaving = sorted(self._leaving), set()
+            await self._retire(requested)
             if self._leaving and time.monotonic() >= deadline:
                 raise PublishError(f"requests of retired adapter ids {sorted(self._leaving)} are still in the engine")
             if self._leaving:

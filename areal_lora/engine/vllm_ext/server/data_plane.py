@@ -280,7 +280,7 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
         except PublishError as e:
             status, reason = 503, str(e)
         except EngineDeadError as e:
-            status, reason = 500, f"the engine has ended: {e}"  # 503: nothing has begun, another server may be asked
+            status, reason = 500, f"the engine has ended: {e}"  # 503: nothing has started, another server may be used
         return Response(error_body(status, reason), status_code=status, media_type=JSON)
 
     return handle

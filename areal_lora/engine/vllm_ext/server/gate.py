@@ -4,7 +4,7 @@
     closing  none enters; those inside end: rollouts are cut, pinned requests fail with the reason
     closed   none is inside: the weights may change
 
-What waits at the gate begins on the next version. So no step of the model, and no cached block, mixes two versions.
+What waits at the gate starts on the next version. So no step of the model, and no cached block, mixes two versions.
 """
 
 from __future__ import annotations

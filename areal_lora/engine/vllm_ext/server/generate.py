@@ -60,7 +60,7 @@ class RequestCounters:
     def __post_init__(self) -> None:
         self.began_s = self._idle_since_s = self.clock()
 
-    def begin(self, sequences: int) -> None:
+    def start(self, sequences: int) -> None:
         if not self.in_flight:
             self._idle_s += self.clock() - self._idle_since_s
         self.in_flight += sequences
@@ -132,7 +132,7 @@ class Generator:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield all outputs of one prompt. Closing the iterator aborts the request in the engine."""
         counters, n, request = self.counters, params.n, request or self.new_request(lease)
-        counters.begin(n)
+        counters.start(n)
         queue, finished = None, False
         try:
             try:

@@ -69,7 +69,7 @@ class Door:
         self._closed = True
 
     def cut(self) -> None:
-        """Hand back the requests in progress; an answer that has begun is cut off."""
+        """Hand back the requests in progress; an answer that has started is cut off."""
         self._cut.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,11 +79,11 @@ class Door:
         if self._closed:
             await _handed_back()(scope, receive, send)
             return
-        begun = False
+        started = False
 
         async def noted(message: Message) -> None:
-            nonlocal begun
-            begun = True
+            nonlocal started
+            started = True
             await send(message)
 
         self.in_flight += 1
@@ -96,7 +96,7 @@ class Door:
                 return
             work.cancel()
             await asyncio.wait({work})
-            if not begun:
+            if not started:
                 await _handed_back()(scope, receive, send)
         finally:
             work.cancel()

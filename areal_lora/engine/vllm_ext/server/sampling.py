@@ -225,7 +225,7 @@ def continued(params: SamplingParams, n: int) -> SamplingParams:
 
 
 def continuation_seed(seed: int, n: int) -> int:
-    """Derive the seed after ``n`` tokens of a sequence that began with ``seed``: a seed's numbers are used once."""
+    """Derive the seed after ``n`` tokens of a sequence that started with ``seed``: a seed's numbers are used once."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{n}".encode(), digest_size=8).digest()) >> 1
 
 

@@ -26,10 +26,10 @@ class AnswerText:
         before, now = self._decode(self._ids[self._seen : self._read]), self._decode(self._ids[self._seen :])
         if now.endswith("\N{REPLACEMENT CHARACTER}") and len(self._ids) - self._read < PENDING:
             return False
-        begin = len(self.text)
+        start = len(self.text)
         self.text += now[len(before) :]
         self._seen, self._read = self._read, len(self._ids)
-        found = [(at + len(s), at) for s in self._stop if (at := self.text.find(s, max(0, begin - len(s) + 1))) >= 0]
+        found = [(at + len(s), at) for s in self._stop if (at := self.text.find(s, max(0, start - len(s) + 1))) >= 0]
         if found:
             self.text, self.stopped = self.text[: min(found)[1]], True
         return self.stopped

@@ -40,7 +40,7 @@ class ToolCallParsers:
         self._classes = {name: _parser_class(name) for name in names}
 
     def parse(self, body: ToolCallsBody) -> list[ParsedText]:
-        """What each text says and calls, in order. A text in which the parser fails has no calls.
+        """The text and the calls of each answer, in order. A text in which the parser fails has no calls.
 
         Raises ValueError for an unknown parser, or tools that vLLM refuses.
         """

@@ -3,7 +3,7 @@
 Two zmq sockets (CURVE with keys from the run secret, loopback) between the server and all its workers::
 
     server (asyncio)                       worker
-    ask(Begin) -- ROUTER ------- DEALER -> background thread --> handle
+    call(Receive) ROUTER ------- DEALER -> background thread --> handle
         replies <- PULL --------- PUSH <-- from any thread, when the command is done
 
 A reply names its call, so a late reply is not taken for the reply of another call.
@@ -45,7 +45,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
     request: JoinRequest
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
+class Receive(msgspec.Struct, frozen=True, kw_only=True, tag="receive"):
     """Start staging ``announcement`` (from ``manifest.encode``) into ``slot``, negative where none is free.
 
     ``active`` lists the versions that requests can name: the worker forgets a staged version that is not in it.
@@ -76,12 +76,12 @@ class CommandDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
-    """Answer to ``Begin``."""
+    """Answer to ``Receive``."""
 
     result: StageResult
 
 
-Command = Join | Begin | Forget | Ping
+Command = Join | Receive | Forget | Ping
 WorkerAnswer = CommandDone | Staged
 A = TypeVar("A", CommandDone, Staged)
 
@@ -130,7 +130,7 @@ class WorkerChannel:
             raise PublishError(f"{problem}; see the log") from None
         self._reader = watched_task("worker-replies", self._read)
 
-    async def ask(self, command: Command, kind: type[A], timeout_s: float) -> list[A]:
+    async def call(self, command: Command, kind: type[A], timeout_s: float) -> list[A]:
         """Send ``command`` and return all answers in worker order. Raises PublishError if one is late."""
         number = next(self._numbers)
         replies = self._calls[number] = asyncio.Queue()

@@ -7,7 +7,7 @@ RPC; all other work is a command to a background thread (``channel``)::
     server                      background thread              between two steps
     al_setup, al_describe       starts
     Join    ----------------->  thread, low priority: join the trainers' groups
-    Begin   ----------------->  thread: receive, write, verify
+    Receive ----------------->  thread: receive, write, verify
     Forget  ----------------->  an adapter was dropped
     Ping    ----------------->  at once
     al_commit  ----------------------------------------------> slot becomes a version
@@ -37,13 +37,13 @@ from areal_lora.engine.vllm_ext.compat.slots import (
 )
 from areal_lora.engine.vllm_ext.compat.weights import fused_weights
 from areal_lora.engine.vllm_ext.worker.channel import (
-    Begin,
     Command,
     CommandDone,
     CommandThread,
     Forget,
     Join,
     Ping,
+    Receive,
     Respond,
     Staged,
 )
@@ -159,7 +159,7 @@ class _WorkerAdapters:
             device=self.writer.device,
             layouts=setup.adapters,
         )
-        self._asked: Respond | None = None  # answers the ``Begin`` in progress
+        self._respond: Respond | None = None  # answers the ``Receive`` in progress
         self._last_staged: AdapterRef | None = None
         self._joining = False
         self._commands = CommandThread(
@@ -180,22 +180,22 @@ class _WorkerAdapters:
             case Join(request=request):
                 self._joining = True
                 threading.Thread(target=self._join, args=(request, respond), name="join", daemon=True).start()
-            case Begin() if self._joining or self._asked is not None:
+            case Receive() if self._joining or self._respond is not None:
                 respond(_unstaged(command, Refusal.WIRE, "this worker is busy with another transfer"))
-            case Begin() if time.monotonic() >= command.deadline:
+            case Receive() if time.monotonic() >= command.deadline:
                 respond(_unstaged(command, Refusal.WIRE, "the command reached this worker after its deadline"))
-            case Begin():
-                self._asked = respond
-                self._begin(command)
+            case Receive():
+                self._respond = respond
+                self._receive(command)
 
-    def _begin(self, command: Begin) -> None:
+    def _receive(self, command: Receive) -> None:
         if self._last_staged is not None and str(self._last_staged) not in command.active:
             self._receiver.discard(self._last_staged)
         self._last_staged = None
         try:
             announcement = decode(command.announcement)
             slot = command.slot if command.slot >= 0 else None
-            self._receiver.begin(announcement.manifest, announcement.layout, slot, command.deadline - time.monotonic())
+            self._receiver.start(announcement.manifest, announcement.layout, slot, command.deadline - time.monotonic())
         except ManifestError as e:
             self._answer(_unstaged(command, e.reason, e.detail))
         except PublishError as e:
@@ -207,7 +207,7 @@ class _WorkerAdapters:
         self._answer(Staged(result=result))
 
     def _answer(self, staged: Staged) -> None:
-        respond, self._asked = self._asked, None
+        respond, self._respond = self._respond, None
         if respond is not None:
             respond(staged)
 
@@ -230,7 +230,7 @@ def lower_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def _unstaged(command: Begin, reason: str, detail: str) -> Staged:
+def _unstaged(command: Receive, reason: str, detail: str) -> Staged:
     return Staged(result=StageResult(ref=command.ref, slot=command.slot, ok=False, reason=reason, detail=detail))
 
 

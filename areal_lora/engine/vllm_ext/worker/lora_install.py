@@ -163,15 +163,15 @@ def _block(tensor: WireTensor, matrix: Matrix, place: torch.Tensor, step: int, l
     width = cols if matrix.is_a else rows
     shape = (rank, matrix.full) if matrix.is_a else (matrix.full, rank)
     fits = rows <= place.shape[0] and cols <= place.shape[1] and place.stride(1) == 1
-    if tensor.shape != shape or matrix.begin + width > matrix.full or not fits:
+    if tensor.shape != shape or matrix.start + width > matrix.full or not fits:
         raise ManifestError(
             Refusal.SHAPE,
-            f"{matrix.name}: {list(tensor.shape)} does not fit {matrix.begin} onwards of {matrix.full} "
+            f"{matrix.name}: {list(tensor.shape)} does not fit {matrix.start} onwards of {matrix.full} "
             f"into {list(place.shape)}",
         )
     pitch = tensor.shape[1] * item
     return Block(
-        src=tensor.offset + matrix.begin * (item if matrix.is_a else pitch),
+        src=tensor.offset + matrix.start * (item if matrix.is_a else pitch),
         src_pitch=pitch,
         dst=0,
         dst_pitch=place.stride(0) * place.element_size(),

@@ -32,8 +32,8 @@ class Worker:
     """A worker's background thread. ``answer`` decides what it says to a ``Begin``; None: nothing."""
 
     def __init__(self, rank: int, ports: tuple[int, ...], secret: str = SECRET) -> None:
-        self.begins: list[ch.Begin] = []
-        self.answer: Callable[[ch.Begin], StageResult | None] = accept
+        self.begins: list[ch.Receive] = []
+        self.answer: Callable[[ch.Receive], StageResult | None] = accept
         self.busy = 0
         self.overlapped = False
         self._late: list[ch.Respond] = []
@@ -45,7 +45,7 @@ class Worker:
         if self.deaf:
             self._late.append(respond)
             return
-        if not isinstance(command, ch.Begin):
+        if not isinstance(command, ch.Receive):
             respond(ch.CommandDone())
             return
         self.begins.append(command)
@@ -53,7 +53,7 @@ class Worker:
         self.busy += 1
         threading.Timer(0.03, self._finish, (command, respond)).start()
 
-    def _finish(self, command: ch.Begin, respond: ch.Respond) -> None:
+    def _finish(self, command: ch.Receive, respond: ch.Respond) -> None:
         self.busy -= 1
         result = self.answer(command)
         if result is not None:
@@ -66,13 +66,13 @@ class Worker:
             respond(ch.CommandDone(error="late"))
 
 
-def accept(begin: ch.Begin) -> StageResult:
+def accept(begin: ch.Receive) -> StageResult:
     if begin.slot < 0:
         return refuse("duplicate" if begin.ref in begin.active else "slot")(begin)
     return StageResult(ref=begin.ref, slot=begin.slot, ok=True, digest=f"digest of {begin.ref}")
 
 
-def refuse(reason: str) -> Callable[[ch.Begin], StageResult]:
+def refuse(reason: str) -> Callable[[ch.Receive], StageResult]:
     return lambda begin: StageResult(ref=begin.ref, slot=begin.slot, ok=False, reason=reason, detail="as told")
 
 
@@ -359,7 +359,7 @@ def test_what_was_staged_too_late_is_not_activated_and_may_come_again() -> None:
         async with bench(timeout_s=0.3) as b:
             await b.publish(0)
 
-            def late(begin: ch.Begin) -> StageResult:
+            def late(begin: ch.Receive) -> StageResult:
                 time.sleep(0.4)
                 return accept(begin)
 

@@ -90,7 +90,7 @@ class Worker:
             for name in PROJECTIONS
             for suffix, shape in ((LORA_A, (RANK, WIDTH)), (LORA_B, (WIDTH, RANK)))
         }
-        matrices = [Matrix(name=n, stacked=t, index=0, begin=0, full=WIDTH) for n, t in self.stacks.items()]
+        matrices = [Matrix(name=n, stacked=t, index=0, start=0, full=WIDTH) for n, t in self.stacks.items()]
         lane = RecordedLane(calls, CPU)
         writer = partial(extension.StackedSlotWriter, lane=lambda device: lane)
         monkeypatch.setattr(extension, "bound_matrices", lambda worker: matrices)
@@ -168,7 +168,7 @@ async def publish(gate: Gate, folder: RunFolder, path: Path, calls: list[str], m
         assert gate.reached.is_set()
         try:
             for _ in range(3):
-                await channel.ask(ch.Ping(), ch.CommandDone, LONG_S / 3)
+                await channel.call(ch.Ping(), ch.CommandDone, LONG_S / 3)
             assert not gate.open.is_set()
         finally:
             gate.open.set()

@@ -24,15 +24,15 @@ def test_idle_is_the_time_without_a_running_sequence() -> None:
         return stats.idle_s, stats.up_s
 
     assert after(3.0) == (3.0, 3.0)
-    counters.begin(2)
+    counters.start(2)
     assert after(5.0) == (3.0, 8.0)
-    counters.begin(6)
+    counters.start(6)
     counters.end(2)
     assert (counters.stats().running, counters.stats().waiting) == (4, 2)
     assert after(1.0) == (3.0, 9.0)
     counters.end(6)
     assert after(2.0) == (5.0, 11.0)
-    counters.begin(1)
+    counters.start(1)
     counters.end(1)
     assert after(0.5) == (5.5, 11.5)
 

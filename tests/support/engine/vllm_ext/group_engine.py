@@ -172,7 +172,8 @@ def busy(engine: Watched, whole: bool, free_blocks: int) -> dict[str, Any]:
         for output in engine.engine.step():
             answer = output.outputs[0]
             rows = [sorted((t, p.logprob, p.rank) for t, p in row.items()) for row in answer.logprobs or ()]
-            sent[output.request_id] = [list(answer.token_ids), rows, answer.finish_reason, answer.stop_reason]
+            if output.finished:  # an aborted answer has outputs only if it was streamed
+                sent[output.request_id] = [list(answer.token_ids), rows, answer.finish_reason, answer.stop_reason]
         if n > len(waiting) and not engine.engine.has_unfinished_requests():
             break
     scheduler.schedule = schedule

@@ -50,7 +50,7 @@ def test_every_preset_passes(kind: str) -> None:
         (["kl_in=reward"], "kl_in", "kl_coef is 0"),
         (["kl_target=0.1"], "kl_target", "kl_coef is 0"),
         (["reference=initial"], "reference", "kl_coef is 0"),
-        (["kl_coef=0.1", "reference=initial"], "reference", "begins at the base"),
+        (["kl_coef=0.1", "reference=initial"], "reference", "starts at the base"),
         (["kl_coef=0.1", "reference_refresh_steps=5"], "reference_refresh_steps", "reference is base"),
         (["critic_rank=4"], "critic_rank", "no critic"),
         (["critic_lr=0.1"], "critic_lr", "no critic"),

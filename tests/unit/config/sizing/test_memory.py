@@ -221,7 +221,7 @@ def test_staging_is_what_the_layout_of_the_wire_asks_for() -> None:
     spec = config.adapters[0].spec("m")
     layout = wire_layout(ShardedModel(shape=shape, layout=parallel), spec, "bfloat16")
     bucket = int(config.weight_sync.bucket_mib * 2**20)
-    longest = [max(b.end - b.begin for b in plan_buckets(shard, bucket)) for shard in layout.shards]
+    longest = [max(b.end - b.start for b in plan_buckets(shard, bucket)) for shard in layout.shards]
     assert len(longest) == 8
     assert staging_bytes(config, shape) == pytest.approx(RING * sum(longest), rel=0.03)
     server = estimate()["server replica"]

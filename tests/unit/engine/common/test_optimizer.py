@@ -65,7 +65,7 @@ def test_lora_b_learns_ratio_times_as_fast(ratio: float) -> None:
     memory = memory_of()
     memory.weights.copy_(torch.randn(memory.arena.size, generator=generator))
     optimizer = AdapterOptimizer(
-        config, memory, [GradientClass(begin=0, end=memory.arena.size, groups=[], counted=True)]
+        config, memory, [GradientClass(start=0, end=memory.arena.size, groups=[], counted=True)]
     )
     lr = torch.full((memory.arena.size,), math.nan).double()
     for bank in memory.arena.banks:  # of each matrix, from where it lies
@@ -93,9 +93,9 @@ def test_steps_are_those_of_torch_bit_for_bit() -> None:
     memory = memory_of()
     memory.weights.copy_(torch.randn(memory.arena.size, generator=generator))
     parts = spans(memory.arena, apart=True)
-    whole = [GradientClass(begin=0, end=memory.arena.size, groups=[], counted=True)]
+    whole = [GradientClass(start=0, end=memory.arena.size, groups=[], counted=True)]
     ours = AdapterOptimizer(OptimizerConfig(lr=0.01, lora_plus_ratio=4.0), memory, whole)
-    theirs = [torch.nn.Parameter(memory.weights[part.begin : part.end].clone()) for part in parts]
+    theirs = [torch.nn.Parameter(memory.weights[part.start : part.end].clone()) for part in parts]
     adam = torch.optim.AdamW([{"params": [weights]} for weights in theirs], foreach=True)
     for step in range(4):
         values = AdamValues(
@@ -105,7 +105,7 @@ def test_steps_are_those_of_torch_bit_for_bit() -> None:
         memory.grads.copy_(grads)
         ours.step(1.0, lr, values)
         for part, weights, group in zip(parts, theirs, adam.param_groups, strict=True):
-            weights.grad = grads[part.begin : part.end].clone()
+            weights.grad = grads[part.start : part.end].clone()
             group |= {"lr": lr * (4.0 if part.is_b else 1.0), "betas": (values.beta1, values.beta2)}
             group |= {"eps": values.eps, "weight_decay": values.weight_decay}
         adam.step()
@@ -117,7 +117,7 @@ def test_the_clock_is_that_of_every_weight() -> None:
     two = []
     for _ in range(2):
         memory = memory_of()
-        whole = [GradientClass(begin=0, end=memory.arena.size, groups=[], counted=True)]
+        whole = [GradientClass(start=0, end=memory.arena.size, groups=[], counted=True)]
         two.append((memory, AdapterOptimizer(config, memory, whole)))
     (one, first), (other, second) = two
     for _ in range(3):
@@ -136,8 +136,8 @@ def test_the_clock_is_that_of_every_weight() -> None:
 def test_spans_cover_the_memory_once() -> None:
     arena = memory_of().arena
     (whole,) = spans(arena, apart=False)
-    assert (whole.begin, whole.end) == (0, arena.size)
+    assert (whole.start, whole.end) == (0, arena.size)
     apart = spans(arena, apart=True)
-    assert [span.begin for span in apart] == [0, *(span.end for span in apart[:-1])]
+    assert [span.start for span in apart] == [0, *(span.end for span in apart[:-1])]
     assert apart[-1].end == arena.size
     assert all(one.is_b != other.is_b for one, other in itertools.pairwise(apart)), "as few as possible"

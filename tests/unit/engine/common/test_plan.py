@@ -102,7 +102,7 @@ def pack(
     space[: found.own] = held[rank]
     for t in found.transfers:
         assert t.receiver == rank
-        space[t.to : t.to + t.end - t.begin] = held[t.sender][t.begin : t.end]
+        space[t.to : t.to + t.end - t.start] = held[t.sender][t.start : t.end]
     (shard,) = [s for s in layout.shards if s.source == rank] or [None]
     flat = np.zeros(shard.nbytes if shard else 0, dtype=np.uint8)
     first = 0

@@ -21,13 +21,13 @@ def ended(
     first: str | None = None,
     srun: int = 137,
     lost: tuple[str, ...] = (),
-    began: bool = True,
+    started: bool = True,
 ) -> list[Ended]:
     names = [spec.name for spec in specs]
     return causes(
         specs,
         {spec.name: f"n{spec.node}" for spec in specs},
-        Records(codes=codes, began=frozenset(names if began else ()), first=first),
+        Records(codes=codes, started=frozenset(names if started else ()), first=first),
         srun_code=srun,
         lost=lost,
         logs={name: Path(name) for name in names},
@@ -59,7 +59,12 @@ def test_all_well() -> None:
 def test_a_task_that_could_not_record_is_the_cause_if_no_other_is(srun: int) -> None:
     """srun's code is 0 when the only node of the step was lost."""
     cause = blamed(ended(ONE, {}, srun=srun))
-    assert (cause.spec.name, cause.code, cause.lost, cause.never_began) == ("server-4", -9 if srun else 1, False, False)
+    assert (cause.spec.name, cause.code, cause.lost, cause.never_started) == (
+        "server-4",
+        -9 if srun else 1,
+        False,
+        False,
+    )
     assert blamed(ended(RANKS, {"trainer-0": 0, "trainer-2": 0})).spec.name == "trainer-1"
 
 
@@ -70,5 +75,5 @@ def test_a_lost_node_is_the_cause_even_if_its_peers_noticed_first() -> None:
 
 
 def test_a_step_that_never_began_shows_what_srun_said() -> None:
-    cause = blamed(ended(RANKS, {}, srun=233, began=False))
-    assert (cause.never_began, cause.log, cause.how()) == (True, Path("srun"), "could not be started on n0")
+    cause = blamed(ended(RANKS, {}, srun=233, started=False))
+    assert (cause.never_started, cause.log, cause.how()) == (True, Path("srun"), "could not be started on n0")

@@ -11,9 +11,9 @@ from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.launcher.slurm.outcome import REPLACED, outcome
 
 
-def failed(code: int = -9, lost: bool = False, never_began: bool = False) -> Ended:
+def failed(code: int = -9, lost: bool = False, never_started: bool = False) -> Ended:
     spec = ProcessSpec(role="trainer", index=1, argv=("x",), env={})
-    return Ended(spec=spec, code=code, log=Path("log"), node="n2", lost=lost, never_began=never_began)
+    return Ended(spec=spec, code=code, log=Path("log"), node="n2", lost=lost, never_started=never_started)
 
 
 def test_done() -> None:
@@ -39,7 +39,7 @@ def test_a_code_that_would_come_again_is_kept(code: int) -> None:
     assert (found.code, found.requeue) == (code, "")
 
 
-@pytest.mark.parametrize("failure", [failed(), failed(1), failed(75), failed(64, never_began=True)])
+@pytest.mark.parametrize("failure", [failed(), failed(1), failed(75), failed(64, never_started=True)])
 def test_no_restarts_left_ends_the_job_with_70(failure: Ended) -> None:
     found = outcome(failure, "", "RUNNING")
     assert (found.code, found.requeue) == (70, "")

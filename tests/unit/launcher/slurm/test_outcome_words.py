@@ -52,7 +52,7 @@ def test_the_end_of_the_script_is_an_end(folder: RunFolder, pipe: tuple[int, int
 
 def test_usr1_to_a_task(folder: RunFolder, pipe: tuple[int, int]) -> None:
     heard = Words(pipe[0], folder)
-    folder.asked.touch()
+    folder.requeue_request.touch()
     assert heard.any()
     assert heard.first == "USR1"
 

@@ -58,7 +58,7 @@ CASES = [
     ),
     (job("PENDING", "launch_failed_requeued_held"), Phase.WAITING, "start failed", "scontrol release 42"),
     (job("PENDING", "JobHeldUser"), Phase.WAITING, "on hold by its user", "scontrol release 42"),
-    (job("PENDING", "JobHeldAdmin"), Phase.WAITING, "an admin holds it", "ask"),
+    (job("PENDING", "JobHeldAdmin"), Phase.WAITING, "an admin holds it", "contact"),
     (job("PENDING", "PartitionTimeLimit"), Phase.WAITING, "its partition", "time_limit"),
     (job("PENDING", "SomethingNew"), Phase.WAITING, "the job waits: SomethingNew", ""),
     (job("NEW_STATE"), Phase.UNKNOWN, "NEW_STATE, which is not known here", "scontrol show job 42"),

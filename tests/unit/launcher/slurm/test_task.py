@@ -62,7 +62,7 @@ def test_each_task_runs_its_process_and_records_its_code(tmp_path: Path) -> None
         task = folder.start(specs('echo "$RANK $TEXT"; exit 0', 'echo "$RANK $TEXT"; exit 65'), number)
         assert task.communicate(timeout=10)[0] == f"{number} it's\n"
         assert task.returncode == (0, 65)[number]
-    assert folder.names() == ["first", "trainer-0.0", "trainer-0.began", "trainer-1.65", "trainer-1.began"]
+    assert folder.names() == ["first", "trainer-0.0", "trainer-0.started", "trainer-1.65", "trainer-1.started"]
     assert (folder.exits / "first").readlink() == Path("trainer-1.65")
 
 
@@ -93,7 +93,7 @@ def test_usr1_to_the_task_is_a_wish_and_ends_no_shell(tmp_path: Path) -> None:
         os.kill(task.pid, signal.SIGUSR1)
         time.sleep(0.05)
     assert task.wait(10) == 4
-    assert folder.run.asked.exists()
+    assert folder.run.requeue_request.exists()
     assert "trainer-0.4" in folder.names()
 
 

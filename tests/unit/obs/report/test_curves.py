@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from areal_lora.obs.metrics.records import StepRecord
-from areal_lora.obs.report.curves import BUCKETS, Curve, Means, Smoothed
+from areal_lora.obs.report.curves import BUCKETS, Curve, Means, MovingMean
 from areal_lora.obs.report.plots import Plots
 
 
@@ -58,7 +58,7 @@ def test_the_smoothed_line_of_a_short_run_is_the_moving_mean() -> None:
     means = Means()
     for i in range(6):
         means.add(float(i), [float(i * i)])
-    smooth = list(Smoothed(means))
+    smooth = list(MovingMean(means))
     assert smooth[0] == (0.0, 0.5)
     assert smooth[2] == (2.0, pytest.approx((1 + 4 + 9) / 3))
 

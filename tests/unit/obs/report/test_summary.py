@@ -44,7 +44,7 @@ def small_run(folder: Path) -> Path:
             )
         )
     for who in ("server-0", "trainer", "server-0"):
-        write_event(RunFolder(folder), RestartEvent(at=now_utc(), who=who, how="was killed by SIGKILL"))
+        write_event(RunFolder(folder), RestartEvent(at=now_utc(), process=who, how="was killed by SIGKILL"))
     for without in (0, 1):
         write_event(RunFolder(folder), RequeueEvent(at=now_utc(), job="7", why="USR1 arrived", without=without))
     return folder

@@ -75,7 +75,7 @@ def test_stacked_layers_touch_and_many_bars_are_averaged() -> None:
     assert upper[1] + upper[3] == pytest.approx(lower[1], abs=0.2)
     assert upper[3] == pytest.approx(3 * lower[3], abs=0.3)
     many = list(range(1000))
-    assert len(bars(svg.stacked_bars(many, {"a": [1.0] * 1000}, x_label="x", most=80))) <= 80
+    assert len(bars(svg.stacked_bars(many, {"a": [1.0] * 1000}, x_label="x", max_bars=80))) <= 80
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_the_key_survives_a_resume_and_a_move_and_differs_after_a_fresh_start(tm
     first = tracked_run(folder, None, {})
     assert (first.name, first.started_at) == ("x", "2026-01-01T00:00:00Z")
     assert first.key.startswith("x-")
-    write_event(folder, RestartEvent(at="2026-01-02T00:00:00Z", who="trainer", how="was killed"))
+    write_event(folder, RestartEvent(at="2026-01-02T00:00:00Z", process="trainer", how="was killed"))
     write_event(folder, StartEvent(at="2026-01-03T00:00:00Z", resumes=True))
     assert tracked_run(folder, None, {}) == first
     moved = tmp_path / "two" / "x"

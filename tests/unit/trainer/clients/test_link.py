@@ -34,7 +34,7 @@ from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.trainer.adapter import ControllerState
 from areal_lora.trainer.clients.link import Clients, _decode
 from areal_lora.trainer.clients.passes import Limits
-from areal_lora.trainer.work import Operates
+from areal_lora.trainer.work import Operate
 from areal_lora.types import AdapterRef
 from tests.support.operations.client import Client, datum
 from tests.support.operations.side import client_adapter, service_config
@@ -64,7 +64,7 @@ class Link:
             self.clients.listen(0.1)
         raise AssertionError(f"heard {self.client.heard[-5:]}")
 
-    def next(self, *adapters: str) -> Operates:
+    def next(self, *adapters: str) -> Operate:
         """The next operation, once it has arrived."""
         for _ in range(600):
             if (found := self.clients.first(adapters or ("a.1",), lambda _: True)) is not None:

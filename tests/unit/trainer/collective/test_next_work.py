@@ -23,7 +23,7 @@ from areal_lora.operations.messages import (
     What,
 )
 from areal_lora.trainer.collective.next_work import RETRY_S, concluded, may_start
-from areal_lora.trainer.work import Concludes
+from areal_lora.trainer.work import Conclude
 from areal_lora.types import AdapterPhase, AdapterRef
 
 PASS = Pass(data=(), loss=Loss.CROSS_ENTROPY)
@@ -84,7 +84,7 @@ def test_a_publish_waits_for_the_one_before_it_and_for_its_version_to_be_durable
 @pytest.mark.parametrize("phase", [AdapterPhase.ACTIVE, AdapterPhase.PAUSED])
 def test_what_has_ended_is_concluded_also_of_a_paused_adapter(publish: bool, phase: AdapterPhase) -> None:
     ended = trainer(save(ended=not publish), publishing=publish, published=publish, phase=phase)
-    assert concluded(ended) == Concludes(adapter="a", publish=publish)
+    assert concluded(ended) == Conclude(adapter="a", publish=publish)
     assert concluded(trainer(save(), publishing=True, phase=phase)) is None
 
 

@@ -23,7 +23,7 @@ from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import ControllerState, TrainingState, build_adapter
 from areal_lora.trainer.collective import waits
 from areal_lora.trainer.versions.checkpointing import Checkpointing
-from areal_lora.trainer.work import Drained
+from areal_lora.trainer.work import Finish
 from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.checkpoint.helpers import state_of
 from tests.support.rollout.helpers import NAME, config
@@ -100,7 +100,7 @@ def trainer_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
 
 def drain(trainer: Any) -> None:
-    loop.carry_out(trainer, trainer.states[NAME], Drained(adapter=NAME))
+    loop.carry_out(trainer, trainer.states[NAME], Finish(adapter=NAME))
 
 
 @pytest.mark.parametrize("full_for", [0, 1, 3])

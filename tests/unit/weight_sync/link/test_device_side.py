@@ -94,7 +94,7 @@ def test_a_library_that_does_not_return_makes_nobody_wait_but_who_asks_for_the_b
         late = group.start(torch.zeros(4, dtype=torch.uint8), began + 0.2)
         assert "broadcast" not in calls
         assert not any(transfer.done() for transfer in transfers)
-        with pytest.raises(PublishError, match="did not begin it in time"):
+        with pytest.raises(PublishError, match="did not start it in time"):
             late.wait()
         goes_on.set()
         for transfer in transfers:
@@ -150,7 +150,7 @@ def test_a_communicator_that_does_not_form_is_left_at_the_deadline(monkeypatch: 
             pool.submit(join_group, listener.endpoint, 1, "127.0.0.1", timeout_s, secret),
         ]
         for join in joins:
-            with pytest.raises(PublishError, match="did not begin it in time"):
+            with pytest.raises(PublishError, match="did not start it in time"):
                 join.result(LONG_S / 2)
     assert time.monotonic() - began < LONG_S / 2
     assert [made[rank].aborted.is_set() for rank in (0, 1)] == [True, True]

@@ -51,7 +51,7 @@ def test_too_few_servers_are_waited_for_up_to_rejoin_s_since_the_first_look(sinc
     progress, got = after_look(
         Progress(attempts=3, short_since=since),
         able,
-        began=100.0,
+        started=100.0,
         now=now,
         until=101.0,
         config=CONFIG,
@@ -65,14 +65,14 @@ def test_a_server_that_loads_its_model_is_waited_for_without_limit_and_then_for_
     facts = {"config": CONFIG, "min_servers": 1, "watched": True}
     progress = Progress(short_since=0.0)
     for now in (61.0, 10_000.0):
-        progress, look = after_look(progress, 0, began=now, now=now, until=now, loading=True, **facts)
+        progress, look = after_look(progress, 0, started=now, now=now, until=now, loading=True, **facts)
         assert (look, progress.short_since) == (Look.WAIT, now)
     for now, after in ((10_059.0, Look.WAIT), (10_060.0, Look.STOP)):
-        progress, look = after_look(progress, 0, began=now, now=now, until=now, **facts)
+        progress, look = after_look(progress, 0, started=now, now=now, until=now, **facts)
         assert look is after
-    assert after_look(progress, 0, began=0.0, now=1.0, until=1.0, loading=True, **(facts | {"watched": False}))[1] is (
-        Look.STOP
-    )
+    assert after_look(progress, 0, started=0.0, now=1.0, until=1.0, loading=True, **(facts | {"watched": False}))[
+        1
+    ] is (Look.STOP)
 
 
 def test_a_member_is_late_when_it_was_full_for_the_whole_time():

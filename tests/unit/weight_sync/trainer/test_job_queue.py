@@ -47,7 +47,7 @@ def test_a_rank_that_is_late_finds_the_publish_that_rank_0_chose() -> None:
     queue.put(a)
     threading.Timer(0.1, queue.put, (b,)).start()
     assert queue.take(1, 10.0) is b
-    with pytest.raises(PublishError, match="rank 0 began publish 2"):
+    with pytest.raises(PublishError, match="rank 0 started publish 2"):
         queue.take(2, 0.05)
 
 

@@ -64,7 +64,7 @@ def test_servers_that_answer_get_one_more_transfer_all_together():
 
 
 def test_of_servers_that_answer_and_fail_again_newcomers_go_first():
-    findings = [ServerFinding(server=A, error=BROKEN), ServerFinding(server=B, error=BROKEN, newcomer=True)]
+    findings = [ServerFinding(server=A, error=BROKEN), ServerFinding(server=B, error=BROKEN, joining=True)]
     assert judged(*findings, retried=True) == (["server-0"], ["server-1"], False)
 
 
@@ -76,7 +76,7 @@ def test_a_member_that_refuses_ends_the_publish_and_a_newcomer_itself(error):
             ServerFinding(server=B, error=error),
             ServerFinding(server=C, error=SILENT, alive=False),
         )
-    assert judged(ServerFinding(server=A), ServerFinding(server=B, error=error, newcomer=True)) == (
+    assert judged(ServerFinding(server=A), ServerFinding(server=B, error=error, joining=True)) == (
         ["server-0"],
         ["server-1"],
         True,
@@ -90,7 +90,7 @@ FULL = ManifestError("slot", "no free adapter slot for a@v9; held by a@v3 (2 run
 def test_a_server_without_a_free_slot_is_waited_for_with_all_others(retried):
     findings = [ServerFinding(server=A), ServerFinding(server=B, error=FULL)]
     assert judged(*findings, retried=retried) == (["server-0", "server-1"], [], False)
-    newcomer = ServerFinding(server=C, error=FULL, newcomer=True)
+    newcomer = ServerFinding(server=C, error=FULL, joining=True)
     assert judged(newcomer, retried=retried) == (["server-2"], [], False)
     assert judged(*findings, newcomer, retried=retried) == (["server-0", "server-1"], ["server-2"], False)
     assert judged(findings[0], newcomer, retried=retried) == (["server-0"], ["server-2"], True)
@@ -121,7 +121,7 @@ def test_a_new_life_replaces_a_member_and_a_new_name_joins():
     membership = Membership([B, A])
     assert membership.members == (A, B)
     reborn = server(1, port=50)
-    assert membership.with_newcomers([reborn, C, A]) == (A, reborn, C)
+    assert membership.with_joining([reborn, C, A]) == (A, reborn, C)
     assert membership.members == (A, B)
     membership.admit([C, reborn])
     assert membership.members == (reborn, C)
@@ -146,7 +146,7 @@ def test_a_lost_server_rests_longer_each_time_until_it_has_served():
         while not membership.wants(B):
             clock.now += 0.5
         rests.append(clock.now - began)
-        membership.admit(membership.with_newcomers([B]))
+        membership.admit(membership.with_joining([B]))
         assert membership.members == (A, B)
     assert rests == [FIRST_REST_S * k for k in (1, 4, 16, 64)] + [LONGEST_REST_S] * 2
     membership.succeeded()
@@ -181,9 +181,9 @@ def test_the_watcher_names_those_that_are_wanted_and_answer_and_knows_whether_al
     watcher = ServerWatcher(Watch(), Membership([A]), ping, period_s=0.01)
     try:
         assert asked.wait(5.0)
-        wait_until(lambda: watcher.newcomers() == (C,))
+        wait_until(lambda: watcher.joining() == (C,))
         seen.remove(C)
-        wait_until(lambda: watcher.newcomers() == ())
+        wait_until(lambda: watcher.joining() == ())
         assert watcher.all_answer()
         silent.add(A)
         wait_until(lambda: not watcher.all_answer())
@@ -191,10 +191,10 @@ def test_the_watcher_names_those_that_are_wanted_and_answer_and_knows_whether_al
         wait_until(watcher.all_answer)
         assert not watcher.leaving()
         seen.add(C)
-        wait_until(lambda: watcher.newcomers() == (C,))
+        wait_until(lambda: watcher.joining() == (C,))
         leaving |= {A, C}
         wait_until(lambda: watcher.leaving() == {A})
-        wait_until(lambda: watcher.newcomers() == ())
+        wait_until(lambda: watcher.joining() == ())
         silent.add(A)
         wait_until(lambda: not watcher.all_answer())
         assert watcher.leaving() == {A}, "it has ended, in order"
@@ -222,7 +222,7 @@ def test_a_file_that_was_replaced_while_it_was_read_does_not_end_the_watch():
         watch, Membership([A]), lambda s: Sign.SILENT if s in silent else Sign.ANSWERS, period_s=0.01
     )
     try:
-        wait_until(lambda: watcher.newcomers() == (C,))
+        wait_until(lambda: watcher.joining() == (C,))
         watch.errors = [OSError(errno.ESTALE, "Stale file handle")] * 1000
         silent.add(A)
         wait_until(lambda: not watcher.all_answer())  # members are asked for a sign of life meanwhile
@@ -247,7 +247,7 @@ def test_a_silent_member_that_has_withdrawn_its_endpoint_has_left_and_one_that_c
         seen -= {A, C}  # C answers
         wait_until(lambda: watcher.leaving() == {A})
         seen.add(server(1, port=50))  # another session of B
-        wait_until(lambda: watcher.newcomers() == (server(1, port=50),))
+        wait_until(lambda: watcher.joining() == (server(1, port=50),))
         assert watcher.leaving() == {A}
     finally:
         watcher.close()

@@ -37,7 +37,7 @@ def worker(tp_rank: int, dtype: torch.dtype = torch.float32) -> tuple[StackedSlo
     matrices = []
     for name, stacked in buffers.items():
         begin, full = split.get(name, (0, 10))
-        matrices.append(Matrix(name=name, stacked=stacked, index=0, begin=begin, full=full))
+        matrices.append(Matrix(name=name, stacked=stacked, index=0, start=begin, full=full))
     return StackedSlotWriter(matrices, MAX_RANK), {name: t[:, 0] for name, t in buffers.items()}
 
 
@@ -132,7 +132,7 @@ def experts(n: int = 2) -> tuple[StackedSlotWriter, torch.Tensor, torch.Tensor]:
     matrices = []
     for e in range(n):
         module, held = EXPERT.format(e), e > 0
-        where = {"index": max(e - 1, 0), "begin": 0}
+        where = {"index": max(e - 1, 0), "start": 0}
         matrices.append(Matrix(name=f"{module}.lora_A.weight", stacked=a if held else None, full=6, **where))
         matrices.append(Matrix(name=f"{module}.lora_B.weight", stacked=b if held else None, full=10, **where))
     return StackedSlotWriter(matrices, MAX_RANK), a, b
@@ -196,7 +196,7 @@ def test_a_layout_that_does_not_fit_is_no_plan() -> None:
 
 def test_slots_of_another_dtype_are_an_error_at_start() -> None:
     stacked = torch.zeros(SLOTS, 1, MAX_RANK, 10, dtype=torch.float16)
-    matrix = Matrix(name=ATTENTION + "q_proj.lora_A.weight", stacked=stacked, index=0, begin=0, full=10)
+    matrix = Matrix(name=ATTENTION + "q_proj.lora_A.weight", stacked=stacked, index=0, start=0, full=10)
     other = replace(matrix, name="model.layers.0.mlp.gate.lora_A.weight")
     with pytest.raises(AdapterError, match="float16"):
         StackedSlotWriter([matrix], MAX_RANK)

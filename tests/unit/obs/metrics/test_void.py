@@ -9,7 +9,7 @@ import msgspec
 
 from areal_lora.obs.metrics.reader import iter_metrics, read_metrics
 from areal_lora.obs.metrics.records import CheckpointRecord, EvalRecord, PublishRecord, Record, ResumeRecord, StepRecord
-from areal_lora.obs.metrics.undone import Mark, Undone
+from areal_lora.obs.metrics.void import Mark, VoidRecords
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
 
@@ -76,7 +76,7 @@ def test_random_runs_are_read_like_a_table_says(tmp_path: Path) -> None:
 
 
 def test_memory_grows_with_resumes_and_not_with_records() -> None:
-    undone = Undone()
+    undone = VoidRecords()
     for number in range(10_000):
         undone.note(number, Mark(kind="step", adapter="a", index=number))
         undone.note(number, Mark(kind="sample", adapter="a", index=number, what=None))

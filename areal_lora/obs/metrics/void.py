@@ -25,7 +25,7 @@ class Mark:
     what: Hashable | None = ""
 
 
-class Undone:
+class VoidRecords:
     """First pass: ``note`` every record with its place in the file, in order. Second pass: filter by ``holds``."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Ask all processes of the session on this node for their stacks; prints how many will write them.
+"""Request the stacks of all processes of the session on this node; prints how many will write them.
 
-``python -m areal_lora.launcher.slurm.ask``, as a step on every node. A signal to a step would reach every process in
-it, and end those that have no handler.
+``python -m areal_lora.launcher.slurm.request_stacks``, as a step on every node. A signal to a step would reach every
+process in it, and end those that have no handler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from areal_lora.run_folder.paths import SESSION_VARIABLE
 
 
 def main() -> int:
-    session, asked = os.environ[SESSION_VARIABLE], 0
+    session, requested = os.environ[SESSION_VARIABLE], 0
     for process in psutil.process_iter():
         try:
             mine = process.environ().get(SESSION_VARIABLE) == session and process.pid != os.getpid()
@@ -24,8 +24,8 @@ def main() -> int:
             shell = process.name() in ("bash", "srun", "slurm_script")
         except psutil.Error:
             continue
-        asked += mine and not shell and stacks.ask(process.pid)
-    print(asked, flush=True)
+        requested += mine and not shell and stacks.request(process.pid)
+    print(requested, flush=True)
     return 0
 
 
