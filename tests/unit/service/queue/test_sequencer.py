@@ -52,13 +52,15 @@ LOST = "a restart of the trainer"
 class Executor:
     """One adapter. ``steps`` and ``window`` are lost in a crash, ``checkpoint`` is not.
 
-    ``history`` has the marks of the passes of each step that was made, as the checkpoints have them.
+    ``history`` has the marks of the passes of each step that was made, as the checkpoints have them. ``faulted`` are
+    the marks of passes that have failed at least once, over crashes as well.
     """
 
     backlog: Backlog = field(default_factory=Backlog)
     history: tuple[tuple[float, ...], ...] = ()
     window: tuple[float, ...] = ()
     checkpoint: tuple[tuple[tuple[float, ...], ...], Completed | None] = ((), None)
+    faulted: set[float] = field(default_factory=set)
 
     def begin(self, adapter: str) -> list[ToService]:
         self.backlog, self.window, self.history = Backlog(), (), self.checkpoint[0]
@@ -76,7 +78,8 @@ class Executor:
 
     def _outcome(self, operation: Operation, fault: bool) -> Outcome:
         match operation.what:
-            case Pass() if fault:
+            case Pass(settings=marked) if fault:
+                self.faulted.add(marked.beta or 0.0)
                 return Failed(reason="a fault that passes", by_client=False)
             case Pass(settings=marked):
                 self.window += (marked.beta or 0.0,)
@@ -191,7 +194,7 @@ class Exchange(RuleBasedStateMachine):
 
     @rule(told=st.booleans())
     def trainer_is_killed(self, told: bool) -> None:
-        """The service connects to the next one, and actions it; it may also have heard at once."""
+        """The service connects to the next one, and greets it; it may also have received what that sent at once."""
         self.to_trainer, self.to_service = deque([Hello()]), deque()
         begun = self.trainer.begin(self.adapter)
         self.to_service.extend(begun if told else [])
@@ -245,7 +248,9 @@ class Exchange(RuleBasedStateMachine):
                 case Train(what=Pass(settings=marked)):
                     lost = isinstance(answer, Failed) and answer.reason.startswith(LOST)
                     spoiled = spoiled or (isinstance(answer, Failed) and not lost)
-                    unsure = unsure or lost  # the trainer died with the outcome: the pass may have failed
+                    # The trainer died with the outcome, or a pass that was answered failed when it was repeated after
+                    # a crash: the step may fail, and then makes no version.
+                    unsure = unsure or lost or marked.beta in self.trainer.faulted
                     window.append(marked.beta or 0.0)
                     if isinstance(answer, Scored):
                         assert answer.loss == marked.beta
