@@ -173,7 +173,10 @@ def test_a_run_is_followed_over_kill_9_of_the_command_and_a_crash_of_the_trainer
     lines = reference.metrics.read_bytes().splitlines(keepends=True)
     assert len(lines) == len(history)
     [middle] = [i for i, r in enumerate(history) if isinstance(r, StepRecord) and (r.adapter, r.step) == ("alpha", 4)]
-    undone = msgspec.json.encode(msgspec.structs.replace(history[middle], loss=99.0)) + b"\n"
+    step = history[middle]
+    assert isinstance(step, StepRecord)
+    spike = msgspec.structs.replace(step, metrics=step.metrics | {"train/loss": 99.0})
+    undone = msgspec.json.encode(spike) + b"\n"
     resumed = msgspec.json.encode(ResumeRecord(version=4, time_s=20.0, adapter="alpha")) + b"\n"
 
     folder.path.mkdir()
