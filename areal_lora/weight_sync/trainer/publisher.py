@@ -14,7 +14,7 @@ A publish is a layout and a ``pack``. Only the caller and the servers know the m
 tensors: merged weights are another layout and another ``pack``.
 
 Each adapter has its own memory, versions and errors. Publishes go one after the other, in the order in which
-they started (``job_queue``); one that waits for a slot lets the others go ahead.
+they started (``job``); one that waits for a slot lets the others go ahead.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.groups import CPU
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.decisions import Progress
-from areal_lora.weight_sync.trainer.job import Budget, Job, PublishHandle
-from areal_lora.weight_sync.trainer.job_queue import JobQueue
+from areal_lora.weight_sync.trainer.job import Budget, Job, JobQueue, PublishHandle
 from areal_lora.weight_sync.trainer.packed_shard import Pack, PackedShard
 from areal_lora.weight_sync.trainer.report import PublishReport
 from areal_lora.weight_sync.trainer.role import Attempted, Event, Role, Started, Waited

@@ -32,7 +32,8 @@ OLDER_SERVER = (sys.executable, "-m", "tests.support.engine.vllm_ext.older_cpu")
 def main() -> int:
     from areal_lora.engine.vllm_ext.server.main import main as serve
 
-    torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        setattr(torch.cpu, name, lambda: False)
     return serve()
 
 

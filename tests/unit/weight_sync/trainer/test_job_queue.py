@@ -7,8 +7,7 @@ import pytest
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef, ShardManifest
-from areal_lora.weight_sync.trainer.job import Budget, Job
-from areal_lora.weight_sync.trainer.job_queue import JobQueue
+from areal_lora.weight_sync.trainer.job import Budget, Job, JobQueue
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 from tests.support.weight_sync.helpers import BASE, RUN, layout_of, share, values
 
