@@ -256,7 +256,7 @@ print("imported")
 
 @pytest.mark.slow
 def test_cpu_roles_import_without_the_modules_of_gpus() -> None:
-    """vLLM's CPU worker derives from its GPU worker, and Bridge imports triton, which the pinned CPU environment has."""
+    """vLLM's CPU worker derives from its GPU worker, and Bridge imports triton, which the CPU environment has."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_GPUS.format(blocked=FOR_GPUS)],
         capture_output=True,
