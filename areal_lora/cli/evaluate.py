@@ -12,7 +12,7 @@ from areal_lora.cli.runs import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, 
 from areal_lora.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
-    from areal_lora.cli.serving import Served
+    from areal_lora.cli.serving import ServingEndpoint
     from areal_lora.config.models import AdapterConfig, Config
     from areal_lora.rollout.channel.messages import EvalResult
     from areal_lora.rollout.controller.eval_sets import EvalSet
@@ -67,7 +67,7 @@ def _with_sets(adapter: AdapterConfig, names: Sequence[str] | None) -> AdapterCo
 
 
 async def _measured(
-    folder: RunFolder, config: Config, adapter: AdapterConfig, sets: Sequence[EvalSet], server: Served
+    folder: RunFolder, config: Config, adapter: AdapterConfig, sets: Sequence[EvalSet], server: ServingEndpoint
 ) -> EvalResult:
     from contextlib import AsyncExitStack
 

@@ -49,14 +49,14 @@ class Download:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
+class ModelResolution:
     """``config`` with the model's folder known as far as it can be, and what has to be downloaded before a start."""
 
     config: Config
     download: Download | None = None
 
 
-def resolve(config: Config, recorded: Callable[[], ModelConfig | None], *, online: bool) -> Resolved:
+def resolve(config: Config, recorded: Callable[[], ModelConfig | None], *, online: bool) -> ModelResolution:
     """Find the folder of ``config.model``. ``recorded`` gives the model of the run that is resumed, if there is one.
 
     Offline (``--dry-run``) nothing is requested or downloaded: a hub name without a snapshot in the cache stays
@@ -67,17 +67,19 @@ def resolve(config: Config, recorded: Callable[[], ModelConfig | None], *, onlin
     if Path(model.path).is_dir():
         if model.revision is not None:
             raise ConfigError("model.revision", f"{model.path} is a folder, which has no revisions", "leave it out")
-        return Resolved(config=config.model_copy(update={"model": model}))
+        return ModelResolution(config=config.model_copy(update={"model": model}))
     if not is_hub_name(model.path):
         reason = f"there is no folder {model.path!r}, and it is not a hub name"
         raise ConfigError("model.path", reason, "give a Hugging Face model folder, or a hub name org/name")
     revision = _pinned(model, recorded())
     folder = _look_up(model, revision) if online else cached_snapshot(model.path, revision)
     if folder is None:
-        return Resolved(config=config.model_copy(update={"model": model}))
+        return ModelResolution(config=config.model_copy(update={"model": model}))
     model = model.model_copy(update={"commit": folder.name, "snapshot": str(folder)})
     resolved = config.model_copy(update={"model": model})
-    return Resolved(config=resolved, download=_plan(model.path, folder) if online and missing_files(folder) else None)
+    return ModelResolution(
+        config=resolved, download=_plan(model.path, folder) if online and missing_files(folder) else None
+    )
 
 
 def _pinned(model: ModelConfig, recorded: ModelConfig | None) -> str | None:

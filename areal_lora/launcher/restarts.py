@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from areal_lora.errors import NON_RETRYABLE, ExitCode
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import SERVER, SERVICE, TRAINER, ProcessSpec
 
 BACK_OFF_S, LONGER = 1.0, 4.0
@@ -33,7 +33,7 @@ def unit_of(spec: ProcessSpec) -> str:
     return TRAINER if spec.role == TRAINER else spec.name
 
 
-def to_blame(ended: Sequence[Ended]) -> Ended | None:
+def to_blame(ended: Sequence[ProcessExit]) -> ProcessExit | None:
     """The process to blame among those of a unit that ended together; None where all ended well.
 
     A process killed by a signal comes first, then one with a non-retryable exit code: their peers lose connections.
@@ -46,7 +46,7 @@ def to_blame(ended: Sequence[Ended]) -> Ended | None:
 class Verdict:
     """Decision about a failed unit. ``ends_run``: the run cannot continue without it."""
 
-    ended: Ended
+    ended: ProcessExit
     ends_run: bool
     wait_s: float | None = None
     times: int = 0
@@ -98,7 +98,7 @@ class Restarts:
         """All processes that start together with ``spec``."""
         return self._units[unit_of(spec)].specs
 
-    def take(self, ended: Ended, now: float, worked_s: float | None) -> Verdict:
+    def take(self, ended: ProcessExit, now: float, worked_s: float | None) -> Verdict:
         """Decide about the unit of ``ended`` (the process to blame). ``due`` gives it out when its time has come.
 
         Args:
@@ -138,13 +138,13 @@ class Restarts:
                 ready.append(unit.specs)
         return ready
 
-    def _abandon(self, unit: _Unit, ended: Ended) -> Verdict:
+    def _abandon(self, unit: _Unit, ended: ProcessExit) -> Verdict:
         unit.over = True
         servers = [u for u in self._units.values() if u.specs[0].role == SERVER]
         enough = sum(not u.over for u in servers) >= min(self.min_servers, len(servers))
         return Verdict(ended=ended, ends_run=ended.spec.role != SERVER or not enough)
 
-    def _launch_again(self, unit: _Unit, ended: Ended, now: float) -> Verdict:
+    def _launch_again(self, unit: _Unit, ended: ProcessExit, now: float) -> Verdict:
         unit.launches += 1
         if unit.launches >= (LAUNCHES if unit.has_worked else FIRST_LAUNCHES):
             return self._abandon(unit, replace(ended, lost=unit.has_worked))

@@ -1,10 +1,10 @@
 """What a client does with its adapter: operations that the service hands to trainer rank 0, and what comes of them.
 
-    service  -- Operation(adapter, number, what) -->  rank 0    numbers 1, 2, 3, ... of each adapter, without gaps
-    service  <-- Completed(adapter, number, outcome) --  rank 0  in the order of the numbers of each adapter
-    service  -- Acknowledged(adapter, number) -->  rank 0        the service's file has the outcome
-    service  -- Hello -->  rank 0                                after every start or reconnect of the service
-    service  <-- Expects(adapter, number) --  rank 0             after Hello, and when an adapter joins or resumes
+    service  -- Operation(adapter, number, what) -->           rank 0  numbers 1, 2, 3, ... of each adapter, no gaps
+    service  <-- OperationCompletion(adapter, number, outcome) rank 0  in the order of the numbers of each adapter
+    service  -- Acknowledgement(adapter, number) -->           rank 0  the service's file has the outcome
+    service  -- ServiceHello -->                               rank 0  after every start or reconnect of the service
+    service  <-- Expects(adapter, number) --                   rank 0  after that, when an adapter joins or resumes
 
 An `OptimStep` ends a window: the passes since the `OptimStep` or `LoadState` before it. A pass that fails, or a
 `Poison` in place of one that could not be sent, poisons its window: the step then fails, changes nothing and makes no
@@ -17,8 +17,8 @@ from there again, the passes of the unfinished window included, and the same byt
 had failed it sends a `Poison`. Therefore it keeps what it sent until an `OptimStep` or a `LoadState` that follows has
 completed.
 
-Outcomes that were not acknowledged are sent again after `Hello`, and that of the newest checkpoint after a restart: the
-service may receive one twice, and ignores the second.
+Outcomes that were not acknowledged are sent again after `ServiceHello`, and that of the newest checkpoint after a
+restart: the service may receive one twice, and ignores the second. Their tags are in the service's file.
 
 Arrays are bytes, little-endian, one dimension.
 """
@@ -141,14 +141,14 @@ def ends_window(what: What) -> bool:
     return isinstance(what, OptimStep | LoadState) or (isinstance(what, Poison) and what.of_step)
 
 
-class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PassResult(msgspec.Struct, frozen=True, kw_only=True, tag="Scored"):
     """Of a `Pass`: log-probabilities of the targets, [L] float32 for each datum, and the loss as a sum."""
 
     logprobs: tuple[bytes, ...]
     loss: float
 
 
-class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class OptimStepResult(msgspec.Struct, frozen=True, kw_only=True, tag="Stepped"):
     """Of an `OptimStep`: steps taken so far, norm of the gradient before clipping.
 
     ``skipped``: the gradient was not finite; nothing was changed.
@@ -159,27 +159,27 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     skipped: bool
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class StateResult(msgspec.Struct, frozen=True, kw_only=True, tag="Kept"):
     """Of `SaveState`, `DropState` and `LoadState`: steps of the state, its bytes on the disk."""
 
     step: int
     n_bytes: int
 
 
-class Published(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PublishResult(msgspec.Struct, frozen=True, kw_only=True, tag="Published"):
     """Of a `Publish`: servers serve the adapter as ``version``."""
 
     version: int
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class OperationFailure(msgspec.Struct, frozen=True, kw_only=True, tag="Failed"):
     """The operation was not carried out. ``by_client``: repeating it would fail again."""
 
     reason: str
     by_client: bool
 
 
-Outcome: TypeAlias = Scored | Stepped | Kept | Published | Failed
+Outcome: TypeAlias = PassResult | OptimStepResult | StateResult | PublishResult | OperationFailure
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -188,18 +188,18 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     what: What
 
 
-class Acknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The outcomes up to ``number`` need not be sent again."""
 
     adapter: str
     number: int
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ServiceHello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The service listens from now on."""
 
 
-class Completed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class OperationCompletion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     adapter: str
     number: int
     outcome: Outcome
@@ -208,15 +208,15 @@ class Completed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Expects(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The next operation to send; what was sent from ``number`` on counts as lost.
 
-    Sent after `Hello` for each adapter that is there, when an adapter joins, and for a number that does not follow.
+    Sent after `ServiceHello` for each adapter that is there, when an adapter joins, and for a number out of order.
     """
 
     adapter: str
     number: int
 
 
-ToTrainer: TypeAlias = Operation | Acknowledged | Hello
-ToService: TypeAlias = Completed | Expects
+ToTrainer: TypeAlias = Operation | Acknowledgement | ServiceHello
+ToService: TypeAlias = OperationCompletion | Expects
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_trainer = msgspec.msgpack.Decoder(ToTrainer).decode

@@ -1,7 +1,7 @@
 """The service's side of ordered delivery: sends rank 0 what is due of each adapter, hands on what arrives.
 
-Expects n    -> everything from n on is sent, at most `AHEAD` operations before their outcomes
-Completed n  -> it is stored, then acknowledged
+Expects n              -> everything from n on is sent, at most `AHEAD` operations before their outcomes
+OperationCompletion n  -> it is stored, then acknowledged
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from areal_lora.operations.link import ServiceEnd
-from areal_lora.operations.messages import Acknowledged, Completed, Expects, Operation, Outcome, ToService
+from areal_lora.operations.messages import Acknowledgement, Expects, Operation, OperationCompletion, Outcome, ToService
 from areal_lora.processes.faults import reached
 from areal_lora.run_folder.paths import RunFolder
 
@@ -95,10 +95,10 @@ class Outbox:
         """Take messages in their order."""
         while True:
             match await self._incoming.get():
-                case Completed(adapter=adapter, number=number, outcome=outcome):
+                case OperationCompletion(adapter=adapter, number=number, outcome=outcome):
                     await self._queue.completed(adapter, number, outcome)
                     reached("queue.acknowledging")
-                    await self._link.send(Acknowledged(adapter=adapter, number=number))
+                    await self._link.send(Acknowledgement(adapter=adapter, number=number))
                     self._windows.completed(adapter, number)
                     self.moved(adapter)
                 case Expects(adapter=adapter, number=number):

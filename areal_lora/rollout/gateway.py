@@ -24,7 +24,7 @@ from areal_lora.network.http_server import BodyLimit, HttpServer, task_unless_di
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.asking import Ask, sse
 from areal_lora.rollout.agent_api.chat import parse_chat, parse_text, reply_body, reply_events
-from areal_lora.rollout.agent_api.refusals import Refused, error_body
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, error_body
 from areal_lora.rollout.agent_api.responses import parse_response, response_body, response_events, response_id
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.client import GenerationFault
@@ -74,7 +74,7 @@ class AgentGateway:
             return await self._within(self._session(request), handler, request)
         except HTTPException as error:
             return _error(error.status_code, error.detail)
-        except Refused as error:
+        except AgentRequestError as error:
             return _error(error.status, str(error), error.param)
         except GenerationFault as fault:
             return _error(503, str(fault))
@@ -83,7 +83,7 @@ class AgentGateway:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self.sessions.of_key(key) if kind == "Bearer" else None
         if session is None:
-            raise Refused(401, "the key is not, or no longer, valid")
+            raise AgentRequestError(401, "the key is not, or no longer, valid")
         return session
 
     async def _within(self, session: Session, handler: _Handler, request: Request) -> Response:
@@ -127,7 +127,9 @@ async def _models(session: Session, request: Request) -> Response:
 
 async def _model(session: Session, request: Request) -> Response:
     if request.path_params["name"] != session.ref.name:
-        raise Refused(404, f"there is no model {request.path_params['name']!r} for this key, only {session.ref.name!r}")
+        raise AgentRequestError(
+            404, f"there is no model {request.path_params['name']!r} for this key, only {session.ref.name!r}"
+        )
     return JSONResponse(_described(session))
 
 
@@ -139,7 +141,7 @@ async def _checked_body(session: Session, request: Request) -> Body:
     try:
         body = msgspec.json.decode(await request.body(), type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise Refused(400, str(error)) from None
+        raise AgentRequestError(400, str(error)) from None
     session.check(body)
     return body
 

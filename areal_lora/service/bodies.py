@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.service.observed import Seen
+from areal_lora.service.observed import ObservedAdapter
 from areal_lora.service.queue.rows import AdapterRow, Quota
 
 
@@ -35,7 +35,7 @@ class Adapters(msgspec.Struct, frozen=True, kw_only=True):
     adapters: list[Adapter]
 
 
-class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+class AcceptedOperation(msgspec.Struct, frozen=True, kw_only=True):
     """An operation that is durable. The run carries it out as soon as it can; GET shows when."""
 
     name: str
@@ -84,7 +84,7 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True):
     key: str
 
 
-class Removed(msgspec.Struct, frozen=True, kw_only=True):
+class KeyRemoval(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     label: str
 
@@ -106,7 +106,7 @@ class KeyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     label: str = "default"
 
 
-def shown(row: AdapterRow, seen: Seen) -> Adapter:
+def shown(row: AdapterRow, seen: ObservedAdapter) -> Adapter:
     step = seen.step
     return Adapter(
         name=row.name,

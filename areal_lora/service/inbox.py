@@ -21,7 +21,7 @@ from areal_lora.errors import ConfigError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.atomic import write_file
-from areal_lora.service.refused import Refused, Unavailable
+from areal_lora.service.refused import RequestError, Unavailable
 
 EVERY_S = 0.5
 SUFFIXES = (".yaml", ".yml")
@@ -36,7 +36,7 @@ log = get_logger(__name__)
 
 
 class Inbox:
-    """One folder, mode 0700. ``take_in`` gets the section and the idempotency key, and raises Refused."""
+    """One folder, mode 0700. ``take_in`` gets the section and the idempotency key, and raises RequestError."""
 
     def __init__(self, folder: Path, take_in: TakeIn) -> None:
         self._folder, self._take_in = folder, take_in
@@ -69,14 +69,16 @@ class Inbox:
         error = path.with_name(path.name + ERROR)
         try:
             if mark[2] > MAX_BYTES:
-                raise Refused(413, path.name, f"it is longer than {MAX_BYTES} bytes", "an adapter's section is short")
+                raise RequestError(
+                    413, path.name, f"it is longer than {MAX_BYTES} bytes", "an adapter's section is short"
+                )
             section = read_source(path).data
             sign = hashlib.sha256(repr((path.name, mark)).encode()).hexdigest()
             await self._take_in(section, f"inbox {sign}")
         except Unavailable as unavailable:
             log.warning("%s is read again later: %s", path, unavailable)
             return
-        except (Refused, ConfigError) as refused:
+        except (RequestError, ConfigError) as refused:
             self._refused[path.name] = mark
             log.warning("%s is refused: %s", path, refused)
             write_file(error, f"{refused}\n")

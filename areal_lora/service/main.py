@@ -40,7 +40,7 @@ from areal_lora.service.download import forget_exports
 from areal_lora.service.gateway import Gateway
 from areal_lora.service.inbox import EVERY_S, Inbox
 from areal_lora.service.inference import Meter
-from areal_lora.service.observed import Observed
+from areal_lora.service.observed import RunObserver
 from areal_lora.service.operator_key import admit_operator
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
@@ -81,7 +81,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
     sock = bound(api_config.port)
     async with AsyncExitStack() as stack:
         forget_exports(run_folder)
-        observed = Observed(run_folder)
+        observed = RunObserver(run_folder)
         while observed.look():
             pass
         store = Store(run_folder.service_tables, config.run.name)
@@ -150,7 +150,7 @@ async def _tick(heart: Heart) -> None:
         await asyncio.sleep(BEAT_S)
 
 
-async def _follow(observed: Observed, writer: Writer) -> None:
+async def _follow(observed: RunObserver, writer: Writer) -> None:
     """Read the run's records as they come, and note which operations it has carried out."""
     while True:
         more = observed.look()
@@ -158,7 +158,7 @@ async def _follow(observed: Observed, writer: Writer) -> None:
         await asyncio.sleep(0 if more else EVERY_S)
 
 
-async def _prune(observed: Observed, writer: Writer, configured: frozenset[str]) -> None:
+async def _prune(observed: RunObserver, writer: Writer, configured: frozenset[str]) -> None:
     while True:
         await writer.prune()
         observed.forget(but=configured | {row.key for row in writer.tables.adapters.values()})

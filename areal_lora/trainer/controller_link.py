@@ -93,7 +93,7 @@ class ControllerLink:
         Or until an adapter of ``draining`` has no evaluation pending, rollouts of a wanted one fail, or there is an
         ``interruption``, which is called every ``wait_s``. Evaluations that finish meanwhile are recorded.
         """
-        requests = [m.Wanted(adapter=ref.name, step=ref.version, version=ref.version) for ref in wanted]
+        requests = [m.StepRequest(adapter=ref.name, step=ref.version, version=ref.version) for ref in wanted]
         lines = WaitingLines()
         shown = ""
         while True:

@@ -22,7 +22,7 @@ from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.obs.trace import Spans
-from areal_lora.operations.messages import OptimStep, Stepped
+from areal_lora.operations.messages import OptimStep, OptimStepResult
 from areal_lora.rollout.channel.messages import Batch, EvalResult, Stats
 from areal_lora.rollout.eval_record import eval_record
 from areal_lora.run_folder.heartbeat import beat
@@ -232,7 +232,9 @@ class Recorder:
             )
         )
 
-    def client_step(self, before: AdapterRef, window: Window, step: OptimStep, outcome: Stepped, spans: Spans) -> None:
+    def client_step(
+        self, before: AdapterRef, window: Window, step: OptimStep, outcome: OptimStepResult, spans: Spans
+    ) -> None:
         """Record a client's step, which started at ``before``."""
         self._writer.write(
             StepRecord(

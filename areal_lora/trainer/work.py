@@ -9,7 +9,7 @@ import msgspec
 
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import ExitCode
-from areal_lora.operations.messages import Failed, Operation
+from areal_lora.operations.messages import Operation, OperationFailure
 from areal_lora.trainer.adapter import TokenRows
 from areal_lora.types import TrajectoryGroup
 
@@ -83,7 +83,7 @@ class Operate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     adapter: str
     operation: Operation
-    refused: Failed | None = None
+    refused: OperationFailure | None = None
 
 
 class Conclude(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -42,11 +42,11 @@ class Envelope:
 
     def seal(self, timeout_s: float) -> bytes:
         return _MAGIC + msgspec.msgpack.encode(
-            _Sealed(manifest=self._manifest, layout=self._layout, timeout_s=timeout_s)
+            _EncodedAnnouncement(manifest=self._manifest, layout=self._layout, timeout_s=timeout_s)
         )
 
 
-class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
+class _EncodedAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
     """An ``Announcement`` whose layout, a few megabytes, is already encoded."""
 
     manifest: ShardManifest

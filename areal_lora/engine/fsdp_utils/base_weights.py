@@ -37,7 +37,7 @@ class _Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stacked:
+class _ExpertStack:
     """Row e is the matrices ``names`` of expert e, one below the other; ``*`` stands for e."""
 
     folder: ModelFolder
@@ -79,7 +79,7 @@ class Sources:
                     prefix = candidate.removesuffix(target)
                     names = tuple(prefix + source for source in sources)
                     if prefix != candidate and names[0].replace("*", "0") in self._folder:
-                        return _Stacked(self._folder, names)
+                        return _ExpertStack(self._folder, names)
         raise UnknownTensorError(f"the model's parameter {name} is in no safetensors file of {self._folder.path}")
 
     def _published(self, name: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.errors import ExitCode
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import ProcessSpec
 
 KILLED = 9
@@ -31,7 +31,7 @@ def causes(
     lost: Collection[str],
     logs: Mapping[str, Path],
     srun_log: Path,
-) -> list[Ended]:
+) -> list[ProcessExit]:
     """How each process of a step ended. The first cause has no ``why``.
 
     Args:
@@ -50,7 +50,7 @@ def causes(
     if first is None and silent:
         first = silent[0]
     return [
-        Ended(
+        ProcessExit(
             spec=spec,
             code=_code(records.codes.get(spec.name), srun_code),
             log=logs[spec.name] if spec.name in started else srun_log,

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from areal_lora.errors import NON_RETRYABLE, ExitCode
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import ProcessExit
 from areal_lora.run_folder.paths import RunFolder
 
 SIGNALLED = 143
@@ -25,10 +25,10 @@ class Outcome:
     code: int
     requeue: str = ""
     text: str = ""
-    failure: Ended | None = None
+    failure: ProcessExit | None = None
 
 
-def outcome(failure: Ended | None, word: str, state: str) -> Outcome:
+def outcome(failure: ProcessExit | None, word: str, state: str) -> Outcome:
     """Decide about the job.
 
     Args:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from areal_lora.config.models import Config
 from areal_lora.errors import EnvironmentError_, ExitCode
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import unit_of
 from areal_lora.launcher.slurm import commands, request_stacks
@@ -70,12 +70,12 @@ class SlurmSteps:
         for unit, members in units.items():
             self._start(unit, tuple(members))
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[ProcessExit]:
         over = [step for step in self._steps if step.srun.poll() is not None]
         self._steps = [step for step in self._steps if step not in over]
         return [ended for step in over for ended in self._ended(step)]
 
-    def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[Ended]:
+    def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[ProcessExit]:
         mine = [step for step in self._steps if any(spec in specs for spec in step.specs)]
         _wait(mine, grace_s)
         alive = {spec.name for step in mine if step.srun.poll() is None for spec in step.specs}
@@ -84,7 +84,7 @@ class SlurmSteps:
         ended = [e for step in mine for e in self._ended(step)]
         return [replace(e, why=why) if e.spec.name in alive and not e.lost else e for e in ended]
 
-    def clear(self, ended: Collection[Ended]) -> None:
+    def clear(self, ended: Collection[ProcessExit]) -> None:
         """Slurm kills what the tasks of a step leave."""
 
     def running(self) -> list[ProcessSpec]:
@@ -176,7 +176,7 @@ class SlurmSteps:
             with self._folder.log(spec.name).open("a", encoding="utf-8") as log:
                 log.write(f"---- {spec.name} starts again, {when} ----\n")
 
-    def _ended(self, step: _Step) -> list[Ended]:
+    def _ended(self, step: _Step) -> list[ProcessExit]:
         code = step.srun.poll()
         records = _read_records(step)
         hosts = {spec.name: self._job.hosts[spec.node] for spec in step.specs}

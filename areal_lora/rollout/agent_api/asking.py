@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_lora.rollout.agent_api.refusals import Refused, refuse
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
 from areal_lora.rollout.agent_api.turns import Turn
 from areal_lora.types import Generation
 
@@ -42,7 +42,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class SampledReply:
     """One answer: what was sampled, and the message that the agent gets."""
 
     sampled: Generation
@@ -54,13 +54,13 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class CompletedRequest:
     """``number`` counts the session's requests."""
 
     number: int
     ask: Ask
     prompt_ids: list[int]
-    replies: list[Reply]
+    replies: list[SampledReply]
 
     @property
     def n_out(self) -> int:
@@ -72,11 +72,11 @@ class Answered:
 
 
 def converted(body: dict[str, Any], kind: type[T]) -> T:
-    """The fields that ``kind`` has. Raises Refused for values of other types."""
+    """The fields that ``kind`` has. Raises AgentRequestError for values of other types."""
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        raise Refused(400, str(error)) from None
+        raise AgentRequestError(400, str(error)) from None
 
 
 def stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from areal_lora.rollout.agent_api.asking import Answered, Ask, Reply, converted, stops
-from areal_lora.rollout.agent_api.refusals import Refused, refuse
+from areal_lora.rollout.agent_api.asking import Ask, CompletedRequest, SampledReply, converted, stops
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
 from areal_lora.rollout.agent_api.turns import Message, chat_tools
 from areal_lora.types import Generation
 
@@ -46,10 +46,10 @@ class TextRequest(_Body, frozen=True, kw_only=True):
 
 
 def parse_chat(body: dict[str, Any]) -> Ask:
-    """Raises Refused."""
+    """Raises AgentRequestError."""
     request = converted(body, ChatRequest)
     if not request.messages:
-        raise Refused(400, "give messages", "messages")
+        raise AgentRequestError(400, "give messages", "messages")
     if request.top_logprobs and not request.logprobs:
         raise refuse("top_logprobs", "needs logprobs: true")
     limit = request.max_completion_tokens
@@ -67,7 +67,7 @@ def parse_chat(body: dict[str, Any]) -> Ask:
 
 
 def parse_text(body: dict[str, Any]) -> Ask:
-    """Raises Refused."""
+    """Raises AgentRequestError."""
     request = converted(body, TextRequest)
     return Ask(
         model=request.model,
@@ -88,18 +88,18 @@ def _one_prompt(prompt: str | list[str | int] | None) -> str | list[int]:
     if texts and (ids or len(texts) > 1):
         raise refuse("prompt", "one prompt in a request: a text, or its token ids")
     if not texts and not ids:
-        raise Refused(400, "give prompt", "prompt")
+        raise AgentRequestError(400, "give prompt", "prompt")
     return texts[0] if texts else ids
 
 
-def reply_body(answered: Answered, model: str, spell: Spell) -> dict[str, Any]:
+def reply_body(answered: CompletedRequest, model: str, spell: Spell) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
     choice = _chat_choice if answered.ask.turns is not None else _text_choice
     choices = [choice(i, reply, answered.ask, spell) for i, reply in enumerate(answered.replies)]
     return _head(answered, model, "") | {"choices": choices, "usage": answered.usage()}
 
 
-def reply_events(answered: Answered, model: str, body: dict[str, Any], spell: Spell) -> list[dict[str, Any]]:
+def reply_events(answered: CompletedRequest, model: str, body: dict[str, Any], spell: Spell) -> list[dict[str, Any]]:
     """The chunks of a streamed answer."""
     options = body.get("stream_options")
     with_usage = isinstance(options, dict) and options.get("include_usage") is True
@@ -113,7 +113,7 @@ def reply_events(answered: Answered, model: str, body: dict[str, Any], spell: Sp
     return [*chunks, head | {"choices": [], "usage": answered.usage()}] if with_usage else chunks
 
 
-def _head(answered: Answered, model: str, suffix: str) -> dict[str, Any]:
+def _head(answered: CompletedRequest, model: str, suffix: str) -> dict[str, Any]:
     chat = answered.ask.turns is not None
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{answered.number}",
@@ -123,7 +123,7 @@ def _head(answered: Answered, model: str, suffix: str) -> dict[str, Any]:
     }
 
 
-def _chat_choice(index: int, reply: Reply, ask: Ask, spell: Spell) -> dict[str, Any]:
+def _chat_choice(index: int, reply: SampledReply, ask: Ask, spell: Spell) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.turn.content, "refusal": None}
     if calls := _calls(reply):
         message |= {"tool_calls": calls, "content": reply.turn.content or None}
@@ -131,13 +131,13 @@ def _chat_choice(index: int, reply: Reply, ask: Ask, spell: Spell) -> dict[str, 
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.finish_reason}
 
 
-def _text_choice(index: int, reply: Reply, ask: Ask, spell: Spell) -> dict[str, Any]:
+def _text_choice(index: int, reply: SampledReply, ask: Ask, spell: Spell) -> dict[str, Any]:
     logprobs = _text_logprobs(reply.sampled, ask, spell)
     text, reason = reply.turn.content, reply.finish_reason
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _chat_deltas(index: int, reply: Reply, ask: Ask, spell: Spell) -> Iterator[dict[str, Any]]:
+def _chat_deltas(index: int, reply: SampledReply, ask: Ask, spell: Spell) -> Iterator[dict[str, Any]]:
     yield {"delta": {"role": "assistant", "content": ""}}
     logprobs = _chat_logprobs(reply.sampled, ask, spell)
     if reply.turn.content or logprobs is not None:
@@ -147,11 +147,11 @@ def _chat_deltas(index: int, reply: Reply, ask: Ask, spell: Spell) -> Iterator[d
     yield {"delta": {}, "finish_reason": reply.finish_reason}
 
 
-def _text_deltas(index: int, reply: Reply, ask: Ask, spell: Spell) -> Iterator[dict[str, Any]]:
+def _text_deltas(index: int, reply: SampledReply, ask: Ask, spell: Spell) -> Iterator[dict[str, Any]]:
     yield _text_choice(index, reply, ask, spell)
 
 
-def _calls(reply: Reply) -> list[dict[str, Any]]:
+def _calls(reply: SampledReply) -> list[dict[str, Any]]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in reply.turn.calls

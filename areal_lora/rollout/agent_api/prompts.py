@@ -17,15 +17,15 @@ from typing import Any
 
 from areal_lora.data.formatting import Formatter
 from areal_lora.errors import ConfigError
-from areal_lora.rollout.agent_api.asking import Ask, Reply
-from areal_lora.rollout.agent_api.refusals import Refused, refuse
+from areal_lora.rollout.agent_api.asking import Ask, SampledReply
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
 from areal_lora.rollout.agent_api.turns import Turn
 
 _ANSWER = "areal answer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class KnownTurns:
     """The turns up to an answer and with it, and all their tokens; ``spelt`` is the answer's text as it was sampled,
     with the end of sequence and without.
     """
@@ -50,11 +50,11 @@ class Prompts:
     """The prompts of one session."""
 
     formatter: Formatter
-    _known: list[Known] = field(default_factory=list)
+    _known: list[KnownTurns] = field(default_factory=list)
     _texts: dict[str, list[int]] = field(default_factory=dict)  # of plain prompts and their answers
 
     def token_ids(self, ask: Ask) -> list[int]:
-        """Tokens [P] of the request's prompt. Raises Refused."""
+        """Tokens [P] of the request's prompt. Raises AgentRequestError."""
         if ask.turns is not None:
             return self._of_turns(ask, ask.turns)
         if isinstance(ask.prompt, list):
@@ -68,23 +68,23 @@ class Prompts:
         known = self._longest(ask)
         return len(known.turns) if known is not None else 0
 
-    def answered(self, ask: Ask, prompt_ids: list[int], reply: Reply) -> None:
+    def answered(self, ask: Ask, prompt_ids: list[int], reply: SampledReply) -> None:
         """Keep the tokens of an answer for requests that continue it."""
         sampled, decode = reply.sampled.token_ids, self.formatter.tokenizer.decode
         ids, raw = prompt_ids + sampled, decode(sampled, skip_special_tokens=False)
         if ask.turns is not None:
             spelt = raw, decode(sampled[:-1], skip_special_tokens=False)
-            self._known.append(Known(turns=(*ask.turns, reply.turn), tools=ask.tools, token_ids=ids, spelt=spelt))
+            self._known.append(KnownTurns(turns=(*ask.turns, reply.turn), tools=ask.tools, token_ids=ids, spelt=spelt))
         elif isinstance(ask.prompt, str):
             self._texts[ask.prompt + raw] = ids
 
-    def _longest(self, ask: Ask) -> Known | None:
+    def _longest(self, ask: Ask) -> KnownTurns | None:
         fitting = (known for known in self._known if ask.turns is not None and known.begins(ask))
         return max(fitting, key=lambda known: len(known.turns), default=None)
 
     def _of_turns(self, ask: Ask, turns: tuple[Turn, ...]) -> list[int]:
         if not self.formatter.tokenizer.chat_template:
-            raise Refused(400, "this model's tokenizer has no chat template; use /v1/completions")
+            raise AgentRequestError(400, "this model's tokenizer has no chat template; use /v1/completions")
         text = self._text(turns, ask.tools, last=True)
         if ask.tools and text == self._text(turns, [], last=True):
             raise refuse("tools", "the model's chat template does not write tools, so the model would not know of them")
@@ -95,7 +95,7 @@ class Prompts:
         # A template writes special tokens itself.
         return self.formatter.tokenizer.encode(text, add_special_tokens=False)
 
-    def _after(self, known: Known, text: str) -> str | None:
+    def _after(self, known: KnownTurns, text: str) -> str | None:
         """What follows the answer in ``text``; None if the template writes the turns before it otherwise by now."""
         head = self._text(known.turns, known.tools, last=False)
         before = self._text(known.turns[:-1], known.tools, last=True)
@@ -104,7 +104,7 @@ class Prompts:
         end = self._end(known, head, before)
         return None if end is None else end + text[len(head) :]
 
-    def _end(self, known: Known, head: str, before: str) -> str | None:
+    def _end(self, known: KnownTurns, head: str, before: str) -> str | None:
         """What the template writes after the answer to end its turn: after the answer as it was sampled, if it writes
         that, else what it writes after any answer; None if that is not how ``head`` ends.
         """
@@ -119,4 +119,4 @@ class Prompts:
         try:
             return self.formatter.chat([turn.for_template() for turn in turns], tools=tools, last=last)
         except ConfigError as error:
-            raise Refused(400, error.reason, "messages") from None
+            raise AgentRequestError(400, error.reason, "messages") from None

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.rollout.agent_api.asking import Answered, Ask, converted
+from areal_lora.rollout.agent_api.asking import Ask, CompletedRequest, converted
 from areal_lora.rollout.agent_api.chat import token_logprobs
 from areal_lora.rollout.agent_api.refusals import refuse
 from areal_lora.rollout.agent_api.turns import Call, Turn, chat_tools, plain, role_of
@@ -95,7 +95,7 @@ def response_id(number: int) -> str:
 
 
 def response_body(
-    answered: Answered, model: str, body: Mapping[str, Any], spell: Callable[[int], str]
+    answered: CompletedRequest, model: str, body: Mapping[str, Any], spell: Callable[[int], str]
 ) -> dict[str, Any]:
     """The response object. An answer that is cut off by its length is `incomplete`, as with OpenAI."""
     reply = answered.replies[0]
@@ -135,7 +135,7 @@ def response_body(
     }
 
 
-def _items(answered: Answered, status: str, spell: Callable[[int], str]) -> list[dict[str, Any]]:
+def _items(answered: CompletedRequest, status: str, spell: Callable[[int], str]) -> list[dict[str, Any]]:
     reply, number = answered.replies[0], answered.number
     items: list[dict[str, Any]] = []
     if reply.turn.content or not reply.turn.calls:

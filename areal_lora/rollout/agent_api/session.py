@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_lora.data.prompts import Prompt
-from areal_lora.rollout.agent_api.asking import Answered, Ask, Reply
+from areal_lora.rollout.agent_api.asking import Ask, CompletedRequest, SampledReply
 from areal_lora.rollout.agent_api.prompts import Prompts
-from areal_lora.rollout.agent_api.refusals import Refused, check_fields, refuse
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, check_fields, refuse
 from areal_lora.rollout.agent_api.turns import Call, Turn
 from areal_lora.rollout.client import FaultKind, GenerationFault, ToolCallsRequest
 from areal_lora.rollout.routing import server_observer
@@ -31,7 +31,7 @@ class Exchange:
     conversation's index, begin and end in it. The first ``known`` turns are those of an earlier exchange.
     """
 
-    answered: Answered
+    answered: CompletedRequest
     known: int
     spans: list[tuple[int, int, int]]
 
@@ -57,19 +57,23 @@ class Session:
         self.prompts = Prompts(self.context.formatter)
 
     def check(self, body: dict[str, Any]) -> None:
-        """Raises Refused for a body that asks for another policy."""
+        """Raises AgentRequestError for a body that asks for another policy."""
         check_fields(body, None if self.context.evaluating else self.context.sampling)
 
-    async def answer(self, ask: Ask) -> Answered:
-        """Raises Refused for what cannot be asked, GenerationFault where there is no answer."""
+    async def answer(self, ask: Ask) -> CompletedRequest:
+        """Raises AgentRequestError for what cannot be asked, GenerationFault where there is no answer."""
         server_observer.set(self.on_server)  # the gateway's task works for the group's task
         if ask.model != self.ref.name:
-            raise Refused(404, f"there is no model {ask.model!r} for this key, only {self.ref.name!r}", "model")
+            raise AgentRequestError(
+                404, f"there is no model {ask.model!r} for this key, only {self.ref.name!r}", "model"
+            )
         if ask.tools and self.tool_parser is None:
             raise refuse("tools", "the run's configuration names no workflow.tool_parser for the model's calls")
         prompt_ids = self.prompts.token_ids(ask)
         if not 0 < len(prompt_ids) < self.context.max_model_len:
-            raise Refused(400, f"{len(prompt_ids)} prompt tokens, between 1 and {self.context.max_model_len - 1} fit")
+            raise AgentRequestError(
+                400, f"{len(prompt_ids)} prompt tokens, between 1 and {self.context.max_model_len - 1} fit"
+            )
         self.asked += 1
         number = self.asked
         seed = derived_seed(self.seed, number if ask.seed is None else -1 - ask.seed)
@@ -78,9 +82,9 @@ class Session:
             replies = await self._replies(ask, number, sampled)
         except GenerationFault as fault:
             if fault.kind is FaultKind.REJECTED:
-                raise Refused(400, fault.detail) from None
+                raise AgentRequestError(400, fault.detail) from None
             raise
-        answered = Answered(number=number, ask=ask, prompt_ids=prompt_ids, replies=replies)
+        answered = CompletedRequest(number=number, ask=ask, prompt_ids=prompt_ids, replies=replies)
         self._keep(answered)
         return answered
 
@@ -96,9 +100,9 @@ class Session:
             top_logprobs=ask.top_logprobs or 0,
         )
 
-    async def _replies(self, ask: Ask, number: int, sampled: Sequence[Generation]) -> list[Reply]:
+    async def _replies(self, ask: Ask, number: int, sampled: Sequence[Generation]) -> list[SampledReply]:
         if not ask.tools or self.tool_parser is None:
-            return [Reply(sampled=one, turn=Turn(role="assistant", content=one.text)) for one in sampled]
+            return [SampledReply(sampled=one, turn=Turn(role="assistant", content=one.text)) for one in sampled]
         texts = [self._spoken(one, ask.stop) for one in sampled]
         parsed = await self.context.client.tool_calls(
             self.context.client.newest(self.ref),
@@ -112,7 +116,7 @@ class Session:
                 for k, call in enumerate(found.calls if ask.parallel_calls else found.calls[:1])
             )
             content = found.content if calls else one.text
-            replies.append(Reply(sampled=one, turn=Turn(role="assistant", content=content, calls=calls)))
+            replies.append(SampledReply(sampled=one, turn=Turn(role="assistant", content=content, calls=calls)))
         return replies
 
     def _spoken(self, sampled: Generation, stop: Sequence[str]) -> str:
@@ -130,7 +134,7 @@ class Session:
         """Not random: templates may write it, and a run can be repeated."""
         return hashlib.blake2b(repr((self.seed, place)).encode()).hexdigest()[:CALL_ID_LETTERS]
 
-    def _keep(self, answered: Answered) -> None:
+    def _keep(self, answered: CompletedRequest) -> None:
         known, spans = self.prompts.continued(answered.ask), []
         for reply in answered.replies:
             conversation = join(self.conversations, answered.prompt_ids, reply.sampled)

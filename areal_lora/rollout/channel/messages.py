@@ -1,7 +1,7 @@
 """Messages between trainer and controller: tagged msgspec structs over zmq, no pickle.
 
 Every request frame is ``[request id (8 bytes), payload]``; the reply repeats the request id.
-Each request has exactly one reply, ``Failed`` if it could not be served. Every message about
+Each request has exactly one reply, ``ErrorReply`` if it could not be served. Every message about
 a policy names its adapter.
 """
 
@@ -47,7 +47,7 @@ class SessionMessage(ChannelMessage, frozen=True):
 
 
 class AnnounceVersion(SessionMessage, frozen=True, kw_only=True):
-    """``adapter@v{version}`` is active on ``servers`` (data-plane URL by name) and nowhere else. Reply: Accepted.
+    """``adapter@v{version}`` is active on ``servers`` (data-plane URL by name) and nowhere else. Reply: Ack.
 
     Since the previous announcement ``lost`` were excluded, and ``left`` have left in order: they end what they run.
     The newest version may be announced again, with other servers.
@@ -60,7 +60,7 @@ class AnnounceVersion(SessionMessage, frozen=True, kw_only=True):
     left: tuple[str, ...] = ()
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of the adapter's ``step``, consumed at ``version``."""
 
     adapter: str
@@ -75,19 +75,19 @@ class GetBatch(SessionMessage, frozen=True, kw_only=True):
     results wait to be delivered; with nothing wanted the request waits for these only.
     """
 
-    wanted: tuple[Wanted, ...]
+    wanted: tuple[StepRequest, ...]
     timeout_s: float
 
 
 class CommitStep(SessionMessage, frozen=True, kw_only=True):
-    """A checkpoint that contains ``step`` and all steps before it is durable. Idempotent. Reply: Accepted."""
+    """A checkpoint that contains ``step`` and all steps before it is durable. Idempotent. Reply: Ack."""
 
     adapter: str
     step: int
 
 
 class Evaluate(SessionMessage, frozen=True, kw_only=True):
-    """Start an evaluation of ``adapter@v{version}`` on all its sets, in the background. Reply: Accepted.
+    """Start an evaluation of ``adapter@v{version}`` on all its sets, in the background. Reply: Ack.
 
     Idempotent while the evaluation runs, or its result waits to be fetched.
     """
@@ -101,7 +101,7 @@ class JoinAdapter(SessionMessage, frozen=True, kw_only=True):
     """An adapter that the configuration does not list starts at ``version``: ``config`` is its entry as JSON.
 
     ``snapshot`` is that of its checkpoint. Of one that has joined only ``paused`` counts: whether groups are issued.
-    Reply: Accepted, or AdapterFailed if nothing can be rolled out for it.
+    Reply: Ack, or AdapterFailed if nothing can be rolled out for it.
     """
 
     adapter: str
@@ -112,7 +112,7 @@ class JoinAdapter(SessionMessage, frozen=True, kw_only=True):
 
 
 class EndAdapter(SessionMessage, frozen=True, kw_only=True):
-    """Nothing more is needed of ``adapter`` in this session: issue no groups, drop those in flight. Reply: Accepted.
+    """Nothing more is needed of ``adapter`` in this session: issue no groups, drop those in flight. Reply: Ack.
 
     One that has joined is forgotten.
     """
@@ -127,7 +127,7 @@ class GetStats(SessionMessage, frozen=True, kw_only=True):
 
 
 class Shutdown(SessionMessage, frozen=True, kw_only=True):
-    """End the controller. Reply: Accepted."""
+    """End the controller. Reply: Ack."""
 
 
 # ---------------------------------------------------------------- controller -> trainer
@@ -145,11 +145,11 @@ class StaleSession(ChannelMessage, frozen=True):
     """The request carries another session: the controller was restarted, or another trainer has greeted it."""
 
 
-class Accepted(ChannelMessage, frozen=True):
+class Ack(ChannelMessage, frozen=True):
     pass
 
 
-class Failed(ChannelMessage, frozen=True):
+class ErrorReply(ChannelMessage, frozen=True):
     reason: str
 
 
@@ -301,7 +301,7 @@ SessionRequest: TypeAlias = (
     AnnounceVersion | GetBatch | CommitStep | Evaluate | JoinAdapter | EndAdapter | GetStats | Shutdown
 )
 Request: TypeAlias = Hello | SessionRequest
-Reply: TypeAlias = Welcome | StaleSession | Accepted | Failed | Stats | Batch | NotReady | AdapterFailed
+Reply: TypeAlias = Welcome | StaleSession | Ack | ErrorReply | Stats | Batch | NotReady | AdapterFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

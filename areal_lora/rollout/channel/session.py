@@ -197,7 +197,7 @@ class ControllerSession:
                 log.info("waiting for the rollout controller since %.0f s to send %s: %s", waited_s, what, problem)
             time.sleep(LOOK_S)
         decoded: m.Reply = m.decode_reply(reply)
-        if isinstance(decoded, m.Failed):
+        if isinstance(decoded, m.ErrorReply):
             raise RolloutError(f"the controller refused {what}: {decoded.reason}")
         return decoded
 

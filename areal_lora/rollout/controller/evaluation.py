@@ -23,7 +23,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
 from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
 from areal_lora.rollout.controller.base_evals import BaseEvals
-from areal_lora.rollout.controller.eval_answers import Given, failed, given_answers, judged, result_of
+from areal_lora.rollout.controller.eval_answers import ScoredAnswer, failed, given_answers, judged, result_of
 from areal_lora.rollout.controller.eval_places import EvalPlaces, Share
 from areal_lora.rollout.controller.eval_sets import EvalSet
 from areal_lora.rollout.workflow import Scorer, Workflow
@@ -105,13 +105,13 @@ class Evaluator:
 
     # ------------------------------------------------------------ single greedy answers
 
-    async def _in_chunks(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Given]]:
+    async def _in_chunks(self, chosen: EvalSet, ref: AdapterRef) -> list[list[ScoredAnswer]]:
         starts = range(0, len(chosen.held_out.samples), CHUNK)
         with self.places.share() as share:
             chunks = await _all(self._chunk(chosen, ref, slice(at, at + CHUNK), share) for at in starts)
         return [[given] for chunk in chunks for given in chunk]
 
-    async def _chunk(self, chosen: EvalSet, ref: AdapterRef, part: slice, share: Share) -> list[Given]:
+    async def _chunk(self, chosen: EvalSet, ref: AdapterRef, part: slice, share: Share) -> list[ScoredAnswer]:
         sampling, prefill = chosen.sampling, chosen.formatter.prefill
         prompts = chosen.held_out.token_ids[part]
 
@@ -134,7 +134,7 @@ class Evaluator:
         for at in range(0, len(items), SCORED_AT_ONCE):
             scores += await self.scorer.score(items[at : at + SCORED_AT_ONCE])
         return [
-            Given(
+            ScoredAnswer(
                 text=a.text,
                 score=judged(score, chosen.config.correct_threshold),
                 n_tokens=a.n_tokens,
@@ -145,7 +145,7 @@ class Evaluator:
 
     # ------------------------------------------------------------ workflows
 
-    async def _one_by_one(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Given]]:
+    async def _one_by_one(self, chosen: EvalSet, ref: AdapterRef) -> list[list[ScoredAnswer]]:
         held_out = zip(chosen.held_out.samples, chosen.held_out.token_ids, strict=True)
         prompts = [
             Prompt(uid=s.uid, position=i, sample=s, text=chosen.formatter.text(s), token_ids=ids)
@@ -154,11 +154,11 @@ class Evaluator:
         with self.places.share() as share:
             return await _all(self._problem(chosen, ref, prompt, share) for prompt in prompts)
 
-    async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, share: Share) -> list[Given]:
+    async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, share: Share) -> list[ScoredAnswer]:
         workflow = self.workflows[chosen.name]
         seed = problem_seed(self.seed, chosen.name, prompt.uid)
 
-        async def ask() -> list[Given]:
+        async def ask() -> list[ScoredAnswer]:
             async with share.take(chosen.config.n_samples):
                 return given_answers(chosen, prompt, ref, await workflow.run(prompt, ref, seed))
 
@@ -168,7 +168,7 @@ class Evaluator:
             if fault.kind not in USER_FAULTS:
                 raise
             unscored = Score(reward=float("nan"), outcome=fault.outcome, detail=str(fault))
-            return [Given(text="", score=unscored)] * chosen.config.n_samples
+            return [ScoredAnswer(text="", score=unscored)] * chosen.config.n_samples
 
 
 def problem_seed(run_seed: int, name: str, uid: str) -> int:

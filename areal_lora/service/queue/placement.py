@@ -17,13 +17,13 @@ import msgspec
 from areal_lora.config.models import Config
 from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.processes.log import get_logger
-from areal_lora.service.observed import Observed, Seen
+from areal_lora.service.observed import ObservedAdapter, RunObserver
 from areal_lora.service.queue import sessions
 from areal_lora.service.queue.lifecycle import change
 from areal_lora.service.queue.rows import Model, Verb
 from areal_lora.service.queue.store import Transaction
 from areal_lora.service.queue.writer import AdapterChange, Writer
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from areal_lora.types import AdapterPhase
 
 log = get_logger(__name__)
@@ -128,13 +128,13 @@ class Heartbeats:
 class Surroundings:
     """What the queue sees of the run: the newest of each adapter, all of them, and how many fit on the servers."""
 
-    seen: Callable[[str], Seen]
+    seen: Callable[[str], ObservedAdapter]
     phases: Callable[[], Mapping[str, AdapterPhase]]
     configured: frozenset[str]
     capacity: int
 
     @classmethod
-    def of(cls, config: Config, observed: Observed) -> Surroundings:
+    def of(cls, config: Config, observed: RunObserver) -> Surroundings:
         return cls(
             seen=observed.of,
             phases=observed.phases,
@@ -172,13 +172,13 @@ class Placement:
         return f"{what}{self.own(tenant)}"
 
     def check_own(self, tx: Transaction, tenant: str, session: str) -> None:
-        """Raises Refused where the session's own models have every place for which another one of it would wait."""
+        """Raises RequestError where the session's own models have every place that another one would wait for."""
         phases, quota = self._around.phases(), tx.quota(tenant).adapters
         own = tx.models("session = ? AND removed = 0", session)
         if len(own) >= quota or sum(phases.get(each.adapter) not in OVER for each in own) >= self._around.capacity:
             reason = f"the {len(own)} models of this session have every place that it can have"
             fix = f"delete the adapter of one that is done (areal-lora adapters delete RUN {own[0].name})"
-            raise Refused(422, "model_seq_id", reason, fix)
+            raise RequestError(422, "model_seq_id", reason, fix)
 
     def own(self, tenant: str) -> str:
         """The tenant's adapters that have a place or are new, and how to free one; empty if it has none."""

@@ -3,7 +3,7 @@
     submit -> file -> outbox -> trainer rank 0 -> outbox -> file -> outcome
     create_model, serve -> rows of the desired state -> the trainer has the adapter
 
-Every call raises `Refused`; what is another tenant's is answered like what does not exist. What a call returns is
+Every call raises `RequestError`; what is another tenant's is answered like what does not exist. What a call returns is
 durable. All changes are made by the service's one writer thread.
 """
 
@@ -27,10 +27,10 @@ from areal_lora.service.queue import retention, sequencer, sessions
 from areal_lora.service.queue.lifecycle import AdapterRequest, create
 from areal_lora.service.queue.placement import SILENT_S, Heartbeats, Placement, Surroundings, fits
 from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending, Serve
-from areal_lora.service.queue.rows import AdapterRow, Quota, Saved, Tables, Verb, model_id
+from areal_lora.service.queue.rows import AdapterRow, Quota, SavedState, Tables, Verb, model_id
 from areal_lora.service.queue.store import Transaction
 from areal_lora.service.queue.writer import AdapterChange, Writer
-from areal_lora.service.refused import Refused, Unavailable
+from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.types import AdapterPhase
 
 log = get_logger(__name__)
@@ -43,7 +43,7 @@ FAILED_S = 10.0
 """An adapter that has failed may still have outcomes on their way."""
 T = TypeVar("T")
 Accept = Callable[[str, str, Lora, Quota], AdapterRequest]
-"""Name, tenant, settings and quota of a client's adapter to what may be created. Blocks; raises Refused."""
+"""Name, tenant, settings and quota of a client's adapter to what may be created. Blocks; raises RequestError."""
 
 
 class RequestQueue:
@@ -115,7 +115,7 @@ class RequestQueue:
         return await self._placement.crowded(tenant)
 
     async def heartbeat(self, tenant: str, session: str) -> None:
-        """The session is not silent. Raises Refused, with status 410 once it has ended."""
+        """The session is not silent. Raises RequestError, with status 410 once it has ended."""
         if not self._heartbeats.received(session, tenant):
             await self.change(lambda tx: tx.session(tenant, session))
 
@@ -138,7 +138,7 @@ class RequestQueue:
     ) -> str:
         """Make the model ``SESSION:train:MODEL_SEQ``; returns the request, answered once the trainer has it."""
         if not 0 <= model_seq < 1 << 31:
-            raise Refused(422, "model_seq_id", f"{model_seq} is no number of a model", "count from 0")
+            raise RequestError(422, "model_seq_id", f"{model_seq} is no number of a model", "count from 0")
         request = f"{model_id(session, model_seq)}:create"
 
         def lora_of(tx: Transaction) -> Lora | None:
@@ -147,7 +147,7 @@ class RequestQueue:
                 return None
             lora = tx.state(tenant, action.load.path).lora if action.load is not None else action.lora
             if lora is None:
-                raise Refused(422, "lora_config", "it is missing", "give the settings of the model")
+                raise RequestError(422, "lora_config", "it is missing", "give the settings of the model")
             self._placement.check_own(tx, tenant, session)
             return lora
 
@@ -233,15 +233,15 @@ class RequestQueue:
         return await asyncio.shield(look_up)
 
     async def _serve(self, tenant: str, sampler: str, missing: str | None) -> Serve | Pending:
-        def served(tx: Transaction) -> tuple[Serve | Pending | Saved, str | None]:
+        def served(tx: Transaction) -> tuple[Serve | Pending | SavedState, str | None]:
             return sessions.served(tx, tenant, sampler, missing), tx.sampler(tenant, sampler).path
 
         found, path = await self.change(served)
         if path is not None:
             self._placement.used_s[path] = self._now_s()
-        return await self._serve_snapshot(tenant, found) if isinstance(found, Saved) else found
+        return await self._serve_snapshot(tenant, found) if isinstance(found, SavedState) else found
 
-    async def _serve_snapshot(self, tenant: str, state: Saved) -> Pending:
+    async def _serve_snapshot(self, tenant: str, state: SavedState) -> Pending:
         loading = Pending(reason="the weights are loaded again", capacity=True)
         async with self._placement.lock:
             if await self.change(lambda tx: tx.models("of_state = ? AND removed = 0", state.path)):

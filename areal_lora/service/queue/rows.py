@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.config.sections.service import QuotaConfig
-from areal_lora.run_folder.desired import Desired, DesiredAdapter, DesiredPhase
+from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase
 from areal_lora.service.queue.requests import Lora
 
 TENANT = re.compile(r"[a-z][a-z0-9]{0,15}")
@@ -117,7 +117,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Open:
+class OpenOperation:
     """An acknowledged operation that the run has not carried out yet."""
 
     number: int
@@ -137,7 +137,7 @@ class Tables:
     adapters: MappingProxyType[tuple[str, str], AdapterRow] = field(default_factory=lambda: MappingProxyType({}))
     highest: MappingProxyType[tuple[str, str], int] = field(default_factory=lambda: MappingProxyType({}))
     forgotten: MappingProxyType[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    open: tuple[Open, ...] = ()
+    open: tuple[OpenOperation, ...] = ()
     generation: int = 0
 
     def of(self, tenant: str) -> list[AdapterRow]:
@@ -153,7 +153,7 @@ class Tables:
         adapters = dict(self.adapters) | {at: row}
         if row.wanted is DesiredPhase.DELETED:
             del adapters[at]
-        opened = Open(number=number, tenant=row.tenant, name=row.name, incarnation=row.incarnation)
+        opened = OpenOperation(number=number, tenant=row.tenant, name=row.name, incarnation=row.incarnation)
         return replace(
             self,
             adapters=MappingProxyType(adapters),
@@ -162,9 +162,11 @@ class Tables:
             generation=self.generation + 1,
         )
 
-    def desired(self) -> Desired:
+    def desired(self) -> DesiredAdapters:
         """What the run is to have: deleted adapters are not in it."""
-        return Desired(generation=self.generation, adapters=tuple(row.desired for row in self.adapters.values()))
+        return DesiredAdapters(
+            generation=self.generation, adapters=tuple(row.desired for row in self.adapters.values())
+        )
 
 
 class Kind(StrEnum):
@@ -216,7 +218,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedState:
     """A saved state: ``label`` of ``adapter`` on the disk. Without ``named`` it belongs to a sampling session.
 
     ``version`` is the one that servers had it as, None for a state that was not published.

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from areal_lora.operations.messages import LoadState, Publish
 from areal_lora.service.queue.answers import forget, give
-from areal_lora.service.queue.requests import CreateModel, Lora, Pending, Serve, Unloaded, encode
-from areal_lora.service.queue.rows import AdapterRow, Model, Sample, Sampler, Saved, Session, model_id, sampler_id
+from areal_lora.service.queue.requests import CreateModel, Lora, Pending, Serve, UnloadedModel, encode
+from areal_lora.service.queue.rows import AdapterRow, Model, Sample, Sampler, SavedState, Session, model_id, sampler_id
 from areal_lora.service.queue.sequencer import append, fail_open, insert, load
 from areal_lora.service.queue.store import MODELS, SAMPLERS, SAMPLES, SESSIONS, Transaction, unknown
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 
 MAX_SESSIONS, MAX_SAMPLERS = 256, 4096
 """Of a tenant, at a time."""
@@ -21,7 +21,7 @@ UNFETCHED_S = 86400.0
 
 def open_session(tx: Transaction, tenant: str, about: bytes) -> str:
     if tx.count("sessions WHERE tenant = ? AND ended = 0", tenant) >= MAX_SESSIONS:
-        raise Refused(429, "session_id", f"{MAX_SESSIONS} sessions are open", "end some, or wait until they end")
+        raise RequestError(429, "session_id", f"{MAX_SESSIONS} sessions are open", "end some, or wait until they end")
     session = f"s{secrets.token_hex(6)}"
     SESSIONS.insert(tx.db, Session(session=session, tenant=tenant, about=about, created_s=tx.now_s))
     return session
@@ -56,7 +56,7 @@ def unload(tx: Transaction, tenant: str, model_id: str) -> str:
     if not tx.count("requests WHERE request = ? AND tenant = ?", request, tenant):
         leave(tx, tx.model(tenant, model_id), "the model was unloaded")
         insert(tx, tenant, request, model_id, 0, "", b"", held=False)
-        give(tx, request, Unloaded(model=model_id))
+        give(tx, request, UnloadedModel(model=model_id))
     return request
 
 
@@ -93,7 +93,7 @@ def insert_model(
         append(tx, row.key, request, load(tx, row.tenant, action.load))
 
 
-def insert_snapshot(tx: Transaction, row: AdapterRow, state: Saved) -> None:
+def insert_snapshot(tx: Transaction, row: AdapterRow, state: SavedState) -> None:
     """The model that serves ``state``."""
     _insert(tx, row, f"{row.name}:snapshot", "", state.lora, state.path, {})
     append(tx, row.key, "", LoadState(adapter=state.adapter, label=state.label, optimizer=False))
@@ -103,24 +103,24 @@ def insert_snapshot(tx: Transaction, row: AdapterRow, state: Saved) -> None:
 def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str | None) -> str:
     tx.session(tenant, session)
     if not 0 <= seq < 1 << 53:
-        raise Refused(422, "sampling_session_seq_id", f"{seq} is no number of a sampling session", "count from 0")
+        raise RequestError(422, "sampling_session_seq_id", f"{seq} is no number of a sampling session", "count from 0")
     if path is not None:
         tx.state(tenant, path)
     sampler = sampler_id(session, seq)
     row = tx.row("SELECT path, model FROM samplers WHERE sampler = ?", sampler)
     if row is not None and row != (path, None):
         reason = "another sampling session came with this number before"
-        raise Refused(422, "sampling_session_seq_id", reason, "use a new number for every session")
+        raise RequestError(422, "sampling_session_seq_id", reason, "use a new number for every session")
     if row is None:
         if tx.count("samplers WHERE tenant = ?", tenant) >= MAX_SAMPLERS:
             reason = f"{MAX_SAMPLERS} sampling sessions are open"
-            raise Refused(422, "sampling_session_seq_id", reason, "open another session, and end this one")
+            raise RequestError(422, "sampling_session_seq_id", reason, "open another session, and end this one")
         made = Sampler(sampler=sampler, tenant=tenant, session=session, path=path, model=None, created_s=tx.now_s)
         SAMPLERS.insert(tx.db, made)
     return sampler
 
 
-def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -> Serve | Pending | Saved:
+def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -> Serve | Pending | SavedState:
     """Under which name servers have what the sampling session samples; the state if that needs an adapter of its own.
 
     ``missing``: no server has this name any more.
@@ -139,7 +139,7 @@ def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -
     for snapshot in tx.models("of_state = ? AND removed = 0", state.path):
         if snapshot.broken:
             leave(tx, snapshot, snapshot.broken)
-            raise Refused(422, "sampling_session_id", snapshot.broken, "save the weights again")
+            raise RequestError(422, "sampling_session_id", snapshot.broken, "save the weights again")
         name = f"{snapshot.adapter}@v{snapshot.published}"
         if snapshot.published is not None and name != missing:
             return Serve(model=name)
@@ -147,7 +147,7 @@ def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -
     return state
 
 
-def expire(tx: Transaction, state: Saved) -> None:
+def expire(tx: Transaction, state: SavedState) -> None:
     """Forget the state, the model that serves it and the sampling sessions that only it keeps."""
     forget(tx, state)
     for snapshot in tx.models("of_state = ? AND removed = 0", state.path):
@@ -202,7 +202,7 @@ def sessions(tx: Transaction, tenant: str) -> list[str]:
 
 
 def session_view(tx: Transaction, tenant: str, name: str) -> SessionView:
-    """Raises Refused."""
+    """Raises RequestError."""
     session = tx.session(tenant, name, ended=True)
     samplers = tx.rows("SELECT sampler FROM samplers WHERE session = ? ORDER BY rowid", name)
     models = tx.models("session = ? AND of_state IS NULL", name)
@@ -214,7 +214,7 @@ def models(tx: Transaction, tenant: str) -> list[Model]:
     return tx.models("tenant = ? AND of_state IS NULL", tenant)[::-1]
 
 
-def saved(tx: Transaction, tenant: str, model: str | None = None) -> list[Saved]:
+def saved(tx: Transaction, tenant: str, model: str | None = None) -> list[SavedState]:
     """The tenant's named states, oldest first; with ``model`` of this one, which may have left."""
     where = "tenant = ? AND named = 1 AND (expires_s IS NULL OR expires_s > ?) AND model = COALESCE(?, model)"
     return tx.states(where, tenant, tx.now_s, model)
@@ -228,14 +228,14 @@ def saved(tx: Transaction, tenant: str, model: str | None = None) -> list[Saved]
 
 
 def keep_sample(tx: Transaction, tenant: str, sampler: str, sample: str, fingerprint: str, body: bytes) -> None:
-    """Take a sample of the tenant's sampling session, or find it taken. Raises Refused."""
+    """Take a sample of the tenant's sampling session, or find it taken. Raises RequestError."""
     tx.sampler(tenant, sampler)
     row = tx.row("SELECT fingerprint FROM samples WHERE sample = ?", sample)
     if row is None:
         new = Sample(sample=sample, tenant=tenant, sampler=sampler, fingerprint=fingerprint, body=body, at_s=tx.now_s)
         SAMPLES.insert(tx.db, new)
     elif row[0] != fingerprint:
-        raise Refused(422, "seq_id", "another request came under this number", "use a new number")
+        raise RequestError(422, "seq_id", "another request came under this number", "use a new number")
 
 
 def kept_samples(tx: Transaction) -> list[Sample]:

@@ -24,18 +24,18 @@ from areal_lora.service.queue.rows import (
     AdapterRow,
     Key,
     Model,
-    Open,
+    OpenOperation,
     Operation,
     Quota,
     Sample,
     Sampler,
-    Saved,
+    SavedState,
     Session,
     Tables,
     parse_path,
 )
 from areal_lora.service.queue.schema import SCHEMA_VERSION, STEPS
-from areal_lora.service.refused import Refused, Unavailable
+from areal_lora.service.refused import RequestError, Unavailable
 
 MAX_DELETED, MAX_OPERATIONS = 1024, 1 << 14
 """Deleted adapters, and operations that were carried out, that are kept of a tenant."""
@@ -90,8 +90,8 @@ def _stored(value: object) -> object:
 
 
 KEYS, ADAPTERS, OPERATIONS = Table("keys", Key), Table("adapters", AdapterRow), Table("operations", Operation)
-OPEN = Table("operations", Open)
-SESSIONS, MODELS, STATES = Table("sessions", Session), Table("models", Model), Table("saved_states", Saved)
+OPEN = Table("operations", OpenOperation)
+SESSIONS, MODELS, STATES = Table("sessions", Session), Table("models", Model), Table("saved_states", SavedState)
 SAMPLERS, SAMPLES = Table("samplers", Sampler), Table("samples", Sample)
 
 
@@ -135,16 +135,16 @@ class Transaction:
     # ------------------------------------------------------------ rows of one tenant; others' are unknown
 
     def session(self, tenant: str, session: str, *, ended: bool = False) -> Session:
-        """Raises Refused for one that is not the tenant's, and for one that has ended unless ``ended``."""
+        """Raises RequestError for one that is not the tenant's, and for one that has ended unless ``ended``."""
         found = self.sessions("session = ? AND tenant = ?", session, tenant)
         if not found:
             raise unknown("session_id", "session", session)
         if found[0].ended and not ended:
-            raise Refused(410, "session_id", f"session {session!r} has ended", "open another one")
+            raise RequestError(410, "session_id", f"session {session!r} has ended", "open another one")
         return found[0]
 
     def model(self, tenant: str, model: str, *, removed: bool = False) -> Model:
-        """Raises Refused for one that is not the tenant's, and for one that has left unless ``removed``."""
+        """Raises RequestError for one that is not the tenant's, and for one that has left unless ``removed``."""
         found = self.models("model = ? AND tenant = ? AND of_state IS NULL", model, tenant)
         if not found or (found[0].removed and not removed):
             raise unknown("model_id", "model", model)
@@ -156,7 +156,7 @@ class Transaction:
             raise unknown("sampling_session_id", "sampling session", sampler)
         return found[0]
 
-    def state(self, tenant: str, path: str) -> Saved:
+    def state(self, tenant: str, path: str) -> SavedState:
         """The saved state at ``path``, unless it has expired."""
         parts = parse_path(path)
         found = parts and self.states("tenant = ? AND model = ? AND kind = ? AND name = ?", tenant, *parts)
@@ -172,16 +172,16 @@ class Transaction:
     def models(self, where: str, *values: object) -> list[Model]:
         return MODELS.select(self.db, where, *values)
 
-    def states(self, where: str, *values: object) -> list[Saved]:
+    def states(self, where: str, *values: object) -> list[SavedState]:
         return STATES.select(self.db, where, *values)
 
     def of_adapter(self, adapter: str) -> Model | None:
         return next(iter(self.models("adapter = ?", adapter)), None)
 
 
-def unknown(path: str, what: str, name: str) -> Refused:
+def unknown(path: str, what: str, name: str) -> RequestError:
     """Also for rows of another tenant: that they exist is not shown."""
-    return Refused(404, path, f"there is no {what} {name[:128]!r}", "use an id that the service gave to this key")
+    return RequestError(404, path, f"there is no {what} {name[:128]!r}", "use an id that the service gave to this key")
 
 
 class Store:

@@ -21,7 +21,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue.lifecycle import Phases, carried_out
 from areal_lora.service.queue.rows import AdapterRow, Key, Operation, Quota, Tables, Verb
 from areal_lora.service.queue.store import Store
-from areal_lora.service.refused import Refused, Unavailable, internal_error
+from areal_lora.service.refused import RequestError, Unavailable, internal_error
 
 log = get_logger(__name__)
 
@@ -69,16 +69,16 @@ class Writer:
     async def operate(self, change: AdapterChange) -> bytes:
         """The answer, once the operation is durable. The run can read it then, or once its disk takes it.
 
-        Raises Refused.
+        Raises RequestError.
         """
         return await self._in_thread(lambda: self._operate(change))
 
     async def answered(self, tenant: str, request: str, fingerprint: str) -> bytes | None:
-        """The answer that the tenant's idempotency key had; None for a new one. Raises Refused for another request."""
+        """The answer that the tenant's idempotency key had; None without. Raises RequestError for another request."""
         return await self._in_thread(lambda: self._answered(tenant, request, fingerprint))
 
     async def change(self, work: Callable[[sqlite3.Connection, Tables], T]) -> T:
-        """``work``'s result once its changes of the file are durable. Raises Refused, and then nothing has changed."""
+        """``work``'s result once its changes are durable. Raises RequestError, and then nothing has changed."""
         return await self._in_thread(lambda: self._store.change(lambda db: work(db, self.tables)))
 
     async def put_tenant(self, tenant: str, quota: Quota) -> None:
@@ -106,17 +106,17 @@ class Writer:
             job()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """``work``'s result in this thread. Raises Refused, with status 500 for an unexpected exception.
+        """``work``'s result in this thread. Raises RequestError, with status 500 for an unexpected exception.
 
         RecordError ends the process: the file is damaged.
         """
         loop, answered = asyncio.get_running_loop(), asyncio.Event()
-        results: list[T | Refused] = []
+        results: list[T | RequestError] = []
 
         def job() -> None:
             try:
                 results.append(work())
-            except Refused as refused:
+            except RequestError as refused:
                 results.append(refused)
             except RecordError:
                 raise
@@ -131,7 +131,7 @@ class Writer:
         self._jobs.put(job)
         await answered.wait()
         (result,) = results
-        if isinstance(result, Refused):
+        if isinstance(result, RequestError):
             raise result
         return result
 
@@ -182,7 +182,7 @@ class Writer:
         known = self._store.answered(tenant, request)
         if known is not None and known[0] != fingerprint:
             reason = "this key came with another request before"
-            raise Refused(422, "Idempotency-Key", reason, "use a new key for every operation")
+            raise RequestError(422, "Idempotency-Key", reason, "use a new key for every operation")
         return None if known is None else known[1]
 
     def _administer(self, write: Callable[[], None]) -> None:

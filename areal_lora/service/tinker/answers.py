@@ -8,8 +8,16 @@ from typing import Any, assert_never
 import msgspec
 from starlette.responses import Response
 
-from areal_lora.operations.messages import Failed, Scored, Stepped
-from areal_lora.service.queue.requests import Answer, Created, Loaded, Opened, Pending, Stored, Unloaded
+from areal_lora.operations.messages import OperationFailure, OptimStepResult, PassResult
+from areal_lora.service.queue.requests import (
+    Answer,
+    CreatedModel,
+    LoadedModel,
+    OpenedSampler,
+    Pending,
+    StoredState,
+    UnloadedModel,
+)
 from areal_lora.service.tinker.passes import scored_body
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
@@ -18,7 +26,7 @@ JSON, PROTOBUF = "application/json", "application/x-protobuf"
 def retrieved(answer: Answer | Pending, request: str) -> Response:
     """A passing state and a failure are answers as well: an HTTP error would mean that retrieving has failed."""
     match answer:
-        case Scored():
+        case PassResult():
             return Response(scored_body(answer), media_type=PROTOBUF)
         case _:
             return answered(_fields(answer, request))
@@ -29,23 +37,31 @@ def answered(fields: Any, status: int = 200) -> Response:
 
 
 def _fields(
-    answer: Stepped | Created | Loaded | Stored | Opened | Unloaded | Failed | Pending, request: str
+    answer: OptimStepResult
+    | CreatedModel
+    | LoadedModel
+    | StoredState
+    | OpenedSampler
+    | UnloadedModel
+    | OperationFailure
+    | Pending,
+    request: str,
 ) -> dict[str, Any]:
     match answer:
-        case Stepped(step=step, grad_norm=grad_norm, skipped=skipped):
+        case OptimStepResult(step=step, grad_norm=grad_norm, skipped=skipped):
             figures = {"step": float(step), "grad_norm": grad_norm, "skipped": float(skipped)}
             return {"metrics": {name: value for name, value in figures.items() if math.isfinite(value)}}
-        case Created(model=model, path=path):
+        case CreatedModel(model=model, path=path):
             return {"model_id": model} | ({} if path is None else {"path": path})
-        case Loaded(model=model, path=path):
+        case LoadedModel(model=model, path=path):
             return {"model_id": model, "path": path}
-        case Stored(path=path):
+        case StoredState(path=path):
             return {"path": path}
-        case Opened(sampler=sampler):
+        case OpenedSampler(sampler=sampler):
             return {"sampling_session_id": sampler}
-        case Unloaded(model=model):
+        case UnloadedModel(model=model):
             return {"model_id": model, "type": "unload_model"}
-        case Failed(reason=reason, by_client=by_client):
+        case OperationFailure(reason=reason, by_client=by_client):
             return {"error": reason, "category": "user" if by_client else "server"}
         case Pending(reason=reason, capacity=capacity):
             state = "paused_capacity" if capacity else "active"

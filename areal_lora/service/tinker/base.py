@@ -9,7 +9,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.sizing.slots import served_targets
 from areal_lora.families.family import ATTENTION_LINEARS
 from areal_lora.service.queue.requests import Lora
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker.bodies import LoraConfig, OptimizerConfig
 
 ALPHA = 32.0
@@ -44,20 +44,20 @@ class Base:
         )
 
     def check(self, given: str | None) -> None:
-        """Raises Refused for the name of another base."""
+        """Raises RequestError for the name of another base."""
         if given not in {None, self.name, self.tokenizer, *self.aliases}:
             reason = f"{str(given)[:64]!r} is not the base of this run"
-            raise Refused(422, "base_model", reason, f"use {self.name}")
+            raise RequestError(422, "base_model", reason, f"use {self.name}")
 
     def lora(self, given: LoraConfig | None, optimizer: OptimizerConfig | None) -> Lora:
-        """The settings of a model. Raises Refused."""
+        """The settings of a model. Raises RequestError."""
         if given is None:
-            raise Refused(422, "lora_config", "there is none: only adapters are trained", "send lora_config")
+            raise RequestError(422, "lora_config", "there is none: only adapters are trained", "send lora_config")
         check_optimizer(optimizer)
         targets = tuple(t for t in self.targets if (given.train_attn if _of_attention(t) else given.train_mlp))
         if not targets:
             reason = f"none of the modules that it names can be adapted here: {', '.join(self.targets)} can"
-            raise Refused(422, "lora_config", reason, "set train_attn or train_mlp")
+            raise RequestError(422, "lora_config", reason, "set train_attn or train_mlp")
         return Lora(rank=given.rank, alpha=ALPHA, target_modules=targets, seed=given.seed)
 
     def shown(self, lora: Lora) -> tuple[bool, bool]:
@@ -81,7 +81,7 @@ def _names(folder: Path) -> tuple[str, frozenset[str]]:
 
 def check_optimizer(optimizer: OptimizerConfig | None) -> None:
     if optimizer is not None and optimizer.type != "adamw":
-        raise Refused(422, "optimizer_config", f"{optimizer.type[:64]!r} is not supported", "use AdamW")
+        raise RequestError(422, "optimizer_config", f"{optimizer.type[:64]!r} is not supported", "use AdamW")
 
 
 def _of_attention(target: str) -> bool:

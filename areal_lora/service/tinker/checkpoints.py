@@ -14,7 +14,7 @@ from starlette.routing import Route
 from areal_lora.service.http import Caller, Guard, body_of, notes_of, number, sdk_decoded
 from areal_lora.service.queue import sessions
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.queue.rows import SCHEME, Kind, Model, Saved
+from areal_lora.service.queue.rows import SCHEME, Kind, Model, SavedState
 from areal_lora.service.queue.sequencer import set_ttl
 from areal_lora.service.tinker import bodies
 from areal_lora.service.tinker.answers import answered
@@ -119,13 +119,13 @@ class Checkpoints:
             }
         )
 
-    async def _saved(self, caller: Caller, model: str | None = None) -> list[Saved]:
+    async def _saved(self, caller: Caller, model: str | None = None) -> list[SavedState]:
         return await self._queue.change(lambda tx: sessions.saved(tx, caller.tenant, model))
 
-    async def _state(self, caller: Caller, path: str) -> Saved:
+    async def _state(self, caller: Caller, path: str) -> SavedState:
         return await self._queue.change(lambda tx: tx.state(caller.tenant, path))
 
-    def _run(self, caller: Caller, model: Model, saved: Sequence[Saved]) -> dict[str, Any]:
+    def _run(self, caller: Caller, model: Model, saved: Sequence[SavedState]) -> dict[str, Any]:
         mine = [each for each in saved if each.model == model.model]
         newest = {kind: _checkpoint(max(of, key=_age)) for kind in Kind if (of := [s for s in mine if s.kind is kind])}
         return {
@@ -141,7 +141,7 @@ class Checkpoints:
         }
 
 
-def _checkpoint(saved: Saved) -> dict[str, Any]:
+def _checkpoint(saved: SavedState) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{saved.kind}/{saved.name}",
         "checkpoint_type": "training" if saved.kind is Kind.WEIGHTS else "sampler",
@@ -165,7 +165,7 @@ def path_of_request(request: Request) -> str:
     return f"{SCHEME}{parts['model']}/{parts['kind']}/{parts['name']}"
 
 
-def _age(saved: Saved) -> float:
+def _age(saved: SavedState) -> float:
     return saved.created_s
 
 

@@ -23,7 +23,7 @@ from areal_lora.operations.messages import OptimStep, Poison
 from areal_lora.service.http import SDK_FIX, Caller, Guard, Handler, body_of, fingerprint, notes_of, sdk_decoded
 from areal_lora.service.queue import requests
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import bodies
 from areal_lora.service.tinker.answers import answered, retrieved
 from areal_lora.service.tinker.base import NO_OUTPUT_LAYER, Base, check_optimizer
@@ -149,9 +149,9 @@ class Routes:
     async def forward_backward(self, request: Request, caller: Caller) -> Response:
         body = await body_of(request, caller, long=True)
         if "protobuf" not in request.headers.get("content-type", ""):
-            raise Refused(422, "Content-Type", "passes are read as protobuf, as client/config has it", SDK_FIX)
+            raise RequestError(422, "Content-Type", "passes are read as protobuf, as client/config has it", SDK_FIX)
         found = read_pass(body)
-        what = _poison(found.wanted) if isinstance(found.wanted, Refused) else found.wanted
+        what = _poison(found.wanted) if isinstance(found.wanted, RequestError) else found.wanted
         # Entries of a map come in any order when it is sent again.
         mark = fingerprint("pass", msgspec.msgpack.encode(what))
         return await self._submit(caller, found.model, found.seq, mark, requests.Train(what=what))
@@ -159,7 +159,7 @@ class Routes:
     async def optim_step(self, caller: Caller, body: bodies.OptimStep, mark: str) -> Response:
         try:
             what: OptimStep | Poison = _step(body)
-        except Refused as refused:
+        except RequestError as refused:
             what = _poison(refused, of_step=True)
         return await self._submit(caller, body.model_id, body.seq_id, mark, requests.Train(what=what))
 
@@ -195,7 +195,7 @@ class Routes:
     async def load(self, caller: Caller, body: bodies.LoadWeights, mark: str) -> Response:
         """Into a model that there is, or into a new one with the settings of the model that saved the state."""
         if body.weights_access_token is not None:
-            raise Refused(422, "weights_access_token", "states of other accounts cannot be read", "leave it out")
+            raise RequestError(422, "weights_access_token", "states of other accounts cannot be read", "leave it out")
         check_optimizer(body.optimizer_config)
         self._base.check(body.base_model)
         action = requests.Load(path=body.path, optimizer=body.optimizer)
@@ -203,7 +203,7 @@ class Routes:
             return await self._submit(caller, body.model_id, body.seq_id, mark, action)
         if body.session_id is None or body.model_seq_id is None:
             fix = "send model_id and seq_id, or session_id and model_seq_id"
-            raise Refused(422, "model_id", "it names no model", fix)
+            raise RequestError(422, "model_id", "it names no model", fix)
         made = requests.CreateModel(lora=None, load=action, notes=notes_of(body.user_metadata))
         if self._exports.wanted(made.notes):
             await self._queue.heartbeat(caller.tenant, body.session_id)
@@ -242,12 +242,12 @@ async def _constant(answer: dict[str, Any], request: Request, caller: Caller, *,
 
 def _step(body: bodies.OptimStep) -> OptimStep:
     if body.optimizer_params is not None or body.adam_params is None:
-        raise Refused(422, "optimizer_params", "only AdamW is supported", "send adam_params")
+        raise RequestError(422, "optimizer_params", "only AdamW is supported", "send adam_params")
     values = msgspec.structs.asdict(sdk_decoded(body.adam_params, bodies.AdamParams))
     for name, value in values.items():
         below = 1.0 if name.startswith("beta") else math.inf
         if not 0.0 <= value < below:
-            raise Refused(422, f"adam_params.{name}", f"{value} is not from 0.0 to {below}", "correct it")
+            raise RequestError(422, f"adam_params.{name}", f"{value} is not from 0.0 to {below}", "correct it")
     return OptimStep(lr=values.pop("learning_rate"), **values)
 
 
@@ -255,11 +255,11 @@ def _or_refuse(action: Callable[[], requests.ModelAction]) -> requests.ModelActi
     """What is wrong with the content takes its place in the order, so that the requests behind it do not wait."""
     try:
         return action()
-    except Refused as refused:
+    except RequestError as refused:
         return requests.Refuse(reason=str(refused))
 
 
-def _poison(refused: Refused, *, of_step: bool = False) -> Poison:
+def _poison(refused: RequestError, *, of_step: bool = False) -> Poison:
     return Poison(reason=str(refused), by_client=True, of_step=of_step)
 
 

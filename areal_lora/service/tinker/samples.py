@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import protos
 
 MAX_SAMPLES = 1024
@@ -66,25 +66,25 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sample(body: dict[str, Any]) -> SampleRequest:
-    """Raises Refused; a field that nothing here serves is refused by its name, unless it is empty."""
+    """Raises RequestError; a field that nothing here serves is refused by its name, unless it is empty."""
     unknown = sorted(key for key in body.keys() - set(SampleRequest.__struct_fields__) if body[key])
     if unknown:
-        raise Refused(422, unknown[0], "samples have no such field here", "leave it out")
+        raise RequestError(422, unknown[0], "samples have no such field here", "leave it out")
     try:
         request = msgspec.convert(body, SampleRequest)
     except msgspec.ValidationError as error:
-        raise Refused(422, "sample", str(error)[:200], "correct the request") from None
+        raise RequestError(422, "sample", str(error)[:200], "correct the request") from None
     if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
-        raise Refused(422, "prompt", "images and sounds are not supported", "send text as tokens")
+        raise RequestError(422, "prompt", "images and sounds are not supported", "send text as tokens")
     if not 1 <= request.num_samples <= MAX_SAMPLES:
-        raise Refused(422, "num_samples", f"it is not from 1 to {MAX_SAMPLES}", "correct it")
+        raise RequestError(422, "num_samples", f"it is not from 1 to {MAX_SAMPLES}", "correct it")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if not 0 <= getattr(request, name) <= MAX_TOP:
-            raise Refused(422, name, f"it is not from 0 to {MAX_TOP}", "correct it")
+            raise RequestError(422, name, f"it is not from 0 to {MAX_TOP}", "correct it")
     last = request.prompt_logprobs_last_n
     if last is not None and not (request.prompt_logprobs and 1 <= last < len(request.token_ids)):
         reason = "it is not from 1 to the length of the prompt - 1, or prompt_logprobs is not set"
-        raise Refused(422, "prompt_logprobs_last_n", reason, "correct it")
+        raise RequestError(422, "prompt_logprobs_last_n", reason, "correct it")
     return request
 
 
@@ -138,7 +138,7 @@ def sampled_body(request: SampleRequest, payload: bytes) -> bytes:
     for choice in sorted(answer.choices, key=lambda each: each.index):
         reasons = {"stop": protos.STOP, "length": protos.LENGTH}
         if choice.finish_reason not in reasons:
-            raise Refused(503, "sample", "a server ended the sample early", "sample again")
+            raise RequestError(503, "sample", "a server ended the sample early", "sample again")
         sequence = message.sequences.add(stop_reason=reasons[choice.finish_reason])
         sequence.tokens = np.array(choice.token_ids[n_prompt:], "<i4").tobytes()
         sequence.logprobs = np.array(choice.logprobs.token_logprobs[n_prompt:], "<f4").tobytes()

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_lora.operations.messages import Failed
+from areal_lora.operations.messages import OperationFailure
 from areal_lora.processes.log import get_logger
 from areal_lora.service.gateway import Gateway, Names
 from areal_lora.service.http import Caller, Guard, as_object, body_of, fingerprint, sdk_decoded
@@ -23,7 +23,7 @@ from areal_lora.service.inference import Meter, n_tokens
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.requests import Pending
 from areal_lora.service.queue.sessions import kept_samples, open_sampler
-from areal_lora.service.refused import Refused, Unavailable
+from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.service.tinker import bodies
 from areal_lora.service.tinker.answers import PROTOBUF, answered, retrieved
 from areal_lora.service.tinker.base import Base
@@ -55,7 +55,7 @@ class _Sample:
     tokens: int
     metered: bool = True
     task: asyncio.Task[None] | None = None
-    found: bytes | Failed | None = None
+    found: bytes | OperationFailure | None = None
     waits: Pending | None = None
     fetched: bool = False
     leaves: asyncio.TimerHandle | None = None
@@ -78,7 +78,7 @@ class Sampling:
         for each in await self._queue.change(kept_samples):
             try:
                 tokens = self._tokens(read_sample(as_object(each.body)))
-            except Refused:  # an earlier release took it; it fails in its turn
+            except RequestError:  # an earlier release took it; it fails in its turn
                 tokens = 0
             sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.body), tokens=tokens)
             self._meter.start(each.tenant, tokens)
@@ -94,7 +94,9 @@ class Sampling:
         parsed = sdk_decoded(await body_of(request, caller), bodies.CreateSampler)
         self._base.check(parsed.base_model)
         if parsed.base_model is None and parsed.model_path is None:
-            raise Refused(422, "model_path", "neither a state nor a base is named", "send model_path or base_model")
+            raise RequestError(
+                422, "model_path", "neither a state nor a base is named", "send model_path or base_model"
+            )
         session, seq, path = parsed.session_id, parsed.sampling_session_seq_id, parsed.model_path
         sampler = await self._queue.change(lambda tx: open_sampler(tx, caller.tenant, session, seq, path))
         return answered({"type": "create_sampling_session", "sampling_session_id": sampler})
@@ -117,7 +119,7 @@ class Sampling:
             self._meter.start(caller.tenant, tokens, caller.quota)
             sample = self._samples[name] = _Sample(tenant=caller.tenant, mark=mark, n_bytes=len(body), tokens=tokens)
         if sample.mark != mark:
-            raise Refused(422, "seq_id", "another request came under this number", "use a new number")
+            raise RequestError(422, "seq_id", "another request came under this number", "use a new number")
         if sample.task is None:
             try:
                 await self._queue.keep_sample(caller.tenant, sampler, name, mark, body)
@@ -131,11 +133,11 @@ class Sampling:
         return answered({"request_id": name, "sample_sequence_ids": ids})
 
     async def retrieve(self, request: Request, caller: Caller, name: str, wait_s: float) -> Response | None:
-        """The answer of a sample; None for the id of something else. Raises Refused."""
+        """The answer of a sample; None for the id of something else. Raises RequestError."""
         sample = self._samples.get(name)
         if sample is None or sample.tenant != caller.tenant:
             if ":sample:" in name:
-                raise Refused(410, "request_id", "this sample is no longer kept", "sample again")
+                raise RequestError(410, "request_id", "this sample is no longer kept", "sample again")
             return None
         if sample.task is not None:
             await asyncio.wait({sample.task}, timeout=wait_s)
@@ -146,7 +148,7 @@ class Sampling:
         match sample.found:
             case bytes(body):
                 return Response(body, media_type=PROTOBUF)
-            case Failed() as failed:
+            case OperationFailure() as failed:
                 return retrieved(failed, name)
             case None:
                 return retrieved(sample.waits or Pending(reason="it is being sampled"), name)
@@ -155,7 +157,7 @@ class Sampling:
         return n_tokens(completion(parsed, BASE, self._base.context, pinned=False), self._base.context)
 
     def _make_room(self, caller: Caller, n_bytes: int) -> None:
-        """Forget samples of a tenant that were fetched, the oldest first, where they are many. Raises Refused (429)."""
+        """Forget samples of a tenant that were fetched, oldest first, if they are many. Raises RequestError (429)."""
         mine = {name: sample for name, sample in self._samples.items() if sample.tenant == caller.tenant}
         in_progress = sum(sample.found is None for sample in mine.values())
         total, count = n_bytes + sum(sample.n_bytes for sample in mine.values()), len(mine)
@@ -167,7 +169,7 @@ class Sampling:
             self._forget(name, mine[name])
         if in_progress >= caller.quota.queued or total > most_bytes or count >= most:
             reason = f"{caller.quota.queued} samples, or {caller.quota.queued_mib} MiB of them, are the quota"
-            raise Refused(429, "asample", reason, "fetch some, or wait for those in progress", retry_s=1)
+            raise RequestError(429, "asample", reason, "fetch some, or wait for those in progress", retry_s=1)
 
     def _keep(self, name: str, sample: _Sample, for_s: float) -> None:
         if sample.leaves is not None:
@@ -188,14 +190,14 @@ class Sampling:
     async def _answer(self, sample: _Sample, name: str, body: bytes) -> None:
         try:
             sample.found = await self._sampled(sample, read_sample(as_object(body)))
-        except Refused as refused:
-            sample.found = Failed(reason=str(refused), by_client=refused.status < 500)
+        except RequestError as refused:
+            sample.found = OperationFailure(reason=str(refused), by_client=refused.status < 500)
         except Exception as error:  # fault boundary: one sample must not end the service
             log.error("sample %s failed", name, exc_info=error)
-            sample.found = Failed(reason="an unexpected error; the service's log has it", by_client=False)
+            sample.found = OperationFailure(reason="an unexpected error; the service's log has it", by_client=False)
         finally:
             self._unmeter(sample)
-        if isinstance(sample.found, Failed):
+        if isinstance(sample.found, OperationFailure):
             self._queue.drop_sample(name)  # nor does a restart of the service repeat it
             sample.n_bytes = 0
         sample.n_bytes += _length(sample.found)
@@ -207,7 +209,7 @@ class Sampling:
             self._meter.end(sample.tenant, sample.tokens)
 
     async def _sampled(self, sample: _Sample, parsed: SampleRequest) -> bytes:
-        """Raises Refused, also where no server can answer for a long time."""
+        """Raises RequestError, also where no server can answer for a long time."""
         until, missing = time.monotonic() + PATIENCE_S, None
         while True:
             try:
@@ -225,7 +227,7 @@ class Sampling:
                 body = completion(parsed, inner, self._base.context, pinned="@" in inner)
                 try:
                     return sampled_body(parsed, await self._gateway.answer("/v1/completions", body, names))
-                except Refused as refused:
+                except RequestError as refused:
                     if refused.status not in (404, 503):
                         raise
                     missing = inner if refused.status == 404 else None
@@ -234,5 +236,5 @@ class Sampling:
             await asyncio.sleep(PAUSE_S)
 
 
-def _length(found: bytes | Failed) -> int:
+def _length(found: bytes | OperationFailure) -> int:
     return len(found) if isinstance(found, bytes) else len(found.reason)

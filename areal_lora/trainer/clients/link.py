@@ -23,18 +23,18 @@ from areal_lora.checkpoint.saver import Save
 from areal_lora.operations.backlog import Backlog
 from areal_lora.operations.link import TrainerEnd
 from areal_lora.operations.messages import (
-    Completed,
     DropState,
-    Failed,
-    Kept,
     LoadState,
     Operation,
+    OperationCompletion,
+    OperationFailure,
     OptimStep,
     Outcome,
     Pass,
-    Published,
+    PassResult,
+    PublishResult,
     SaveState,
-    Scored,
+    StateResult,
     ToService,
     encode,
     ends_window,
@@ -50,7 +50,7 @@ from areal_lora.trainer.work import Operate
 from areal_lora.types import AdapterRef
 
 log = get_logger(__name__)
-_decode = msgspec.msgpack.Decoder(Completed).decode
+_decode = msgspec.msgpack.Decoder(OperationCompletion).decode
 
 
 class Clients:
@@ -135,14 +135,14 @@ class Clients:
     def complete(self, operation: Operation, outcome: Outcome) -> None:
         """An operation was carried out, and its outcome is final."""
         _log(operation.adapter, operation.number, outcome)
-        if isinstance(operation.what, Pass) and isinstance(outcome, Scored):
+        if isinstance(operation.what, Pass) and isinstance(outcome, PassResult):
             self.windows[operation.adapter].add(operation.what, outcome)
         with self._lock:
             self._send(self._backlog.complete(operation, outcome))
 
     def settle(self, operation: Operation, outcome: Outcome) -> None:
         """The next checkpoint of the adapter is that of ``operation``; once it is durable, ``outcome`` is final."""
-        completed = Completed(adapter=operation.adapter, number=operation.number, outcome=outcome)
+        completed = OperationCompletion(adapter=operation.adapter, number=operation.number, outcome=outcome)
         self._settled[operation.adapter] = encode(completed)
         self.windows[operation.adapter] = Window()
         _log(operation.adapter, operation.number, outcome)
@@ -174,10 +174,10 @@ class Clients:
 
     def kept(self, save: Save) -> None:
         """A saved state is on the disk, or could not be written."""
-        outcome: Outcome = Kept(step=save.step, n_bytes=save.nbytes)
+        outcome: Outcome = StateResult(step=save.step, n_bytes=save.nbytes)
         if save.failed:
             fix = "free disk space or repair the disk, then save again"
-            outcome = Failed(reason=f"{save.reason} (fix: {fix})", by_client=False)
+            outcome = OperationFailure(reason=f"{save.reason} (fix: {fix})", by_client=False)
         with self._lock:
             if (number := self._saves.pop(save.ref.name, None)) is not None:
                 _log(save.ref.name, number, outcome)
@@ -189,7 +189,7 @@ class Clients:
             number, version = self._publishes.get(ref.name, (0, -1))
             if version == ref.version:
                 del self._publishes[ref.name]
-                self._send(self._backlog.end(ref.name, number, Published(version=version)))
+                self._send(self._backlog.end(ref.name, number, PublishResult(version=version)))
 
     def close(self) -> None:
         self._end.close()
@@ -198,7 +198,7 @@ class Clients:
         for message in messages:
             self._end.send(message)
 
-    def _refused(self, operation: Operation) -> Failed | None:
+    def _refused(self, operation: Operation) -> OperationFailure | None:
         """What is wrong with the operation itself."""
         wrong = ""
         match operation.what:
@@ -210,7 +210,7 @@ class Clients:
                 wrong = named(label)
             case LoadState() as request:
                 wrong = loadable(self._run_folder, request, self._adapters[operation.adapter], self._base)
-        return Failed(reason=wrong, by_client=True) if wrong else None
+        return OperationFailure(reason=wrong, by_client=True) if wrong else None
 
     def _own(self, operation: Operation) -> bool:
         """Whether rank 0 needs no other rank for it."""
@@ -222,12 +222,12 @@ class Clients:
         try:
             Disk().remove(folder)
         except OSError as error:
-            return Failed(reason=f"{error.filename or folder}: {error.strerror}", by_client=False)
-        return Kept(step=0, n_bytes=0)
+            return OperationFailure(reason=f"{error.filename or folder}: {error.strerror}", by_client=False)
+        return StateResult(step=0, n_bytes=0)
 
 
 def _log(adapter: str, number: int, outcome: Outcome) -> None:
-    if isinstance(outcome, Failed):
+    if isinstance(outcome, OperationFailure):
         log.warning("operation %d of %s failed: %s", number, adapter, outcome.reason)
 
 

@@ -15,7 +15,7 @@ from areal_lora.config.models import Config
 from areal_lora.data.collate import HOST
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch, TrainEngine
 from areal_lora.families.shape import ModelShape
-from areal_lora.operations.messages import Datum, Loss, Pass, Scored
+from areal_lora.operations.messages import Datum, Loss, Pass, PassResult
 from areal_lora.types import TrainBatch
 
 FLOATS = ("weights", "logprobs", "advantages")
@@ -116,7 +116,7 @@ def make_loss(loss: Loss, bounds: Bounds) -> LossFn:
     return sums
 
 
-def carry_out(engine: TrainEngine, request: Pass, adapter: str) -> Scored:
+def carry_out(engine: TrainEngine, request: Pass, adapter: str) -> PassResult:
     """Compute a pass that has no `problem`; with ``backward`` its gradients are added to the adapter's. Collective."""
     batch = batch_of(request, adapter)
     loss_fn = make_loss(request.loss, bounds_of(request.loss, request.settings))
@@ -128,4 +128,4 @@ def carry_out(engine: TrainEngine, request: Pass, adapter: str) -> Scored:
         loss = float(loss_fn(batch, scores, None).loss)
     flat = scores.numpy().astype("<f4")
     rows = (flat[a + 1 : b].tobytes() for a, b in pairwise(batch.cu_seqlens.tolist()))
-    return Scored(logprobs=tuple(rows), loss=loss)
+    return PassResult(logprobs=tuple(rows), loss=loss)

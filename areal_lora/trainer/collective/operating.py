@@ -17,12 +17,12 @@ from areal_lora.operations.messages import (
     LoadState,
     Operation,
     OptimStep,
+    OptimStepResult,
     Outcome,
     Pass,
     Publish,
-    Published,
+    PublishResult,
     SaveState,
-    Stepped,
     ends_window,
 )
 from areal_lora.processes.faults import reached
@@ -90,7 +90,7 @@ def _outcome(trainer: Trainer, state: TrainingState, operation: Operation) -> Ou
     raise AssertionError(f"{type(operation.what).__name__} is done by rank 0 alone")
 
 
-def _step(trainer: Trainer, state: TrainingState, step: OptimStep) -> Stepped:
+def _step(trainer: Trainer, state: TrainingState, step: OptimStep) -> OptimStepResult:
     adam = AdamValues(
         beta1=step.beta1,
         beta2=step.beta2,
@@ -100,7 +100,7 @@ def _step(trainer: Trainer, state: TrainingState, step: OptimStep) -> Stepped:
     )
     stats = trainer.engine.optim_step(state.name, 1.0, step.lr, adam).values
     skipped = stats["skipped"] == 1.0
-    return Stepped(
+    return OptimStepResult(
         step=trainer.engine.step_count(state.name), grad_norm=0.0 if skipped else stats["grad_norm"], skipped=skipped
     )
 
@@ -110,7 +110,7 @@ def _settle(trainer: Trainer, state: TrainingState, operation: Operation, outcom
     before, state.version = state.ref, operation.number
     if trainer.rank_0:
         clients, spans = trainer.rank_0.clients_of(state.adapter), trainer.spans[state.name]
-        if isinstance(operation.what, OptimStep) and isinstance(outcome, Stepped):
+        if isinstance(operation.what, OptimStep) and isinstance(outcome, OptimStepResult):
             # Before the checkpoint, as of a training step: after any crash there is one record per step.
             window = clients.windows[state.name]
             trainer.rank_0.recorder.client_step(before, window, operation.what, outcome, spans)
@@ -126,9 +126,9 @@ def _save(trainer: Trainer, state: TrainingState) -> None:
     assert save is not None, "every version of a client's adapter has a checkpoint"
 
 
-def _publish(trainer: Trainer, state: TrainingState, operation: Operation) -> Published | None:
+def _publish(trainer: Trainer, state: TrainingState, operation: Operation) -> PublishResult | None:
     if trainer.publishing.newest(state.name) == state.version:
-        return Published(version=state.version)
+        return PublishResult(version=state.version)
     if trainer.rank_0:
         trainer.rank_0.clients_of(state.adapter).publishes(operation, state.version)
     with trainer.spans[state.name].span("publish_pack"):

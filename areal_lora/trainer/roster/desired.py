@@ -16,7 +16,7 @@ from areal_lora.errors import ArealLoraError, ConfigErrors
 from areal_lora.obs.metrics.reader import state_records
 from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.processes.log import get_logger
-from areal_lora.run_folder.desired import Desired, DesiredAdapter, DesiredWatch
+from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredWatch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.check import task_problems
 from areal_lora.trainer.adapter import probe_rows
@@ -45,7 +45,7 @@ class DesiredView:
         """Whether no further adapter will come."""
         return self.watch.newest.closed
 
-    def look(self) -> Desired:
+    def look(self) -> DesiredAdapters:
         """The desired state. One that cannot be read is logged, and the one before it counts on."""
         try:
             desired, problem = self.watch.look(), ""

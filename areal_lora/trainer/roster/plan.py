@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from areal_lora.run_folder.desired import Desired, DesiredPhase
+from areal_lora.run_folder.desired import DesiredAdapters, DesiredPhase
 from areal_lora.trainer.work import AdapterChange, Join, Leave, Pause, Resume
 from areal_lora.types import AdapterPhase
 
@@ -45,7 +45,7 @@ class Roster:
     capacity: int = 1
 
 
-def next_change(desired: Desired, roster: Roster) -> AdapterChange | Note | None:
+def next_change(desired: DesiredAdapters, roster: Roster) -> AdapterChange | Note | None:
     """The first difference between what is desired and what is there; None if there is none."""
     wanted = {adapter.key: adapter for adapter in desired.adapters if adapter.phase is not DesiredPhase.DELETED}
     for key in roster.here:

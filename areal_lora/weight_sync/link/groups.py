@@ -28,7 +28,7 @@ from areal_lora.distributed.store_server import StoreServer
 from areal_lora.errors import ConfigError, PublishError
 from areal_lora.processes.log import get_logger
 from areal_lora.weight_sync.link.backends import Backend, Seat, backend_of, delta, library_of
-from areal_lora.weight_sync.link.device_side import DeviceSide, Issued
+from areal_lora.weight_sync.link.device_side import DeviceSide, PendingBroadcast
 from areal_lora.weight_sync.link.inbox import Inbox, Part, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.link.same_host import NO_CARD, SharedSegment, readable
 from areal_lora.weight_sync.messages import SourceEndpoint
@@ -128,14 +128,14 @@ class BroadcastGroup:
         """Send (rank 0) or receive (others) ``flat`` (uint8 [nbytes], host) by ``deadline`` (time.monotonic)."""
         return Broadcast(self, flat, deadline)
 
-    def issue(self, flat: torch.Tensor, deadline: float) -> Future[Issued]:
+    def issue(self, flat: torch.Tensor, deadline: float) -> Future[PendingBroadcast]:
         """Start a broadcast; never waits for a library that works on a device."""
         if (group := self._group) is None:
             raise PublishError(f"the group of source rank {self.source} is closed; form a new group")
         if self._device is not None:
             return self._device.issue(partial(self._through, group, flat, deadline))
-        made: Future[Issued] = Future()
-        made.set_result(Issued.now(group.broadcast([flat], self._options(deadline))))
+        made: Future[PendingBroadcast] = Future()
+        made.set_result(PendingBroadcast.now(group.broadcast([flat], self._options(deadline))))
         return made
 
     def _through(self, group: dist.ProcessGroup, flat: torch.Tensor, deadline: float) -> dist.Work:
@@ -146,7 +146,7 @@ class BroadcastGroup:
         with lane.queue():
             return group.broadcast([twin], self._options(deadline))
 
-    def land(self, issued: Issued, flat: torch.Tensor, deadline: float) -> None:
+    def land(self, issued: PendingBroadcast, flat: torch.Tensor, deadline: float) -> None:
         """Wait for a broadcast; data received through a device is on the host afterwards."""
         left = delta(deadline - (issued.at if self._timed_from_issue else time.monotonic()))
         if self._device is None:

@@ -76,7 +76,7 @@ class SlotWriter(Protocol):
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownLayout:
     """A layout this worker has received. ``plans`` is None until the layout is checked against the engine."""
 
     tables: LayoutTables
@@ -88,10 +88,10 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True)
-class _Started:
+class _StartedReception:
     """The layout and the posted receives of a ``start``."""
 
-    known: _Known
+    known: _KnownLayout
     reception: Reception
 
 
@@ -124,7 +124,7 @@ class AdapterReceiver:
         self._current: dict[str, AdapterRef] = {}
         self._previous: dict[str, AdapterRef | None] = {}
         self._groups: dict[int, BroadcastGroup] = {}
-        self._known: dict[str, _Known] = {}  # the last used one last
+        self._known: dict[str, _KnownLayout] = {}  # the last used one last
         self._layouts = layouts
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -162,10 +162,10 @@ class AdapterReceiver:
         if not groups:
             raise PublishError(f"{manifest.ref}: the receiver is in no group; the trainer must call /admin/join first")
         timer = PhaseTimer()
-        started: _Started | Exception
+        started: _StartedReception | Exception
         try:
             known = self._layout(manifest, layout)
-            started = _Started(known, Reception(known.tables, groups, time.monotonic() + timeout_s, timer))
+            started = _StartedReception(known, Reception(known.tables, groups, time.monotonic() + timeout_s, timer))
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are  # noqa: BLE001
             started = e
         if self._thread is None:
@@ -209,7 +209,7 @@ class AdapterReceiver:
         manifest: ShardManifest,
         slot: int | None,
         groups: _Groups,
-        started: _Started | Exception,
+        started: _StartedReception | Exception,
         timer: PhaseTimer,
     ) -> None:
         written = False
@@ -246,7 +246,7 @@ class AdapterReceiver:
         self._idle.set()
         self._on_staged(result)
 
-    def _layout(self, manifest: ShardManifest, layout: AdapterLayout | None) -> _Known:
+    def _layout(self, manifest: ShardManifest, layout: AdapterLayout | None) -> _KnownLayout:
         """Find the layout a manifest names. A new layout is kept even if ``_check`` refuses it afterwards."""
         known = self._known.pop(manifest.layout, None)
         if known is None and layout is None:
@@ -256,13 +256,13 @@ class AdapterReceiver:
         if known is None and layout is not None:
             while len(self._known) >= self._layouts:
                 del self._known[next(iter(self._known))]
-            known = _Known(LayoutTables(layout))
+            known = _KnownLayout(LayoutTables(layout))
         assert known is not None
         self._known[manifest.layout] = known
         return known
 
     def _check(
-        self, manifest: ShardManifest, known: _Known, slot: int | None, groups: _Groups
+        self, manifest: ShardManifest, known: _KnownLayout, slot: int | None, groups: _Groups
     ) -> tuple[Sequence[TensorBlocks], int]:
         """Check the version and return each shard's plan and the slot. Raises ManifestError."""
         name, layout = manifest.ref.name, known.layout

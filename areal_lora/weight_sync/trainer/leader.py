@@ -34,7 +34,7 @@ from areal_lora.weight_sync.trainer.fleet import AttemptRequests, Fleet, answers
 from areal_lora.weight_sync.trainer.job import Job
 from areal_lora.weight_sync.trainer.membership import ServerFinding, ServerWatch
 from areal_lora.weight_sync.trainer.report import PublishReport, server_acks, slowest_phases
-from areal_lora.weight_sync.trainer.role import Attempted, Event, Started, Waited
+from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, StartOutcome, WaitOutcome
 from areal_lora.weight_sync.trainer.roster import Roster
 from areal_lora.weight_sync.trainer.steps import (
     Attempt,
@@ -69,7 +69,7 @@ class Active:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedVersion:
     """The newest version of an adapter: the members that serve it, and the report of its publish."""
 
     members: frozenset[ServerEndpoint]
@@ -115,7 +115,7 @@ class Leader:
         self.roster = Roster(self._fleet, servers, ping_s=config.ping_s, watch=watch)
         self._requests = AttemptRequests(self._fleet, config.answer_s)
         self._formed: tuple[ServerEndpoint, ...] | None = None  # None: members may be out of step, form new groups
-        self._served: dict[str, Served] = {}  # by adapter
+        self._served: dict[str, ServedVersion] = {}  # by adapter
         self._next_turn: int | None = None
 
     def changed(self) -> bool:
@@ -169,11 +169,11 @@ class Leader:
 
     def _next(self, job: Job, event: Event) -> Step:
         match event:
-            case Started():
+            case StartOutcome():
                 return self._start(job)
-            case Waited():
+            case WaitOutcome():
                 return self._connect(job)
-            case Attempted(results=results):
+            case AttemptOutcome(results=results):
                 return self._follow(job, results)
 
     def _start(self, job: Job) -> Step:
@@ -281,7 +281,7 @@ class Leader:
 
     def _finish(self, job: Job, report: PublishReport) -> Step:
         self.roster.served()
-        self._served[job.ref.name] = Served(members=frozenset(self.roster.members), report=report)
+        self._served[job.ref.name] = ServedVersion(members=frozenset(self.roster.members), report=report)
         if job.full_s is not None and self._on_wait is not None:
             self._on_wait(job.ref, "")
         return Finish(report=report)

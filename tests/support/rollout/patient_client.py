@@ -19,7 +19,7 @@ class PatientClient(ControllerClient):
 
     def next_batch(self, adapter: str, *, step: int, version: int) -> m.Batch:
         """Raises RolloutError if the rollouts of ``adapter`` have failed."""
-        wanted = (m.Wanted(adapter=adapter, step=step, version=version),)
+        wanted = (m.StepRequest(adapter=adapter, step=step, version=version),)
         while isinstance(reply := self.poll(wanted), m.NotReady):
             continue
         if isinstance(reply, m.AdapterFailed):

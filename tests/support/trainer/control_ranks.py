@@ -32,7 +32,7 @@ class LateRollouts:
     def __init__(self) -> None:
         self._ended_s = time.monotonic() + ROLLOUTS_S
 
-    def poll(self, wanted: Sequence[m.Wanted], wait_s: float) -> m.AdapterFailed | m.NotReady:
+    def poll(self, wanted: Sequence[m.StepRequest], wait_s: float) -> m.AdapterFailed | m.NotReady:
         time.sleep(0.05)
         if time.monotonic() < self._ended_s:
             return m.NotReady(lacking=())

@@ -35,7 +35,7 @@ from areal_lora.weight_sync.trainer import fleet, job, leader, membership, roste
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import WATCH_S
 from areal_lora.weight_sync.trainer.report import PublishReport
-from areal_lora.weight_sync.trainer.role import Attempted, Event, Started, Waited
+from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, StartOutcome, WaitOutcome
 from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, Finish, Sent, Wait
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, episode, feed, stream
@@ -308,7 +308,7 @@ class World:
             began_s=self.clock.now,
             budget=job.Budget.start(config),
         )
-        event: Event = Started()
+        event: Event = StartOutcome()
         crashed = self.happened["crashed"]
         while True:
             match self.leader.decide(made, event, SoloExchange()):
@@ -318,9 +318,9 @@ class World:
                 case Fail(failure=failure):
                     raise AssertionError(f"v{version} was lost: {failure}")
                 case Wait():
-                    event = Waited()
+                    event = WaitOutcome()
                 case Attempt() as attempt:
-                    event = Attempted([self.attempt(made, attempt)])
+                    event = AttemptOutcome([self.attempt(made, attempt)])
         self.reports.append(report)
         if crashed == self.happened["crashed"]:
             known = any(not self.sessions[s].alive for s in self.leader.roster.members)

@@ -44,7 +44,7 @@ SHORT = {
     "engine/vllm_ext/worker/extension.py:_WorkerAdapters._handle": "one join request; errors are its answer",
     "trainer/audit.py:Auditor.__init__": "one comparison at a time; the next step waits for its Future",
     "doctor/examine.py:_bandwidth": "two processes of one measurement; their results are the caller's",
-    "rollout/main.py:Shared.open": "one newcomer's rows; the request that joins it awaits them",
+    "rollout/main.py:SharedResources.open": "one newcomer's rows; the request that joins it awaits them",
     "tasks/reward_check.py:_problem": "the scores of a few answers; the caller waits for its Future",
     "service/api.py:Api.take_in": "the checks of one adapter; they are awaited",
     "service/queue/queue.py:RequestQueue.create_model": "the checks of one adapter; they are awaited",

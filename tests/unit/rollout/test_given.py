@@ -9,7 +9,7 @@ import pytest
 
 from areal_lora.data.checks import check_alignment
 from areal_lora.rollout.client import GenerationFault
-from areal_lora.rollout.controller.groups import Finished, Ticket
+from areal_lora.rollout.controller.groups import ScoredGroup, Ticket
 from areal_lora.rollout.given import GivenFirst, GivenWorkflow
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef
@@ -67,7 +67,7 @@ def test_scores_of_another_length_are_a_fault_of_the_server() -> None:
 
 def test_a_group_of_one_given_answer_is_not_dropped_for_lack_of_variance() -> None:
     episode = run(FakeServer(models={str(V1)}))
-    finished = Finished(ticket=Ticket(seq=0, prompt=PROMPT, issue=0), episode=episode, oldest=1, newest=1)
+    finished = ScoredGroup(ticket=Ticket(seq=0, prompt=PROMPT, issue=0), episode=episode, oldest=1, newest=1)
     assert not finished.uniform
     (trajectory,) = episode.group.trajectories
     group = replace(episode.group, trajectories=(replace(trajectory, given=False),))

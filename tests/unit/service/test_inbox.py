@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_lora.service.inbox import Inbox
-from areal_lora.service.refused import Refused, Unavailable
+from areal_lora.service.refused import RequestError, Unavailable
 
 
 class Taken:
@@ -23,7 +23,7 @@ class Taken:
     async def __call__(self, section: dict[str, Any], request: str) -> None:
         self.requests.append(request)
         if section["name"].startswith("bad"):
-            raise Refused(422, "rank", "it is too high", "lower it")
+            raise RequestError(422, "rank", "it is too high", "lower it")
         self.sections.append(section)
 
 

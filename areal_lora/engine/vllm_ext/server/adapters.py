@@ -29,7 +29,15 @@ import msgspec
 from vllm.lora.request import LoRARequest
 
 from areal_lora.engine.vllm_ext.server.gate import Gate
-from areal_lora.engine.vllm_ext.worker.channel import CommandDone, Forget, Join, Ping, Receive, Staged, WorkerChannel
+from areal_lora.engine.vllm_ext.worker.channel import (
+    CommandDone,
+    Forget,
+    Join,
+    Ping,
+    Receive,
+    ReceiveResult,
+    WorkerChannel,
+)
 from areal_lora.errors import PublishError, UnknownVersionError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
@@ -282,7 +290,7 @@ class ServedAdapters:
             deadline=deadline,
             active=tuple(map(str, self.active())),
         )
-        answers = await self._channel.call(receive, Staged, deadline - time.monotonic() + GRACE_S)
+        answers = await self._channel.call(receive, ReceiveResult, deadline - time.monotonic() + GRACE_S)
         return [a.result for a in answers]
 
     @asynccontextmanager

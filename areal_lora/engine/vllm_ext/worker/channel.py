@@ -75,15 +75,15 @@ class CommandDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     error: str = ""
 
 
-class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
+class ReceiveResult(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
     """Answer to ``Receive``."""
 
     result: StageResult
 
 
 Command = Join | Receive | Forget | Ping
-WorkerAnswer = CommandDone | Staged
-A = TypeVar("A", CommandDone, Staged)
+WorkerAnswer = CommandDone | ReceiveResult
+A = TypeVar("A", CommandDone, ReceiveResult)
 
 
 class _Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,8 +44,8 @@ from areal_lora.engine.vllm_ext.worker.channel import (
     Join,
     Ping,
     Receive,
+    ReceiveResult,
     Respond,
-    Staged,
 )
 from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.engine.vllm_ext.worker.merged_weights import MergedWeights
@@ -204,9 +204,9 @@ class _WorkerAdapters:
     def _staged(self, result: StageResult) -> None:
         if result.ok:
             self._last_staged = AdapterRef.parse(result.ref)
-        self._answer(Staged(result=result))
+        self._answer(ReceiveResult(result=result))
 
-    def _answer(self, staged: Staged) -> None:
+    def _answer(self, staged: ReceiveResult) -> None:
         respond, self._respond = self._respond, None
         if respond is not None:
             respond(staged)
@@ -230,8 +230,8 @@ def lower_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def _unstaged(command: Receive, reason: str, detail: str) -> Staged:
-    return Staged(result=StageResult(ref=command.ref, slot=command.slot, ok=False, reason=reason, detail=detail))
+def _unstaged(command: Receive, reason: str, detail: str) -> ReceiveResult:
+    return ReceiveResult(result=StageResult(ref=command.ref, slot=command.slot, ok=False, reason=reason, detail=detail))
 
 
 class AdapterWorkerExtension:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import SERVER, TRAINER, ProcessSpec
 from areal_lora.launcher.restarts import to_blame
 from areal_lora.launcher.slurm.causes import Records, causes
@@ -22,7 +22,7 @@ def ended(
     srun: int = 137,
     lost: tuple[str, ...] = (),
     started: bool = True,
-) -> list[Ended]:
+) -> list[ProcessExit]:
     names = [spec.name for spec in specs]
     return causes(
         specs,
@@ -35,7 +35,7 @@ def ended(
     )
 
 
-def blamed(found: list[Ended]) -> Ended:
+def blamed(found: list[ProcessExit]) -> ProcessExit:
     cause = to_blame([e for e in found if not e.why])
     assert cause is not None
     return cause

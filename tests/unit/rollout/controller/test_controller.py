@@ -228,7 +228,7 @@ def test_a_reward_that_fails_on_everything_ends_the_adapter_with_the_users_line(
     run.activate(0)
     reply: object = None
     while not isinstance(reply, m.AdapterFailed):
-        reply = run.client.poll((m.Wanted(adapter=NAME, step=0, version=0),))
+        reply = run.client.poll((m.StepRequest(adapter=NAME, step=0, version=0),))
     assert time.monotonic() - began_s < 10
     assert reply.exit_code == ExitCode.WRONG_INPUT, "a restart of the trainer would fail alike"
     assert f"TypeError: object of type 'NoneType' has no len() ({file}:3)" in reply.reason

@@ -20,7 +20,7 @@ from areal_lora.service.queue.ordering import (
     spoiled,
     too_long,
 )
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from tests.support.service.ledger import QUOTA
 
 NONE = Waiting(queued=0, n_bytes=0)
@@ -30,7 +30,7 @@ MIB = 1 << 20
 def status(waiting: Waiting, next_seq: int, held: set[int], seq: int, n_bytes: int = 0) -> int:
     try:
         admit(QUOTA, waiting, next_seq, held, seq, n_bytes)
-    except Refused as refused:
+    except RequestError as refused:
         return refused.status
     return 0
 

@@ -16,7 +16,7 @@ from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue.lifecycle import AdapterRequest, change, create
 from areal_lora.service.queue.rows import AdapterRow, Key, Operation, Quota, Tables, Verb, digest_of
 from areal_lora.service.queue.store import Store
-from areal_lora.service.refused import Refused, Unavailable
+from areal_lora.service.refused import RequestError, Unavailable
 
 QUOTA = Quota(adapters=9, rank=8, weight=1.0, operations=99, body_kib=1, sequences=64, problems=9, workers=1)
 
@@ -63,7 +63,7 @@ def test_what_was_loaded_is_what_the_operations_made(tmp_path: Path) -> None:
         tenant, name, verb = draw.choice(["acme", "bolt"]), draw.choice("abc"), draw.choice(list(Verb))
         try:
             row = new(tables, name, tenant) if verb is Verb.CREATE else change(tables, {}, tenant, name, verb)
-        except Refused:
+        except RequestError:
             continue
         number = store.record(row, operation(row, verb, request=f"r{n}"))
         tables = tables.after(row, number)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker.base import Base
 from tests.support.service.running import service_config
 
@@ -27,7 +27,7 @@ def test_a_folder_of_the_hubs_name_has_that_name_too(tmp_path: Path) -> None:
     assert (base.name, base.tokenizer) == ("real", str(tmp_path / "real"))
     for name in (None, "real", "Qwen3-8B-Base", "Qwen/Qwen3-8B-Base", str(linked), str(tmp_path / "real")):
         base.check(name)
-    with pytest.raises(Refused):
+    with pytest.raises(RequestError):
         base.check("Qwen/Qwen3-8B")
 
 

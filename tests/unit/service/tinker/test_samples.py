@@ -11,7 +11,7 @@ import pytest
 
 from areal_lora.engine.vllm_ext.server.openai_api import CompletionBody
 from areal_lora.network.request_size import prompts_of
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import protos
 from areal_lora.service.tinker.samples import completion, read_sample, sampled_body
 
@@ -82,7 +82,7 @@ def test_forms_of_stop(stop: Any, texts: list[str], tokens: list[int], ignore_eo
     ],
 )
 def test_what_is_not_served_is_refused_by_its_name(changes: dict[str, Any], path: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestError) as refused:
         read_sample(asked(**changes))
     assert (refused.value.status, refused.value.path) == (422, path)
 
@@ -109,7 +109,7 @@ def test_prompts_scores_are_those_asked_for() -> None:
 
 
 def test_an_answer_that_a_server_cut_is_no_answer() -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestError) as refused:
         sampled_body(read_sample(asked()), answer(finish_reason="abort"))
     assert refused.value.status == 503, "it is sampled again"
 

@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 
 from areal_lora.service.inference import n_tokens
-from areal_lora.service.queue.rows import Saved
+from areal_lora.service.queue.rows import SavedState
 from areal_lora.service.queue.sessions import kept_samples
-from areal_lora.service.refused import Refused, Unavailable
+from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.service.tinker import sampling
 from areal_lora.service.tinker.exports import Exports
 from areal_lora.service.tinker.sampling import Sampling
@@ -236,12 +236,12 @@ def test_tokens_of_a_request(body: dict[str, Any], tokens: int) -> None:
 
 @pytest.mark.parametrize("prompt", [["a", 6], [[1], 2], ["a", [1]]])
 def test_a_prompt_that_mixes_texts_and_tokens_is_refused(prompt: list[Any]) -> None:
-    with pytest.raises(Refused, match="prompt mixes texts"):
+    with pytest.raises(RequestError, match="prompt mixes texts"):
         n_tokens({"prompt": prompt}, context=100)
 
 
 def test_one_tenants_downloads_do_not_end_anothers() -> None:
-    exports, state = Exports(), Saved.__new__(Saved)
+    exports, state = Exports(), SavedState.__new__(SavedState)
     exports.start("bolt", "s", 0, state)
     for k in range(200):
         exports.start("acme", "s", k, state)

@@ -12,21 +12,21 @@ import pytest
 from areal_lora.checkpoint.saver import Save
 from areal_lora.operations.link import TrainerEnd
 from areal_lora.operations.messages import (
-    Completed,
     DropState,
-    Failed,
-    Kept,
     LoadState,
     Loss,
     Operation,
+    OperationCompletion,
+    OperationFailure,
     OptimStep,
+    OptimStepResult,
     Pass,
+    PassResult,
     Poison,
     Publish,
-    Published,
+    PublishResult,
     SaveState,
-    Scored,
-    Stepped,
+    StateResult,
     What,
 )
 from areal_lora.run_folder.paths import RunFolder
@@ -41,8 +41,8 @@ from tests.support.operations.side import client_adapter, service_config
 
 PASS = Pass(data=(datum([1, 2], [1.0]),), loss=Loss.CROSS_ENTROPY)
 BAD = Pass(data=(datum([1, 99], [1.0]),), loss=Loss.CROSS_ENTROPY)
-SCORED = Scored(logprobs=(b"",), loss=1.0)
-STEPPED = Stepped(step=1, grad_norm=1.0, skipped=False)
+SCORED = PassResult(logprobs=(b"",), loss=1.0)
+STEPPED = OptimStepResult(step=1, grad_norm=1.0, skipped=False)
 
 
 @dataclass
@@ -134,11 +134,11 @@ def test_what_is_wrong_with_the_operation_ends_here(link: Link) -> None:
     link.client.begin("a.1", BAD, SaveState(label="../x"), LoadState(adapter="a.1", label="x", optimizer=True))
     work = link.next()
     assert isinstance(work.operation.what, LoadState), "a load ends a window, so all ranks hear of it"
-    assert work.refused == Failed(reason="a.1 has no saved state 'x'", by_client=True)
+    assert work.refused == OperationFailure(reason="a.1 has no saved state 'x'", by_client=True)
     bad, save = (link.hears(n) for n in (1, 2))
-    assert isinstance(bad, Failed)
+    assert isinstance(bad, OperationFailure)
     assert "token 99 is not in the vocabulary" in bad.reason
-    assert isinstance(save, Failed)
+    assert isinstance(save, OperationFailure)
     assert "is no name" in save.reason
 
 
@@ -146,8 +146,8 @@ def test_a_poison_of_a_step_is_for_all_ranks_and_one_of_a_pass_is_not(link: Link
     link.join()
     link.client.begin("a.1", Poison(reason="lost"), Poison(reason="no such rate", by_client=True, of_step=True))
     work = link.next()
-    assert link.hears(1) == Failed(reason="lost", by_client=False)
-    assert (work.operation.number, work.refused) == (2, Failed(reason="no such rate", by_client=True))
+    assert link.hears(1) == OperationFailure(reason="lost", by_client=False)
+    assert (work.operation.number, work.refused) == (2, OperationFailure(reason="no such rate", by_client=True))
 
 
 def test_dropped_states_are_gone_and_dropping_nothing_is_no_fault(link: Link) -> None:
@@ -157,7 +157,7 @@ def test_dropped_states_are_gone_and_dropping_nothing_is_no_fault(link: Link) ->
     (folder / "file").write_bytes(b"")
     link.client.begin("a.1", DropState(label="x"), DropState(label="x"), PASS)
     assert link.next().operation.number == 3
-    assert [link.hears(n) for n in (1, 2)] == [Kept(step=0, n_bytes=0)] * 2
+    assert [link.hears(n) for n in (1, 2)] == [StateResult(step=0, n_bytes=0)] * 2
     assert not folder.exists()
 
 
@@ -169,7 +169,7 @@ def test_a_step_is_said_when_its_checkpoint_is_durable_and_is_in_it(link: Link) 
     step = link.next().operation
     link.clients.settle(step, STEPPED)
     assert link.clients.windows["a.1"].targets == 0, "the next window"
-    assert _decode(link.clients.state("a.1").ledger) == Completed(adapter="a.1", number=2, outcome=STEPPED)
+    assert _decode(link.clients.state("a.1").ledger) == OperationCompletion(adapter="a.1", number=2, outcome=STEPPED)
     link.clients.complete(link.next().operation, SCORED)
     link.clients.durable(AdapterRef(name="a.1", version=0))
     link.clients.durable(AdapterRef(name="b.1", version=2))
@@ -178,7 +178,7 @@ def test_a_step_is_said_when_its_checkpoint_is_durable_and_is_in_it(link: Link) 
     link.clients.durable(AdapterRef(name="a.1", version=2))
     assert [link.hears(n) for n in (2, 3)] == [STEPPED, SCORED]
     link.clients.durable(AdapterRef(name="a.1", version=2))  # nothing is said twice
-    assert [m.number for m in link.client.heard if isinstance(m, Completed)] == [1, 2, 3]
+    assert [m.number for m in link.client.heard if isinstance(m, OperationCompletion)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -190,8 +190,8 @@ def test_a_saved_state_is_said_when_it_is_on_the_disk_or_is_not(link: Link, fail
     ref = AdapterRef(name="a.1", version=0)
     link.clients.kept(Save(ref=ref, step=4, label="x", failed=failed, reason=reason if failed else "", nbytes=70))
     fix = "free disk space or repair the disk, then save again"
-    lost = Failed(reason=f"{reason} (fix: {fix})", by_client=False)
-    assert link.hears(1) == (lost if failed else Kept(step=4, n_bytes=70))
+    lost = OperationFailure(reason=f"{reason} (fix: {fix})", by_client=False)
+    assert link.hears(1) == (lost if failed else StateResult(step=4, n_bytes=70))
 
 
 def test_a_publish_is_said_when_its_version_is_active(link: Link) -> None:
@@ -202,7 +202,7 @@ def test_a_publish_is_said_when_its_version_is_active(link: Link) -> None:
     link.clients.active(AdapterRef(name="b.1", version=7))
     assert not link.client.outcomes("a.1")
     link.clients.active(AdapterRef(name="a.1", version=7))
-    assert link.hears(1) == Published(version=7)
+    assert link.hears(1) == PublishResult(version=7)
 
 
 def test_one_that_resumes_has_its_last_outcome_and_expects_the_next(link: Link) -> None:
@@ -225,7 +225,7 @@ def test_one_that_leaves_fails_what_has_no_final_outcome_and_what_comes(link: Li
     link.clients.complete(link.next().operation, SCORED)
     assert link.next().operation.number == 4, "all have arrived"
     link.clients.end("a.1", "it has failed")
-    gone = Failed(reason="it has failed", by_client=False)
+    gone = OperationFailure(reason="it has failed", by_client=False)
     assert [link.hears(n) for n in (1, 2, 3, 4)] == [SCORED, gone, gone, gone]
     link.clients.durable(AdapterRef(name="a.1", version=2))
     link.clients.kept(Save(ref=AdapterRef(name="a.1", version=2), label="x"))

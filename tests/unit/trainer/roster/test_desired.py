@@ -15,7 +15,7 @@ from areal_lora.config.rules.guardrails import resolve_targets
 from areal_lora.errors import ArealLoraError
 from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
-from areal_lora.run_folder.desired import Desired, DesiredAdapter, write_desired
+from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, write_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.roster.desired import checked, desired_view
 from areal_lora.types import AdapterPhase
@@ -70,15 +70,15 @@ def test_modules_for_which_servers_have_no_room_are_refused() -> None:
 
 def test_a_desired_state_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a run")
-    first = Desired(generation=1, adapters=(newcomer(),))
+    first = DesiredAdapters(generation=1, adapters=(newcomer(),))
     write_desired(folder, first)
     found = desired_view(service(), folder)
     assert found.look() == first
     folder.desired.write_text("{")
     assert [found.look(), found.look()] == [first, first]
     folder.desired.unlink()
-    write_desired(folder, Desired(generation=2, closed=True))
-    assert found.look() == Desired(generation=2, closed=True)
+    write_desired(folder, DesiredAdapters(generation=2, closed=True))
+    assert found.look() == DesiredAdapters(generation=2, closed=True)
     assert found.closed
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from areal_lora.run_folder.desired import Desired, DesiredAdapter, DesiredPhase
+from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase
 from areal_lora.trainer.roster.plan import SERVED, Note, Roster, next_change
 from areal_lora.trainer.work import AdapterChange, Join, Leave, Pause, Resume
 from areal_lora.types import AdapterPhase
@@ -15,7 +15,7 @@ from areal_lora.types import AdapterPhase
 P = AdapterPhase
 
 
-def want(*keys: str) -> Desired:
+def want(*keys: str) -> DesiredAdapters:
     """``a.1``, ``b.2 paused``."""
     adapters = []
     for text in keys:
@@ -23,14 +23,14 @@ def want(*keys: str) -> Desired:
         name, _, incarnation = key.partition(".")
         found = DesiredPhase(phase or "active")
         adapters.append(DesiredAdapter(name=name, incarnation=int(incarnation), phase=found, adapter={}))
-    return Desired(generation=1, adapters=tuple(adapters))
+    return DesiredAdapters(generation=1, adapters=tuple(adapters))
 
 
 def has(here: Mapping[str, AdapterPhase] | None = None, absent: Mapping[str, AdapterPhase] | None = None) -> Roster:
     return Roster(here=here or {}, absent=absent or {}, capacity=2)
 
 
-CASES: list[tuple[Desired, Roster, AdapterChange | Note | None]] = [
+CASES: list[tuple[DesiredAdapters, Roster, AdapterChange | Note | None]] = [
     (want(), has(), None),
     (want("a.1"), has(), Join(adapter="a.1")),
     (want("a.1 paused"), has(), Join(adapter="a.1")),
@@ -60,7 +60,9 @@ CASES: list[tuple[Desired, Roster, AdapterChange | Note | None]] = [
 
 
 @pytest.mark.parametrize(("desired", "roster", "change"), CASES)
-def test_each_difference_has_its_change(desired: Desired, roster: Roster, change: AdapterChange | Note | None) -> None:
+def test_each_difference_has_its_change(
+    desired: DesiredAdapters, roster: Roster, change: AdapterChange | Note | None
+) -> None:
     assert next_change(desired, roster) == change
 
 
