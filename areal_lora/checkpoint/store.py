@@ -101,7 +101,7 @@ class _Part(msgspec.Struct, frozen=True):
     failure: str = ""
 
 
-class Store:
+class CheckpointStore:
     """One rank's part in writing the checkpoints of a run. Not thread-safe."""
 
     def __init__(self, run_folder: RunFolder, exchange: Exchange, disk: Disk) -> None:

@@ -85,7 +85,7 @@ class CanaryFacts(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float = 0.0
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorFacts(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[NodeFacts]
     missing_nodes: list[str] = []
     bandwidth: list[BandwidthFacts] = []

@@ -14,7 +14,7 @@ class Level(StrEnum):
     FAIL = "fail"
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
     """``path`` is what was examined: a key, a file, an interpreter or a node. ``fix`` is empty where all is well."""
 
     check: str
@@ -28,13 +28,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return f"{text} (fix: {self.fix})" if self.fix else text
 
 
-def ok(check: str, path: str, reason: str) -> Finding:
-    return Finding(check=check, level=Level.OK, path=path, reason=reason)
+def ok(check: str, path: str, reason: str) -> DoctorFinding:
+    return DoctorFinding(check=check, level=Level.OK, path=path, reason=reason)
 
 
-def note(check: str, path: str, reason: str, fix: str = "") -> Finding:
-    return Finding(check=check, level=Level.NOTE, path=path, reason=reason, fix=fix)
+def note(check: str, path: str, reason: str, fix: str = "") -> DoctorFinding:
+    return DoctorFinding(check=check, level=Level.NOTE, path=path, reason=reason, fix=fix)
 
 
-def fail(check: str, path: str, reason: str, fix: str) -> Finding:
-    return Finding(check=check, level=Level.FAIL, path=path, reason=reason, fix=fix)
+def fail(check: str, path: str, reason: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(check=check, level=Level.FAIL, path=path, reason=reason, fix=fix)

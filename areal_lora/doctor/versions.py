@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from areal_lora.doctor.facts import RoleFacts
-from areal_lora.doctor.findings import Finding, fail, note, ok
+from areal_lora.doctor.findings import DoctorFinding, fail, note, ok
 
 NEEDS = {
     "megatron": (("torch",), ("megatron-core",), ("megatron-bridge",), ("transformers",)),
@@ -61,7 +61,7 @@ CLASHES = (
 )
 
 
-def version_findings(roles: Sequence[RoleFacts], engine: str, device: str, host: str) -> Iterator[Finding]:
+def version_findings(roles: Sequence[RoleFacts], engine: str, device: str, host: str) -> Iterator[DoctorFinding]:
     """Findings about the versions in ``roles`` of one node; none about interpreters that gave no answer."""
     answered = [role for role in roles if not role.problem]
     for role in answered:
@@ -76,14 +76,14 @@ def version_findings(roles: Sequence[RoleFacts], engine: str, device: str, host:
         yield from _between(answered[0], answered[1], device, host)
 
 
-def _missing(role: RoleFacts, needs: Sequence[Sequence[str]], host: str) -> Iterator[Finding]:
+def _missing(role: RoleFacts, needs: Sequence[Sequence[str]], host: str) -> Iterator[DoctorFinding]:
     for group in needs:
         if not any(name in role.packages for name in group):
             fix = f"install the requirements of this role for {role.python}"
             yield fail("versions", f"{role.role}.python on {host}", f"{' or '.join(group)} is not installed", fix)
 
 
-def _clashes(role: RoleFacts, host: str) -> Iterator[Finding]:
+def _clashes(role: RoleFacts, host: str) -> Iterator[DoctorFinding]:
     where = f"{role.role}.python on {host}"
     for clash in CLASHES:
         has, beside = role.packages.get(clash.package), role.packages.get(clash.other)
@@ -100,7 +100,7 @@ def _within(version: str, specifier: str) -> bool:
     return SpecifierSet(specifier).contains(Version(version), prereleases=True)
 
 
-def _untested(role: RoleFacts, host: str) -> Iterator[Finding]:
+def _untested(role: RoleFacts, host: str) -> Iterator[DoctorFinding]:
     for name, tested in TESTED.items():
         has = role.packages.get(name)
         if has is not None and not has.startswith(f"{tested}."):
@@ -108,7 +108,7 @@ def _untested(role: RoleFacts, host: str) -> Iterator[Finding]:
             yield note("versions", f"{role.role}.python on {host}", text, "the canary decides whether it works")
 
 
-def _between(one: RoleFacts, other: RoleFacts, device: str, host: str) -> Iterator[Finding]:
+def _between(one: RoleFacts, other: RoleFacts, device: str, host: str) -> Iterator[DoctorFinding]:
     """Both roles must speak the same protocol, and NCCL's groups of weight sync have members of both."""
     where = f"trainer.python and rollout.python on {host}"
     if one.digest != other.digest:

@@ -38,7 +38,7 @@ ANSWER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Download:
+class HubDownload:
     """Files of one commit of a hub model that are not in the cache yet."""
 
     name: str
@@ -53,7 +53,7 @@ class ModelResolution:
     """``config`` with the model's folder known as far as it can be, and what has to be downloaded before a start."""
 
     config: Config
-    download: Download | None = None
+    download: HubDownload | None = None
 
 
 def resolve(config: Config, recorded: Callable[[], ModelConfig | None], *, online: bool) -> ModelResolution:
@@ -105,7 +105,7 @@ def _look_up(model: ModelConfig, revision: str | None) -> Path:
         return cached
 
 
-def _plan(name: str, folder: Path) -> Download:
+def _plan(name: str, folder: Path) -> HubDownload:
     with _hub(name, folder.name, ", ".join(missing_files(folder))):
         info = HfApi().model_info(name, revision=folder.name, files_metadata=True, timeout=ANSWER_S)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
@@ -114,12 +114,12 @@ def _plan(name: str, folder: Path) -> Download:
         raise ConfigError(
             "model.path", f"{name} has no model.safetensors and no shards of it", "use one that is saved as safetensors"
         )
-    return Download(
+    return HubDownload(
         name=name, commit=folder.name, folder=folder, files=files, nbytes=sum(sizes[file] for file in files)
     )
 
 
-def download(plan: Download, report: Callable[[str], None]) -> None:
+def download(plan: HubDownload, report: Callable[[str], None]) -> None:
     """Bring the files of ``plan`` into the cache. What an earlier download left half-written is taken up again.
 
     Ctrl-C ends the process. Raises EnvironmentError_ if not all of them are available.

@@ -16,7 +16,7 @@ from areal_lora.config.models import Config
 from areal_lora.errors import ExitCode
 from areal_lora.launcher.ended import ProcessExit, last_lines, with_error
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
-from areal_lora.launcher.restarts import Restarts, Verdict, to_blame, unit_of
+from areal_lora.launcher.restarts import Restarts, RestartVerdict, to_blame, unit_of
 from areal_lora.launcher.stalls import Pulse, waits, write_stall
 from areal_lora.obs.console import LiveConsole
 from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, now_utc, write_event
@@ -130,7 +130,7 @@ class Watch:
                 return verdict.ended
         return None
 
-    def _decide(self, ended: ProcessExit, now: float) -> Verdict:
+    def _decide(self, ended: ProcessExit, now: float) -> RestartVerdict:
         beating = f"{TRAINER}-0" if ended.spec.role == TRAINER else ended.spec.name
         verdict = self._restarts.take(with_error(ended), now, self._pulse.worked_s(beating))
         self._pulse.forget(beating)

@@ -15,7 +15,7 @@ from contextlib import suppress
 import msgspec
 import zmq.asyncio
 
-from areal_lora.network.rpc import LOOK_S, ConnectionLost, Server, Subscription, Wire
+from areal_lora.network.rpc import LOOK_S, ConnectionLost, RpcServer, Subscription, Wire
 from areal_lora.operations.messages import (
     ServiceHello,
     ToService,
@@ -46,7 +46,7 @@ class TrainerEnd:
         self._received: deque[ToTrainer] = deque()
         self._changed = threading.Condition()
         self._service = b""
-        self._server = Server(host, read_secret(run_folder), WIRE, self._took, linger_s=0.5)
+        self._server = RpcServer(host, read_secret(run_folder), WIRE, self._took, linger_s=0.5)
         self._thread = watched_thread("operations", self._server.run)
         publish_endpoint(run_folder, ROLE, 0, {"operations": self._server.port}, host=host)
 

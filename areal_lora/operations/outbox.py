@@ -27,7 +27,7 @@ class _Position:
     completed: int
 
 
-class Windows:
+class SendWindows:
     """Which numbers of each adapter are to be sent now, over one connection to rank 0 after another. Pure.
 
     Starts where the trainer `Expects`; nothing is sent of an adapter that it has not named since the last one.
@@ -64,7 +64,7 @@ class Windows:
         return True
 
 
-class Queue(Protocol):
+class OperationSource(Protocol):
     """Where operations come from and outcomes go to. What a call has done is durable when it returns."""
 
     async def expected(self, adapter: str, number: int) -> bool: ...
@@ -77,8 +77,8 @@ class Queue(Protocol):
 class Outbox:
     """``run``, ``receive`` and ``pump`` are tasks. ``moved`` reports that an adapter has new operations."""
 
-    def __init__(self, run_folder: RunFolder, queue: Queue) -> None:
-        self._queue, self._windows = queue, Windows()
+    def __init__(self, run_folder: RunFolder, queue: OperationSource) -> None:
+        self._queue, self._windows = queue, SendWindows()
         self._incoming: asyncio.Queue[ToService] = asyncio.Queue()
         self._link = ServiceEnd(run_folder, self._incoming.put_nowait)
         self._due: set[str] = set()

@@ -68,7 +68,7 @@ class HandedBack(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SamplingLimits:
     """Restrictions of sampling: only the ``top_k`` likeliest tokens (0: all), only those with at least ``min_p`` of
     the likeliest one's probability, and no end within ``min_tokens``.
     """
@@ -208,7 +208,7 @@ class CompletionClient:
         seed: int,
         timeout_s: float,
         stop: list[str] | None = None,
-        limits: Limits | None = None,
+        limits: SamplingLimits | None = None,
         ignore_eos: bool = False,
         top_logprobs: int = 0,
     ) -> list[Generation]:
@@ -217,7 +217,7 @@ class CompletionClient:
         An answer that ends at one of ``stop`` has the stop's tokens, but not its text. ``top_logprobs``: so many of the
         likeliest tokens come with each token.
         """
-        limits = limits or Limits()
+        limits = limits or SamplingLimits()
         request = CompletionRequest(
             model=str(ref),
             prompt=token_ids,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.errors import RecordError
-from areal_lora.rollout.agent_api.session import Exchange, Session
+from areal_lora.rollout.agent_api.session import ChatExchange, Session
 from areal_lora.rollout.agent_api.turns import Turn
 from areal_lora.run_folder.paths import RunFolder
 
@@ -79,7 +79,7 @@ def conversation_of(
     )
 
 
-def _asked(exchange: Exchange) -> RequestRecord:
+def _asked(exchange: ChatExchange) -> RequestRecord:
     ask = exchange.answered.ask
     answers = [
         AnswerRecord(turn=reply.turn, finish_reason=reply.finish_reason, conversation=at, begin=begin, end=end)

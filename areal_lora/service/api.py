@@ -160,7 +160,7 @@ class Api:
     async def models(self, request: Request, caller: Caller) -> Response:
         rows = self._writer.tables.of(caller.tenant)
         served = [row.name for row in rows if self._observed.of(row.key).version is not None]
-        return _answer(bodies.Models(data=[bodies.Model(id=name) for name in served]))
+        return _answer(bodies.Models(data=[bodies.ModelBody(id=name) for name in served]))
 
     async def complete(self, request: Request, caller: Caller) -> Response:
         """``POST /v1/completions`` and ``/v1/chat/completions``, as the data plane of a server has them."""

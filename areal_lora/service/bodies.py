@@ -10,7 +10,7 @@ from areal_lora.service.observed import ObservedAdapter
 from areal_lora.service.queue.rows import AdapterRow, Quota
 
 
-class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+class AdapterBody(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter. ``wanted`` is the desired phase, ``phase`` that of the run: null until it has seen the adapter.
 
     ``step`` counts the steps made, ``reward`` and ``lag`` are those of the newest one; ``version`` is the newest one
@@ -32,7 +32,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Adapters(msgspec.Struct, frozen=True, kw_only=True):
-    adapters: list[Adapter]
+    adapters: list[AdapterBody]
 
 
 class AcceptedOperation(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,14 +55,14 @@ class Logs(msgspec.Struct, frozen=True, kw_only=True):
     states: list[dict[str, Any]]
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: str = "model"
     owned_by: str = "areal_lora"
 
 
 class Models(msgspec.Struct, frozen=True, kw_only=True):
-    data: list[Model]
+    data: list[ModelBody]
     object: str = "list"
 
 
@@ -106,9 +106,9 @@ class KeyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     label: str = "default"
 
 
-def shown(row: AdapterRow, seen: ObservedAdapter) -> Adapter:
+def shown(row: AdapterRow, seen: ObservedAdapter) -> AdapterBody:
     step = seen.step
-    return Adapter(
+    return AdapterBody(
         name=row.name,
         incarnation=row.incarnation,
         wanted=row.wanted.value,

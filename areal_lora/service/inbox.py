@@ -35,7 +35,7 @@ TakeIn = Callable[[dict[str, Any], str], Awaitable[None]]
 log = get_logger(__name__)
 
 
-class Inbox:
+class FolderInbox:
     """One folder, mode 0700. ``take_in`` gets the section and the idempotency key, and raises RequestError."""
 
     def __init__(self, folder: Path, take_in: TakeIn) -> None:

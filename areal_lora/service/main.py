@@ -38,7 +38,7 @@ from areal_lora.service.acceptance import Acceptance, api_of
 from areal_lora.service.api import Api
 from areal_lora.service.download import forget_exports
 from areal_lora.service.gateway import Gateway
-from areal_lora.service.inbox import EVERY_S, Inbox
+from areal_lora.service.inbox import EVERY_S, FolderInbox
 from areal_lora.service.inference import Meter
 from areal_lora.service.observed import RunObserver
 from areal_lora.service.operator_key import admit_operator
@@ -109,7 +109,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         set_status(run_folder, ROLE, 0, f"serving on http://{HOST}:{port}")
         log.info("serving on http://%s:%d", HOST, port)
         heart = Heart(run_folder, ROLE, 0, {EVENT_LOOP: config.run.stall_s})
-        inbox = Inbox(run_folder.inbox, partial(_of_operator, api))
+        inbox = FolderInbox(run_folder.inbox, partial(_of_operator, api))
         tasks = [
             watched_task("event-loop-ticks", partial(_tick, heart)),
             watched_task("metrics-tail", partial(_follow, observed, writer)),
@@ -165,7 +165,7 @@ async def _prune(observed: RunObserver, writer: Writer, configured: frozenset[st
         await asyncio.sleep(PRUNE_S)
 
 
-async def _watch(inbox: Inbox) -> None:
+async def _watch(inbox: FolderInbox) -> None:
     while True:
         await inbox.look()
         await asyncio.sleep(EVERY_S)

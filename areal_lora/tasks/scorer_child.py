@@ -34,7 +34,7 @@ from areal_lora.tasks.reward_calls import RewardCall, Style
 from areal_lora.tasks.rewards import Grade, RewardSpec, grade, reward_call
 from areal_lora.tasks.sandbox.deadline import Deadline
 from areal_lora.tasks.sandbox.fence import Doors, end_with_parent, raise_fence
-from areal_lora.tasks.sandbox.seccomp import Processes
+from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.tasks.score_item import ScoreItem
 from areal_lora.tasks.user_errors import cause_of, describe, trace
 from areal_lora.types import Cause
@@ -64,7 +64,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     network: bool
     parent_pid: int
     search_path: tuple[str, ...]
-    processes: Processes = Processes.NONE
+    processes: ProcessPolicy = ProcessPolicy.NONE
     settings: dict[str, Any] = {}
     kept: str | None = None
 
@@ -318,14 +318,14 @@ def main() -> None:
         return
     setup = msgspec.msgpack.decode(first, type=Setup)
     parent_pid = setup.parent_pid
-    if setup.processes is Processes.MANY:
+    if setup.processes is ProcessPolicy.MANY:
         parent_pid = keep_group(parent_pid)
     missing = raise_fence(None if setup.hidden is None else Path(setup.hidden), parent_pid, setup.doors)
     deadline = Deadline()
     if not deadline.kept:
         missing.append("POSIX timers (an answer that hangs is found later, by the controller)")
     reward = load(setup)
-    if setup.kind == "code" and missing and setup.processes is Processes.MANY:
+    if setup.kind == "code" and missing and setup.processes is ProcessPolicy.MANY:
         what = "; ".join(missing)
         reward = Ready(problem=f"reward code: this machine lacks {what}", exit_code=EnvironmentError_.exit_code)
     if isinstance(reward, Ready):

@@ -14,7 +14,7 @@ import msgspec
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
-from areal_lora.checkpoint.store import Store
+from areal_lora.checkpoint.store import CheckpointStore
 from areal_lora.config.adapter_run import probe_tolerance
 from areal_lora.config.models import Config
 from areal_lora.config.sections.cluster import own_place
@@ -84,7 +84,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     client = _connect(config, run_folder, states, restored) if rank == 0 else None
     clients = _clients(config, run_folder, engine) if rank == 0 and config.service else None
     rank_0 = _rank_0(config, run_folder, client, clients, states, restored, started_s) if client else None
-    store = Store(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
+    store = CheckpointStore(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
     saver = Saver(
         store=store,
         config=config.checkpoint,

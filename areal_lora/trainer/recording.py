@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_lora.checkpoint.saver import Save
+from areal_lora.checkpoint.saver import CheckpointSave
 from areal_lora.obs.metrics.reader import recorded_s
 from areal_lora.obs.metrics.records import (
     AdapterStateRecord,
@@ -185,7 +185,7 @@ class Recorder:
             )
         )
 
-    def checkpointed(self, save: Save) -> None:
+    def checkpointed(self, save: CheckpointSave) -> None:
         self._writer.write(
             CheckpointRecord(
                 adapter=save.ref.name,

@@ -21,7 +21,7 @@ from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.errors import UnknownTensorError
 
 
-class Source(Protocol):
+class ParameterSource(Protocol):
     """Where the rows of a parameter come from."""
 
     def rows(self, start: int, stop: int) -> Tensor: ...
@@ -69,7 +69,7 @@ class Sources:
             if isinstance(c, WeightConverter) and _stacks_experts(c.operations)
         ]
 
-    def of(self, name: str) -> Source:
+    def of(self, name: str) -> ParameterSource:
         """Raises UnknownTensorError."""
         for known in (name, self._tied.get(name, name)):
             for candidate in self._published(known):

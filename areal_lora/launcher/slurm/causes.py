@@ -15,7 +15,7 @@ _SIGNALS = range(129, 193)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Records:
+class TaskRecords:
     """What the tasks of a step have written. ``first`` names the first process that failed."""
 
     codes: Mapping[str, int]
@@ -26,7 +26,7 @@ class Records:
 def causes(
     specs: Sequence[ProcessSpec],
     hosts: Mapping[str, str],
-    records: Records,
+    records: TaskRecords,
     srun_code: int,
     lost: Collection[str],
     logs: Mapping[str, Path],

@@ -24,7 +24,7 @@ from areal_lora.launcher.plan import JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import unit_of
 from areal_lora.launcher.slurm import commands, request_stacks
 from areal_lora.launcher.slurm.allocation import Allocation, write_hosts
-from areal_lora.launcher.slurm.causes import Records, causes
+from areal_lora.launcher.slurm.causes import TaskRecords, causes
 from areal_lora.launcher.slurm.directives import step_options
 from areal_lora.launcher.slurm.script import STEP
 from areal_lora.launcher.slurm.task import FIRST, STARTED, task_script
@@ -222,7 +222,7 @@ def _wait(steps: Sequence[_Step], timeout_s: float) -> None:
         time.sleep(0.05)
 
 
-def _read_records(step: _Step) -> Records:
+def _read_records(step: _Step) -> TaskRecords:
     """What the tasks have recorded; waits a moment for tasks that have not."""
     deadline = time.monotonic() + RECORD_S
     while True:
@@ -239,4 +239,4 @@ def _read_records(step: _Step) -> Records:
     with contextlib.suppress(FileNotFoundError):
         first = os.readlink(step.folder / FIRST).rpartition(".")[0]
     started = frozenset(name.removesuffix(STARTED) for name in names if name.endswith(STARTED))
-    return Records(codes=codes, started=started, first=first)
+    return TaskRecords(codes=codes, started=started, first=first)

@@ -26,7 +26,7 @@ CALL_ID_LETTERS = 9  # as Mistral's templates ask for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class ChatExchange:
     """A request and its answers, for the record. ``spans`` are the places of the sampled tokens, one per answer: the
     conversation's index, begin and end in it. The first ``known`` turns are those of an earlier exchange.
     """
@@ -45,7 +45,7 @@ class Session:
     seed: int
     tool_parser: str | None = None
     conversations: list[PackedTurns] = field(default_factory=list)
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[ChatExchange] = field(default_factory=list)
     prompts: Prompts = field(init=False)
     last: Generation | None = None
     asked: int = 0
@@ -143,7 +143,7 @@ class Session:
             spans.append((at, end - len(reply.sampled.token_ids), end))
         for reply in answered.replies:
             self.prompts.answered(answered.ask, answered.prompt_ids, reply)
-        self.exchanges.append(Exchange(answered=answered, known=known, spans=spans))
+        self.exchanges.append(ChatExchange(answered=answered, known=known, spans=spans))
         self.last = answered.replies[-1].sampled
 
     def spell(self, token: int) -> str:

@@ -55,7 +55,7 @@ class ScoredGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class GroupTally:
     """Groups of this process that are not in flight any more: ``answered`` of the ``ended`` ones.
 
     ``tokens`` are those of the answers that may be trained on.

@@ -15,10 +15,10 @@ import msgspec
 
 from areal_lora.data.prompts import PromptStream
 from areal_lora.processes.faults import reached
-from areal_lora.rollout.controller.groups import ScoredGroup, Tally, Ticket
+from areal_lora.rollout.controller.groups import GroupTally, ScoredGroup, Ticket
 from areal_lora.rollout.controller.staleness import Freshness
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.records import LIVE, GroupState, Row
+from areal_lora.rollout.ledger.records import LIVE, GroupState, LedgerRow
 from areal_lora.rollout.workflow import Episode
 
 MAX_STALE = 4  # issues of one prompt that may come too late
@@ -63,7 +63,7 @@ class GroupPool:
         self.ready: dict[int, ScoredGroup] = {}
         self.leases: dict[int, list[int]] = {}
         self.idle = IdleTime(clock)
-        self.tally = Tally()
+        self.tally = GroupTally()
         self.on_expire, self._prompts = on_expire, prompts
 
     # ------------------------------------------------------------ loading
@@ -88,7 +88,7 @@ class GroupPool:
                 self.waiting.append(self._ticket(row))
         self.loaded = True
 
-    def _ticket(self, row: Row) -> Ticket:
+    def _ticket(self, row: LedgerRow) -> Ticket:
         return Ticket(
             seq=row.seq,
             prompt=self._prompts.at(row.position),
@@ -99,7 +99,7 @@ class GroupPool:
             resampled=row.resampled,
         )
 
-    def _finished(self, row: Row) -> ScoredGroup:
+    def _finished(self, row: LedgerRow) -> ScoredGroup:
         episode = _decode(self.ledger.table.payload(row.seq))
         return ScoredGroup(ticket=self._ticket(row), episode=episode, oldest=row.version, newest=row.newest)
 

@@ -21,7 +21,7 @@ class GroupState(IntEnum):
 LIVE = (GroupState.ISSUED, GroupState.RUNNING, GroupState.DONE, GroupState.LEASED)
 
 
-class Row(msgspec.Struct, kw_only=True, frozen=True):
+class LedgerRow(msgspec.Struct, kw_only=True, frozen=True):
     seq: int
     position: int
     issue: int

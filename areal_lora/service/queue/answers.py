@@ -28,7 +28,7 @@ from areal_lora.service.queue.requests import (
     decode_action,
     encode,
 )
-from areal_lora.service.queue.rows import Kind, Model, Sampler, SavedState, sampler_id
+from areal_lora.service.queue.rows import Kind, Model, SamplingSession, SavedState, sampler_id
 from areal_lora.service.queue.store import SAMPLERS, STATES, Transaction
 
 
@@ -106,7 +106,7 @@ def _answer(tx: Transaction, model: Model, action: Action, numbers: list[int], o
                 version = cast(PublishResult, outcomes[-1]).version
                 name = unnamed(numbers[0])
                 path = _save(tx, model, Kind.SAMPLER, name, numbers[0], outcomes[0], version, ttl_s, notes)
-            made = Sampler(
+            made = SamplingSession(
                 sampler=sampler,
                 tenant=model.tenant,
                 session=model.session,

@@ -44,7 +44,7 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class QueueUsage:
     """What a tenant has in its queue: unanswered requests, and bytes that the queue has to keep."""
 
     queued: int
@@ -65,7 +65,7 @@ def fate_of(outcome: Outcome) -> Fate:
     return Fate.FAILED if isinstance(outcome, OperationFailure) else Fate.DONE
 
 
-def admit(quota: Quota, waiting: Waiting, next_seq: int, held: Collection[int], seq: int, n_bytes: int) -> None:
+def admit(quota: Quota, waiting: QueueUsage, next_seq: int, held: Collection[int], seq: int, n_bytes: int) -> None:
     """Whether a request with a new ``seq`` may wait. Raises RequestError.
 
     What fills a gap before a request that is held is taken above the number of requests: else the queue could never
@@ -84,7 +84,7 @@ def admit(quota: Quota, waiting: Waiting, next_seq: int, held: Collection[int], 
         raise RequestError(429, "requests", reason, "wait until some are answered")
 
 
-def too_long(quota: Quota, waiting: Waiting, n_bytes: int) -> str:
+def too_long(quota: Quota, waiting: QueueUsage, n_bytes: int) -> str:
     """Why a request with so many bytes of data cannot be kept; empty if it can. Where none waits, no waiting helps."""
     if not n_bytes or waiting.n_bytes + n_bytes <= quota.queued_mib << 20:
         return ""

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class SnapshotAdapter:
     """An adapter that serves a saved state, and the time of its last use."""
 
     model: str
@@ -59,7 +59,7 @@ class Places:
     quota: int
 
 
-def evicted(places: Places, snapshots: Sequence[Snapshot], tenant: str, now_s: float) -> str | None:
+def evicted(places: Places, snapshots: Sequence[SnapshotAdapter], tenant: str, now_s: float) -> str | None:
     """The model that leaves so that ``tenant`` may have one more adapter; None if there is room, or none can leave."""
     own = [each for each in snapshots if each.tenant == tenant and now_s - each.used_s >= OWN_IDLE_S]
     others = [each for each in snapshots if each.tenant != tenant and now_s - each.used_s >= OTHERS_IDLE_S]
@@ -84,7 +84,7 @@ def fits(places: Places) -> bool:
     return places.mine < places.quota and places.taken < places.capacity
 
 
-def _oldest(snapshots: Sequence[Snapshot]) -> str | None:
+def _oldest(snapshots: Sequence[SnapshotAdapter]) -> str | None:
     return min(snapshots, key=lambda each: (each.used_s, each.model)).model if snapshots else None
 
 
@@ -195,7 +195,9 @@ class Placement:
         """
         found = await self._change(lambda tx: tx.models("of_state IS NOT NULL AND removed = 0"))
         snapshots = [
-            Snapshot(model=each.model, tenant=each.tenant, used_s=self.used_s.get(each.of_state or "", each.created_s))
+            SnapshotAdapter(
+                model=each.model, tenant=each.tenant, used_s=self.used_s.get(each.of_state or "", each.created_s)
+            )
             for each in found
         ]
         places = self._places(tenant, waits=waits)

@@ -103,7 +103,7 @@ class AdapterRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class AdapterOperation:
     """An operation to acknowledge. ``request`` is the tenant's idempotency key; None without one."""
 
     tenant: str
@@ -177,7 +177,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class ClientSession:
     """``about`` is the face's own. A session that has ended has no models."""
 
     session: str
@@ -245,7 +245,7 @@ class SavedState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampler:
+class SamplingSession:
     """A sampling session: of the saved state ``path``, of the newest version of ``model``, or of the base."""
 
     sampler: str
@@ -257,7 +257,7 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class PendingSample:
     """A sample that was acknowledged and that no client has fetched. ``body`` is the request of the client."""
 
     sample: str

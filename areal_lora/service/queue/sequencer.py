@@ -26,7 +26,7 @@ from areal_lora.service.queue.ordering import (
     Fate,
     Op,
     OpKind,
-    Waiting,
+    QueueUsage,
     admit,
     fate_of,
     kind_of,
@@ -350,14 +350,14 @@ def look(tx: Transaction, tenant: str, request: str) -> tuple[Answer | Pending, 
     return Pending(reason="the trainer has not carried it out yet"), model.adapter
 
 
-def waiting(tx: Transaction, tenant: str) -> Waiting:
+def waiting(tx: Transaction, tenant: str) -> QueueUsage:
     row = tx.row(
         "SELECT COUNT(*) FILTER (WHERE answer IS NULL), TOTAL(n_bytes) FROM requests"
         " WHERE tenant = ? AND action IS NOT NULL",
         tenant,
     )
     assert row is not None
-    return Waiting(queued=row[0], n_bytes=int(row[1]))
+    return QueueUsage(queued=row[0], n_bytes=int(row[1]))
 
 
 def _check(tx: Transaction, model: Model, action: Action) -> None:

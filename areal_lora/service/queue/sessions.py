@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from areal_lora.operations.messages import LoadState, Publish
 from areal_lora.service.queue.answers import forget, give
 from areal_lora.service.queue.requests import CreateModel, Lora, Pending, Serve, UnloadedModel, encode
-from areal_lora.service.queue.rows import AdapterRow, Model, Sample, Sampler, SavedState, Session, model_id, sampler_id
+from areal_lora.service.queue.rows import (
+    AdapterRow,
+    ClientSession,
+    Model,
+    PendingSample,
+    SamplingSession,
+    SavedState,
+    model_id,
+    sampler_id,
+)
 from areal_lora.service.queue.sequencer import append, fail_open, insert, load
 from areal_lora.service.queue.store import MODELS, SAMPLERS, SAMPLES, SESSIONS, Transaction, unknown
 from areal_lora.service.refused import RequestError
@@ -23,7 +32,7 @@ def open_session(tx: Transaction, tenant: str, about: bytes) -> str:
     if tx.count("sessions WHERE tenant = ? AND ended = 0", tenant) >= MAX_SESSIONS:
         raise RequestError(429, "session_id", f"{MAX_SESSIONS} sessions are open", "end some, or wait until they end")
     session = f"s{secrets.token_hex(6)}"
-    SESSIONS.insert(tx.db, Session(session=session, tenant=tenant, about=about, created_s=tx.now_s))
+    SESSIONS.insert(tx.db, ClientSession(session=session, tenant=tenant, about=about, created_s=tx.now_s))
     return session
 
 
@@ -115,7 +124,9 @@ def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str
         if tx.count("samplers WHERE tenant = ?", tenant) >= MAX_SAMPLERS:
             reason = f"{MAX_SAMPLERS} sampling sessions are open"
             raise RequestError(422, "sampling_session_seq_id", reason, "open another session, and end this one")
-        made = Sampler(sampler=sampler, tenant=tenant, session=session, path=path, model=None, created_s=tx.now_s)
+        made = SamplingSession(
+            sampler=sampler, tenant=tenant, session=session, path=path, model=None, created_s=tx.now_s
+        )
         SAMPLERS.insert(tx.db, made)
     return sampler
 
@@ -191,7 +202,7 @@ def _insert(
 class SessionView:
     """A session with the names of its models and sampling sessions."""
 
-    session: Session
+    session: ClientSession
     models: list[str]
     samplers: list[str]
 
@@ -232,13 +243,15 @@ def keep_sample(tx: Transaction, tenant: str, sampler: str, sample: str, fingerp
     tx.sampler(tenant, sampler)
     row = tx.row("SELECT fingerprint FROM samples WHERE sample = ?", sample)
     if row is None:
-        new = Sample(sample=sample, tenant=tenant, sampler=sampler, fingerprint=fingerprint, body=body, at_s=tx.now_s)
+        new = PendingSample(
+            sample=sample, tenant=tenant, sampler=sampler, fingerprint=fingerprint, body=body, at_s=tx.now_s
+        )
         SAMPLES.insert(tx.db, new)
     elif row[0] != fingerprint:
         raise RequestError(422, "seq_id", "another request came under this number", "use a new number")
 
 
-def kept_samples(tx: Transaction) -> list[Sample]:
+def kept_samples(tx: Transaction) -> list[PendingSample]:
     """Oldest first."""
     return SAMPLES.select(tx.db, "1")
 

@@ -21,16 +21,16 @@ from areal_lora.errors import ConfigError, RecordError
 from areal_lora.processes.faults import reached
 from areal_lora.run_folder.sqlite import connect
 from areal_lora.service.queue.rows import (
+    AdapterOperation,
     AdapterRow,
+    ClientSession,
     Key,
     Model,
     OpenOperation,
-    Operation,
+    PendingSample,
     Quota,
-    Sample,
-    Sampler,
+    SamplingSession,
     SavedState,
-    Session,
     Tables,
     parse_path,
 )
@@ -89,10 +89,10 @@ def _stored(value: object) -> object:
     return msgspec.msgpack.encode(value) if isinstance(value, msgspec.Struct) else value
 
 
-KEYS, ADAPTERS, OPERATIONS = Table("keys", Key), Table("adapters", AdapterRow), Table("operations", Operation)
+KEYS, ADAPTERS, OPERATIONS = Table("keys", Key), Table("adapters", AdapterRow), Table("operations", AdapterOperation)
 OPEN = Table("operations", OpenOperation)
-SESSIONS, MODELS, STATES = Table("sessions", Session), Table("models", Model), Table("saved_states", SavedState)
-SAMPLERS, SAMPLES = Table("samplers", Sampler), Table("samples", Sample)
+SESSIONS, MODELS, STATES = Table("sessions", ClientSession), Table("models", Model), Table("saved_states", SavedState)
+SAMPLERS, SAMPLES = Table("samplers", SamplingSession), Table("samples", PendingSample)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class Transaction:
 
     # ------------------------------------------------------------ rows of one tenant; others' are unknown
 
-    def session(self, tenant: str, session: str, *, ended: bool = False) -> Session:
+    def session(self, tenant: str, session: str, *, ended: bool = False) -> ClientSession:
         """Raises RequestError for one that is not the tenant's, and for one that has ended unless ``ended``."""
         found = self.sessions("session = ? AND tenant = ?", session, tenant)
         if not found:
@@ -150,7 +150,7 @@ class Transaction:
             raise unknown("model_id", "model", model)
         return found[0]
 
-    def sampler(self, tenant: str, sampler: str) -> Sampler:
+    def sampler(self, tenant: str, sampler: str) -> SamplingSession:
         found = SAMPLERS.select(self.db, "sampler = ? AND tenant = ?", sampler, tenant)
         if not found:
             raise unknown("sampling_session_id", "sampling session", sampler)
@@ -166,7 +166,7 @@ class Transaction:
 
     # ------------------------------------------------------------ lists
 
-    def sessions(self, where: str, *values: object) -> list[Session]:
+    def sessions(self, where: str, *values: object) -> list[ClientSession]:
         return SESSIONS.select(self.db, where, *values)
 
     def models(self, where: str, *values: object) -> list[Model]:
@@ -266,7 +266,7 @@ class Store:
         return (found[0], found[1]) if found else None
 
     def record(
-        self, row: AdapterRow, operation: Operation, also: Callable[[sqlite3.Connection], None] = lambda _: None
+        self, row: AdapterRow, operation: AdapterOperation, also: Callable[[sqlite3.Connection], None] = lambda _: None
     ) -> int:
         """Make the adapter ``row``, remember the operation, and do ``also``; all or nothing. Returns the operation's
         number.

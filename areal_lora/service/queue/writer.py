@@ -19,7 +19,7 @@ from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.desired import read_desired, write_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue.lifecycle import Phases, carried_out
-from areal_lora.service.queue.rows import AdapterRow, Key, Operation, Quota, Tables, Verb
+from areal_lora.service.queue.rows import AdapterOperation, AdapterRow, Key, Quota, Tables, Verb
 from areal_lora.service.queue.store import Store
 from areal_lora.service.refused import RequestError, Unavailable, internal_error
 
@@ -145,7 +145,7 @@ class Writer:
         reached("service.decided")
         number = self._store.record(
             row,
-            Operation(
+            AdapterOperation(
                 tenant=row.tenant,
                 name=row.name,
                 incarnation=row.incarnation,

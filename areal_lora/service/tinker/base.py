@@ -10,7 +10,7 @@ from areal_lora.config.sizing.slots import served_targets
 from areal_lora.families.family import ATTENTION_LINEARS
 from areal_lora.service.queue.requests import Lora
 from areal_lora.service.refused import RequestError
-from areal_lora.service.tinker.bodies import LoraConfig, OptimizerConfig
+from areal_lora.service.tinker.bodies import LoraConfig, OptimizerBody
 
 ALPHA = 32.0
 """Of every model: the SDK names none."""
@@ -49,7 +49,7 @@ class Base:
             reason = f"{str(given)[:64]!r} is not the base of this run"
             raise RequestError(422, "base_model", reason, f"use {self.name}")
 
-    def lora(self, given: LoraConfig | None, optimizer: OptimizerConfig | None) -> Lora:
+    def lora(self, given: LoraConfig | None, optimizer: OptimizerBody | None) -> Lora:
         """The settings of a model. Raises RequestError."""
         if given is None:
             raise RequestError(422, "lora_config", "there is none: only adapters are trained", "send lora_config")
@@ -79,7 +79,7 @@ def _names(folder: Path) -> tuple[str, frozenset[str]]:
     return folder.resolve().name, frozenset(others)
 
 
-def check_optimizer(optimizer: OptimizerConfig | None) -> None:
+def check_optimizer(optimizer: OptimizerBody | None) -> None:
     if optimizer is not None and optimizer.type != "adamw":
         raise RequestError(422, "optimizer_config", f"{optimizer.type[:64]!r} is not supported", "use AdamW")
 

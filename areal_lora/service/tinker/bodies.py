@@ -29,16 +29,16 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     train_attn: bool = True
 
 
-class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class OptimizerBody(msgspec.Struct, frozen=True, kw_only=True):
     type: str = "adamw"
 
 
-class CreateModel(msgspec.Struct, frozen=True, kw_only=True):
+class CreateModelBody(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str
     model_seq_id: Count
     base_model: str
     lora_config: LoraConfig | None = None
-    optimizer_config: OptimizerConfig = OptimizerConfig()
+    optimizer_config: OptimizerBody = OptimizerBody()
     user_metadata: dict[str, Any] | None = None
 
 
@@ -55,7 +55,7 @@ class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     grad_clip_norm: float = 0.0
 
 
-class OptimStep(msgspec.Struct, frozen=True, kw_only=True):
+class OptimStepBody(msgspec.Struct, frozen=True, kw_only=True):
     """``optimizer_params`` are those of an optimizer other than AdamW."""
 
     model_id: str
@@ -73,7 +73,7 @@ class SaveWeights(msgspec.Struct, frozen=True, kw_only=True):
     user_metadata: dict[str, Any] | None = None
 
 
-class SaveForSampler(msgspec.Struct, frozen=True, kw_only=True):
+class SaveForSamplerBody(msgspec.Struct, frozen=True, kw_only=True):
     """Either ``path`` or ``sampling_session_seq_id``."""
 
     model_id: str
@@ -103,7 +103,7 @@ class LoadWeights(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None
     model_seq_id: Count | None = None
     base_model: str | None = None
-    optimizer_config: OptimizerConfig | None = None
+    optimizer_config: OptimizerBody | None = None
     weights_access_token: str | None = None
     user_metadata: dict[str, Any] | None = None
 

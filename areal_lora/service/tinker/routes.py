@@ -61,12 +61,12 @@ class Routes:
         json: dict[str, tuple[type[Any], JsonHandler]] = {
             "create_session": (bodies.CreateSession, self.create_session),
             "session_heartbeat": (bodies.OfSession, self.heartbeat),
-            "create_model": (bodies.CreateModel, self.create_model),
+            "create_model": (bodies.CreateModelBody, self.create_model),
             "unload_model": (bodies.OfModel, self.unload),
             "get_info": (bodies.OfModel, self.info),
-            "optim_step": (bodies.OptimStep, self.optim_step),
+            "optim_step": (bodies.OptimStepBody, self.optim_step),
             "save_weights": (bodies.SaveWeights, self.save),
-            "save_weights_for_sampler": (bodies.SaveForSampler, self.save_for_sampler),
+            "save_weights_for_sampler": (bodies.SaveForSamplerBody, self.save_for_sampler),
             "save_weights_external": (bodies.SaveExternal, self.save_external),
             "load_weights": (bodies.LoadWeights, self.load),
         }
@@ -119,7 +119,7 @@ class Routes:
         await self._queue.end_session(caller.tenant, request.path_params["session"])
         return answered({})
 
-    async def create_model(self, caller: Caller, body: bodies.CreateModel, mark: str) -> Response:
+    async def create_model(self, caller: Caller, body: bodies.CreateModelBody, mark: str) -> Response:
         self._base.check(body.base_model)
         lora, notes = self._base.lora(body.lora_config, body.optimizer_config), notes_of(body.user_metadata)
         action = requests.CreateModel(lora=lora, notes=notes)
@@ -156,7 +156,7 @@ class Routes:
         mark = fingerprint("pass", msgspec.msgpack.encode(what))
         return await self._submit(caller, found.model, found.seq, mark, requests.Train(what=what))
 
-    async def optim_step(self, caller: Caller, body: bodies.OptimStep, mark: str) -> Response:
+    async def optim_step(self, caller: Caller, body: bodies.OptimStepBody, mark: str) -> Response:
         try:
             what: OptimStep | Poison = _step(body)
         except RequestError as refused:
@@ -170,7 +170,7 @@ class Routes:
 
         return await self._submit(caller, body.model_id, body.seq_id, mark, _or_refuse(action))
 
-    async def save_for_sampler(self, caller: Caller, body: bodies.SaveForSampler, mark: str) -> Response:
+    async def save_for_sampler(self, caller: Caller, body: bodies.SaveForSamplerBody, mark: str) -> Response:
         def action() -> requests.ModelAction:
             return requests.SaveForSampler(
                 name=body.path,
@@ -240,7 +240,7 @@ async def _constant(answer: dict[str, Any], request: Request, caller: Caller, *,
     return answered(answer)
 
 
-def _step(body: bodies.OptimStep) -> OptimStep:
+def _step(body: bodies.OptimStepBody) -> OptimStep:
     if body.optimizer_params is not None or body.adam_params is None:
         raise RequestError(422, "optimizer_params", "only AdamW is supported", "send adam_params")
     values = msgspec.structs.asdict(sdk_decoded(body.adam_params, bodies.AdamParams))

@@ -21,7 +21,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int] = []
 
 
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
     chunks: list[Chunk]
 
 
@@ -45,7 +45,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     sampling_session_id: str
     seq_id: int
-    prompt: Prompt
+    prompt: PromptBody
     sampling_params: Settings
     num_samples: int = 1
     prompt_logprobs: bool | None = None

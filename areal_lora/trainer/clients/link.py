@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from areal_lora.checkpoint.files import Disk
-from areal_lora.checkpoint.saver import Save
+from areal_lora.checkpoint.saver import CheckpointSave
 from areal_lora.operations.backlog import Backlog
 from areal_lora.operations.link import TrainerEnd
 from areal_lora.operations.messages import (
@@ -172,7 +172,7 @@ class Clients:
                 del self._saves[ref.name]
                 self._send(self._backlog.end(ref.name, ref.version))
 
-    def kept(self, save: Save) -> None:
+    def kept(self, save: CheckpointSave) -> None:
         """A saved state is on the disk, or could not be written."""
         outcome: Outcome = StateResult(step=save.step, n_bytes=save.nbytes)
         if save.failed:

@@ -27,7 +27,7 @@ from areal_lora.distributed.store import CurveStore
 from areal_lora.distributed.store_server import StoreServer
 from areal_lora.errors import ConfigError, PublishError
 from areal_lora.processes.log import get_logger
-from areal_lora.weight_sync.link.backends import Backend, Seat, backend_of, delta, library_of
+from areal_lora.weight_sync.link.backends import Backend, GroupSeat, backend_of, delta, library_of
 from areal_lora.weight_sync.link.device_side import DeviceSide, PendingBroadcast
 from areal_lora.weight_sync.link.inbox import Inbox, Part, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.link.same_host import NO_CARD, SharedSegment, readable
@@ -285,7 +285,7 @@ def _member(
     factory = backend_of(endpoint.backend)
     left_s = max(deadline - time.monotonic(), 0.0)
     store.set_timeout(delta(left_s))
-    seat = Seat(
+    seat = GroupSeat(
         store=dist.PrefixStore(endpoint.token, store),
         rank=rank,
         world=endpoint.world,

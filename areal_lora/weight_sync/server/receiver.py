@@ -30,7 +30,7 @@ from areal_lora.weight_sync.layout import AdapterLayout, Shape
 from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.manifest import check_layout, check_successor
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.server.reception import PhaseTimer, Reception
 from areal_lora.weight_sync.tables import LayoutTables
 
@@ -236,9 +236,9 @@ class AdapterReceiver:
             result = timer.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
         except PublishError as e:
             _leave_at_once(groups)
-            result = timer.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))
+            result = timer.result(manifest.ref, slot, reason=RefusalReason.WIRE, detail=str(e))
         except Exception as e:  # fault boundary: whatever the engine raises must not leave the publish unanswered  # noqa: BLE001
-            result = timer.result(manifest.ref, slot, reason=Refusal.WRITE, detail=repr(e))
+            result = timer.result(manifest.ref, slot, reason=RefusalReason.WRITE, detail=repr(e))
         if isinstance(started, Exception):  # nothing was received, and how the bytes are cut may not be known
             _leave_at_once(groups)
         if not result.ok and written and slot is not None:
@@ -250,9 +250,11 @@ class AdapterReceiver:
         """Find the layout a manifest names. A new layout is kept even if ``_check`` refuses it afterwards."""
         known = self._known.pop(manifest.layout, None)
         if known is None and layout is None:
-            raise ManifestError(Refusal.UNKNOWN_LAYOUT, f"{manifest.ref} uses a layout that this server does not hold")
+            raise ManifestError(
+                RefusalReason.UNKNOWN_LAYOUT, f"{manifest.ref} uses a layout that this server does not hold"
+            )
         if layout is not None and layout.digest != manifest.layout:
-            raise ManifestError(Refusal.MALFORMED, f"{manifest.ref} names another layout than it brings")
+            raise ManifestError(RefusalReason.MALFORMED, f"{manifest.ref} names another layout than it brings")
         if known is None and layout is not None:
             while len(self._known) >= self._layouts:
                 del self._known[next(iter(self._known))]
@@ -275,10 +277,10 @@ class AdapterReceiver:
         sources = {s.source for s in layout.shards}
         if not sources <= groups.keys():
             raise ManifestError(
-                Refusal.MALFORMED, f"shards of source ranks {sorted(sources)}, joined groups {sorted(groups)}"
+                RefusalReason.MALFORMED, f"shards of source ranks {sorted(sources)}, joined groups {sorted(groups)}"
             )
         if slot is None:
-            raise ManifestError(Refusal.SLOT, f"no free adapter slot for {manifest.ref}")
+            raise ManifestError(RefusalReason.SLOT, f"no free adapter slot for {manifest.ref}")
         return known.plans, slot
 
     def _write(

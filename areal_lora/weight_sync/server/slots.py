@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from areal_lora.errors import ManifestError, UnknownVersionError
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 
 
 @dataclass(slots=True, kw_only=True)
-class Resident:
+class ResidentVersion:
     """A version in a slot; ``lora_id`` is 0 until it is active. ``in_use`` counts its running requests.
 
     An adapter that is dropped and published again has another ``incarnation``, a number that is never used twice.
@@ -47,22 +47,22 @@ class SlotTable:
         if n_slots < 2:
             raise ValueError(f"n_slots is {n_slots}; a successor needs a slot beside the version that serves")
         self._free = list(range(n_slots))
-        self._residents: dict[AdapterRef, Resident] = {}
-        self._left: list[Resident] = []  # of dropped adapters, with running requests
+        self._residents: dict[AdapterRef, ResidentVersion] = {}
+        self._left: list[ResidentVersion] = []  # of dropped adapters, with running requests
         self._incarnations: dict[str, int] = {}
         self._adapters, self._last_incarnation = adapters, 0
 
     def reserve(self, ref: AdapterRef) -> int:
         """Take a free slot for ``ref``. Raises ManifestError (``duplicate``, ``slot``)."""
         if ref in self._residents:
-            raise ManifestError(Refusal.DUPLICATE, f"{ref} is resident already; versions are immutable")
+            raise ManifestError(RefusalReason.DUPLICATE, f"{ref} is resident already; versions are immutable")
         if not self._may_take(ref.name):
             raise self.full(ref)
         slot = self._free.pop(0)
         if ref.name not in self._incarnations:
             self._last_incarnation += 1
             self._incarnations[ref.name] = self._last_incarnation
-        self._residents[ref] = Resident(ref=ref, slot=slot, incarnation=self._incarnations[ref.name])
+        self._residents[ref] = ResidentVersion(ref=ref, slot=slot, incarnation=self._incarnations[ref.name])
         return slot
 
     def held(self) -> Counter[str]:
@@ -84,7 +84,7 @@ class SlotTable:
     def full(self, ref: AdapterRef) -> ManifestError:
         """Make the refusal of ``ref`` for lack of a slot; it names what holds the slots."""
         held = ", ".join(f"{r.ref} ({r.in_use} running)" for r in [*self._residents.values(), *self._left])
-        return ManifestError(Refusal.SLOT, f"no free adapter slot for {ref}; held by {held}")
+        return ManifestError(RefusalReason.SLOT, f"no free adapter slot for {ref}; held by {held}")
 
     def activate(self, ref: AdapterRef, lora_id: int) -> None:
         """Make ``ref`` available to requests under the engine's ``lora_id`` (> 0, never reused)."""
@@ -98,13 +98,13 @@ class SlotTable:
         if not self.held()[ref.name]:
             del self._incarnations[ref.name]
 
-    def acquire(self, ref: AdapterRef) -> Resident:
+    def acquire(self, ref: AdapterRef) -> ResidentVersion:
         """Count a request in. Raises UnknownVersionError."""
         resident = self._active(ref)
         resident.in_use += 1
         return resident
 
-    def release(self, resident: Resident) -> None:
+    def release(self, resident: ResidentVersion) -> None:
         if resident.in_use == 0:
             raise ValueError(f"{resident.ref} was released more often than acquired")
         resident.in_use -= 1
@@ -123,7 +123,7 @@ class SlotTable:
         self._incarnations.pop(name, None)
         return sum(r.in_use for r in dropped)
 
-    def retire_left(self) -> list[Resident]:
+    def retire_left(self) -> list[ResidentVersion]:
         """Give back the slots of dropped adapters that no request uses."""
         retired = [r for r in self._left if not r.in_use]
         self._left = [r for r in self._left if r.in_use]
@@ -139,7 +139,7 @@ class SlotTable:
         """Return the incarnation of adapter ``name``; 0 if it has no version."""
         return self._incarnations.get(name, 0)
 
-    def retire(self, ref: AdapterRef, *, succeeded: bool = False) -> Resident:
+    def retire(self, ref: AdapterRef, *, succeeded: bool = False) -> ResidentVersion:
         """Give back the slot of an unused version that has a successor. Raises UnknownVersionError, ValueError.
 
         ``succeeded``: the version that is about to become active is its successor.
@@ -174,7 +174,7 @@ class SlotTable:
         versions = self._versions(name)
         return versions[-1] if versions else None
 
-    def resolve(self, model_name: str) -> Resident:
+    def resolve(self, model_name: str) -> ResidentVersion:
         """Find the version ``name@vN``, or the newest one of a bare adapter name. Raises UnknownVersionError."""
         newest = self.newest(model_name)
         if newest is not None:
@@ -200,19 +200,19 @@ class SlotTable:
     def _versions(self, name: str) -> list[AdapterRef]:
         return [ref for ref in self.active() if ref.name == name]
 
-    def _active(self, ref: AdapterRef) -> Resident:
+    def _active(self, ref: AdapterRef) -> ResidentVersion:
         resident = self._residents.get(ref)
         if resident is None or not resident.active:
             raise UnknownVersionError(self._missing(str(ref)))
         return resident
 
-    def _pending(self, ref: AdapterRef) -> Resident:
+    def _pending(self, ref: AdapterRef) -> ResidentVersion:
         resident = self._residents.get(ref)
         if resident is None or resident.active:
             raise ValueError(f"{ref} is not a reserved version awaiting activation")
         return resident
 
-    def _drop(self, resident: Resident) -> None:
+    def _drop(self, resident: ResidentVersion) -> None:
         del self._residents[resident.ref]
         self._free.append(resident.slot)
 

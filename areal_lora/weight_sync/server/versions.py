@@ -7,7 +7,7 @@ import math
 from areal_lora.errors import UnknownVersionError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply
-from areal_lora.weight_sync.server.slots import Resident, SlotTable
+from areal_lora.weight_sync.server.slots import ResidentVersion, SlotTable
 
 
 class ServedVersions:
@@ -27,7 +27,7 @@ class ServedVersions:
 
     def acquire(
         self, model: str, *, pinned: bool = False, or_newer: bool = False, incarnation: int | None = None
-    ) -> Resident:
+    ) -> ResidentVersion:
         """Count in a request for ``model``; ``or_newer``: for the newest version of its adapter, if not older.
 
         With ``pinned`` the pins on other versions of the adapter end. With ``incarnation`` an adapter that got the name
@@ -42,7 +42,7 @@ class ServedVersions:
                 self._unpin(other)
         return resident
 
-    def release(self, resident: Resident, pin_until: float | None = None) -> None:
+    def release(self, resident: ResidentVersion, pin_until: float | None = None) -> None:
         """Count a request out. With ``pin_until`` the version stays pinned until then, unless it was dropped."""
         if pin_until is not None and resident.incarnation == self.slots.incarnation(resident.ref.name):
             if resident.ref not in self._pins:
@@ -90,12 +90,12 @@ class ServedVersions:
     def end_turn(self) -> None:
         self._publishing = None
 
-    def retire(self, ref: AdapterRef, now: float) -> Resident:
+    def retire(self, ref: AdapterRef, now: float) -> ResidentVersion:
         """Free the slot of a version. Raises UnknownVersionError; ValueError if it is in use or the newest."""
         self.expire_pins(now)
         return self._retire(ref)
 
-    def make_room(self, incoming: str) -> list[Resident]:
+    def make_room(self, incoming: str) -> list[ResidentVersion]:
         """Retire unused versions of dropped adapters and those beyond ``keep``.
 
         If there are none, the oldest unused version of the adapter that holds most slots, of ``incoming`` on a tie.
@@ -107,7 +107,7 @@ class ServedVersions:
         most = max(unused, key=lambda ref: (held[ref.name], ref.name == incoming, -ref.version), default=None)
         return [] if most is None else [self._retire(most)]
 
-    def retire_before(self, incoming: AdapterRef, now: float) -> list[Resident]:
+    def retire_before(self, incoming: AdapterRef, now: float) -> list[ResidentVersion]:
         """Retire the versions that are beyond ``keep`` as soon as ``incoming`` is active. Raises ValueError if a
         version is in use that cannot be kept."""
         self.expire_pins(now)
@@ -129,7 +129,7 @@ class ServedVersions:
     def reply(self, ref: AdapterRef) -> PublishReply:
         return self._replies[ref]
 
-    def _retire(self, ref: AdapterRef, *, succeeded: bool = False) -> Resident:
+    def _retire(self, ref: AdapterRef, *, succeeded: bool = False) -> ResidentVersion:
         resident = self.slots.retire(ref, succeeded=succeeded)
         del self._replies[ref]
         return resident

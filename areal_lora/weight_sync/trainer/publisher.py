@@ -43,7 +43,7 @@ from areal_lora.weight_sync.trainer.packed_shard import Pack, PackedShard
 from areal_lora.weight_sync.trainer.report import PublishReport
 from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, Role, StartOutcome, WaitOutcome
 from areal_lora.weight_sync.trainer.source_group import SourceGroup
-from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, Finish, Sent, Wait, Yield, agree
+from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, FinishPublish, Sent, Wait, Yield, agree
 
 log = get_logger(__name__)
 
@@ -249,7 +249,7 @@ class Publisher:
                     if not intact:
                         raise failure.error()
                     return failure.error()
-                case Finish(report=report):
+                case FinishPublish(report=report):
                     # The controller may be away for longer than other ranks would wait: they have received the step.
                     self._role.conclude(job)
                     return report

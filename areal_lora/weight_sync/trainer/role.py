@@ -7,7 +7,7 @@ Attempt: form groups             invite: POST /admin/join to members     -
 decide(AttemptOutcome(results))  judge servers and ranks, share          receive
 Yield: another adapter's publish goes ahead, then decide(WaitOutcome)
 Wait: decide(WaitOutcome)        look for servers, share                 receive
-Finish                           conclude: report the active version     -
+FinishPublish                    conclude: report the active version     -
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def test_receivers_on_the_same_machine_find_the_same_parts_as_others(backend, re
 @pytest.mark.parametrize("who", ["a receiver elsewhere", "a receiver that may not look", "a source elsewhere"])
 def test_one_member_that_cannot_read_the_source_has_the_bytes_sent_to_all(monkeypatch, who):
     """Each member is a thread here; one of them is told that it is at another place, or may not open the memory."""
-    chosen, place, window = threading.local(), same_host._place, same_host.Window
+    chosen, place, window = threading.local(), same_host._place, same_host.MappedSegment
 
     def other_place():
         return b"another machine!" if vars(chosen) and who != "a receiver that may not look" else place()
@@ -308,7 +308,7 @@ def test_one_member_that_cannot_read_the_source_has_the_bytes_sent_to_all(monkey
         return window(signal)
 
     monkeypatch.setattr(same_host, "_place", other_place)
-    monkeypatch.setattr(same_host, "Window", closed_window)
+    monkeypatch.setattr(same_host, "MappedSegment", closed_window)
 
     def join_oddly(rank):
         chosen.it = True

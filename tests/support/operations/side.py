@@ -20,7 +20,7 @@ import yaml
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
-from areal_lora.checkpoint.store import Store
+from areal_lora.checkpoint.store import CheckpointStore
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import joined
@@ -148,7 +148,7 @@ class Side:
         self.servers: Any = Servers(self.clients.active)
         self.recorder = Recorder(self.folder, [], {}, time.monotonic())
         committed = partial(_commit, SimpleNamespace(commit=lambda *_: None), self.clients)  # type: ignore[arg-type]
-        store = Store(self.folder, SoloExchange(), self.disk)
+        store = CheckpointStore(self.folder, SoloExchange(), self.disk)
         self.saver = Saver(store=store, config=self.config.checkpoint, committed=committed, kept=self.clients.kept)
         controller: Any = SimpleNamespace(next_work=self._next_work, end=lambda *_: None)
         rank_0 = Rank0(

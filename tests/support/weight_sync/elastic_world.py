@@ -29,14 +29,14 @@ from areal_lora.rollout.controller.runtime import Capacity
 from areal_lora.rollout.routing import Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.messages import JoinReply, PingReply, PublishReply, ServerEndpoint
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.seal import adapter_digest
 from areal_lora.weight_sync.trainer import fleet, job, leader, membership, roster
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import WATCH_S
 from areal_lora.weight_sync.trainer.report import PublishReport
 from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, StartOutcome, WaitOutcome
-from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, Finish, Sent, Wait
+from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, FinishPublish, Sent, Wait
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, episode, feed, stream
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, share, values
@@ -312,7 +312,7 @@ class World:
         crashed = self.happened["crashed"]
         while True:
             match self.leader.decide(made, event, SoloExchange()):
-                case Finish(report=report):
+                case FinishPublish(report=report):
                     self.leader.conclude(made)
                     break
                 case Fail(failure=failure):
@@ -350,7 +350,7 @@ class World:
             if server in broken:
                 post.set_exception(PublishError("no answer"))
             elif broken and self.rng.random() < 0.5:
-                post.set_exception(ManifestError(Refusal.WIRE, "connection closed by peer"))
+                post.set_exception(ManifestError(RefusalReason.WIRE, "connection closed by peer"))
             else:
                 found.refs = [*[r for r in found.refs if r != made.ref][1 - KEEP :], made.ref]
                 post.set_result(PublishReply(ref=str(made.ref), digest=digest, phases={}))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_lora.service.inbox import Inbox
+from areal_lora.service.inbox import FolderInbox
 from areal_lora.service.refused import RequestError, Unavailable
 
 
@@ -33,16 +33,16 @@ def taken() -> Taken:
 
 
 @pytest.fixture
-def inbox(tmp_path: Path, taken: Taken) -> Inbox:
-    return Inbox(tmp_path / "an inbox", taken)
+def inbox(tmp_path: Path, taken: Taken) -> FolderInbox:
+    return FolderInbox(tmp_path / "an inbox", taken)
 
 
-def looks(inbox: Inbox, times: int = 2) -> None:
+def looks(inbox: FolderInbox, times: int = 2) -> None:
     for _ in range(times):
         asyncio.run(inbox.look())
 
 
-def test_a_file_is_taken_in_and_moved(inbox: Inbox, taken: Taken, tmp_path: Path) -> None:
+def test_a_file_is_taken_in_and_moved(inbox: FolderInbox, taken: Taken, tmp_path: Path) -> None:
     folder = tmp_path / "an inbox"
     (folder / "one.yaml").write_text("name: one\nrank: 4\n")
     (folder / "notes.txt").write_text("no adapter")
@@ -57,7 +57,7 @@ def test_a_file_is_taken_in_and_moved(inbox: Inbox, taken: Taken, tmp_path: Path
 
 @pytest.mark.parametrize("text", ["name: [", "- a\n- b\n", "name: bad\n", "name: a\nname: b\n"])
 def test_a_refused_file_has_the_reason_beside_it_and_is_tried_once(
-    text: str, inbox: Inbox, taken: Taken, tmp_path: Path
+    text: str, inbox: FolderInbox, taken: Taken, tmp_path: Path
 ) -> None:
     folder = tmp_path / "an inbox"
     (folder / "one.yaml").write_text(text)
@@ -73,12 +73,12 @@ def test_a_refused_file_has_the_reason_beside_it_and_is_tried_once(
     assert sorted(path.name for path in folder.iterdir()) == ["accepted"]
 
 
-def test_one_file_is_one_request_and_a_new_file_is_another(inbox: Inbox, taken: Taken, tmp_path: Path) -> None:
+def test_one_file_is_one_request_and_a_new_file_is_another(inbox: FolderInbox, taken: Taken, tmp_path: Path) -> None:
     """After a crash the same file actions under the same key; a file that is dropped later does not."""
     folder = tmp_path / "an inbox"
     (folder / "one.yaml").write_text("name: bad\n")
     looks(inbox)
-    looks(Inbox(folder, taken))
+    looks(FolderInbox(folder, taken))
     assert len(taken.requests) == 2
     assert len(set(taken.requests)) == 1
     (folder / "one.yaml").rename(tmp_path / "old")
@@ -87,14 +87,14 @@ def test_one_file_is_one_request_and_a_new_file_is_another(inbox: Inbox, taken: 
     assert len(set(taken.requests)) == 2
 
 
-def test_links_are_not_followed(inbox: Inbox, taken: Taken, tmp_path: Path) -> None:
+def test_links_are_not_followed(inbox: FolderInbox, taken: Taken, tmp_path: Path) -> None:
     (tmp_path / "elsewhere.yaml").write_text("name: one\n")
     (tmp_path / "an inbox" / "one.yaml").symlink_to(tmp_path / "elsewhere.yaml")
     looks(inbox, 3)
     assert not taken.requests
 
 
-def test_a_file_waits_while_the_service_cannot_write(inbox: Inbox, tmp_path: Path) -> None:
+def test_a_file_waits_while_the_service_cannot_write(inbox: FolderInbox, tmp_path: Path) -> None:
     (tmp_path / "an inbox" / "one.yaml").write_text("name: one\n")
     outcomes = [Unavailable(507, "the disk is full"), None]
 
@@ -102,7 +102,7 @@ def test_a_file_waits_while_the_service_cannot_write(inbox: Inbox, tmp_path: Pat
         if (error := outcomes.pop(0)) is not None:
             raise error
 
-    waiting = Inbox(tmp_path / "an inbox", take_in)
+    waiting = FolderInbox(tmp_path / "an inbox", take_in)
     looks(waiting)
     assert not list((tmp_path / "an inbox").glob("*.error"))
     looks(waiting, 1)

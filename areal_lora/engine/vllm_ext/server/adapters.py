@@ -32,7 +32,7 @@ from areal_lora.engine.vllm_ext.server.gate import Gate
 from areal_lora.engine.vllm_ext.worker.channel import (
     CommandDone,
     Forget,
-    Join,
+    JoinCommand,
     Ping,
     Receive,
     ReceiveResult,
@@ -45,7 +45,7 @@ from areal_lora.processes.watched import watched_task
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import PING_S, JoinRequest, PublishReply, StageResult
-from areal_lora.weight_sync.server.slots import Resident
+from areal_lora.weight_sync.server.slots import ResidentVersion
 from areal_lora.weight_sync.server.transaction import (
     AwaitRelease,
     Commit,
@@ -190,7 +190,7 @@ class ServedAdapters:
         deadline = _deadline(request.timeout_s, came)
         async with self._turn("a join", deadline):
             left = msgspec.structs.replace(request, timeout_s=max(deadline - time.monotonic(), 0.0))
-            answers = await self._channel.call(Join(request=left), CommandDone, left.timeout_s + GRACE_S)
+            answers = await self._channel.call(JoinCommand(request=left), CommandDone, left.timeout_s + GRACE_S)
         errors = [f"worker {w}: {a.error}" for w, a in enumerate(answers) if a.error]
         if errors:
             raise PublishError("; ".join(errors))
@@ -345,7 +345,7 @@ class ServedAdapters:
         self._leaving.update(*(left for _, left in answers))
         return max(stall for stall, _ in answers)
 
-    async def _forget(self, retired: list[Resident]) -> None:
+    async def _forget(self, retired: list[ResidentVersion]) -> None:
         _log_retired(retired)
         if retired:
             await self._retire([r.lora_id for r in retired])
@@ -372,7 +372,7 @@ class ServedAdapters:
             raise PublishError(f"{method} failed in the engine: {e!r}; see the server's log") from e
 
 
-def _log_retired(retired: list[Resident]) -> None:
+def _log_retired(retired: list[ResidentVersion]) -> None:
     for resident in retired:
         log.info("%s retired from slot %d", resident.ref, resident.slot)
 

@@ -41,7 +41,7 @@ WIRE = Wire(
 )
 
 
-class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
+class JoinCommand(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
     request: JoinRequest
 
 
@@ -70,7 +70,7 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
 
 
 class CommandDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Answer to ``Join``, ``Forget`` and ``Ping``; ``error`` is empty on success."""
+    """Answer to ``JoinCommand``, ``Forget`` and ``Ping``; ``error`` is empty on success."""
 
     error: str = ""
 
@@ -81,7 +81,7 @@ class ReceiveResult(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
     result: StageResult
 
 
-Command = Join | Receive | Forget | Ping
+Command = JoinCommand | Receive | Forget | Ping
 WorkerAnswer = CommandDone | ReceiveResult
 A = TypeVar("A", CommandDone, ReceiveResult)
 

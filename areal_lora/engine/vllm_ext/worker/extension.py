@@ -6,7 +6,7 @@ RPC; all other work is a command to a background thread (``channel``)::
 
     server                      background thread              between two steps
     al_setup, al_describe       starts
-    Join    ----------------->  thread, low priority: join the trainers' groups
+    JoinCommand ------------->  thread, low priority: join the trainers' groups
     Receive ----------------->  thread: receive, write, verify
     Forget  ----------------->  an adapter was dropped
     Ping    ----------------->  at once
@@ -41,7 +41,7 @@ from areal_lora.engine.vllm_ext.worker.channel import (
     CommandDone,
     CommandThread,
     Forget,
-    Join,
+    JoinCommand,
     Ping,
     Receive,
     ReceiveResult,
@@ -58,7 +58,7 @@ from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.layout import Payload
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import JoinRequest, StageResult
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 
 NICE = 10
@@ -175,15 +175,15 @@ class _WorkerAdapters:
                     self._last_staged = None
                 self._receiver.forget(name)
                 respond(CommandDone())
-            case Join() if self._joining:
+            case JoinCommand() if self._joining:
                 respond(CommandDone(error="still joining the groups of the previous request"))
-            case Join(request=request):
+            case JoinCommand(request=request):
                 self._joining = True
                 threading.Thread(target=self._join, args=(request, respond), name="join", daemon=True).start()
             case Receive() if self._joining or self._respond is not None:
-                respond(_unstaged(command, Refusal.WIRE, "this worker is busy with another transfer"))
+                respond(_unstaged(command, RefusalReason.WIRE, "this worker is busy with another transfer"))
             case Receive() if time.monotonic() >= command.deadline:
-                respond(_unstaged(command, Refusal.WIRE, "the command reached this worker after its deadline"))
+                respond(_unstaged(command, RefusalReason.WIRE, "the command reached this worker after its deadline"))
             case Receive():
                 self._respond = respond
                 self._receive(command)
@@ -199,7 +199,7 @@ class _WorkerAdapters:
         except ManifestError as e:
             self._answer(_unstaged(command, e.reason, e.detail))
         except PublishError as e:
-            self._answer(_unstaged(command, Refusal.WIRE, str(e)))
+            self._answer(_unstaged(command, RefusalReason.WIRE, str(e)))
 
     def _staged(self, result: StageResult) -> None:
         if result.ok:

@@ -9,7 +9,7 @@ import pytest
 from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import SERVER, TRAINER, ProcessSpec
 from areal_lora.launcher.restarts import to_blame
-from areal_lora.launcher.slurm.causes import Records, causes
+from areal_lora.launcher.slurm.causes import TaskRecords, causes
 
 RANKS = tuple(ProcessSpec(role=TRAINER, index=i, argv=("x",), env={}, node=i) for i in range(3))
 ONE = (ProcessSpec(role=SERVER, index=4, argv=("x",), env={}, node=2),)
@@ -27,7 +27,7 @@ def ended(
     return causes(
         specs,
         {spec.name: f"n{spec.node}" for spec in specs},
-        Records(codes=codes, started=frozenset(names if started else ()), first=first),
+        TaskRecords(codes=codes, started=frozenset(names if started else ()), first=first),
         srun_code=srun,
         lost=lost,
         logs={name: Path(name) for name in names},

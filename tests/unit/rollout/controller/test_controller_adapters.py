@@ -19,7 +19,7 @@ from areal_lora.rollout.controller import controller as controller_module
 from areal_lora.rollout.controller import retries
 from areal_lora.rollout.controller.admission import Claim
 from areal_lora.rollout.controller.controller import Controller, JoinedAdapter
-from areal_lora.rollout.controller.groups import Tally
+from areal_lora.rollout.controller.groups import GroupTally
 from areal_lora.rollout.ledger.file import LedgerError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
@@ -210,7 +210,7 @@ def test_a_ledger_that_cannot_be_written_is_no_fault_of_the_adapter_whose_lease_
         raise LedgerError("ledger.sqlite: disk is full")
 
     runtime: Any = SimpleNamespace(
-        feed=SimpleNamespace(expire_overdue=expire_overdue, groups=SimpleNamespace(tally=Tally())),
+        feed=SimpleNamespace(expire_overdue=expire_overdue, groups=SimpleNamespace(tally=GroupTally())),
         claim=lambda weight: Claim(sequences=1, groups=1, weight=weight),
         fail=lambda reason: pytest.fail(reason),
     )
@@ -226,7 +226,7 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
 
     def runtime(name: str) -> Any:
         tasks: dict[int, asyncio.Task[None]] = {}
-        groups = SimpleNamespace(tally=Tally(), running=())
+        groups = SimpleNamespace(tally=GroupTally(), running=())
         feed = SimpleNamespace(name=name, newest=-1, groups=groups, end=lambda: None)
         places = SimpleNamespace(trainer_waits=lambda waits: None)
         return SimpleNamespace(

@@ -36,7 +36,7 @@ from areal_lora.operations.messages import (
     ToTrainer,
     ends_window,
 )
-from areal_lora.operations.outbox import Windows
+from areal_lora.operations.outbox import SendWindows
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.requests import Answer, ModelAction, Pending, Save, Train
 from areal_lora.service.queue.retention import seal
@@ -98,7 +98,7 @@ class Exchange(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger, self.trainer, self.windows = Ledger(), Executor(), Windows()
+        self.ledger, self.trainer, self.windows = Ledger(), Executor(), SendWindows()
         self.model, self.adapter = self.ledger.model()
         self.script: dict[int, ModelAction] = {}
         self.answers: dict[int, Answer] = {}
@@ -161,7 +161,7 @@ class Exchange(RuleBasedStateMachine):
     @rule()
     def service_is_killed(self) -> None:
         """Its file stays. What was on the way is lost in both directions."""
-        self.windows = Windows()
+        self.windows = SendWindows()
         self.to_trainer, self.to_service = deque([ServiceHello()]), deque()
 
     # ------------------------------------------------------------ both
@@ -198,7 +198,7 @@ class Exchange(RuleBasedStateMachine):
         self.to_trainer, self.to_service = deque([ServiceHello()]), deque()
         begun = self.trainer.begin(self.adapter)
         self.to_service.extend(begun if told else [])
-        self.windows = Windows() if not told else self.windows
+        self.windows = SendWindows() if not told else self.windows
 
     # ------------------------------------------------------------ what must hold
 

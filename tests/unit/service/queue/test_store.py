@@ -14,7 +14,7 @@ import pytest
 from areal_lora.errors import ConfigError, RecordError
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue.lifecycle import AdapterRequest, change, create
-from areal_lora.service.queue.rows import AdapterRow, Key, Operation, Quota, Tables, Verb, digest_of
+from areal_lora.service.queue.rows import AdapterOperation, AdapterRow, Key, Quota, Tables, Verb, digest_of
 from areal_lora.service.queue.store import Store
 from areal_lora.service.refused import RequestError, Unavailable
 
@@ -33,8 +33,8 @@ def opened(folder: Path) -> Store:
     return store
 
 
-def operation(row: AdapterRow, verb: Verb, request: str = "", fingerprint: str = "f") -> Operation:
-    return Operation(
+def operation(row: AdapterRow, verb: Verb, request: str = "", fingerprint: str = "f") -> AdapterOperation:
+    return AdapterOperation(
         tenant=row.tenant,
         name=row.name,
         incarnation=row.incarnation,

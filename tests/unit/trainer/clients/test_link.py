@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.checkpoint.saver import Save
+from areal_lora.checkpoint.saver import CheckpointSave
 from areal_lora.operations.link import TrainerEnd
 from areal_lora.operations.messages import (
     DropState,
@@ -188,7 +188,9 @@ def test_a_saved_state_is_said_when_it_is_on_the_disk_or_is_not(link: Link, fail
     link.clients.keeps(link.next().operation)
     reason = "/run/states/a.1/.x: No space left on device"
     ref = AdapterRef(name="a.1", version=0)
-    link.clients.kept(Save(ref=ref, step=4, label="x", failed=failed, reason=reason if failed else "", nbytes=70))
+    link.clients.kept(
+        CheckpointSave(ref=ref, step=4, label="x", failed=failed, reason=reason if failed else "", nbytes=70)
+    )
     fix = "free disk space or repair the disk, then save again"
     lost = OperationFailure(reason=f"{reason} (fix: {fix})", by_client=False)
     assert link.hears(1) == (lost if failed else StateResult(step=4, n_bytes=70))
@@ -228,7 +230,7 @@ def test_one_that_leaves_fails_what_has_no_final_outcome_and_what_comes(link: Li
     gone = OperationFailure(reason="it has failed", by_client=False)
     assert [link.hears(n) for n in (1, 2, 3, 4)] == [SCORED, gone, gone, gone]
     link.clients.durable(AdapterRef(name="a.1", version=2))
-    link.clients.kept(Save(ref=AdapterRef(name="a.1", version=2), label="x"))
+    link.clients.kept(CheckpointSave(ref=AdapterRef(name="a.1", version=2), label="x"))
     link.clients.active(AdapterRef(name="a.1", version=2))
     link.client.begin("a.1", PASS)
     link.until(lambda: 5 in link.client.outcomes("a.1"))

@@ -15,7 +15,7 @@ import pytest
 
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.state import MANIFEST_FILE, PARTS
-from areal_lora.checkpoint.store import Store
+from areal_lora.checkpoint.store import CheckpointStore
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError
 from areal_lora.operations.messages import LoadState, OperationFailure, StateResult
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def save(folder: RunFolder, version: int = 1, label: str = "one", disk: Disk | None = None) -> int:
-    return Store(folder, SoloExchange(), disk or Disk()).keep(snapshot_of(version, 0), label)
+    return CheckpointStore(folder, SoloExchange(), disk or Disk()).keep(snapshot_of(version, 0), label)
 
 
 def step_of(folder: RunFolder, label: str = "one") -> int:

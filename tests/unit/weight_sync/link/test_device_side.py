@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link import backends, device_side, groups
-from areal_lora.weight_sync.link.backends import Backend, Seat
+from areal_lora.weight_sync.link.backends import Backend, GroupSeat
 from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, GroupListener, join_group
 from areal_lora.weight_sync.messages import SourceEndpoint
 from tests.support.weight_sync.recorded_lane import RecordedLane
@@ -133,7 +133,7 @@ def test_a_communicator_that_does_not_form_is_left_at_the_deadline(monkeypatch: 
     made: dict[int, Library] = {}
     end = threading.Event()
 
-    def lazy(seat: Seat) -> Backend:
+    def lazy(seat: GroupSeat) -> Backend:
         library = made[seat.rank] = Library([])
         library._first = lambda: (library.aborted if seat.rank == 0 else end).wait(LONG_S)
         return Backend(library, RecordedLane(library.calls, CPU), timed_from_issue=True)

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from areal_lora.errors import ManifestError, UnknownVersionError
-from areal_lora.weight_sync.manifest import Refusal
+from areal_lora.weight_sync.manifest import RefusalReason
 from areal_lora.weight_sync.server.slots import SlotTable
 from tests.support.weight_sync.helpers import ref
 
@@ -81,10 +81,10 @@ def test_full_and_duplicate_are_refusals():
     t = table(0, 1, n_slots=2)
     with pytest.raises(ManifestError, match="a@v0") as e:
         t.reserve(ref(2))
-    assert e.value.reason == Refusal.SLOT
+    assert e.value.reason == RefusalReason.SLOT
     with pytest.raises(ManifestError) as e:
         t.reserve(ref(1))
-    assert e.value.reason == Refusal.DUPLICATE
+    assert e.value.reason == RefusalReason.DUPLICATE
 
 
 @pytest.mark.parametrize("name", ["a@v9", "b", "", "a@", "a@vx", "@v0"])
@@ -143,7 +143,7 @@ def test_an_adapter_that_holds_more_than_another_leaves_the_last_slot(held, name
         return
     with pytest.raises(ManifestError, match=r"a@v0 \(1 running\)") as e:
         t.reserve(ref(version, name))
-    assert e.value.reason == Refusal.SLOT
+    assert e.value.reason == RefusalReason.SLOT
 
 
 def test_every_adapter_gets_its_first_version_whatever_the_others_do():
