@@ -80,17 +80,17 @@ def conversation_of(
 
 
 def _asked(exchange: ChatExchange) -> RequestRecord:
-    ask = exchange.answered.ask
+    request = exchange.answered.request
     answers = [
         AnswerRecord(turn=reply.turn, finish_reason=reply.finish_reason, conversation=at, begin=begin, end=end)
         for reply, (at, begin, end) in zip(exchange.answered.replies, exchange.spans, strict=True)
     ]
     return RequestRecord(
         known=exchange.known,
-        turns=list((ask.turns or ())[exchange.known :]),
-        tools=[] if exchange.known else ask.tools,  # the same as before, else it would not continue
+        turns=list((request.turns or ())[exchange.known :]),
+        tools=[] if exchange.known else request.tools,  # the same as before, else it would not continue
         answers=answers,
-        prompt=ask.prompt if ask.turns is None else None,
+        prompt=request.prompt if request.turns is None else None,
     )
 
 

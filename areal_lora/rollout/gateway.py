@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from areal_lora.network.http_server import BodyLimit, HttpServer, task_unless_disconnected
 from areal_lora.processes.watched import watched_task
-from areal_lora.rollout.agent_api.asking import Ask, sse
+from areal_lora.rollout.agent_api.asking import SamplingRequest, sse
 from areal_lora.rollout.agent_api.chat import parse_chat, parse_text, reply_body, reply_events
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, error_body
 from areal_lora.rollout.agent_api.responses import parse_response, response_body, response_events, response_id
@@ -105,7 +105,7 @@ async def _stop(server: HttpServer, serving: asyncio.Task[None]) -> None:
     await serving
 
 
-async def _completions(session: Session, request: Request, *, parse: Callable[[Body], Ask]) -> Response:
+async def _completions(session: Session, request: Request, *, parse: Callable[[Body], SamplingRequest]) -> Response:
     body = await _checked_body(session, request)
     answered = await session.answer(parse(body))
     if body.get("stream"):

@@ -38,7 +38,7 @@ LINES = {
     "operations": 652,
     "platforms": 130,
     "processes": 361,
-    "rollout": 7071,
+    "rollout": 7075,
     "run_folder": 1192,
     "service": 6539,
     "tasks": 3635,
@@ -53,7 +53,7 @@ LIMITS: dict[str, float] = {
     "class names used twice": 2,
     "file names used twice": 49,
     "participles as class names": 2,
-    "register words per 1,000 lines": 3.29,
+    "register words per 1,000 lines": 1.71,
     "broad excepts per 1,000 lines": 0.78,
     "longest file": 430,
 }

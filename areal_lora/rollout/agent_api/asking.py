@@ -18,7 +18,7 @@ MAX_TOP_LOGPROBS = 20  # OpenAI's limit, and vLLM's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class SamplingRequest:
     """``turns`` of a chat, or else a ``prompt``. ``tools`` are those that the prompt names, in the chat format."""
 
     model: str
@@ -58,7 +58,7 @@ class CompletedRequest:
     """``number`` counts the session's requests."""
 
     number: int
-    ask: Ask
+    request: SamplingRequest
     prompt_ids: list[int]
     replies: list[SampledReply]
 

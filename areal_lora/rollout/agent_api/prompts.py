@@ -1,6 +1,6 @@
 """From the messages of a request to the tokens of its prompt; what was sampled is never tokenized again.
 
-Where messages begin with those of an earlier request and its answer, the prompt begins with the earlier prompt's tokens
+Where messages start with those of an earlier request and its answer, the prompt starts with the earlier prompt's tokens
 and the sampled ones. Only what the chat template writes after them is new::
 
     earlier tokens, sampled ones | end of the assistant's turn | tool's message | begin of the next turn
@@ -17,7 +17,7 @@ from typing import Any
 
 from areal_lora.data.formatting import Formatter
 from areal_lora.errors import ConfigError
-from areal_lora.rollout.agent_api.asking import Ask, SampledReply
+from areal_lora.rollout.agent_api.asking import SampledReply, SamplingRequest
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
 from areal_lora.rollout.agent_api.turns import Turn
 
@@ -35,11 +35,11 @@ class KnownTurns:
     token_ids: list[int]
     spelt: tuple[str, str]
 
-    def begins(self, ask: Ask) -> bool:
-        assert ask.turns is not None
-        given = ask.turns[: len(self.turns)]
+    def starts(self, request: SamplingRequest) -> bool:
+        assert request.turns is not None
+        given = request.turns[: len(self.turns)]
         return (
-            self.tools == ask.tools
+            self.tools == request.tools
             and len(given) == len(self.turns)
             and all(mine.same(theirs) for mine, theirs in zip(self.turns, given, strict=True))
         )
@@ -53,42 +53,44 @@ class Prompts:
     _known: list[KnownTurns] = field(default_factory=list)
     _texts: dict[str, list[int]] = field(default_factory=dict)  # of plain prompts and their answers
 
-    def token_ids(self, ask: Ask) -> list[int]:
+    def token_ids(self, request: SamplingRequest) -> list[int]:
         """Tokens [P] of the request's prompt. Raises AgentRequestError."""
-        if ask.turns is not None:
-            return self._of_turns(ask, ask.turns)
-        if isinstance(ask.prompt, list):
-            return ask.prompt
-        known = max((t for t in self._texts if ask.prompt.startswith(t)), key=len, default="")
-        rest = self.formatter.tokenizer.encode(ask.prompt[len(known) :], add_special_tokens=not known)
+        if request.turns is not None:
+            return self._of_turns(request, request.turns)
+        if isinstance(request.prompt, list):
+            return request.prompt
+        known = max((t for t in self._texts if request.prompt.startswith(t)), key=len, default="")
+        rest = self.formatter.tokenizer.encode(request.prompt[len(known) :], add_special_tokens=not known)
         return self._texts.get(known, []) + rest
 
-    def continued(self, ask: Ask) -> int:
+    def continued(self, request: SamplingRequest) -> int:
         """How many of the request's turns are those of an earlier request and its answer."""
-        known = self._longest(ask)
+        known = self._longest(request)
         return len(known.turns) if known is not None else 0
 
-    def answered(self, ask: Ask, prompt_ids: list[int], reply: SampledReply) -> None:
+    def answered(self, request: SamplingRequest, prompt_ids: list[int], reply: SampledReply) -> None:
         """Keep the tokens of an answer for requests that continue it."""
         sampled, decode = reply.sampled.token_ids, self.formatter.tokenizer.decode
         ids, raw = prompt_ids + sampled, decode(sampled, skip_special_tokens=False)
-        if ask.turns is not None:
+        if request.turns is not None:
             spelt = raw, decode(sampled[:-1], skip_special_tokens=False)
-            self._known.append(KnownTurns(turns=(*ask.turns, reply.turn), tools=ask.tools, token_ids=ids, spelt=spelt))
-        elif isinstance(ask.prompt, str):
-            self._texts[ask.prompt + raw] = ids
+            self._known.append(
+                KnownTurns(turns=(*request.turns, reply.turn), tools=request.tools, token_ids=ids, spelt=spelt)
+            )
+        elif isinstance(request.prompt, str):
+            self._texts[request.prompt + raw] = ids
 
-    def _longest(self, ask: Ask) -> KnownTurns | None:
-        fitting = (known for known in self._known if ask.turns is not None and known.begins(ask))
+    def _longest(self, request: SamplingRequest) -> KnownTurns | None:
+        fitting = (known for known in self._known if request.turns is not None and known.starts(request))
         return max(fitting, key=lambda known: len(known.turns), default=None)
 
-    def _of_turns(self, ask: Ask, turns: tuple[Turn, ...]) -> list[int]:
+    def _of_turns(self, request: SamplingRequest, turns: tuple[Turn, ...]) -> list[int]:
         if not self.formatter.tokenizer.chat_template:
             raise AgentRequestError(400, "this model's tokenizer has no chat template; use /v1/completions")
-        text = self._text(turns, ask.tools, last=True)
-        if ask.tools and text == self._text(turns, [], last=True):
+        text = self._text(turns, request.tools, last=True)
+        if request.tools and text == self._text(turns, [], last=True):
             raise refuse("tools", "the model's chat template does not write tools, so the model would not know of them")
-        known = self._longest(ask)
+        known = self._longest(request)
         if known is not None and (after := self._after(known, text)) is not None:
             rest = self.formatter.tokenizer.encode(after, add_special_tokens=False)
             return known.token_ids + self.formatter.without_end(rest, known.token_ids)

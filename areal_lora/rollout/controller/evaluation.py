@@ -115,7 +115,7 @@ class Evaluator:
         sampling, prefill = chosen.sampling, chosen.formatter.prefill
         prompts = chosen.held_out.token_ids[part]
 
-        async def ask() -> list[GreedyAnswer]:
+        async def measure() -> list[GreedyAnswer]:
             async with share.take(len(prompts)):
                 return await self.client.greedy(
                     ref,
@@ -125,7 +125,7 @@ class Evaluator:
                     stop=sampling.stop or None,
                 )
 
-        answers = await _patiently(ask)
+        answers = await _patiently(measure)
         items = [
             ScoreItem.of(s, a.text, n_tokens=a.n_tokens, finish_reason=a.finish_reason, prefill=prefill)
             for s, a in zip(chosen.held_out.samples[part], answers, strict=True)
@@ -158,12 +158,12 @@ class Evaluator:
         workflow = self.workflows[chosen.name]
         seed = problem_seed(self.seed, chosen.name, prompt.uid)
 
-        async def ask() -> list[ScoredAnswer]:
+        async def measure() -> list[ScoredAnswer]:
             async with share.take(chosen.config.n_samples):
                 return given_answers(chosen, prompt, ref, await workflow.run(prompt, ref, seed))
 
         try:
-            return await _patiently(ask)
+            return await _patiently(measure)
         except GenerationFault as fault:
             if fault.kind not in USER_FAULTS:
                 raise
@@ -176,12 +176,12 @@ def problem_seed(run_seed: int, name: str, uid: str) -> int:
     return int.from_bytes(blake2b(f"{run_seed}:{name}:{uid}".encode(), digest_size=4).digest(), "little") >> 1
 
 
-async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
+async def _patiently(measure: Callable[[], Awaitable[T]]) -> T:
     """Repeat what may succeed later; raises the last GenerationFault."""
     failures = user_failures = 0
     while True:
         try:
-            return await ask()
+            return await measure()
         except GenerationFault as fault:
             # A dead server is restarted; a retired version is not restored.
             failures += fault.kind is not FaultKind.CONNECTION
