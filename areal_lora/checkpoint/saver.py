@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from areal_lora.checkpoint.store import CheckpointStore, Snapshot
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore, Snapshot
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError, PublishError
 from areal_lora.processes.log import get_logger

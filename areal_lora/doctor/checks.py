@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from statistics import median
 
 from areal_lora.config.models import Config
-from areal_lora.doctor.facts import BandwidthFacts, CanaryFacts, DoctorFacts, FolderFacts, NodeFacts, RoleFacts
-from areal_lora.doctor.findings import DoctorFinding, fail, note, ok
-from areal_lora.doctor.versions import version_findings
+from areal_lora.doctor.doctor_findings import DoctorFinding, fail, note, ok
+from areal_lora.doctor.machine_facts import BandwidthFacts, CanaryFacts, DoctorFacts, FolderFacts, NodeFacts, RoleFacts
+from areal_lora.doctor.package_versions import version_findings
 from areal_lora.obs.console import human_bytes
 
 LOGS_BYTES = 200_000_000
@@ -132,7 +132,7 @@ def shared_memory_findings(config: Config, node: NodeFacts) -> Iterator[DoctorFi
 def shared_memory_bytes(config: Config) -> int:
     """What one node needs at most: queues of a server with tensor parallel workers, NCCL's buffers of each GPU.
 
-    The base of ``model.shared_memory`` is a rule of the start (`config.rules.memory`).
+    The base of ``model.shared_memory`` is a rule of the start (`config.rules.memory_rules`).
     """
     servers = config.rollout.servers if config.rollout.tp > 1 else 0
     here = min(servers, max(1, config.cluster.devices_per_node // config.rollout.tp))

@@ -19,8 +19,8 @@ from areal_lora.config.models import Config
 from areal_lora.doctor import node as node_module
 from areal_lora.doctor.canary import fly
 from areal_lora.doctor.checks import LOGS_BYTES, check_all
-from areal_lora.doctor.facts import BandwidthFacts, CanaryFacts, DoctorFacts, FolderFacts, NodeFacts
-from areal_lora.doctor.findings import DoctorFinding
+from areal_lora.doctor.doctor_findings import DoctorFinding
+from areal_lora.doctor.machine_facts import BandwidthFacts, CanaryFacts, DoctorFacts, FolderFacts, NodeFacts
 from areal_lora.doctor.probes import interpreters, probe_folder, probe_node
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.plan import make_plan
@@ -80,7 +80,7 @@ def allocated_hosts() -> list[str]:
     nodes = os.environ.get("SLURM_JOB_NODELIST", "")
     if not nodes or shutil.which("srun") is None:
         return []
-    from areal_lora.launcher.slurm.queue import hosts
+    from areal_lora.launcher.slurm.job_query import hosts
 
     return hosts(nodes)
 

@@ -15,12 +15,12 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity
 from areal_lora.config.rules.guardrails import check_start, resolve_targets
 from areal_lora.errors import NON_RETRYABLE, ConfigErrors, ExitCode
-from areal_lora.launcher.checks import check_packages, prompt_findings
 from areal_lora.launcher.ended import RunEnd
 from areal_lora.launcher.hub import HubDownload, download, resolve
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm.script import submit
 from areal_lora.launcher.start import PreviousRun, RunStart, recorded_model
+from areal_lora.launcher.start_checks import check_packages, prompt_findings
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole, print_line

@@ -24,7 +24,7 @@ from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import SERVER, ProcessSpec, spare_server
 from areal_lora.launcher.restarts import Restarts
 from areal_lora.launcher.run_lock import is_locked
-from areal_lora.launcher.slurm.queue import look as look_up
+from areal_lora.launcher.slurm.job_query import look as look_up
 from areal_lora.launcher.slurm.states import JobRecord, Phase, explain
 from areal_lora.launcher.spare_folder import claim_indices, note_process
 from areal_lora.launcher.stalls import Pulse

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     Acknowledgement,
     Expects,
     LoadState,

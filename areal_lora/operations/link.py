@@ -16,7 +16,7 @@ import msgspec
 import zmq.asyncio
 
 from areal_lora.network.rpc import LOOK_S, ConnectionLost, RpcServer, Subscription, Wire
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     ServiceHello,
     ToService,
     ToTrainer,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from areal_lora.operations.link import ServiceEnd
-from areal_lora.operations.messages import Acknowledgement, Expects, Operation, OperationCompletion, Outcome, ToService
+from areal_lora.operations.protocol import Acknowledgement, Expects, Operation, OperationCompletion, Outcome, ToService
 from areal_lora.processes.faults import reached
 from areal_lora.run_folder.paths import RunFolder
 

@@ -31,8 +31,9 @@ from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.parent import die_with_parent
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.session import Sessions
+from areal_lora.rollout.agent_gateway import AgentGateway
 from areal_lora.rollout.channel.control import ControlSocket
-from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.base_evals import BaseEvals, base_key
 from areal_lora.rollout.controller.controller import Controller, JoinedAdapter
 from areal_lora.rollout.controller.eval_places import EvalPlaces
@@ -41,12 +42,11 @@ from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
 from areal_lora.rollout.controller.staleness import StalenessBudget
-from areal_lora.rollout.gateway import AgentGateway
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.loading import build_training, build_workflow
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Scorer, WorkflowContext
+from areal_lora.rollout.workflow_loading import build_training, build_workflow
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret

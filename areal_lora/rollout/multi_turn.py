@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from areal_lora.data.prompts import Prompt
-from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
 from areal_lora.rollout.workflows.collect import PackedTurns
 from areal_lora.rollout.workflows.user_code import call

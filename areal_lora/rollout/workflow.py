@@ -18,7 +18,7 @@ from areal_lora.config.models import SamplingConfig
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import Prompt
 from areal_lora.data.tokenizer import TextTokenizer
-from areal_lora.rollout.client import CompletionClient, SamplingLimits
+from areal_lora.rollout.completion_client import CompletionClient, SamplingLimits
 from areal_lora.rollout.workflows.collect import PackedTurns
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Outcome, Sample, Trajectory, TrajectoryGroup

@@ -9,7 +9,7 @@ from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import alone, joined, own_path
-from areal_lora.config.rules.adapters import unserved
+from areal_lora.config.rules.adapter_rules import unserved
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.config.sections.service import ApiConfig
@@ -17,8 +17,8 @@ from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.service.allowed import allowed
 from areal_lora.service.queue.lifecycle import AdapterRequest, check_name
+from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.queue.requests import Lora
-from areal_lora.service.queue.rows import Quota
 from areal_lora.service.refused import RequestError
 from areal_lora.tasks.check import task_problems
 

@@ -23,7 +23,7 @@ from areal_lora.config.sections.reward import (
 )
 from areal_lora.config.sections.service import CODE_REWARD, ApiConfig
 from areal_lora.config.sections.task import DatasetTask, TaskConfig, WordProblemsTask
-from areal_lora.service.queue.rows import Quota
+from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.refused import RequestError
 
 SHARED = "shared"

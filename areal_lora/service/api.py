@@ -40,8 +40,8 @@ from areal_lora.service.http import (
 from areal_lora.service.inference import Meter, n_tokens
 from areal_lora.service.observed import PAGE, RunObserver
 from areal_lora.service.queue.lifecycle import change, create
-from areal_lora.service.queue.rows import TENANT, AdapterRow, Key, Quota, Verb, digest_of, new_key
-from areal_lora.service.queue.writer import AdapterChange, Writer
+from areal_lora.service.queue.queue_rows import TENANT, AdapterRow, Key, Quota, Verb, digest_of, new_key
+from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.refused import RequestError, unknown_adapter
 from areal_lora.service.tinker.sdk import Sdk
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.service.observed import ObservedAdapter
-from areal_lora.service.queue.rows import AdapterRow, Quota
+from areal_lora.service.queue.queue_rows import AdapterRow, Quota
 
 
 class AdapterBody(msgspec.Struct, frozen=True, kw_only=True):

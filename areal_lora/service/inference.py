@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, Prompt, prompts_of, too_large
-from areal_lora.service.queue.rows import Quota
+from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.refused import RequestError
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]

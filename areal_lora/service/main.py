@@ -35,18 +35,18 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.run_folder.status import set_status
 from areal_lora.service.acceptance import Acceptance, api_of
+from areal_lora.service.adapter_inbox import EVERY_S, FolderInbox
 from areal_lora.service.api import Api
 from areal_lora.service.download import forget_exports
 from areal_lora.service.gateway import Gateway
-from areal_lora.service.inbox import EVERY_S, FolderInbox
 from areal_lora.service.inference import Meter
 from areal_lora.service.observed import RunObserver
 from areal_lora.service.operator_key import admit_operator
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.queue.rows import LOCAL, Quota
-from areal_lora.service.queue.store import Store
-from areal_lora.service.queue.writer import Writer
+from areal_lora.service.queue.queue_rows import LOCAL, Quota
+from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.tinker.sdk import Sdk
 
 ROLE = "service"

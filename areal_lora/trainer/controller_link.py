@@ -14,9 +14,9 @@ from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.adapter_run import adapter_runs
 from areal_lora.config.models import Config
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel import channel_messages as m
+from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.rollout.channel.client import SHORT_POLL_S, ControllerClient, WaitingLines
-from areal_lora.rollout.channel.messages import EvalResult
 from areal_lora.trainer.adapter import Adapter, ControllerState
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.work import Finish, RolloutFault, TrainOn, Work

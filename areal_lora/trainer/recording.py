@@ -22,8 +22,8 @@ from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.obs.trace import Spans
-from areal_lora.operations.messages import OptimStep, OptimStepResult
-from areal_lora.rollout.channel.messages import Batch, EvalResult, Stats
+from areal_lora.operations.protocol import OptimStep, StepResult
+from areal_lora.rollout.channel.channel_messages import Batch, EvalResult, Stats
 from areal_lora.rollout.eval_record import eval_record
 from areal_lora.run_folder.heartbeat import beat
 from areal_lora.run_folder.paths import RunFolder
@@ -233,7 +233,7 @@ class Recorder:
         )
 
     def client_step(
-        self, before: AdapterRef, window: Window, step: OptimStep, outcome: OptimStepResult, spans: Spans
+        self, before: AdapterRef, window: Window, step: OptimStep, outcome: StepResult, spans: Spans
     ) -> None:
         """Record a client's step, which started at ``before``."""
         self._writer.write(

@@ -14,8 +14,8 @@ import numpy as np
 from areal_lora.algorithms.advantages import sample_rewards
 from areal_lora.algorithms.alignment import shifted_share
 from areal_lora.algorithms.credit import explained_variance
-from areal_lora.operations.messages import OptimStep, OptimStepResult, Pass, PassResult
-from areal_lora.rollout.channel.messages import Batch, Stats
+from areal_lora.operations.protocol import OptimStep, Pass, PassResult, StepResult
+from areal_lora.rollout.channel.channel_messages import Batch, Stats
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.types import TrainBatch, TrajectoryGroup
@@ -165,7 +165,7 @@ class Window:
         self.loss += scored.loss
 
 
-def of_client(window: Window, step: OptimStep, outcome: OptimStepResult) -> Metrics:
+def of_client(window: Window, step: OptimStep, outcome: StepResult) -> Metrics:
     """Of a client's step. It has no rewards and no groups here, and its tokens' versions are not known.
 
     The loss is the mean over the targets.

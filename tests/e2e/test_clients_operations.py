@@ -20,19 +20,19 @@ from areal_lora.network.keys import Plane, authorization
 from areal_lora.network.tls import client_context
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.report.page import write_report
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     DropState,
     LoadState,
     Loss,
     OperationFailure,
     OptimStep,
-    OptimStepResult,
     Pass,
     Poison,
     Publish,
     PublishResult,
     SaveState,
     StateResult,
+    StepResult,
     What,
 )
 from areal_lora.run_folder.desired import DesiredAdapter
@@ -230,7 +230,7 @@ def test_a_full_disk_fails_the_state_that_is_saved_and_nothing_else(run: Run) ->
     assert "/states/full.1/.x." in answers[2].reason
     assert "No space left on device (fix: free disk space" in answers[2].reason
     assert isinstance(others[2], StateResult)
-    assert isinstance(answers[4], OptimStepResult)
+    assert isinstance(answers[4], StepResult)
     assert answers[3:] == others[3:]
     full, fine = run.states("full.1"), run.states("fine.1")
     assert [full[v] for v in (2, 5)] == [fine[v] for v in (2, 5)], "the first version is removed after the answer"

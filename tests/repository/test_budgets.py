@@ -25,7 +25,7 @@ LINES = {
     "algorithms": 1214,
     "checkpoint": 1661,
     "cli": 2606,
-    "config": 5190,
+    "config": 5201,
     "data": 637,
     "distributed": 503,
     "doctor": 1293,
@@ -48,10 +48,10 @@ LINES = {
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
     "largest folder": 24,
-    "share of imports": 0.1291,
+    "share of imports": 0.1293,
     "classes over 15 methods": 21,
     "class names used twice": 2,
-    "file names used twice": 49,
+    "file names used twice": 7,
     "participles as class names": 2,
     "register words per 1,000 lines": 1.71,
     "broad excepts per 1,000 lines": 0.78,

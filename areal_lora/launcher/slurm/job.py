@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 from rich.console import Console
 
-from areal_lora.checkpoint.store import versions_in
+from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.config.adapter_run import ends_of
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.models import Config
@@ -24,11 +24,11 @@ from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, Ex
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm import commands
 from areal_lora.launcher.slurm.allocation import Allocation, allocation
+from areal_lora.launcher.slurm.job_query import look
+from areal_lora.launcher.slurm.job_steps import POLL_S, SlurmSteps
 from areal_lora.launcher.slurm.outcome import RUNNING, JobOutcome, Words, outcome
-from areal_lora.launcher.slurm.queue import look
 from areal_lora.launcher.slurm.requeues import Lifetime, next_lifetime, read_lifetime, too_many, write_lifetime
 from areal_lora.launcher.slurm.states import is_active
-from areal_lora.launcher.slurm.steps import POLL_S, SlurmSteps
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.obs.console import LiveConsole

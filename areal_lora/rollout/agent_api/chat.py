@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from areal_lora.rollout.agent_api.asking import CompletedRequest, SampledReply, SamplingRequest, converted, stops
+from areal_lora.rollout.agent_api.completions import CompletedRequest, SampledReply, SamplingRequest, converted, stops
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
 from areal_lora.rollout.agent_api.turns import Message, chat_tools
 from areal_lora.types import Generation

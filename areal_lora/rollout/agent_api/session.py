@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_lora.data.prompts import Prompt
-from areal_lora.rollout.agent_api.asking import CompletedRequest, SampledReply, SamplingRequest
-from areal_lora.rollout.agent_api.prompts import Prompts
+from areal_lora.rollout.agent_api.completions import CompletedRequest, SampledReply, SamplingRequest
+from areal_lora.rollout.agent_api.prompt_tokens import Prompts
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, check_fields, refuse
 from areal_lora.rollout.agent_api.turns import Call, Turn
-from areal_lora.rollout.client import FaultKind, GenerationFault, ToolCallsRequest
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault, ToolCallsRequest
 from areal_lora.rollout.routing import server_observer
 from areal_lora.rollout.workflow import WorkflowContext, derived_seed
 from areal_lora.rollout.workflows.collect import PackedTurns, join

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel import messages as m
-from areal_lora.rollout.channel.session import POLL_S, ControllerSession
+from areal_lora.rollout.channel import channel_messages as m
+from areal_lora.rollout.channel.channel_session import POLL_S, ControllerSession
 from areal_lora.run_folder.rendezvous import Endpoint
 from areal_lora.types import AdapterRef
 

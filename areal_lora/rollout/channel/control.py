@@ -10,7 +10,7 @@ import msgspec
 from areal_lora.errors import ArealLoraError
 from areal_lora.network.rpc import Listener, Wire
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.messages import ErrorReply, Reply, Request, decode_request, encode
+from areal_lora.rollout.channel.channel_messages import ErrorReply, Reply, Request, decode_request, encode
 from areal_lora.rollout.ledger.file import LedgerError
 
 WIRE = Wire(

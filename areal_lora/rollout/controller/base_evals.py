@@ -18,7 +18,7 @@ import msgspec
 from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.messages import EvalSetResult
+from areal_lora.rollout.channel.channel_messages import EvalSetResult
 from areal_lora.rollout.controller.eval_sets import EvalSet
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder

@@ -20,7 +20,7 @@ import msgspec
 from areal_lora.errors import ArealLoraError, RolloutError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller.admission import Admission
 from areal_lora.rollout.controller.groups import Lease, Ticket
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Changes, Rolling

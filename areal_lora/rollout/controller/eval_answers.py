@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from areal_lora.config.models import MultiTurnWorkflowConfig
 from areal_lora.data.prompts import Prompt
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.messages import EvalSample, EvalSetResult
-from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.channel.channel_messages import EvalSample, EvalSetResult
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.eval_sets import N_NAMED, EvalSet
 from areal_lora.rollout.workflow import Episode
 from areal_lora.tasks.estimates import Answer, estimate

@@ -20,8 +20,8 @@ import msgspec
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ArealLoraError
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
-from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
+from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
+from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
 from areal_lora.rollout.controller.base_evals import BaseEvals
 from areal_lora.rollout.controller.eval_answers import ScoredAnswer, failed, given_answers, judged, result_of
 from areal_lora.rollout.controller.eval_places import EvalPlaces, Share

@@ -19,7 +19,7 @@ from areal_lora.errors import RolloutError, StalenessError
 from areal_lora.obs.metrics.records import faults_text
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.messages import Stats
+from areal_lora.rollout.channel.channel_messages import Stats
 from areal_lora.rollout.controller import retries, statistics
 from areal_lora.rollout.controller.groups import Lease, ScoredGroup, Ticket
 from areal_lora.rollout.controller.pacing import Pacer, Pacing
@@ -28,7 +28,7 @@ from areal_lora.rollout.controller.retries import FailureStreak, RequestFailure
 from areal_lora.rollout.controller.staleness import Freshness, StalenessBudget
 from areal_lora.rollout.ledger import reconcile
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.records import GroupState
+from areal_lora.rollout.ledger.ledger_records import GroupState
 from areal_lora.rollout.ledger.snapshot import decode_snapshot, take_snapshot
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef

@@ -12,8 +12,8 @@ from hashlib import blake2b
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ArealLoraError, EnvironmentError_, ExitCode
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel import messages as m
-from areal_lora.rollout.client import GenerationFault
+from areal_lora.rollout.channel import channel_messages as m
+from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.controller.admission import Claim
 from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import NO_VERSION, AdapterFeed

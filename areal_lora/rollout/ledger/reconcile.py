@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.records import LIVE, GroupState, Head, LedgerRow, LedgerSnapshot
+from areal_lora.rollout.ledger.ledger_records import LIVE, GroupState, Head, LedgerRow, LedgerSnapshot
 from areal_lora.rollout.ledger.snapshot import rebuild
 
 ROLLED_BACK = "rolled_back"

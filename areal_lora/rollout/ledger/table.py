@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from areal_lora.rollout.ledger.file import LedgerError, LedgerFile
-from areal_lora.rollout.ledger.records import GroupState, LedgerRow, OpenGroup
+from areal_lora.rollout.ledger.ledger_records import GroupState, LedgerRow, OpenGroup
 
 _COLUMNS = "seq, position, issue, stale, state, failed, resampled, version, newest, step"
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import cast
 
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     OperationFailure,
-    OptimStepResult,
     Outcome,
     PassResult,
     PublishResult,
     StateResult,
+    StepResult,
     decode_outcome,
 )
+from areal_lora.service.queue.queue_rows import Kind, Model, SamplingSession, SavedState, sampler_id
+from areal_lora.service.queue.queue_store import SAMPLERS, STATES, Transaction
 from areal_lora.service.queue.requests import (
     Action,
     Answer,
@@ -28,8 +30,6 @@ from areal_lora.service.queue.requests import (
     decode_action,
     encode,
 )
-from areal_lora.service.queue.rows import Kind, Model, SamplingSession, SavedState, sampler_id
-from areal_lora.service.queue.store import SAMPLERS, STATES, Transaction
 
 
 def give(tx: Transaction, request: str, answer: Answer) -> None:
@@ -91,7 +91,7 @@ def _answer(tx: Transaction, model: Model, action: Action, numbers: list[int], o
         case CreateModel(load=load):
             return CreatedModel(model=model.model, path=load.path if load else None)
         case Train():
-            return cast(PassResult | OptimStepResult, outcomes[0])
+            return cast(PassResult | StepResult, outcomes[0])
         case Load(path=path):
             return LoadedModel(model=model.model, path=path)
         case Save(name=name, ttl_s=ttl_s, notes=notes):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_lora.run_folder.desired import DesiredPhase
-from areal_lora.service.queue.rows import NAME, AdapterRow, OpenOperation, Tables, Verb
+from areal_lora.service.queue.queue_rows import NAME, AdapterRow, OpenOperation, Tables, Verb
 from areal_lora.service.refused import RequestError, unknown_adapter
 from areal_lora.types import AdapterPhase
 

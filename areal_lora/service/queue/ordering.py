@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_lora.operations.messages import OperationFailure, Outcome, Pass, Poison, What, ends_window
-from areal_lora.service.queue.rows import Quota
+from areal_lora.operations.protocol import OperationFailure, Outcome, Pass, Poison, What, ends_window
+from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.refused import RequestError
 
 GAP_S = 360.0

@@ -18,11 +18,11 @@ from areal_lora.config.models import Config
 from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.processes.log import get_logger
 from areal_lora.service.observed import ObservedAdapter, RunObserver
-from areal_lora.service.queue import sessions
+from areal_lora.service.queue import client_sessions
 from areal_lora.service.queue.lifecycle import change
-from areal_lora.service.queue.rows import Model, Verb
-from areal_lora.service.queue.store import Transaction
-from areal_lora.service.queue.writer import AdapterChange, Writer
+from areal_lora.service.queue.queue_rows import Model, Verb
+from areal_lora.service.queue.queue_store import Transaction
+from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.refused import RequestError
 from areal_lora.types import AdapterPhase
 
@@ -202,11 +202,11 @@ class Placement:
         ]
         places = self._places(tenant, waits=waits)
         if (model := evicted(places, snapshots, tenant, self._now_s())) is not None:
-            await self._change(lambda tx: sessions.evict(tx, model))
+            await self._change(lambda tx: client_sessions.evict(tx, model))
             await self.let_leave()
         elif (session := abandoned(places, await self._silent_with_models(), tenant)) is not None:
             log.info("session %s ends: its client is silent for more than %g s, and another one waits", session, DEAD_S)
-            await self._change(lambda tx: sessions.end_session(tx, session))
+            await self._change(lambda tx: client_sessions.end_session(tx, session))
             await self.let_leave()
         return self._places(tenant, waits=waits)
 
@@ -231,7 +231,7 @@ class Placement:
     async def _silent_with_models(self) -> list[tuple[str, str]]:
         if not (silent := self._heartbeats.silent(DEAD_S)):
             return []
-        tenants = await self._change(sessions.sessions_with_models)
+        tenants = await self._change(client_sessions.sessions_with_models)
         return [(session, tenants[session]) for session in silent if session in tenants]
 
     def _places(self, tenant: str, *, waits: bool = False) -> Places:

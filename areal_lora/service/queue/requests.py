@@ -2,7 +2,7 @@
 
     action          operations of its model        answer
     CreateModel     none, or LoadState             CreatedModel
-    Train           Pass, OptimStep or Poison      PassResult, OptimStepResult
+    Train           Pass, OptimStep or Poison      PassResult, StepResult
     Save            SaveState                      StoredState
     Refuse          none                           none but `OperationFailure`
     Load            LoadState                      LoadedModel
@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from areal_lora.operations.messages import OperationFailure, OptimStep, OptimStepResult, Pass, PassResult, Poison
+from areal_lora.operations.protocol import OperationFailure, OptimStep, Pass, PassResult, Poison, StepResult
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ class UnloadedModel(msgspec.Struct, frozen=True, kw_only=True, tag="Unloaded"):
 
 Answer: TypeAlias = (
     PassResult
-    | OptimStepResult
+    | StepResult
     | CreatedModel
     | LoadedModel
     | StoredState

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     DropState,
     LoadState,
     Operation,
@@ -35,6 +35,8 @@ from areal_lora.service.queue.ordering import (
     spoiled,
     too_long,
 )
+from areal_lora.service.queue.queue_rows import STATE_NAME, Kind, Model
+from areal_lora.service.queue.queue_store import Transaction, unknown
 from areal_lora.service.queue.requests import (
     Action,
     Answer,
@@ -49,8 +51,6 @@ from areal_lora.service.queue.requests import (
     decode_answer,
     encode,
 )
-from areal_lora.service.queue.rows import STATE_NAME, Kind, Model
-from areal_lora.service.queue.store import Transaction, unknown
 from areal_lora.service.refused import RequestError
 
 LOST = OperationFailure(reason="a restart of the trainer has lost what came of it", by_client=False)

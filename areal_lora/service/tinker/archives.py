@@ -29,11 +29,11 @@ from areal_lora.service.age import SUFFIX
 from areal_lora.service.download import FILES, downloaded, open_archive
 from areal_lora.service.http import Caller, Guard, unguarded
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.queue.rows import SavedState
+from areal_lora.service.queue.queue_rows import SavedState
 from areal_lora.service.refused import RequestError
-from areal_lora.service.tinker.answers import answered
 from areal_lora.service.tinker.checkpoints import STATE, path_of_request
 from areal_lora.service.tinker.exports import keys_in, seen_through
+from areal_lora.service.tinker.sdk_answers import answered
 
 OPEN_S = 900.0
 AT_ONCE = 2

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from areal_lora.service.age import MAX_RECIPIENTS, recipient_key
+from areal_lora.service.queue.queue_rows import SCHEME, Kind, SavedState, model_id
 from areal_lora.service.queue.requests import CreatedModel, StoredState
-from areal_lora.service.queue.rows import SCHEME, Kind, SavedState, model_id
 from areal_lora.service.refused import RequestError
 
 EXTERNAL = "external_weights"

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from areal_lora.operations.messages import Datum, Loss, LossSettings, Pass, PassResult
+from areal_lora.operations.protocol import Datum, Loss, LossSettings, Pass, PassResult
 from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import protos
 from areal_lora.service.tinker.tensors import finite, row, token_ids, whole

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
+from areal_lora.checkpoint.checkpoint_store import leftovers_in, looks_whole
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import verify
 from areal_lora.checkpoint.state import MANIFEST_FILE, Manifest, decode_manifest, files_of, read_files
-from areal_lora.checkpoint.store import leftovers_in, looks_whole
 from areal_lora.distributed.exchange import Exchange, first_problem
 from areal_lora.engine.base import TrainEngine
 from areal_lora.errors import CheckpointError
-from areal_lora.operations.messages import LoadState, OperationFailure, StateResult
+from areal_lora.operations.protocol import LoadState, OperationFailure, StateResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import Adapter
 from areal_lora.types import AdapterRef

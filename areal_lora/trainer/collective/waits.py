@@ -13,8 +13,8 @@ from areal_lora.errors import AlignmentError
 from areal_lora.trainer.adapter import ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.collective.fault_isolation import contained
-from areal_lora.trainer.roster.plan import SERVED
-from areal_lora.trainer.state import Trainer
+from areal_lora.trainer.roster.roster_plan import SERVED
+from areal_lora.trainer.training_state import Trainer
 from areal_lora.types import TrainBatch, TrajectoryGroup
 
 RETRY_S = 1.0

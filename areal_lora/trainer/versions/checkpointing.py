@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from areal_lora.checkpoint.checkpoint_store import Snapshot
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import ResumePlan, WholeCheckpoint, explain, tidy
 from areal_lora.checkpoint.saver import CheckpointSave, Saver
@@ -20,7 +21,6 @@ from areal_lora.checkpoint.state import (
     files_of,
     read_files,
 )
-from areal_lora.checkpoint.store import Snapshot
 from areal_lora.config.adapter_run import AdapterRun, adapter_named, adapter_run
 from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import Exchange

@@ -27,7 +27,7 @@ from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.blocks import Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape
-from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, join_group
+from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.manifest import check_layout, check_successor
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
 from areal_lora.weight_sync.refusal import RefusalReason

@@ -12,7 +12,7 @@ from areal_lora.processes.faults import reached
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.blocks import Marks
 from areal_lora.weight_sync.layout import Bucket
-from areal_lora.weight_sync.link.groups import BroadcastGroup
+from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup
 from areal_lora.weight_sync.messages import StageResult
 from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.seal import SEAL_BYTES, adapter_digest, seal, shard_sum, trailer_part

@@ -31,8 +31,8 @@ from areal_lora.weight_sync.trainer.decisions import (
     what_failed,
 )
 from areal_lora.weight_sync.trainer.fleet import AttemptRequests, Fleet, answers, errors
-from areal_lora.weight_sync.trainer.job import Job
 from areal_lora.weight_sync.trainer.membership import ServerFinding, ServerWatch
+from areal_lora.weight_sync.trainer.publish_job import Job
 from areal_lora.weight_sync.trainer.report import PublishReport, server_acks, slowest_phases
 from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, StartOutcome, WaitOutcome
 from areal_lora.weight_sync.trainer.roster import MemberRoster

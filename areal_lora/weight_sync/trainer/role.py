@@ -20,7 +20,7 @@ import msgspec
 
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
-from areal_lora.weight_sync.trainer.job import Job
+from areal_lora.weight_sync.trainer.publish_job import Job
 from areal_lora.weight_sync.trainer.steps import Decision, Sent, Step
 
 

@@ -21,7 +21,7 @@ from areal_lora.errors import AdapterError, ManifestError, PublishError, Unknown
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.refusal import RefusalReason
-from areal_lora.weight_sync.trainer.job import PublishHandle
+from areal_lora.weight_sync.trainer.publish_job import PublishHandle
 from tests.support.clocks import wait_until
 from tests.support.weight_sync import processes as ps
 from tests.support.weight_sync.many import (

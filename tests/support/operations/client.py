@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from areal_lora.operations.link import ServiceEnd
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     Acknowledgement,
     Datum,
     Expects,

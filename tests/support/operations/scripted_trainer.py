@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_lora.operations.backlog import Backlog
 from areal_lora.operations.link import TrainerEnd
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     Datum,
     DropState,
     LoadState,
@@ -22,7 +22,6 @@ from areal_lora.operations.messages import (
     OperationCompletion,
     OperationFailure,
     OptimStep,
-    OptimStepResult,
     Outcome,
     Pass,
     PassResult,
@@ -31,6 +30,7 @@ from areal_lora.operations.messages import (
     PublishResult,
     SaveState,
     StateResult,
+    StepResult,
     ends_window,
 )
 from areal_lora.processes.watched import watched_thread
@@ -141,7 +141,7 @@ class ScriptedTrainer:
                 return scored
             case OptimStep():
                 self._models[name] = replace(model, steps=model.steps + 1)
-                return OptimStepResult(step=model.steps + 1, grad_norm=float(model.window), skipped=False)
+                return StepResult(step=model.steps + 1, grad_norm=float(model.window), skipped=False)
             case SaveState(label=label):
                 self.disk.states[name, label] = model
                 return StateResult(step=model.steps, n_bytes=1000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.types import AdapterRef
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_lora.operations.messages import Datum, Loss, Operation, OperationFailure, OptimStep, Pass
+from areal_lora.operations.protocol import Datum, Loss, Operation, OperationFailure, OptimStep, Pass
 from areal_lora.run_folder.desired import read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
@@ -19,10 +19,10 @@ from areal_lora.service.observed import ObservedAdapter
 from areal_lora.service.queue.lifecycle import AdapterRequest
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
+from areal_lora.service.queue.queue_rows import Quota
+from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.queue.requests import Answer, CreateModel, Load, Lora, ModelAction, Pending, Train
-from areal_lora.service.queue.rows import Quota
-from areal_lora.service.queue.store import Store
-from areal_lora.service.queue.writer import Writer
 from areal_lora.types import AdapterPhase
 from tests.support.operations.scripted_trainer import Disk, ScriptedTrainer
 

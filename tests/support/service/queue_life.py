@@ -13,14 +13,14 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.operations.messages import OperationFailure, OptimStepResult
+from areal_lora.operations.protocol import OperationFailure, StepResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.observed import ObservedAdapter
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
+from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.queue.requests import CreateModel, Pending
-from areal_lora.service.queue.store import Store
-from areal_lora.service.queue.writer import Writer
 from areal_lora.service.refused import RequestError
 from areal_lora.types import AdapterPhase
 from tests.support.service.queue import LORA, QUOTA, STEP, WAIT_S, accept, tokens
@@ -64,7 +64,7 @@ class Client:
         answer = await queue.outcome("acme", request, WAIT_S)
         assert not isinstance(answer, Pending), answer
         text = type(answer).__name__
-        if isinstance(answer, OptimStepResult):
+        if isinstance(answer, StepResult):
             text = f"step {answer.step} of {answer.grad_norm:g}"
         if isinstance(answer, OperationFailure):
             text = f"failed: {answer.reason}"

@@ -28,9 +28,9 @@ from areal_lora.service.observed import RunObserver
 from areal_lora.service.operator_key import admit_operator, read_key
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.queue.rows import Key, Quota, digest_of, new_key
-from areal_lora.service.queue.store import Store
-from areal_lora.service.queue.writer import Writer
+from areal_lora.service.queue.queue_rows import Key, Quota, digest_of, new_key
+from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.tinker.sdk import Sdk
 from tests.support.paths import EXAMPLES
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.distributed.exchange import GroupExchange
-from areal_lora.operations.messages import LoadState, Outcome
-from areal_lora.rollout.channel import messages as m
+from areal_lora.operations.protocol import LoadState, Outcome
+from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import work
 from areal_lora.trainer.adapter import ControllerState, TrainingState

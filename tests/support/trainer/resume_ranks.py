@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.algorithms.registry import build_algorithm
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.saver import CheckpointSave, Saver
-from areal_lora.checkpoint.store import CheckpointStore
 from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.load import load_config
 from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
@@ -34,7 +34,7 @@ from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState
 from areal_lora.trainer.controller_link import EvalTracker, evaluation_due
 from areal_lora.trainer.learn import LearnReport, learn
-from areal_lora.trainer.state import Rank0, Trainer
+from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
 from areal_lora.trainer.work import Finish, TrainOn
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch

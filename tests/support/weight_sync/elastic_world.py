@@ -22,7 +22,7 @@ from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.rollout import routing
-from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.retries import generation_failure
 from areal_lora.rollout.controller.runtime import Capacity
@@ -31,7 +31,7 @@ from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.messages import JoinReply, PingReply, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.seal import adapter_digest
-from areal_lora.weight_sync.trainer import fleet, job, leader, membership, roster
+from areal_lora.weight_sync.trainer import fleet, leader, membership, publish_job, roster
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import WATCH_S
 from areal_lora.weight_sync.trainer.report import PublishReport
@@ -298,7 +298,7 @@ class World:
     def publish(self, version: int) -> None:
         """The publish of a version, as the publisher's thread does it."""
         config = self.config
-        made = job.Job(
+        made = publish_job.Job(
             manifest=ShardManifest(
                 run=RUN, ref=ref(version, NAME), parent=None, base_digest=BASE, layout=self.layout.digest
             ),
@@ -306,7 +306,7 @@ class World:
             shard=None,  # type: ignore[arg-type]
             probe=None,
             began_s=self.clock.now,
-            budget=job.Budget.start(config),
+            budget=publish_job.Budget.start(config),
         )
         event: Event = StartOutcome()
         crashed = self.happened["crashed"]
@@ -326,7 +326,7 @@ class World:
             known = any(not self.sessions[s].alive for s in self.leader.roster.members)
             assert report.attempts == 1 or self._crashes, f"v{version}: {report.attempts} attempts, {known}"
 
-    def attempt(self, made: job.Job, attempt: Attempt) -> Sent:
+    def attempt(self, made: publish_job.Job, attempt: Attempt) -> Sent:
         """One transfer, which a member that is dead breaks for the others, too."""
         self.attempts += 1
         members = self.leader.roster.members
@@ -361,7 +361,7 @@ class World:
         """The whole hour: versions are made as long as servers come and go, and two after that."""
         self.config = WeightSyncConfig(rejoin_s=300.0)
         with pytest.MonkeyPatch.context() as patch:
-            for module in (leader, roster, fleet, job):
+            for module in (leader, roster, fleet, publish_job):
                 patch.setattr(module, "time", Time(self))
             self.fleet = VirtualFleet(self)
             patch.setattr(leader, "Fleet", lambda *_: self.fleet)

@@ -9,7 +9,7 @@ import pytest
 from areal_lora.cli import look as module
 from areal_lora.cli.look import look
 from areal_lora.cli.processes import Holder
-from areal_lora.cli.runs import recorded_config
+from areal_lora.cli.recorded_runs import recorded_config
 from areal_lora.cli.status import adapter_rows
 from areal_lora.config.models import Config, ServiceConfig
 from areal_lora.launcher.slurm.allocation import write_hosts

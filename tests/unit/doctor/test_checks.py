@@ -7,7 +7,8 @@ import pytest
 
 from areal_lora.config.models import Config
 from areal_lora.doctor.checks import check_all, shared_memory_bytes
-from areal_lora.doctor.facts import (
+from areal_lora.doctor.doctor_findings import Level
+from areal_lora.doctor.machine_facts import (
     BandwidthFacts,
     CanaryFacts,
     DoctorFacts,
@@ -16,7 +17,6 @@ from areal_lora.doctor.facts import (
     NodeFacts,
     RoleFacts,
 )
-from areal_lora.doctor.findings import Level
 from tests.support.obs.fake_run import make_config
 
 NEED_BYTES = 1 << 30

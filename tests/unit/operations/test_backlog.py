@@ -7,7 +7,7 @@ import random
 import pytest
 
 from areal_lora.operations.backlog import Backlog
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     Acknowledgement,
     Expects,
     LoadState,
@@ -16,7 +16,6 @@ from areal_lora.operations.messages import (
     OperationCompletion,
     OperationFailure,
     OptimStep,
-    OptimStepResult,
     Outcome,
     Pass,
     PassResult,
@@ -25,13 +24,14 @@ from areal_lora.operations.messages import (
     PublishResult,
     ServiceHello,
     StateResult,
+    StepResult,
     What,
 )
 
 PASS = Pass(data=(), loss=Loss.CROSS_ENTROPY)
 STEP = OptimStep(lr=0.1)
 LOAD = LoadState(adapter="a.1", label="n1", optimizer=True)
-SCORED, STEPPED = PassResult(logprobs=(), loss=0.0), OptimStepResult(step=1, grad_norm=1.0, skipped=False)
+SCORED, STEPPED = PassResult(logprobs=(), loss=0.0), StepResult(step=1, grad_norm=1.0, skipped=False)
 BROKEN = OperationFailure(reason="broken", by_client=False)
 
 

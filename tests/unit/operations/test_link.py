@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_lora.operations.link import ServiceEnd
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     Acknowledgement,
     Datum,
     Expects,
@@ -19,12 +19,12 @@ from areal_lora.operations.messages import (
     OperationCompletion,
     OperationFailure,
     OptimStep,
-    OptimStepResult,
     Pass,
     PassResult,
     Poison,
     Publish,
     PublishResult,
+    StepResult,
     ToService,
     What,
 )
@@ -99,7 +99,7 @@ def test_operations_complete_in_order(run_folder: RunFolder) -> None:
         got = service.outcomes("a.1")
         assert list(got) == [1, 2, 3, 4, 5]
         assert got[1] == got[2] == scores((DATUM,), 0)
-        assert got[3] == OptimStepResult(step=1, grad_norm=2.0, skipped=False)
+        assert got[3] == StepResult(step=1, grad_norm=2.0, skipped=False)
         assert got[4] == PublishResult(version=3)
         assert isinstance(got[5], PassResult)
         assert got[5] != got[1], "the step shows"
@@ -116,14 +116,14 @@ def test_after_a_crash_the_operations_after_the_checkpoint_are_expected(run_fold
         service.heard.clear()
         await asyncio.to_thread(trainer.crash)
         await service.until(lambda: Expects(adapter="a.1", number=3) in service.heard)
-        assert service.outcomes("a.1")[2] == OptimStepResult(step=1, grad_norm=1.0, skipped=False), "said again"
+        assert service.outcomes("a.1")[2] == StepResult(step=1, grad_norm=1.0, skipped=False), "said again"
         await service.end.send(Acknowledgement(adapter="a.1", number=2))
         await service.send("a.1", 3, PASS, Poison(reason="lost"), STEP, PASS, STEP)
         await service.until(lambda: 7 in service.outcomes("a.1"))
         poisoned = service.outcomes("a.1")[5]
         assert isinstance(poisoned, OperationFailure)
         assert "lost" in poisoned.reason
-        assert service.outcomes("a.1")[7] == OptimStepResult(step=2, grad_norm=1.0, skipped=False)
+        assert service.outcomes("a.1")[7] == StepResult(step=2, grad_norm=1.0, skipped=False)
 
     play(run_folder, script)
 

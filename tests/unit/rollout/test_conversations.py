@@ -8,7 +8,7 @@ import pytest
 
 from areal_lora.errors import RecordError
 from areal_lora.rollout.agents import AgentTask
-from areal_lora.rollout.client import GenerationFault
+from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, ConversationRecord, read_conversations
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.rollout.agent_endpoint import MESSAGES, asked, episode, saying

@@ -10,7 +10,7 @@ import pytest
 from areal_lora.config.models import AdapterConfig
 from areal_lora.config.sections.service import ApiConfig, QuotaConfig
 from areal_lora.service.allowed import allowed
-from areal_lora.service.queue.rows import Quota
+from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.refused import RequestError
 from tests.support.service.running import section
 

@@ -45,7 +45,8 @@ from areal_lora.processes.watched import watched_task
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import PING_S, JoinRequest, PublishReply, StageResult
-from areal_lora.weight_sync.server.slots import ResidentVersion
+from areal_lora.weight_sync.server.slot_table import ResidentVersion
+from areal_lora.weight_sync.server.slot_versions import ServedVersions
 from areal_lora.weight_sync.server.transaction import (
     AwaitRelease,
     Commit,
@@ -56,7 +57,6 @@ from areal_lora.weight_sync.server.transaction import (
     check_turn,
     late_turn,
 )
-from areal_lora.weight_sync.server.versions import ServedVersions
 
 log = get_logger(__name__)
 

@@ -26,7 +26,8 @@ import msgspec
 
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.vllm_ext.compat.engine import own_logprobs, shared_memory_prefix
-from areal_lora.engine.vllm_ext.compat.slots import (
+from areal_lora.engine.vllm_ext.compat.weights import fused_weights
+from areal_lora.engine.vllm_ext.compat.worker_slots import (
     activate,
     adapter_manager,
     bound_matrices,
@@ -35,7 +36,6 @@ from areal_lora.engine.vllm_ext.compat.slots import (
     in_batch,
     refuse_files,
 )
-from areal_lora.engine.vllm_ext.compat.weights import fused_weights
 from areal_lora.engine.vllm_ext.worker.channel import (
     Command,
     CommandDone,

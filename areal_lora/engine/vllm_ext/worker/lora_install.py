@@ -2,7 +2,7 @@
 
 Runs in the receiver's background thread while the model generates. Destinations are planned once
 per layout; a publish then runs compiled copies only. This module knows wire names and shapes,
-``compat.slots`` knows where vLLM keeps the buffers.
+``compat.worker_slots`` knows where vLLM keeps the buffers.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import Payload
 from areal_lora.weight_sync.link import backends
 from areal_lora.weight_sync.link.backends import Backend, GroupSeat
-from areal_lora.weight_sync.link.groups import CPU, GroupListener
+from areal_lora.weight_sync.link.broadcast_groups import CPU, GroupListener
 from areal_lora.weight_sync.manifest import encode
 from areal_lora.weight_sync.messages import JoinRequest
 from tests.support.weight_sync.helpers import BASE, BUCKET_BYTES, RUN, packed, spec

@@ -17,7 +17,7 @@ from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfi
 from areal_lora.config.sections.reward import FunctionReward
 from areal_lora.data.collate import collate
 from areal_lora.errors import ExitCode, RolloutError
-from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller.retries import CODE_TRIES, MIN_LOST_IN_A_ROW
 from areal_lora.rollout.main import adapter_data
 from areal_lora.run_folder.paths import RunFolder

@@ -14,7 +14,7 @@ import pytest
 from areal_lora.config.models import MultiTurnWorkflowConfig
 from areal_lora.errors import RolloutError
 from areal_lora.rollout import main as rollout_main
-from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller import controller as controller_module
 from areal_lora.rollout.controller import retries
 from areal_lora.rollout.controller.admission import Claim

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfig
-from areal_lora.rollout.channel.messages import EvalSetResult, NotReady, StepRequest
+from areal_lora.rollout.channel.channel_messages import EvalSetResult, NotReady, StepRequest
 from areal_lora.rollout.controller.eval_places import EvalPlaces
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret

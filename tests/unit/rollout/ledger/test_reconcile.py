@@ -7,8 +7,8 @@ import pytest
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
+from areal_lora.rollout.ledger.ledger_records import GroupState, Head, LedgerRow, LedgerSnapshot
 from areal_lora.rollout.ledger.reconcile import apply, plan, plan_for
-from areal_lora.rollout.ledger.records import GroupState, Head, LedgerRow, LedgerSnapshot
 
 S = GroupState
 

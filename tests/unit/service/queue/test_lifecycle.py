@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue.lifecycle import AdapterRequest, carried_out, change, create
-from areal_lora.service.queue.rows import Quota, Tables, Verb
+from areal_lora.service.queue.queue_rows import Quota, Tables, Verb
 from areal_lora.service.refused import RequestError
 from areal_lora.types import AdapterPhase
 

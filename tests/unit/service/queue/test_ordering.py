@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lora.operations.messages import DropState, LoadState, Loss, OptimStep, Pass, Poison, Publish, SaveState
+from areal_lora.operations.protocol import DropState, LoadState, Loss, OptimStep, Pass, Poison, Publish, SaveState
 from areal_lora.service.queue.ordering import (
     GAP_S,
     Fate,

@@ -10,18 +10,13 @@ from typing import TypeVar
 
 import pytest
 
-from areal_lora.operations.messages import (
-    Operation,
-    OperationFailure,
-    OptimStep,
-    OptimStepResult,
-    Pass,
-    PassResult,
-    Poison,
-)
+from areal_lora.operations.protocol import Operation, OperationFailure, OptimStep, Pass, PassResult, Poison, StepResult
+from areal_lora.service.queue.client_sessions import expire, models, open_sampler, saved, session_view
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.placement import DEAD_S, SILENT_S
 from areal_lora.service.queue.queue import SHARED_S
+from areal_lora.service.queue.queue_rows import Tables
+from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.requests import (
     CreateModel,
     Load,
@@ -35,10 +30,7 @@ from areal_lora.service.queue.requests import (
     Train,
 )
 from areal_lora.service.queue.retention import UNUSED_S
-from areal_lora.service.queue.rows import Tables
 from areal_lora.service.queue.sequencer import set_ttl
-from areal_lora.service.queue.sessions import expire, models, open_sampler, saved, session_view
-from areal_lora.service.queue.store import Transaction
 from areal_lora.service.refused import RequestError
 from tests.support.operations.scripted_trainer import scores
 from tests.support.service.queue import LORA, QUOTA, STEP, Town, tokens, town, until
@@ -60,7 +52,7 @@ def test_requests_arrive_in_any_order_and_are_carried_out_in_theirs(tmp_path: Pa
                 what = actions[seq].what
                 assert isinstance(what, Pass)
                 assert answers[seq] == scores(what.data, 0)
-            assert answers[4] == OptimStepResult(step=1, grad_norm=3.0, skipped=False)
+            assert answers[4] == StepResult(step=1, grad_norm=3.0, skipped=False)
             assert [operation.number for operation in it.trainer.carried_out] == [1, 2, 3, 4]
             with pytest.raises(RequestError, match="another request") as refused:
                 await it.queue.submit("acme", model, 2, "other", tokens(1, 1))
@@ -80,7 +72,7 @@ def test_a_number_that_never_comes_fails_its_window_only(tmp_path: Path) -> None
             assert isinstance(answer, OperationFailure)
             assert "request 1 of its window never came" in answer.reason
             assert isinstance(await it.asked(model, 3, tokens(1, 2)), PassResult)
-            assert isinstance(await it.asked(model, 4, STEP), OptimStepResult)
+            assert isinstance(await it.asked(model, 4, STEP), StepResult)
             with pytest.raises(RequestError, match="passed over"):
                 await it.queue.submit("acme", model, 1, "print", tokens(1, 2))
 
@@ -96,15 +88,15 @@ def test_save_load_and_begin_from_what_was_saved(tmp_path: Path) -> None:
             stored = await it.asked(model, 3, Save(name="one"))
             assert stored == StoredState(path=f"tinker://{model}/weights/one")
             await it.asked(model, 4, tokens(1, 2))
-            assert await it.asked(model, 5, STEP) == OptimStepResult(step=2, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 5, STEP) == StepResult(step=2, grad_norm=1.0, skipped=False)
             assert await it.asked(model, 6, Load(path=stored.path, optimizer=True)) == LoadedModel(
                 model=model, path=stored.path
             )
             await it.asked(model, 7, tokens(1, 2))
-            assert await it.asked(model, 8, STEP) == OptimStepResult(step=2, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 8, STEP) == StepResult(step=2, grad_norm=1.0, skipped=False)
             other = await it.model(load=Load(path=stored.path, optimizer=False))
             await it.asked(other, 1, tokens(1, 2))
-            assert await it.asked(other, 2, STEP) == OptimStepResult(step=2, grad_norm=1.0, skipped=False)
+            assert await it.asked(other, 2, STEP) == StepResult(step=2, grad_norm=1.0, skipped=False)
             [state] = await it.queue.change(lambda tx: saved(tx, "acme"))
             assert (state.path, state.step, state.n_bytes) == (stored.path, 1, 1000)
             taken = await it.asked(model, 9, Save(name="one"))
@@ -201,7 +193,7 @@ def test_crashes_of_the_trainer_lose_no_step(tmp_path: Path) -> None:
                 ]
                 await asyncio.to_thread(it.trainer.crash)
                 made.append([await it.answer("acme", request) for request in requests][1])
-            assert made == [OptimStepResult(step=step + 1, grad_norm=2.0, skipped=False) for step in range(6)]
+            assert made == [StepResult(step=step + 1, grad_norm=2.0, skipped=False) for step in range(6)]
 
     asyncio.run(run())
 
@@ -217,7 +209,7 @@ def test_a_restart_of_the_service_continues(tmp_path: Path) -> None:
             assert await it.queue.submit("acme", model, 3, "print 3", STEP) == held
             assert isinstance(await it.answer("acme", f"{model}:1"), PassResult)
             assert isinstance(await it.asked(model, 2, tokens(1, 2)), PassResult)
-            assert await it.answer("acme", held) == OptimStepResult(step=1, grad_norm=2.0, skipped=False)
+            assert await it.answer("acme", held) == StepResult(step=1, grad_norm=2.0, skipped=False)
 
     asyncio.run(run())
 
@@ -471,7 +463,7 @@ def test_a_refused_step_ends_its_window(tmp_path: Path) -> None:
             refused = Train(what=Poison(reason="no such rate", by_client=True, of_step=True))
             assert await it.asked(model, 2, refused) == OperationFailure(reason="no such rate", by_client=True)
             await it.asked(model, 3, tokens(1, 2))
-            assert await it.asked(model, 4, STEP) == OptimStepResult(step=1, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 4, STEP) == StepResult(step=1, grad_norm=1.0, skipped=False)
 
     asyncio.run(run())
 
@@ -494,7 +486,7 @@ def test_a_failed_pass_fails_its_step(tmp_path: Path) -> None:
             assert await it.asked(model, 3, refused) == OperationFailure(reason="no such loss", by_client=True)
             assert isinstance(await it.asked(model, 4, Train(what=OptimStep(lr=1.0))), OperationFailure)
             await it.asked(model, 5, tokens(1, 2))
-            assert await it.asked(model, 6, STEP) == OptimStepResult(step=1, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 6, STEP) == StepResult(step=1, grad_norm=1.0, skipped=False)
 
     asyncio.run(run())
 
@@ -511,7 +503,7 @@ def test_what_is_wrong_with_a_save_fails_it_alone_and_with_a_load_its_window(tmp
                 assert isinstance(answer, OperationFailure)
                 assert answer.by_client
                 assert "is no name" in answer.reason
-            assert await it.asked(model, 4, STEP) == OptimStepResult(step=1, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 4, STEP) == StepResult(step=1, grad_norm=1.0, skipped=False)
             answer = await it.asked(model, 5, Load(path=f"tinker://{model}/weights/never", optimizer=True))
             assert isinstance(answer, OperationFailure)
             assert answer.by_client
@@ -519,6 +511,6 @@ def test_what_is_wrong_with_a_save_fails_it_alone_and_with_a_load_its_window(tmp
             await it.asked(model, 6, tokens(1, 2))
             assert isinstance(await it.asked(model, 7, STEP), OperationFailure), "it was meant for other weights"
             await it.asked(model, 8, tokens(1, 2))
-            assert await it.asked(model, 9, STEP) == OptimStepResult(step=2, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 9, STEP) == StepResult(step=2, grad_norm=1.0, skipped=False)
 
     asyncio.run(run())

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     Datum,
     LoadState,
     Loss,
     OperationFailure,
     OptimStep,
-    OptimStepResult,
     Pass,
     PassResult,
     Poison,
     PublishResult,
     StateResult,
+    StepResult,
 )
-from areal_lora.service.queue import retention, sessions
+from areal_lora.service.queue import client_sessions, retention
+from areal_lora.service.queue.client_sessions import end_session, open_sampler, served, unload
 from areal_lora.service.queue.requests import CreateModel, Load, Save, SaveForSampler, Train, UnloadedModel
 from areal_lora.service.queue.sequencer import completed, expected, look, submit, to_send
-from areal_lora.service.queue.sessions import end_session, open_sampler, served, unload
 from areal_lora.service.refused import RequestError
 from tests.support.service.ledger import QUOTA, Ledger
 
 PASS = Train(what=Pass(data=(), loss=Loss.DRO))
 STEP = Train(what=OptimStep(lr=1.0))
 SCORED, KEPT = PassResult(logprobs=(b"x" * 1000,), loss=0.0), StateResult(step=1, n_bytes=9)
-STEPPED = OptimStepResult(step=1, grad_norm=1.0, skipped=False)
+STEPPED = StepResult(step=1, grad_norm=1.0, skipped=False)
 
 
 class World:
@@ -43,7 +43,7 @@ class World:
         self.seq += 1
         return self.ledger.change(lambda tx: submit(tx, "acme", self.model, self.seq, "f", action))
 
-    def done(self, *outcomes: PassResult | OptimStepResult | StateResult | PublishResult | OperationFailure) -> None:
+    def done(self, *outcomes: PassResult | StepResult | StateResult | PublishResult | OperationFailure) -> None:
         for outcome in outcomes:
             self.number += 1
             self.ledger.change(lambda tx, o=outcome: completed(tx, self.adapter, self.number, o))
@@ -209,19 +209,19 @@ def test_a_sample_is_kept_until_it_is_dropped_its_session_ends_or_a_day_is_over(
     session = it.model.partition(":")[0]
     sampler = it.ledger.change(lambda tx: open_sampler(tx, "acme", session, 0, None))
     for name in ("one", "two"):
-        it.ledger.change(lambda tx, name=name: sessions.keep_sample(tx, "acme", sampler, name, "print", b"body"))
-    it.ledger.change(lambda tx: sessions.keep_sample(tx, "acme", sampler, "one", "print", b"body"))
+        it.ledger.change(lambda tx, name=name: client_sessions.keep_sample(tx, "acme", sampler, name, "print", b"body"))
+    it.ledger.change(lambda tx: client_sessions.keep_sample(tx, "acme", sampler, "one", "print", b"body"))
     with pytest.raises(RequestError, match="another request"):
-        it.ledger.change(lambda tx: sessions.keep_sample(tx, "acme", sampler, "one", "another print", b"body"))
-    it.ledger.change(lambda tx: sessions.drop_samples(tx, ["one"]))
-    [kept] = it.ledger.change(sessions.kept_samples)
+        it.ledger.change(lambda tx: client_sessions.keep_sample(tx, "acme", sampler, "one", "another print", b"body"))
+    it.ledger.change(lambda tx: client_sessions.drop_samples(tx, ["one"]))
+    [kept] = it.ledger.change(client_sessions.kept_samples)
     assert (kept.sample, kept.tenant, kept.fingerprint, kept.body) == ("two", "acme", "print", b"body")
-    it.ledger.now_s += sessions.UNFETCHED_S + 1
-    it.ledger.change(lambda tx: sessions.keep_sample(tx, "acme", sampler, "three", "print", b"body"))
-    it.ledger.change(lambda tx: sessions.drop_samples(tx, []))
-    assert [each.sample for each in it.ledger.change(sessions.kept_samples)] == ["three"]
+    it.ledger.now_s += client_sessions.UNFETCHED_S + 1
+    it.ledger.change(lambda tx: client_sessions.keep_sample(tx, "acme", sampler, "three", "print", b"body"))
+    it.ledger.change(lambda tx: client_sessions.drop_samples(tx, []))
+    assert [each.sample for each in it.ledger.change(client_sessions.kept_samples)] == ["three"]
     it.ledger.change(lambda tx: end_session(tx, session))
-    assert it.ledger.change(sessions.kept_samples) == []
+    assert it.ledger.change(client_sessions.kept_samples) == []
 
 
 def test_a_model_that_is_unloaded_leaves_once_and_what_it_saved_stays() -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from areal_lora.operations.backlog import Backlog
-from areal_lora.operations.messages import (
+from areal_lora.operations.outbox import SendWindows
+from areal_lora.operations.protocol import (
     Acknowledgement,
     Expects,
     Loss,
@@ -24,7 +25,6 @@ from areal_lora.operations.messages import (
     OperationCompletion,
     OperationFailure,
     OptimStep,
-    OptimStepResult,
     Outcome,
     Pass,
     PassResult,
@@ -32,11 +32,11 @@ from areal_lora.operations.messages import (
     SaveState,
     ServiceHello,
     StateResult,
+    StepResult,
     ToService,
     ToTrainer,
     ends_window,
 )
-from areal_lora.operations.outbox import SendWindows
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.requests import Answer, ModelAction, Pending, Save, Train
 from areal_lora.service.queue.retention import seal
@@ -86,7 +86,7 @@ class Executor:
                 return PassResult(logprobs=(), loss=marked.beta or 0.0)
             case OptimStep():
                 self.history += (self.window,)
-                return OptimStepResult(step=len(self.history), grad_norm=0.0, skipped=False)
+                return StepResult(step=len(self.history), grad_norm=0.0, skipped=False)
             case SaveState():
                 return StateResult(step=len(self.history), n_bytes=1)
             case what:
@@ -234,7 +234,7 @@ class Exchange(RuleBasedStateMachine):
         self.answers_stay()
         assert self.script.keys() == self.answers.keys(), "everything acknowledged is answered"
         self._check_windows()
-        if self.script and isinstance(self.answers[self.top], OptimStepResult):
+        if self.script and isinstance(self.answers[self.top], StepResult):
             assert self.ledger.db.execute("SELECT COUNT(*) FROM client_operations").fetchone() == (0,)
             assert self.ledger.db.execute("SELECT COUNT(*) FROM requests WHERE action IS NOT NULL").fetchone() == (0,)
         self.ledger.db.close()
@@ -263,7 +263,7 @@ class Exchange(RuleBasedStateMachine):
                 case Train(what=OptimStep()):
                     failed = isinstance(answer, OperationFailure)
                     assert failed == (spoiled or not window) or (unsure and failed), (seq, answer)
-                    if isinstance(answer, OptimStepResult):
+                    if isinstance(answer, StepResult):
                         made.append(tuple(window))
                         assert answer.step == len(made)
                     window, spoiled, unsure = [], False, False

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.state import MANIFEST_FILE, PARTS
-from areal_lora.checkpoint.store import CheckpointStore
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError
-from areal_lora.operations.messages import LoadState, OperationFailure, StateResult
+from areal_lora.operations.protocol import LoadState, OperationFailure, StateResult
 from areal_lora.processes import faults
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.clients.saved_states import leftovers, load_saved, loadable, named, tidy_states

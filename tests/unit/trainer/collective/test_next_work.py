@@ -10,7 +10,7 @@ import pytest
 
 from areal_lora.checkpoint.saver import CheckpointSave
 from areal_lora.errors import PublishError
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     DropState,
     LoadState,
     Loss,

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from areal_lora.checkpoint.recover import find
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     Datum,
     LoadState,
     Loss,
     OperationCompletion,
     OperationFailure,
     OptimStep,
-    OptimStepResult,
     Pass,
     PassResult,
     Poison,
@@ -28,8 +27,9 @@ from areal_lora.operations.messages import (
     PublishResult,
     SaveState,
     StateResult,
+    StepResult,
 )
-from areal_lora.trainer.clients.link import _decode
+from areal_lora.trainer.clients.client_operations import _decode
 from areal_lora.trainer.collective import next_work
 from areal_lora.types import AdapterPhase
 from tests.support.operations.client import datum, floats
@@ -76,7 +76,7 @@ def test_passes_and_steps_are_those_of_a_plain_loop(side: Side) -> None:
     mine = side.engine.residents["a.1"]
     np.testing.assert_allclose(mine.parts["weight"].numpy(), weights, atol=1e-5)
     assert [scored.loss for scored in found if isinstance(scored, PassResult)][:3] == pytest.approx(losses, rel=1e-5)
-    assert [stepped.step for stepped in found if isinstance(stepped, OptimStepResult)] == [1, 2]
+    assert [stepped.step for stepped in found if isinstance(stepped, StepResult)] == [1, 2]
     logits = weights - np.log(np.exp(weights).sum())
     assert floats(found[-1].logprobs[1]) == pytest.approx([logits[3], logits[17]], abs=1e-5)
     assert not side.engine.residents["b.1"].parts["weight"].any(), "the adapter beside it"
@@ -122,7 +122,7 @@ def test_a_pass_overtakes_the_disk_and_its_outcome_does_not(side: Side) -> None:
     side.client.wait(lambda: 4 in side.client.outcomes("a.1"))
     said = [m.number for m in side.client.heard if isinstance(m, OperationCompletion)]
     assert said == [1, 2, 3, 4]
-    assert side.client.outcomes("a.1")[4] == OptimStepResult(
+    assert side.client.outcomes("a.1")[4] == StepResult(
         step=2,
         grad_norm=side.client.outcomes("a.1")[4].grad_norm,
         skipped=False,  # type: ignore[union-attr]
@@ -167,7 +167,7 @@ def test_a_full_disk_fails_the_state_that_is_saved_and_nothing_else(side: Side) 
     assert "No space left on device (fix: free disk space" in failed.reason
     assert isinstance(stepped, PassResult)
     assert isinstance(again, OperationFailure)
-    assert isinstance(side.client.do("b.1", SFT, STEP)[1], OptimStepResult)
+    assert isinstance(side.client.do("b.1", SFT, STEP)[1], StepResult)
     side.disk.full = set()
     assert isinstance(side.client.do("a.1", SFT, STEP, SaveState(label="second"))[2], StateResult)
     loaded = side.client.do("b.1", LoadState(adapter="a.1", label="first", optimizer=True))[0]
@@ -183,7 +183,7 @@ def test_a_checkpoint_is_tried_again_while_others_train(side: Side, monkeypatch:
     side.client.begin("a.1", SFT, STEP)
     side.wait(lambda: (save := side.saver.pending("a.1")) is not None and save.failed, "a failed checkpoint")
     trained = side.beside_steps
-    assert isinstance(side.client.do("b.1", SFT, STEP)[1], OptimStepResult)
+    assert isinstance(side.client.do("b.1", SFT, STEP)[1], StepResult)
     side.wait(lambda: side.beside_steps > trained + 5, "steps beside it")
     side.disk.full = set()
     monkeypatch.setattr(next_work, "RETRY_S", 0.0)
@@ -200,7 +200,7 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_adapter_alone(side: Side, monk
     assert "could not be written" in step.reason
     assert isinstance(later, OperationFailure)
     assert side.state("a.1").phase is AdapterPhase.FAILED
-    assert isinstance(side.client.do("b.1", SFT, STEP)[1], OptimStepResult)
+    assert isinstance(side.client.do("b.1", SFT, STEP)[1], StepResult)
 
 
 def test_each_step_has_one_record_with_what_is_known(side: Side) -> None:

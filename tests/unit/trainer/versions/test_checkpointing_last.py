@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from areal_lora.algorithms.fair_queue import FairQueue
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.saver import CheckpointSave, Saver
-from areal_lora.checkpoint.store import CheckpointStore
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder

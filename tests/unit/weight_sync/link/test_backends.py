@@ -16,7 +16,7 @@ import torch.distributed as dist
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link import backends
 from areal_lora.weight_sync.link.backends import Backend, GroupSeat
-from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, join_group
+from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.messages import SourceEndpoint
 from tests.support.weight_sync.recorded_lane import RecordedLane
 

@@ -11,7 +11,8 @@ from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, StageResult
 from areal_lora.weight_sync.refusal import RefusalReason
-from areal_lora.weight_sync.server.slots import ResidentVersion
+from areal_lora.weight_sync.server.slot_table import ResidentVersion
+from areal_lora.weight_sync.server.slot_versions import ServedVersions
 from areal_lora.weight_sync.server.transaction import (
     SLOT_WAIT_S,
     AwaitRelease,
@@ -22,7 +23,6 @@ from areal_lora.weight_sync.server.transaction import (
     Stage,
     check_turn,
 )
-from areal_lora.weight_sync.server.versions import ServedVersions
 
 SEED = int(os.environ.get("AREAL_LORA_TEST_SEED", "20240607"))
 

@@ -6,8 +6,8 @@ import msgspec
 
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.types import AdapterRef, ShardManifest
-from areal_lora.weight_sync.trainer.job import SLACK_S, Budget, Job
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
+from areal_lora.weight_sync.trainer.publish_job import SLACK_S, Budget, Job
 from areal_lora.weight_sync.trainer.role import Follower, StartOutcome
 from areal_lora.weight_sync.trainer.steps import Attempt, Decision
 from tests.support.weight_sync.helpers import BASE, RUN, layout_of, share, values
