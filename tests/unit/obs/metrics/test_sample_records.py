@@ -170,10 +170,10 @@ def test_a_full_disk_is_one_clear_line_and_leaves_whole_lines(tmp_path: Path) ->
 
 CRASHING = """
 import itertools, os, signal, sys
-from areal_lora.obs.metrics import samples
+from areal_lora.obs.metrics import sample_records
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.sample_lines import line
-samples.FILE_BYTES, samples.NEWEST_FILES = 1000, 3
+sample_records.FILE_BYTES, sample_records.NEWEST_FILES = 1000, 3
 folder, kill_at, first = RunFolder.of(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 left = kill_at
 def counted(event, arguments):
@@ -183,7 +183,7 @@ def counted(event, arguments):
         if not left:
             os.kill(os.getpid(), signal.SIGKILL)
 sys.addaudithook(counted)
-files = samples.SampleFiles(folder)
+files = sample_records.SampleFiles(folder)
 files.drop("a", first)
 for step in range(first, first + 40):
     files.write(line(step))
