@@ -40,7 +40,7 @@ LINES = {
     "processes": 361,
     "rollout": 7059,
     "run_folder": 1192,
-    "service": 6465,
+    "service": 6494,
     "tasks": 3633,
     "trainer": 4034,
     "weight_sync": 5868,
