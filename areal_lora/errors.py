@@ -104,7 +104,7 @@ class UnknownVersionError(AdapterError):
 
 
 class ManifestError(AdapterError):
-    """A publish was refused. ``reason`` is one of the words in ``weight_sync.refusal.Refusal``."""
+    """A publish was refused. ``reason`` is one of the words in ``weight_sync.refusal.RefusalReason``."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason, self.detail = reason, detail

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from areal_lora.config.models import Config
 from areal_lora.engine.common.arena import ShardedModel
 from areal_lora.engine.common.parallel_layout import ParallelLayout
-from areal_lora.engine.common.plan import pack_plan, wire_layout
+from areal_lora.engine.common.transfer_plan import pack_plan, wire_layout
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.link.backends import gloo, register_backend

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areal_lora.algorithms.kl import ratio_of
 from areal_lora.algorithms.reduce import sequence_sums, spread
-from areal_lora.operations.messages import Loss, LossSettings
+from areal_lora.operations.protocol import Loss, LossSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from areal_lora.algorithms.merging import FLOATS, CastLoss, adapted_weights, merged
 from areal_lora.checkpoint.adapter_io import DTYPES
 from areal_lora.checkpoint.safetensors_head import Entry, head_of, read_head
-from areal_lora.config.snapshot import INDEX_FILE, WEIGHT_FILE, wanted
+from areal_lora.config.config_snapshot import INDEX_FILE, WEIGHT_FILE, wanted
 from areal_lora.errors import ConfigError, UnknownTensorError
 
 CONFIG_FILE = "config.json"

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_lora.checkpoint.checkpoint_store import BROKEN_PREFIX, NEWEST_FILE, leftovers_in, version_folder, versions_in
 from areal_lora.checkpoint.files import CHUNK_BYTES, Disk
 from areal_lora.checkpoint.state import MANIFEST_FILE, Manifest, decode_manifest
-from areal_lora.checkpoint.store import BROKEN_PREFIX, NEWEST_FILE, leftovers_in, version_folder, versions_in
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.resume import adapter_conflict
 from areal_lora.errors import CheckpointError, ConfigError

@@ -2,7 +2,7 @@
 
 main thread                     saver thread of every rank
 copy the state
-save ------------------------>  files -> fsync -> manifest -> rename -> fsync      `Store`
+save ------------------------>  files -> fsync -> manifest -> rename -> fsync      `CheckpointStore`
 publish ...                     durable: the publish of this version may start
 next batch ...                  rank 0: commit the step, delete old checkpoints
 join before the next learn <--  ended
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from areal_lora.checkpoint.store import Snapshot, Store
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore, Snapshot
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError, PublishError
 from areal_lora.processes.log import get_logger
@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class Save:
+class CheckpointSave:
     """One checkpoint in progress at one rank, of the adapter after ``step`` optimizer steps.
 
     ``label`` is that of a client's saved state, empty for a checkpoint. ``reason`` is that of a ``failed`` one.
@@ -74,29 +74,29 @@ class Saver:
     def __init__(
         self,
         *,
-        store: Store,
+        store: CheckpointStore,
         config: CheckpointConfig,
         committed: Callable[[AdapterRef], None] | None,
-        kept: Callable[[Save], None] | None = None,
+        kept: Callable[[CheckpointSave], None] | None = None,
     ) -> None:
         self._store, self._config, self._committed, self._kept = store, config, committed, kept
         self._failures: dict[str, int] = {}
-        self._pending: dict[str, Save] = {}
-        self._jobs: queue.SimpleQueue[tuple[Save, Snapshot] | None] = queue.SimpleQueue()
+        self._pending: dict[str, CheckpointSave] = {}
+        self._jobs: queue.SimpleQueue[tuple[CheckpointSave, Snapshot] | None] = queue.SimpleQueue()
         self._thread = watched_thread("saver", self._work)
 
-    def save(self, snapshot: Snapshot, label: str = "") -> Save:
+    def save(self, snapshot: Snapshot, label: str = "") -> CheckpointSave:
         """Start a save. At most one per adapter is in progress: call ``join`` first. Collective."""
         assert snapshot.ref.name not in self._pending, "join the save before"
-        job = self._pending[snapshot.ref.name] = Save(ref=snapshot.ref, step=snapshot.state.step, label=label)
+        job = self._pending[snapshot.ref.name] = CheckpointSave(ref=snapshot.ref, step=snapshot.state.step, label=label)
         self._jobs.put((job, snapshot))
         return job
 
-    def pending(self, adapter: str) -> Save | None:
+    def pending(self, adapter: str) -> CheckpointSave | None:
         """The adapter's save that was not joined yet (not collective)."""
         return self._pending.get(adapter)
 
-    def join(self, adapter: str) -> Save | None:
+    def join(self, adapter: str) -> CheckpointSave | None:
         """Wait for the adapter's save in progress, if any, and return it.
 
         Raises CheckpointError on every rank when more than `MAX_FAILURES` saves in a row have failed. Raises the
@@ -138,7 +138,7 @@ class Saver:
             job.ended.set()
             del next_one, snapshot  # free the memory of an adapter state while the thread waits
 
-    def _run(self, job: Save, snapshot: Snapshot) -> None:
+    def _run(self, job: CheckpointSave, snapshot: Snapshot) -> None:
         adapter = job.ref.name
         began_s = time.monotonic()
         try:

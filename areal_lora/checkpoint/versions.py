@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal_lora.checkpoint.checkpoint_store import version_folder, versions_in
 from areal_lora.checkpoint.recover import find, verify
 from areal_lora.checkpoint.state import MANIFEST_FILE, Manifest, best_version, decode_manifest, files_of, read_files
-from areal_lora.checkpoint.store import version_folder, versions_in
 from areal_lora.config.adapter_run import adapter_named
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import CheckpointError, ConfigError

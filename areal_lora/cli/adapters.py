@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import typer
 
-from areal_lora.cli.runs import run_names
+from areal_lora.cli.recorded_runs import run_names
 from areal_lora.errors import ConfigError
 
 Run = Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from areal_lora.cli.runs import RUN_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.recorded_runs import RUN_HELP, find_run, recorded_config, run_names
 
 if TYPE_CHECKING:
     from areal_lora.config.models import Config

@@ -8,7 +8,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_lora.cli.serving import Served
+from areal_lora.cli.serving import ServingEndpoint
 from areal_lora.config.models import AdapterConfig
 from areal_lora.data.formatting import Formatter
 from areal_lora.errors import RolloutError
@@ -23,7 +23,7 @@ class Conversation:
 
     adapter: AdapterConfig
     formatter: Formatter
-    server: Served
+    server: ServingEndpoint
     temperature: float
     max_tokens: int
     turns: list[dict[str, Any]] = field(default_factory=list)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_lora.cli.runs import find_run, with_overrides
+from areal_lora.cli.recorded_runs import find_run, with_overrides
 from areal_lora.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def doctor(
     """
     import msgspec
 
+    from areal_lora.doctor.doctor_findings import Level
     from areal_lora.doctor.examine import examine
-    from areal_lora.doctor.findings import Level
 
     chosen = chosen_config(config or [], run, overrides or [])
     started = time.monotonic()

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_lora.cli.runs import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.recorded_runs import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
 from areal_lora.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
-    from areal_lora.cli.serving import Served
+    from areal_lora.cli.serving import ServingEndpoint
     from areal_lora.config.models import AdapterConfig, Config
-    from areal_lora.rollout.channel.messages import EvalResult
+    from areal_lora.rollout.channel.channel_messages import EvalResult
     from areal_lora.rollout.controller.eval_sets import EvalSet
     from areal_lora.run_folder.paths import RunFolder
 
@@ -67,15 +67,15 @@ def _with_sets(adapter: AdapterConfig, names: Sequence[str] | None) -> AdapterCo
 
 
 async def _measured(
-    folder: RunFolder, config: Config, adapter: AdapterConfig, sets: Sequence[EvalSet], server: Served
+    folder: RunFolder, config: Config, adapter: AdapterConfig, sets: Sequence[EvalSet], server: ServingEndpoint
 ) -> EvalResult:
     from contextlib import AsyncExitStack
 
     from areal_lora.config.models import AgentWorkflowConfig
     from areal_lora.rollout.agent_api.session import Sessions
-    from areal_lora.rollout.client import CompletionClient
+    from areal_lora.rollout.agent_gateway import AgentGateway
+    from areal_lora.rollout.completion_client import CompletionClient
     from areal_lora.rollout.controller.eval_places import EvalPlaces
-    from areal_lora.rollout.gateway import AgentGateway
     from areal_lora.rollout.main import build_evaluator
     from areal_lora.rollout.routing import Router
     from areal_lora.tasks.reward_sum import RewardSum

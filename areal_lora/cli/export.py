@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_lora.cli.runs import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.recorded_runs import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
 from areal_lora.errors import ConfigError, EnvironmentError_
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _adapter(
 
 def _model_folder(text: str) -> Path:
     """A folder, or the cached snapshot of a hub name."""
-    from areal_lora.config.snapshot import cached_snapshot
+    from areal_lora.config.config_snapshot import cached_snapshot
     from areal_lora.families.published import is_hub_name
 
     path = Path(text).expanduser()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_lora.cli.runs import ADAPTER_HELP, RUN_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.recorded_runs import ADAPTER_HELP, RUN_HELP, find_run, recorded_config, run_names
 from areal_lora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from areal_lora.data.tokenizer import TextTokenizer
     from areal_lora.rollout.agent_api.turns import Turn
-    from areal_lora.rollout.conversations import Conversation
+    from areal_lora.rollout.conversations import ConversationRecord
 
 
 def samples(
@@ -93,7 +93,7 @@ def conversations(
     print("\n\n".join("\n".join(_lines(each, tokenizer)) for each in found))
 
 
-def _lines(conversation: Conversation, tokenizer: TextTokenizer | None) -> list[str]:
+def _lines(conversation: ConversationRecord, tokenizer: TextTokenizer | None) -> list[str]:
     kind = "evaluation, " if conversation.evaluation else ""
     reward = "no reward" if conversation.reward is None else f"reward {conversation.reward:g}"
     lines = [f"== {conversation.uid}, sample {conversation.sample} ({kind}{conversation.adapter}): {reward}"]

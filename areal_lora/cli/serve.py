@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from areal_lora.cli.runs import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.recorded_runs import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
 
 
 def serve(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from areal_lora.cli.runs import RUN_HELP, find_run, run_names
+from areal_lora.cli.recorded_runs import RUN_HELP, find_run, run_names
 
 
 def add_servers(

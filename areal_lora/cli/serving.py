@@ -27,7 +27,7 @@ LOG_LINES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServingEndpoint:
     """A server that answers; ``model`` is the name that requests give."""
 
     url: str
@@ -41,7 +41,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(folder: RunFolder, config: Config, adapter: AdapterConfig, version: str, port: int) -> Iterator[Served]:
+def served(
+    folder: RunFolder, config: Config, adapter: AdapterConfig, version: str, port: int
+) -> Iterator[ServingEndpoint]:
     """Export the version of ``adapter`` to a temporary folder and serve it until the block ends; port 0: a free one.
 
     Raises ConfigError for a version or port that is not available, ProcessFailed with the last lines of a server that
@@ -61,7 +63,7 @@ def served(folder: RunFolder, config: Config, adapter: AdapterConfig, version: s
         try:
             url = f"http://127.0.0.1:{port}/v1"
             _wait(process, f"{url}/models", log)
-            yield Served(url=url, model=str(chosen.ref), process=process, log=log)
+            yield ServingEndpoint(url=url, model=str(chosen.ref), process=process, log=log)
         finally:
             _end(process)
 

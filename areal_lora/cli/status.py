@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_lora.cli.runs import RUN_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.recorded_runs import RUN_HELP, find_run, recorded_config, run_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,8 +108,8 @@ def adapter_rows(adapters: Sequence[AdapterStatus]) -> Sequence[Sequence[str]]:
 
 def group_rows(folder: RunFolder) -> Sequence[Sequence[str]]:
     """A head and a row per adapter of the ledger."""
+    from areal_lora.rollout.ledger.ledger_records import GroupState
     from areal_lora.rollout.ledger.peek import group_counts
-    from areal_lora.rollout.ledger.records import GroupState
 
     rows = [("groups of", *(state.name.lower() for state in GroupState), "dropped for")]
     for one in group_counts(folder):

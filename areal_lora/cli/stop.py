@@ -13,7 +13,7 @@ import psutil
 import typer
 
 from areal_lora.cli.processes import descendants, holder, local_processes
-from areal_lora.cli.runs import RUN_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.recorded_runs import RUN_HELP, find_run, recorded_config, run_names
 from areal_lora.errors import ConfigError, ProcessFailed
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _wait_for_processes(folder: RunFolder) -> None:
 
 def stop_job(folder: RunFolder, now: bool) -> None:
     """Cancel the job of the folder and wait until Slurm reports its end."""
-    from areal_lora.launcher.slurm.queue import cancel, look
+    from areal_lora.launcher.slurm.job_query import cancel, look
     from areal_lora.launcher.slurm.states import Phase, explain
 
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_lora.cli.runs import RUN_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.recorded_runs import RUN_HELP, find_run, recorded_config, run_names
 from areal_lora.errors import ConfigError
 
 if TYPE_CHECKING:

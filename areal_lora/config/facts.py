@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areal_lora.config.config_snapshot import missing_files
 from areal_lora.config.imports import check_import_path, parse_import_path
 from areal_lora.config.models import (
     AgentWorkflowConfig,
@@ -24,7 +25,6 @@ from areal_lora.config.models import (
 from areal_lora.config.sections.cluster import own_place
 from areal_lora.config.sections.reward import FunctionReward, JudgeReward, reward_keys
 from areal_lora.config.sections.service import CODE_REWARD
-from areal_lora.config.snapshot import missing_files
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.derived import Checkpoint, read_checkpoint
 from areal_lora.families.peft_folder import PeftFolder, describe

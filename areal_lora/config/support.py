@@ -2,7 +2,7 @@
 
 Pure data and the only judge of such combinations. The start-up rules report `refusals`; `docs/tools/support_tables`
 pairs the axes and names the tests behind each pair; docs/en/support.md is rendered from both. What a single config.json
-requires beyond its family (a soft cap, another activation) is in `families.engines`.
+requires beyond its family (a soft cap, another activation) is in `families.family_engines`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.sections.algorithm import Kind
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
-from areal_lora.families.engines import ENGINES, PACKED, UNSERVED, Engine, variants
 from areal_lora.families.family import Scope, covers
+from areal_lora.families.family_engines import ENGINES, PACKED, UNSERVED, Engine, variants
 from areal_lora.families.registry import supported
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import ExpertLayout
@@ -106,7 +106,7 @@ REFUSALS: tuple[Refusal, ...] = (
         key=MODEL,
         engine=("megatron",),
         group=("no row", "not served", "unknown"),
-        reason="model type {family!r} has no row in families/table.py, which the Megatron engine needs",
+        reason="model type {family!r} has no row in families/family_table.py, which the Megatron engine needs",
         fix="set trainer.engine=fsdp, or use another model",
     ),
     Refusal(

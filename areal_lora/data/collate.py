@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_lora.data.checks import check_alignment, check_rewards
+from areal_lora.data.trajectory_checks import check_alignment, check_rewards
 from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import TrainBatch, TrajectoryGroup
 

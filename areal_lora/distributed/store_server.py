@@ -17,7 +17,7 @@ import msgspec
 import torch.distributed as dist
 
 from areal_lora.errors import EnvironmentError_
-from areal_lora.network.rpc import Server, Wire
+from areal_lora.network.rpc import RpcServer, Wire
 from areal_lora.processes.watched import watched_thread
 
 MAX_MESSAGE_BYTES = 16 << 20  # torch keeps addresses, ids and counters here
@@ -82,7 +82,7 @@ class StoreReply(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-class Table:
+class KeyTable:
     """Keys, values, and the senders that wait for missing keys. Does no I/O: ``answer`` sends a reply to a sender."""
 
     def __init__(self, answer: Callable[[list[bytes], StoreReply], None], clock: Callable[[], float]) -> None:
@@ -155,9 +155,9 @@ class StoreServer:
     """Serve a table from one daemon thread, on exactly ``host`` and a ``port`` that the system chooses."""
 
     def __init__(self, host: str, secret: str) -> None:
-        self._table = Table(self._answer, time.monotonic)
+        self._table = KeyTable(self._answer, time.monotonic)
         self._forget_at = time.monotonic() + FORGET_S
-        self._server = Server(host, secret, WIRE, self._take)
+        self._server = RpcServer(host, secret, WIRE, self._take)
         self._thread = watched_thread("torch-store", self._server.run)
         try:
             self.host, self.port = host, self._server.port

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.models import Config
-from areal_lora.doctor.facts import BandwidthFacts
+from areal_lora.doctor.machine_facts import BandwidthFacts
 from areal_lora.doctor.node import CONFIG
 from areal_lora.doctor.probes import node_name
 from areal_lora.errors import ConfigError

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from statistics import median
 
 from areal_lora.config.models import Config
-from areal_lora.doctor.facts import BandwidthFacts, CanaryFacts, Facts, FolderFacts, NodeFacts, RoleFacts
-from areal_lora.doctor.findings import Finding, fail, note, ok
-from areal_lora.doctor.versions import version_findings
+from areal_lora.doctor.doctor_findings import DoctorFinding, fail, note, ok
+from areal_lora.doctor.machine_facts import BandwidthFacts, CanaryFacts, DoctorFacts, FolderFacts, NodeFacts, RoleFacts
+from areal_lora.doctor.package_versions import version_findings
 from areal_lora.obs.console import human_bytes
 
 LOGS_BYTES = 200_000_000
@@ -20,9 +20,9 @@ SLOW_GBIT_S = 0.5
 DEVICE_NAMES = {"cuda": "GPU", "npu": "NPU"}
 
 
-def check_all(config: Config, facts: Facts, need_bytes: int) -> list[Finding]:
+def check_all(config: Config, facts: DoctorFacts, need_bytes: int) -> list[DoctorFinding]:
     """All findings, in the order of the page. ``need_bytes`` is the disk space that checkpoints of the run take."""
-    found: list[Finding] = []
+    found: list[DoctorFinding] = []
     for host in facts.missing_nodes:
         fix = f"srun --nodelist={host} true shows why; exclude the node with --exclude in cluster.slurm.extra"
         found.append(fail("node", host, "it did not answer", fix))
@@ -39,7 +39,7 @@ def check_all(config: Config, facts: Facts, need_bytes: int) -> list[Finding]:
     return [*found, *canary_findings(facts.canary)]
 
 
-def role_findings(role: RoleFacts, host: str) -> Iterator[Finding]:
+def role_findings(role: RoleFacts, host: str) -> Iterator[DoctorFinding]:
     """The interpreter of a role can be used, and has what the role imports."""
     where = f"{role.role}.python on {host}"
     if role.problem:
@@ -59,7 +59,7 @@ def role_findings(role: RoleFacts, host: str) -> Iterator[Finding]:
         )
 
 
-def gpu_findings(config: Config, node: NodeFacts) -> Iterator[Finding]:
+def gpu_findings(config: Config, node: NodeFacts) -> Iterator[DoctorFinding]:
     if config.cluster.device != "cuda":
         return
     want, gpus = config.cluster.devices_per_node, node.gpus
@@ -77,7 +77,7 @@ def gpu_findings(config: Config, node: NodeFacts) -> Iterator[Finding]:
         yield note("devices", node.host, "GPUs of several kinds", "keep one kind with cluster.slurm.gres_type")
 
 
-def name_findings(config: Config, node: NodeFacts) -> Iterator[Finding]:
+def name_findings(config: Config, node: NodeFacts) -> Iterator[DoctorFinding]:
     """The address that processes publish; a host name that leads to loopback misleads other programs."""
     if node.address_problem:
         yield fail("address", node.host, node.address_problem, "see cluster.interface")
@@ -96,7 +96,7 @@ def name_findings(config: Config, node: NodeFacts) -> Iterator[Finding]:
         yield ok("host name", node.host, f"resolves to {', '.join(node.resolved)}")
 
 
-def port_findings(node: NodeFacts) -> Iterator[Finding]:
+def port_findings(node: NodeFacts) -> Iterator[DoctorFinding]:
     for port, why in node.blocked_ports.items():
         fix = "set rollout.port=0, which lets the system choose, or end the program that has it (ss -ltnp)"
         yield fail("ports", f"rollout.port on {node.host}", f"port {port} cannot be bound: {why}", fix)
@@ -107,7 +107,7 @@ def port_findings(node: NodeFacts) -> Iterator[Finding]:
         yield ok("ports", node.host, f"bound and reached on {node.address}")
 
 
-def limit_findings(config: Config, node: NodeFacts) -> Iterator[Finding]:
+def limit_findings(config: Config, node: NodeFacts) -> Iterator[DoctorFinding]:
     """Descriptors: one connection for each sequence in flight, and some hundreds for everything else."""
     need = OPEN_FILES + FILES_PER_SEQUENCE * config.rollout.max_num_seqs
     fix = f"ulimit -n {need} in cluster.slurm.setup, or a higher hard limit in /etc/security/limits.conf"
@@ -118,7 +118,7 @@ def limit_findings(config: Config, node: NodeFacts) -> Iterator[Finding]:
         yield ok("open files", node.host, f"the limit is {node.open_files}")
 
 
-def shared_memory_findings(config: Config, node: NodeFacts) -> Iterator[Finding]:
+def shared_memory_findings(config: Config, node: NodeFacts) -> Iterator[DoctorFinding]:
     need = shared_memory_bytes(config)
     have = node.shared_memory_bytes
     text = f"{human_bytes(have)} are free, {human_bytes(need)} are needed"
@@ -132,7 +132,7 @@ def shared_memory_findings(config: Config, node: NodeFacts) -> Iterator[Finding]
 def shared_memory_bytes(config: Config) -> int:
     """What one node needs at most: queues of a server with tensor parallel workers, NCCL's buffers of each GPU.
 
-    The base of ``model.shared_memory`` is a rule of the start (`config.rules.memory`).
+    The base of ``model.shared_memory`` is a rule of the start (`config.rules.memory_rules`).
     """
     servers = config.rollout.servers if config.rollout.tp > 1 else 0
     here = min(servers, max(1, config.cluster.devices_per_node // config.rollout.tp))
@@ -140,7 +140,7 @@ def shared_memory_bytes(config: Config) -> int:
     return SHARED_BASE + here * SHARED_PER_TP_SERVER + gpus * SHARED_PER_GPU
 
 
-def folder_findings(folder: FolderFacts, host: str, need_bytes: int) -> Iterator[Finding]:
+def folder_findings(folder: FolderFacts, host: str, need_bytes: int) -> Iterator[DoctorFinding]:
     where = f"{folder.path} on {host}"
     if folder.write:
         fix = "set run.root to a folder that this user can write, or mount it for writing"
@@ -164,7 +164,7 @@ def folder_findings(folder: FolderFacts, host: str, need_bytes: int) -> Iterator
         yield note("run root", where, f"a write of 1 MiB took {folder.fsync_s:.1f} s", "use a faster disk for run.root")
 
 
-def clock_findings(nodes: list[NodeFacts]) -> Iterator[Finding]:
+def clock_findings(nodes: list[NodeFacts]) -> Iterator[DoctorFinding]:
     """Each node's clock is compared with that of the shared file system, so with every other node's."""
     ahead = {node.host: node.clock_ahead_s for node in nodes if node.clock_ahead_s is not None}
     if not ahead:
@@ -179,7 +179,7 @@ def clock_findings(nodes: list[NodeFacts]) -> Iterator[Finding]:
             yield ok("clock", host, f"{seconds - middle:+.3f} s from the file system's")
 
 
-def bandwidth_findings(facts: BandwidthFacts) -> Iterator[Finding]:
+def bandwidth_findings(facts: BandwidthFacts) -> Iterator[DoctorFinding]:
     hosts = ", ".join(dict.fromkeys(facts.hosts))
     between = f"{facts.backend} between {len(facts.hosts)} processes on {hosts}"
     if facts.problem:
@@ -192,7 +192,7 @@ def bandwidth_findings(facts: BandwidthFacts) -> Iterator[Finding]:
         yield ok("network", between, f"{facts.gbit_s:.1f} Gbit/s")
 
 
-def canary_findings(facts: CanaryFacts) -> Iterator[Finding]:
+def canary_findings(facts: CanaryFacts) -> Iterator[DoctorFinding]:
     """The adapter canary: trainer and server agree about a perturbed adapter."""
     if facts.skipped:
         yield note("canary", "adapter", f"not tried: {facts.skipped}")

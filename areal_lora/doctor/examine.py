@@ -19,8 +19,8 @@ from areal_lora.config.models import Config
 from areal_lora.doctor import node as node_module
 from areal_lora.doctor.canary import fly
 from areal_lora.doctor.checks import LOGS_BYTES, check_all
-from areal_lora.doctor.facts import BandwidthFacts, CanaryFacts, Facts, FolderFacts, NodeFacts
-from areal_lora.doctor.findings import Finding
+from areal_lora.doctor.doctor_findings import DoctorFinding
+from areal_lora.doctor.machine_facts import BandwidthFacts, CanaryFacts, DoctorFacts, FolderFacts, NodeFacts
 from areal_lora.doctor.probes import interpreters, probe_folder, probe_node
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.plan import make_plan
@@ -31,7 +31,7 @@ STATES_OF_A_CHECKPOINT = 3  # weights and two moments
 Report = Callable[[str], None]
 
 
-def examine(config: Config, report: Report, *, quick: bool = False, keep: bool = False) -> list[Finding]:
+def examine(config: Config, report: Report, *, quick: bool = False, keep: bool = False) -> list[DoctorFinding]:
     """Probe this machine, or every node of the allocation that this runs in; returns all findings.
 
     ``quick``: without bandwidth and canary. Nothing remains in the run root, except the canary's logs with ``keep``.
@@ -55,7 +55,7 @@ def examine(config: Config, report: Report, *, quick: bool = False, keep: bool =
                 flown = fly(config, place)
         elif not quick and place is not None:
             flown = CanaryFacts(skipped="an interpreter cannot be used")
-    facts = Facts(
+    facts = DoctorFacts(
         nodes=nodes,
         missing_nodes=[host for host in hosts if host not in {node.host for node in nodes}],
         bandwidth=speeds,
@@ -80,7 +80,7 @@ def allocated_hosts() -> list[str]:
     nodes = os.environ.get("SLURM_JOB_NODELIST", "")
     if not nodes or shutil.which("srun") is None:
         return []
-    from areal_lora.launcher.slurm.queue import hosts
+    from areal_lora.launcher.slurm.job_query import hosts
 
     return hosts(nodes)
 

@@ -20,7 +20,7 @@ import msgspec
 from areal_lora.config.facts import server_ports
 from areal_lora.config.models import Config
 from areal_lora.doctor import role_probe
-from areal_lora.doctor.facts import FolderFacts, GpuFacts, NodeFacts, RoleFacts
+from areal_lora.doctor.machine_facts import FolderFacts, GpuFacts, NodeFacts, RoleFacts
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.run_lock import NO_FLOCK
 from areal_lora.network.addresses import WILDCARDS, find_place

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Family, Scope
-from areal_lora.families.table import TABLE
+from areal_lora.families.family_table import TABLE
 
 ROUTERS = {"router", "gate", "shared_expert_gate", "wg"}
 """Components of names that belong to routers, never to a projection."""

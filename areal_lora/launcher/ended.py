@@ -17,7 +17,7 @@ _RAISED = re.compile(r"((?:\w+\.)*\w*(?:Error|Exception|Exit)_?: .*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class ProcessExit:
     """A process that is over. ``code`` is negative for a signal, as in ``subprocess``.
 
     ``why`` states the reason if the launcher itself, or a failed peer, ended it; ``error`` is the last one in its log.
@@ -52,7 +52,7 @@ class Ended:
         return f"exited with code {self.code}"
 
 
-def with_error(ended: Ended) -> Ended:
+def with_error(ended: ProcessExit) -> ProcessExit:
     """``ended`` with the last error of its log, if it exited by itself: an earlier one is not why a signal ended it.
 
     An exception that no record reports counts as one. Reads the last 64 KiB.

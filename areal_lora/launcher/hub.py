@@ -28,8 +28,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
+from areal_lora.config.config_snapshot import cached_snapshot, missing_files, wanted
 from areal_lora.config.models import Config, ModelConfig
-from areal_lora.config.snapshot import cached_snapshot, missing_files, wanted
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.families.published import is_hub_name
 from areal_lora.obs.console import duration, human_bytes
@@ -38,7 +38,7 @@ ANSWER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Download:
+class HubDownload:
     """Files of one commit of a hub model that are not in the cache yet."""
 
     name: str
@@ -49,14 +49,14 @@ class Download:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
+class ModelResolution:
     """``config`` with the model's folder known as far as it can be, and what has to be downloaded before a start."""
 
     config: Config
-    download: Download | None = None
+    download: HubDownload | None = None
 
 
-def resolve(config: Config, recorded: Callable[[], ModelConfig | None], *, online: bool) -> Resolved:
+def resolve(config: Config, recorded: Callable[[], ModelConfig | None], *, online: bool) -> ModelResolution:
     """Find the folder of ``config.model``. ``recorded`` gives the model of the run that is resumed, if there is one.
 
     Offline (``--dry-run``) nothing is requested or downloaded: a hub name without a snapshot in the cache stays
@@ -67,17 +67,19 @@ def resolve(config: Config, recorded: Callable[[], ModelConfig | None], *, onlin
     if Path(model.path).is_dir():
         if model.revision is not None:
             raise ConfigError("model.revision", f"{model.path} is a folder, which has no revisions", "leave it out")
-        return Resolved(config=config.model_copy(update={"model": model}))
+        return ModelResolution(config=config.model_copy(update={"model": model}))
     if not is_hub_name(model.path):
         reason = f"there is no folder {model.path!r}, and it is not a hub name"
         raise ConfigError("model.path", reason, "give a Hugging Face model folder, or a hub name org/name")
     revision = _pinned(model, recorded())
     folder = _look_up(model, revision) if online else cached_snapshot(model.path, revision)
     if folder is None:
-        return Resolved(config=config.model_copy(update={"model": model}))
+        return ModelResolution(config=config.model_copy(update={"model": model}))
     model = model.model_copy(update={"commit": folder.name, "snapshot": str(folder)})
     resolved = config.model_copy(update={"model": model})
-    return Resolved(config=resolved, download=_plan(model.path, folder) if online and missing_files(folder) else None)
+    return ModelResolution(
+        config=resolved, download=_plan(model.path, folder) if online and missing_files(folder) else None
+    )
 
 
 def _pinned(model: ModelConfig, recorded: ModelConfig | None) -> str | None:
@@ -103,7 +105,7 @@ def _look_up(model: ModelConfig, revision: str | None) -> Path:
         return cached
 
 
-def _plan(name: str, folder: Path) -> Download:
+def _plan(name: str, folder: Path) -> HubDownload:
     with _hub(name, folder.name, ", ".join(missing_files(folder))):
         info = HfApi().model_info(name, revision=folder.name, files_metadata=True, timeout=ANSWER_S)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
@@ -112,12 +114,12 @@ def _plan(name: str, folder: Path) -> Download:
         raise ConfigError(
             "model.path", f"{name} has no model.safetensors and no shards of it", "use one that is saved as safetensors"
         )
-    return Download(
+    return HubDownload(
         name=name, commit=folder.name, folder=folder, files=files, nbytes=sum(sizes[file] for file in files)
     )
 
 
-def download(plan: Download, report: Callable[[str], None]) -> None:
+def download(plan: HubDownload, report: Callable[[str], None]) -> None:
     """Bring the files of ``plan`` into the cache. What an earlier download left half-written is taken up again.
 
     Ctrl-C ends the process. Raises EnvironmentError_ if not all of them are available.

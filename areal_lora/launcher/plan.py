@@ -75,7 +75,7 @@ class AdapterEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimates:
+class SizeEstimates:
     """Sizes derived from config.json and the ranks. ``kv_token_bytes``: of one token in the KV cache of a device."""
 
     base_parameters: int
@@ -111,7 +111,7 @@ class JobPlan:
     ports: tuple[PortPlan, ...]
     files: tuple[str, ...]
     ranks: tuple[RankCoordinates, ...]
-    estimates: Estimates
+    estimates: SizeEstimates
     memory: JobMemory
     what_if: tuple[WhatIf, ...]
 
@@ -295,7 +295,7 @@ def _files(config: Config, folder: RunFolder) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _estimates(config: Config, shape: ModelShape) -> Estimates:
+def _estimates(config: Config, shape: ModelShape) -> SizeEstimates:
     adapters = []
     for adapter in config.adapters:
         wire_dtype = adapter_run(config, adapter).wire_dtype
@@ -309,7 +309,7 @@ def _estimates(config: Config, shape: ModelShape) -> Estimates:
                 wire_dtype=wire_dtype,
             )
         )
-    return Estimates(
+    return SizeEstimates(
         base_parameters=shape.parameters,
         base_bytes=base_bytes(shape, config.model.dtype),
         adapters=tuple(adapters),

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from areal_lora.errors import NON_RETRYABLE, ExitCode
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import SERVER, SERVICE, TRAINER, ProcessSpec
 
 BACK_OFF_S, LONGER = 1.0, 4.0
@@ -33,7 +33,7 @@ def unit_of(spec: ProcessSpec) -> str:
     return TRAINER if spec.role == TRAINER else spec.name
 
 
-def to_blame(ended: Sequence[Ended]) -> Ended | None:
+def to_blame(ended: Sequence[ProcessExit]) -> ProcessExit | None:
     """The process to blame among those of a unit that ended together; None where all ended well.
 
     A process killed by a signal comes first, then one with a non-retryable exit code: their peers lose connections.
@@ -43,10 +43,10 @@ def to_blame(ended: Sequence[Ended]) -> Ended | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RestartVerdict:
     """Decision about a failed unit. ``ends_run``: the run cannot continue without it."""
 
-    ended: Ended
+    ended: ProcessExit
     ends_run: bool
     wait_s: float | None = None
     times: int = 0
@@ -98,7 +98,7 @@ class Restarts:
         """All processes that start together with ``spec``."""
         return self._units[unit_of(spec)].specs
 
-    def take(self, ended: Ended, now: float, worked_s: float | None) -> Verdict:
+    def take(self, ended: ProcessExit, now: float, worked_s: float | None) -> RestartVerdict:
         """Decide about the unit of ``ended`` (the process to blame). ``due`` gives it out when its time has come.
 
         Args:
@@ -116,10 +116,10 @@ class Restarts:
         if ended.spec.role == SERVICE and unit.has_worked:
             unit.times += 1
             unit.due = now + BACK_OFF_S * LONGER ** min(unit.times - 1, SERVICE_STEPS)
-            return Verdict(ended=ended, ends_run=False, wait_s=unit.due - now)
+            return RestartVerdict(ended=ended, ends_run=False, wait_s=unit.due - now)
         if ended.code in NON_RETRYABLE or not (unit.has_worked or ended.code < 0):
             # A process that failed before its first heartbeat is likely to fail again.
-            return Verdict(ended=ended, ends_run=True)
+            return RestartVerdict(ended=ended, ends_run=True)
         temporary = ended.spec.role == SERVER and ended.code == ExitCode.TEMPORARY
         if not temporary and unit.times >= unit.most:
             return self._abandon(unit, ended)
@@ -127,7 +127,7 @@ class Restarts:
         wait_s = BACK_OFF_S * LONGER ** max(0, unit.times - 1)
         unit.due = now + wait_s
         times = 0 if temporary else unit.times
-        return Verdict(ended=ended, ends_run=False, wait_s=wait_s, times=times, most=unit.most)
+        return RestartVerdict(ended=ended, ends_run=False, wait_s=wait_s, times=times, most=unit.most)
 
     def due(self, now: float) -> list[tuple[ProcessSpec, ...]]:
         """Units to restart now; each is returned once."""
@@ -138,15 +138,15 @@ class Restarts:
                 ready.append(unit.specs)
         return ready
 
-    def _abandon(self, unit: _Unit, ended: Ended) -> Verdict:
+    def _abandon(self, unit: _Unit, ended: ProcessExit) -> RestartVerdict:
         unit.over = True
         servers = [u for u in self._units.values() if u.specs[0].role == SERVER]
         enough = sum(not u.over for u in servers) >= min(self.min_servers, len(servers))
-        return Verdict(ended=ended, ends_run=ended.spec.role != SERVER or not enough)
+        return RestartVerdict(ended=ended, ends_run=ended.spec.role != SERVER or not enough)
 
-    def _launch_again(self, unit: _Unit, ended: Ended, now: float) -> Verdict:
+    def _launch_again(self, unit: _Unit, ended: ProcessExit, now: float) -> RestartVerdict:
         unit.launches += 1
         if unit.launches >= (LAUNCHES if unit.has_worked else FIRST_LAUNCHES):
             return self._abandon(unit, replace(ended, lost=unit.has_worked))
         unit.due = now + LAUNCH_AGAIN_S
-        return Verdict(ended=ended, ends_run=False, wait_s=LAUNCH_AGAIN_S)
+        return RestartVerdict(ended=ended, ends_run=False, wait_s=LAUNCH_AGAIN_S)

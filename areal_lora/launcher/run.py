@@ -15,12 +15,12 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity
 from areal_lora.config.rules.guardrails import check_start, resolve_targets
 from areal_lora.errors import NON_RETRYABLE, ConfigErrors, ExitCode
-from areal_lora.launcher.checks import check_packages, prompt_findings
 from areal_lora.launcher.ended import RunEnd
-from areal_lora.launcher.hub import Download, download, resolve
+from areal_lora.launcher.hub import HubDownload, download, resolve
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm.script import submit
 from areal_lora.launcher.start import PreviousRun, RunStart, recorded_model
+from areal_lora.launcher.start_checks import check_packages, prompt_findings
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole, print_line
@@ -36,7 +36,7 @@ class PreparedRun:
 
     config: Config
     plan: JobPlan
-    download: Download | None
+    download: HubDownload | None
 
 
 def run(config: Config, *, fresh: bool = False) -> int:
@@ -89,7 +89,7 @@ def start(
     plan: JobPlan,
     out: Console,
     fresh: bool = False,
-    needed: Download | None = None,
+    needed: HubDownload | None = None,
     code: Mapping[str, str] | None = None,
 ) -> RunEnd:
     """Make or take up the run folder, download what of the model is ``needed``, run here or submit to Slurm.

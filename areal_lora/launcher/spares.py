@@ -20,11 +20,11 @@ from rich.console import Console
 
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, ExitCode
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import SERVER, ProcessSpec, spare_server
 from areal_lora.launcher.restarts import Restarts
 from areal_lora.launcher.run_lock import is_locked
-from areal_lora.launcher.slurm.queue import look as look_up
+from areal_lora.launcher.slurm.job_query import look as look_up
 from areal_lora.launcher.slurm.states import JobRecord, Phase, explain
 from areal_lora.launcher.spare_folder import claim_indices, note_process
 from areal_lora.launcher.stalls import Pulse
@@ -211,7 +211,7 @@ class _Watch:
             code = self._decide(e, now) or code
         return code
 
-    def _decide(self, ended: Ended, now: float) -> int:
+    def _decide(self, ended: ProcessExit, now: float) -> int:
         self._supervisor.clear([ended])
         name = ended.spec.name
         worked_s = self._pulse.worked_s(name)

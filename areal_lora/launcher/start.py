@@ -8,14 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.checkpoint.store import versions_in
+from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.config.adapter_run import steps_of
 from areal_lora.config.models import Config, ModelConfig
 from areal_lora.config.recorded import read_config, write_config
 from areal_lora.config.resume import conflict
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.run_lock import RunLock
-from areal_lora.launcher.slurm.queue import look
+from areal_lora.launcher.slurm.job_query import look
 from areal_lora.launcher.slurm.states import Phase, explain, is_active
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.run_folder.events import StartEvent, now_utc, write_event

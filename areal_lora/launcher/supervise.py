@@ -26,7 +26,7 @@ import psutil
 
 from areal_lora.errors import EnvironmentError_, ProcessFailed
 from areal_lora.launcher import guardian, shared_memory
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.processes import stacks
 from areal_lora.processes.faults import reached
@@ -100,7 +100,7 @@ class Supervisor:
             self._running.append((spec, process))
             self._tell_guardian(str(process.pid))
 
-    def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[Ended]:
+    def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[ProcessExit]:
         """Wait up to ``grace_s`` for ``specs`` to end by themselves, then kill them with all they started.
 
         Those that were still running get ``why``. What is not running is passed over. Raises ProcessFailed for one
@@ -127,7 +127,7 @@ class Supervisor:
     def log_path(self, spec: ProcessSpec) -> Path:
         return self._logs / f"{spec.name}.log"
 
-    def poll(self, only: Collection[ProcessSpec] | None = None) -> list[Ended]:
+    def poll(self, only: Collection[ProcessSpec] | None = None) -> list[ProcessExit]:
         """Processes (of ``only``) that ended since the last call, in starting order."""
         ended, running = [], []
         for spec, process in self._running:
@@ -135,7 +135,7 @@ class Supervisor:
             if code is None:
                 running.append((spec, process))
             else:
-                ended.append(Ended(spec=spec, pid=process.pid, code=code, log=self.log_path(spec)))
+                ended.append(ProcessExit(spec=spec, pid=process.pid, code=code, log=self.log_path(spec)))
         self._running = running
         return ended
 
@@ -154,7 +154,7 @@ class Supervisor:
         for name in ours:
             self._tell_guardian(guardian.SHARED + name)
 
-    def clear(self, ended: Collection[Ended]) -> None:
+    def clear(self, ended: Collection[ProcessExit]) -> None:
         """Kill what processes that are over have left in their sessions."""
         kill_sessions({e.pid for e in ended})
 

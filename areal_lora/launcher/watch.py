@@ -14,9 +14,9 @@ from rich.console import Console
 
 from areal_lora.config.models import Config
 from areal_lora.errors import ExitCode
-from areal_lora.launcher.ended import Ended, last_lines, with_error
+from areal_lora.launcher.ended import ProcessExit, last_lines, with_error
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
-from areal_lora.launcher.restarts import Restarts, Verdict, to_blame, unit_of
+from areal_lora.launcher.restarts import Restarts, RestartVerdict, to_blame, unit_of
 from areal_lora.launcher.stalls import Pulse, waits, write_stall
 from areal_lora.obs.console import LiveConsole
 from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, now_utc, write_event
@@ -38,16 +38,16 @@ class Processes(Protocol):
     def start(self, specs: Sequence[ProcessSpec]) -> None:
         """Start ``specs`` in order. Raises EnvironmentError_ where that is impossible."""
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[ProcessExit]:
         """Processes that ended since the last call, in starting order."""
 
-    def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[Ended]:
+    def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[ProcessExit]:
         """Wait up to ``grace_s`` for ``specs`` to end by themselves, then kill them with all they started.
 
         Those that were still running get ``why``. What is not running is passed over.
         """
 
-    def clear(self, ended: Collection[Ended]) -> None:
+    def clear(self, ended: Collection[ProcessExit]) -> None:
         """Kill what processes that are over have left."""
 
     def running(self) -> list[ProcessSpec]: ...
@@ -73,10 +73,10 @@ class Watch:
             min_servers=config.cluster.min_servers,
         )
         self._pulse = Pulse({TRAINER: config.run.stall_s, CONTROLLER: beats_s, SERVER: beats_s, SERVICE: beats_s})
-        self._early: list[tuple[float, Ended]] = []
+        self._early: list[tuple[float, ProcessExit]] = []
         self._next_tick = 0.0
 
-    def until_end(self, asked_to_stop: Callable[[], bool]) -> Ended | None:
+    def until_end(self, asked_to_stop: Callable[[], bool]) -> ProcessExit | None:
         """The failure that ends the run, or None: done, or stopped on request."""
         while not asked_to_stop():
             ended, now = self._processes.poll(), time.monotonic()
@@ -96,9 +96,9 @@ class Watch:
             time.sleep(self._poll_s)
         return None
 
-    def _settle(self, ended: list[Ended], now: float) -> Ended | None:
+    def _settle(self, ended: list[ProcessExit], now: float) -> ProcessExit | None:
         """Decide about each unit of which something ended. Returns the failure that ends the run."""
-        units: dict[str, list[Ended]] = defaultdict(list)
+        units: dict[str, list[ProcessExit]] = defaultdict(list)
         for e in ended:
             units[unit_of(e.spec)].append(e)
         for members in units.values():
@@ -110,13 +110,13 @@ class Watch:
                 return verdict.ended
         return None
 
-    def _early_too_long(self, now: float) -> list[Ended]:
+    def _early_too_long(self, now: float) -> list[ProcessExit]:
         """Return processes that exited with 0 over ``EARLY_END_S`` ago, when trainer rank 0 should have ended too."""
         late = [e for at, e in self._early if now - at > EARLY_END_S]
         self._early = [(at, e) for at, e in self._early if now - at <= EARLY_END_S]
         return late
 
-    def _end_stalled(self, now: float) -> Ended | None:
+    def _end_stalled(self, now: float) -> ProcessExit | None:
         """Record and end processes without a heartbeat for too long. Returns the failure that ends the run."""
         silent = self._pulse.silent(now)
         for spec in [spec for spec in self._processes.running() if spec.name in silent]:
@@ -130,7 +130,7 @@ class Watch:
                 return verdict.ended
         return None
 
-    def _decide(self, ended: Ended, now: float) -> Verdict:
+    def _decide(self, ended: ProcessExit, now: float) -> RestartVerdict:
         beating = f"{TRAINER}-0" if ended.spec.role == TRAINER else ended.spec.name
         verdict = self._restarts.take(with_error(ended), now, self._pulse.worked_s(beating))
         self._pulse.forget(beating)
@@ -162,11 +162,11 @@ class Watch:
             self._next_tick = now + TICK_S
 
 
-def end_event(failure: Ended, code: int) -> EndEvent:
+def end_event(failure: ProcessExit, code: int) -> EndEvent:
     return EndEvent(at=now_utc(), code=code, process=failure.spec.name, how=failure.how(), error=failure.error)
 
 
-def print_failure(failure: Ended, console: Console) -> None:
+def print_failure(failure: ProcessExit, console: Console) -> None:
     lines = last_lines(failure.log, LOG_LINES)
     console.print(f"{failure.spec.name} {failure.cause}.", style="bold red", markup=False, soft_wrap=True)
     console.print(f"The last {len(lines)} lines of {failure.log}:", markup=False, soft_wrap=True)

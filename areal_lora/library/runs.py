@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from areal_lora.checkpoint.store import versions_in
+from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.checkpoint.versions import pick_version
 from areal_lora.config.adapter_run import adapter_named
 from areal_lora.config.models import Config

@@ -1,7 +1,7 @@
 """Messages between processes of a run: zmq behind CURVE, with keys derived from the run secret.
 
     Listener, in an event loop    <-- ROUTER, one client key --   Connection, one thread: requests with their replies
-    Server, in its own thread                                     Subscription, in an event loop: messages both ways
+    RpcServer, in its own thread                                  Subscription, in an event loop: messages both ways
 
 A request is ``[number (8 bytes), payload]``, and its reply repeats the number. Nothing reconnects below the caller: a
 connection whose other end is lost raises `ConnectionLost`, the caller makes another one, greets, and repeats what the
@@ -113,7 +113,7 @@ class Listener:
         self._context.term()
 
 
-class Server:
+class RpcServer:
     """A `Listener` in the thread that calls `run`, where ``take(client, *frames)`` is called for every message."""
 
     def __init__(self, host: str, secret: str, wire: Wire, take: Callable[..., None], *, linger_s: float = 0.0) -> None:

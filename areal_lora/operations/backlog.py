@@ -1,8 +1,8 @@
 """Which operations wait, which windows are poisoned, which outcomes the service has not acknowledged. Pure.
 
-    Hello        -> what was not acknowledged, then `Expects` of every adapter
-    Operation    -> it waits; one received before is ignored, one that does not follow is answered by `Expects`
-    Acknowledged -> outcomes are forgotten
+    ServiceHello    -> what was not acknowledged, then `Expects` of every adapter
+    Operation       -> it waits; one received before is ignored, one that does not follow is answered by `Expects`
+    Acknowledgement -> outcomes are forgotten
 
 The trainer carries out the first operation of an adapter, and calls `complete` with its outcome. Where the outcome has
 to wait, for a checkpoint or for servers, it calls `start`, and `end` later; meanwhile the operations that follow may be
@@ -15,19 +15,19 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from areal_lora.operations.messages import (
-    Acknowledged,
-    Completed,
+from areal_lora.operations.protocol import (
+    Acknowledgement,
     Expects,
-    Failed,
-    Hello,
     LoadState,
     Operation,
+    OperationCompletion,
+    OperationFailure,
     OptimStep,
     Outcome,
     Pass,
+    PassResult,
     Poison,
-    Scored,
+    ServiceHello,
     ToService,
     ToTrainer,
     ends_window,
@@ -54,8 +54,8 @@ class Queue:
     expects: int
     waiting: deque[Operation] = field(default_factory=deque)
     outstanding: deque[Outstanding] = field(default_factory=deque)
-    outcomes: dict[int, Completed] = field(default_factory=dict)
-    poison: Failed | None = None
+    outcomes: dict[int, OperationCompletion] = field(default_factory=dict)
+    poison: OperationFailure | None = None
     passes: int = 0
 
 
@@ -66,7 +66,7 @@ class Backlog:
         self._queues: dict[str, Queue] = {}
         self._gone: dict[str, str] = {}
 
-    def join(self, adapter: str, last: Completed | None) -> list[ToService]:
+    def join(self, adapter: str, last: OperationCompletion | None) -> list[ToService]:
         """An adapter joins; ``last`` is the outcome in its checkpoint, None for a new one."""
         queue = Queue(expects=last.number + 1 if last else 1)
         if last:
@@ -87,9 +87,9 @@ class Backlog:
     def receive(self, message: ToTrainer) -> list[ToService]:
         """What to answer at once."""
         match message:
-            case Hello():
+            case ServiceHello():
                 return list(self._all())
-            case Acknowledged(adapter=adapter, number=number):
+            case Acknowledgement(adapter=adapter, number=number):
                 outcomes = self._queues[adapter].outcomes if adapter in self._queues else {}
                 for old in [n for n in outcomes if n <= number]:
                     del outcomes[old]
@@ -110,16 +110,16 @@ class Backlog:
         queues = (self._queues[adapter] for adapter in adapters if adapter in self._queues)
         return next((queue.waiting[0] for queue in queues if queue.waiting), None)
 
-    def refused(self, operation: Operation) -> Failed | None:
+    def refused(self, operation: Operation) -> OperationFailure | None:
         """What becomes of an operation that its window does not allow; None for one that is to be carried out."""
         queue = self._queues[operation.adapter]
         match operation.what:
             case Poison(reason=reason, by_client=by_client):
-                return Failed(reason=reason, by_client=by_client)
+                return OperationFailure(reason=reason, by_client=by_client)
             case Pass() | OptimStep() if queue.poison is not None:
                 return queue.poison
             case OptimStep() if not queue.passes:
-                return Failed(reason="no pass since the step before it gave gradients", by_client=True)
+                return OperationFailure(reason="no pass since the step before it gave gradients", by_client=True)
         return None
 
     def complete(self, operation: Operation, outcome: Outcome) -> list[ToService]:
@@ -136,11 +136,13 @@ class Backlog:
         what = operation.what
         if ends_window(what):
             queue.passes, queue.poison = 0, None
-        elif isinstance(what, Pass) and what.backward and isinstance(outcome, Scored):
+        elif isinstance(what, Pass) and what.backward and isinstance(outcome, PassResult):
             queue.passes += 1
         spoils = isinstance(what, Pass | LoadState) or (isinstance(what, Poison) and not what.of_step)
-        if spoils and isinstance(outcome, Failed) and not queue.poison:
-            queue.poison = Failed(reason=f"its window has failed: {outcome.reason}", by_client=outcome.by_client)
+        if spoils and isinstance(outcome, OperationFailure) and not queue.poison:
+            queue.poison = OperationFailure(
+                reason=f"its window has failed: {outcome.reason}", by_client=outcome.by_client
+            )
 
     def end(self, adapter: str, number: int, outcome: Outcome | None = None) -> list[ToService]:
         """The outcome of an operation that has started is final: ``outcome``, or the one that `start` was given."""
@@ -153,7 +155,7 @@ class Backlog:
         while queue.outstanding and queue.outstanding[0].final:
             first = queue.outstanding.popleft()
             assert first.outcome is not None
-            completed = Completed(adapter=adapter, number=first.number, outcome=first.outcome)
+            completed = OperationCompletion(adapter=adapter, number=first.number, outcome=first.outcome)
             queue.outcomes[first.number] = completed
             final.append(completed)
         return final
@@ -164,5 +166,5 @@ class Backlog:
             yield Expects(adapter=adapter, number=queue.expects)
 
 
-def _failed(adapter: str, number: int, reason: str) -> Completed:
-    return Completed(adapter=adapter, number=number, outcome=Failed(reason=reason, by_client=False))
+def _failed(adapter: str, number: int, reason: str) -> OperationCompletion:
+    return OperationCompletion(adapter=adapter, number=number, outcome=OperationFailure(reason=reason, by_client=False))

@@ -1,7 +1,7 @@
 """Both ends of the connection: rank 0 listens, the service connects, and connects again.
 
 Rank 0 publishes its port as ``operations-0`` in the run folder. What is sent while the other end is away is lost; the
-service sends `Hello` after every connect, and receives what is expected (`outbox`, `backlog`).
+service sends `ServiceHello` after every connect, and receives what is expected (`outbox`, `backlog`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ from contextlib import suppress
 import msgspec
 import zmq.asyncio
 
-from areal_lora.network.rpc import LOOK_S, ConnectionLost, Server, Subscription, Wire
-from areal_lora.operations.messages import Hello, ToService, ToTrainer, decode_to_service, decode_to_trainer, encode
+from areal_lora.network.rpc import LOOK_S, ConnectionLost, RpcServer, Subscription, Wire
+from areal_lora.operations.protocol import (
+    ServiceHello,
+    ToService,
+    ToTrainer,
+    decode_to_service,
+    decode_to_trainer,
+    encode,
+)
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.paths import RunFolder
@@ -39,7 +46,7 @@ class TrainerEnd:
         self._received: deque[ToTrainer] = deque()
         self._changed = threading.Condition()
         self._service = b""
-        self._server = Server(host, read_secret(run_folder), WIRE, self._took, linger_s=0.5)
+        self._server = RpcServer(host, read_secret(run_folder), WIRE, self._took, linger_s=0.5)
         self._thread = watched_thread("operations", self._server.run)
         publish_endpoint(run_folder, ROLE, 0, {"operations": self._server.port}, host=host)
 
@@ -52,7 +59,7 @@ class TrainerEnd:
         return taken
 
     def send(self, message: ToService) -> None:
-        """To the service that sent `Hello` last; lost if there is none."""
+        """To the service that sent `ServiceHello` last; lost if there is none."""
         if self._service:
             self._server.send(self._service, encode(message))
 
@@ -67,7 +74,7 @@ class TrainerEnd:
         except msgspec.DecodeError as error:
             log.error("a message of the service is not understood: %s", error)
             return
-        if isinstance(message, Hello):
+        if isinstance(message, ServiceHello):
             self._service = sender
         if sender != self._service:
             return  # of a connection that has ended
@@ -92,7 +99,7 @@ class ServiceEnd:
         return self._connection is not None and self._connection.ready
 
     async def run(self) -> None:
-        """Connect, send `Hello`, receive; for ever, until cancelled."""
+        """Connect, send `ServiceHello`, receive; for ever, until cancelled."""
         context: zmq.asyncio.Context = zmq.asyncio.Context()
         try:
             while True:
@@ -113,7 +120,7 @@ class ServiceEnd:
         self._connection = connection = Subscription(context, endpoint.host, port, secret, WIRE)
         try:
             await connection.run(
-                lambda: encode(Hello()),
+                lambda: encode(ServiceHello()),
                 lambda payload: self._received(decode_to_service(payload)),
                 lambda: self._find() not in (None, endpoint),
             )

@@ -1,7 +1,7 @@
 """The service's side of ordered delivery: sends rank 0 what is due of each adapter, hands on what arrives.
 
-Expects n    -> everything from n on is sent, at most `AHEAD` operations before their outcomes
-Completed n  -> it is stored, then acknowledged
+Expects n              -> everything from n on is sent, at most `AHEAD` operations before their outcomes
+OperationCompletion n  -> it is stored, then acknowledged
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from areal_lora.operations.link import ServiceEnd
-from areal_lora.operations.messages import Acknowledged, Completed, Expects, Operation, Outcome, ToService
+from areal_lora.operations.protocol import Acknowledgement, Expects, Operation, OperationCompletion, Outcome, ToService
 from areal_lora.processes.faults import reached
 from areal_lora.run_folder.paths import RunFolder
 
@@ -27,7 +27,7 @@ class _Position:
     completed: int
 
 
-class Windows:
+class SendWindows:
     """Which numbers of each adapter are to be sent now, over one connection to rank 0 after another. Pure.
 
     Starts where the trainer `Expects`; nothing is sent of an adapter that it has not named since the last one.
@@ -64,7 +64,7 @@ class Windows:
         return True
 
 
-class Queue(Protocol):
+class OperationSource(Protocol):
     """Where operations come from and outcomes go to. What a call has done is durable when it returns."""
 
     async def expected(self, adapter: str, number: int) -> bool: ...
@@ -77,8 +77,8 @@ class Queue(Protocol):
 class Outbox:
     """``run``, ``receive`` and ``pump`` are tasks. ``moved`` reports that an adapter has new operations."""
 
-    def __init__(self, run_folder: RunFolder, queue: Queue) -> None:
-        self._queue, self._windows = queue, Windows()
+    def __init__(self, run_folder: RunFolder, queue: OperationSource) -> None:
+        self._queue, self._windows = queue, SendWindows()
         self._incoming: asyncio.Queue[ToService] = asyncio.Queue()
         self._link = ServiceEnd(run_folder, self._incoming.put_nowait)
         self._due: set[str] = set()
@@ -95,10 +95,10 @@ class Outbox:
         """Take messages in their order."""
         while True:
             match await self._incoming.get():
-                case Completed(adapter=adapter, number=number, outcome=outcome):
+                case OperationCompletion(adapter=adapter, number=number, outcome=outcome):
                     await self._queue.completed(adapter, number, outcome)
                     reached("queue.acknowledging")
-                    await self._link.send(Acknowledged(adapter=adapter, number=number))
+                    await self._link.send(Acknowledgement(adapter=adapter, number=number))
                     self._windows.completed(adapter, number)
                     self.moved(adapter)
                 case Expects(adapter=adapter, number=number):

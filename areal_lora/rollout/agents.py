@@ -5,7 +5,7 @@
                                       Session: tokens, log-probabilities, versions of every completion
 
 The gateway listens on loopback in the controller. A key belongs to one session (one sample of one group) and
-ends with it; the run secret stays on this side. What was sampled is never tokenized again (``agent_api.prompts``), so
+ends with it; the run secret stays on this side. What was sampled is never tokenized again (``prompt_tokens``), so
 that a conversation stays one trajectory. Tool calls are parsed by a rollout server, which has vLLM.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.agent_api.session import Session, Sessions
-from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, conversation_of
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
 from areal_lora.rollout.workflows.user_code import call

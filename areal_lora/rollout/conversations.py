@@ -13,21 +13,21 @@ from typing import Any
 import msgspec
 
 from areal_lora.errors import RecordError
-from areal_lora.rollout.agent_api.session import Exchange, Session
+from areal_lora.rollout.agent_api.session import ChatExchange, Session
 from areal_lora.rollout.agent_api.turns import Turn
 from areal_lora.run_folder.paths import RunFolder
 
 _encode = msgspec.json.Encoder().encode
 
 
-class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One trajectory; entry t of each list is of token t. ``versions`` is -1 where the model did not sample."""
 
     token_ids: list[int]
     versions: list[int]
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """``conversation``, ``begin`` and ``end`` are the place of its sampled tokens."""
 
     turn: Turn
@@ -37,7 +37,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     end: int
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A request. ``turns`` lacks the first ``known`` ones, which earlier requests and answers have; ``prompt`` is that
     of a plain completion.
     """
@@ -45,11 +45,11 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     known: int
     turns: list[Turn]
     tools: list[dict[str, Any]]
-    answers: list[Answer]
+    answers: list[AnswerRecord]
     prompt: str | list[int] | None = None
 
 
-class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+class ConversationRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A run of an agent. ``reward`` is None where it failed, which ``detail`` explains."""
 
     time: float
@@ -59,12 +59,14 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: bool
     reward: float | None
     detail: str
-    requests: list[Asked]
-    tokens: list[Tokens]
+    requests: list[RequestRecord]
+    tokens: list[TrajectoryRecord]
 
 
-def conversation_of(session: Session, uid: str, sample: int, reward: float | None, detail: str = "") -> Conversation:
-    return Conversation(
+def conversation_of(
+    session: Session, uid: str, sample: int, reward: float | None, detail: str = ""
+) -> ConversationRecord:
+    return ConversationRecord(
         time=time.time(),
         adapter=session.ref.name,
         uid=uid,
@@ -73,22 +75,22 @@ def conversation_of(session: Session, uid: str, sample: int, reward: float | Non
         reward=reward,
         detail=detail,
         requests=[_asked(exchange) for exchange in session.exchanges],
-        tokens=[Tokens(token_ids=c.token_ids, versions=c.versions) for c in session.conversations],
+        tokens=[TrajectoryRecord(token_ids=c.token_ids, versions=c.versions) for c in session.conversations],
     )
 
 
-def _asked(exchange: Exchange) -> Asked:
-    ask = exchange.answered.ask
+def _asked(exchange: ChatExchange) -> RequestRecord:
+    request = exchange.answered.request
     answers = [
-        Answer(turn=reply.turn, finish_reason=reply.finish_reason, conversation=at, begin=begin, end=end)
+        AnswerRecord(turn=reply.turn, finish_reason=reply.finish_reason, conversation=at, begin=begin, end=end)
         for reply, (at, begin, end) in zip(exchange.answered.replies, exchange.spans, strict=True)
     ]
-    return Asked(
+    return RequestRecord(
         known=exchange.known,
-        turns=list((ask.turns or ())[exchange.known :]),
-        tools=[] if exchange.known else ask.tools,  # the same as before, else it would not continue
+        turns=list((request.turns or ())[exchange.known :]),
+        tools=[] if exchange.known else request.tools,  # the same as before, else it would not continue
         answers=answers,
-        prompt=ask.prompt if ask.turns is None else None,
+        prompt=request.prompt if request.turns is None else None,
     )
 
 
@@ -99,7 +101,7 @@ class ConversationFile:
     folder: RunFolder
     max_bytes: int
 
-    def write(self, conversation: Conversation) -> None:
+    def write(self, conversation: ConversationRecord) -> None:
         line = _encode(conversation) + b"\n"
         if len(line) > self.max_bytes // 2:
             return
@@ -110,9 +112,9 @@ class ConversationFile:
             file.write(line)
 
 
-def read_conversations(folder: RunFolder) -> Iterator[Conversation]:
+def read_conversations(folder: RunFolder) -> Iterator[ConversationRecord]:
     """From the oldest that is kept; without a last line that is being written. Raises RecordError."""
-    decode = msgspec.json.Decoder(Conversation).decode
+    decode = msgspec.json.Decoder(ConversationRecord).decode
     for each in (folder.conversations_before, folder.conversations):
         if not each.exists():
             continue

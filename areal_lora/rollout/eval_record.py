@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal_lora.obs.metrics.records import EvalRecord, SampleRecord
-from areal_lora.rollout.channel.messages import EvalResult
+from areal_lora.rollout.channel.channel_messages import EvalResult
 
 
 def eval_record(result: EvalResult, order: int) -> EvalRecord:

@@ -31,22 +31,22 @@ from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.parent import die_with_parent
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.session import Sessions
+from areal_lora.rollout.agent_gateway import AgentGateway
 from areal_lora.rollout.channel.control import ControlSocket
-from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.base_evals import BaseEvals, base_key
-from areal_lora.rollout.controller.controller import Controller, Opened
+from areal_lora.rollout.controller.controller import Controller, JoinedAdapter
 from areal_lora.rollout.controller.eval_places import EvalPlaces
 from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets
 from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
 from areal_lora.rollout.controller.staleness import StalenessBudget
-from areal_lora.rollout.gateway import AgentGateway
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.loading import build_training, build_workflow
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Scorer, WorkflowContext
+from areal_lora.rollout.workflow_loading import build_training, build_workflow
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
@@ -123,7 +123,7 @@ def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenize
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedResources:
     """What the adapters of this process share."""
 
     config: Config
@@ -145,7 +145,7 @@ class Shared:
         made.evaluator.base_keys, made.evaluator.base = part.base_keys, self.base
         return made
 
-    async def open(self, raw: bytes) -> Opened:
+    async def open(self, raw: bytes) -> JoinedAdapter:
         """Open an adapter that joins, from its entry of the configuration. Prompts are read in a thread."""
         adapter = AdapterConfig.model_validate_json(raw)
         # With a tokenizer of its own: that of the others is in use in the event loop.
@@ -154,7 +154,7 @@ class Shared:
             made = await self.runtime(part, stack)
             kept = stack.pop_all()
         set_status(self.run_folder, ROLE, 0, "serving")
-        return Opened(runtime=made, weight=adapter.weight, close=kept.aclose)
+        return JoinedAdapter(runtime=made, weight=adapter.weight, close=kept.aclose)
 
 
 async def serve_until_signal(config: Config, run_folder: RunFolder, data: Sequence[AdapterData]) -> None:
@@ -177,7 +177,7 @@ async def serve(config: Config, run_folder: RunFolder, data: Sequence[AdapterDat
             gateway = await stack.enter_async_context(AgentGateway())
         sessions = gateway.sessions if gateway else Sessions()
         places = EvalPlaces(0)  # until the first announcement
-        shared = Shared(config, run_folder, client, sessions, ledger, BaseEvals(run_folder), places)
+        shared = SharedResources(config, run_folder, client, sessions, ledger, BaseEvals(run_folder), places)
         runtimes = {part.config.name: await shared.runtime(part, stack) for part in data}
         host = own_place(config.cluster, run_folder).address
         socket = ControlSocket(host, secret)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from areal_lora.data.prompts import Prompt
-from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
 from areal_lora.rollout.workflows.collect import PackedTurns
 from areal_lora.rollout.workflows.user_code import call
@@ -50,7 +50,7 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Played:
+class _PlayedTurns:
     packed: PackedTurns
     last: Generation
     reward: float | None
@@ -89,12 +89,12 @@ class MultiTurnWorkflow:
             ),
         )
 
-    async def _scores(self, played: list[_Played], sample: Sample) -> list[Score]:
+    async def _scores(self, played: list[_PlayedTurns], sample: Sample) -> list[Score]:
         left = [self.context.item(sample, p.last) for p in played if p.reward is None]
         scored = iter(await self.context.score(left) if left else ())
         return [next(scored) if p.reward is None else given_score(p.reward) for p in played]
 
-    async def _within_deadline(self, prompt: Prompt, ref: AdapterRef, seed: int) -> _Played:
+    async def _within_deadline(self, prompt: Prompt, ref: AdapterRef, seed: int) -> _PlayedTurns:
         timeout_s = self.context.sampling.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -102,7 +102,7 @@ class MultiTurnWorkflow:
         except TimeoutError:
             raise GenerationFault(FaultKind.TIMEOUT, f"the episode took longer than {timeout_s:g} s") from None
 
-    async def _play(self, prompt: Prompt, ref: AdapterRef, seed: int) -> _Played:
+    async def _play(self, prompt: Prompt, ref: AdapterRef, seed: int) -> _PlayedTurns:
         longest = self.context.max_model_len
         code = partial(call, FaultKind.ENVIRONMENT, ref.name)
         environment = await code(self.environment, **self.arguments)
@@ -127,7 +127,7 @@ class MultiTurnWorkflow:
                 break
             else:
                 packed.given(added)
-        return _Played(packed=packed, last=answer, reward=sum(rewards) if rewards else None)
+        return _PlayedTurns(packed=packed, last=answer, reward=sum(rewards) if rewards else None)
 
     async def _answer(self, packed: PackedTurns, ref: AdapterRef, seed: int) -> Generation:
         # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.

@@ -18,7 +18,7 @@ from areal_lora.config.models import SamplingConfig
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import Prompt
 from areal_lora.data.tokenizer import TextTokenizer
-from areal_lora.rollout.client import CompletionClient, Limits
+from areal_lora.rollout.completion_client import CompletionClient, SamplingLimits
 from areal_lora.rollout.workflows.collect import PackedTurns
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Outcome, Sample, Trajectory, TrajectoryGroup
@@ -166,8 +166,8 @@ def single_turn(prompt: Prompt, sample: int, adapter: str, answer: Generation, s
     return packed.trajectory(f"{prompt.uid}:{sample}", sample, adapter, score)
 
 
-def limits(sampling: SamplingConfig) -> Limits:
-    return Limits(top_k=sampling.top_k, min_p=sampling.min_p, min_tokens=sampling.min_tokens)
+def limits(sampling: SamplingConfig) -> SamplingLimits:
+    return SamplingLimits(top_k=sampling.top_k, min_p=sampling.min_p, min_tokens=sampling.min_tokens)
 
 
 def given_score(reward: float) -> Score:

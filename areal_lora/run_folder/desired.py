@@ -51,7 +51,7 @@ class DesiredAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return f"{self.name}.{self.incarnation}"
 
 
-class Desired(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DesiredAdapters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The adapters, the first that is to join first. ``generation`` grows with every change.
 
     ``closed``: no further adapter will come, so the run ends when all adapters have made their steps.
@@ -68,10 +68,10 @@ class DesiredWatch:
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
         self._seen: tuple[int, int, int] | None = None
-        self.newest = Desired()
+        self.newest = DesiredAdapters()
         """What was read last."""
 
-    def look(self) -> Desired:
+    def look(self) -> DesiredAdapters:
         """The newest desired state; an empty one before the first. Raises ConfigError for a file that is none."""
         try:
             now = os.stat(self._run_folder.desired)
@@ -83,13 +83,13 @@ class DesiredWatch:
         return self.newest
 
 
-def read_desired(run_folder: RunFolder) -> Desired:
+def read_desired(run_folder: RunFolder) -> DesiredAdapters:
     """The desired state of the run; an empty one where there is none. Raises ConfigError for a file that is none."""
     path = run_folder.desired
     try:
-        desired = msgspec.json.decode(path.read_bytes(), type=Desired)
+        desired = msgspec.json.decode(path.read_bytes(), type=DesiredAdapters)
     except FileNotFoundError:
-        return Desired()
+        return DesiredAdapters()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), f"it is no desired state: {error}", "write it with write_desired") from None
     if fault := next(_faults(desired), None):
@@ -97,7 +97,7 @@ def read_desired(run_folder: RunFolder) -> Desired:
     return desired
 
 
-def write_desired(run_folder: RunFolder, desired: Desired) -> None:
+def write_desired(run_folder: RunFolder, desired: DesiredAdapters) -> None:
     """Replace the desired state; it is on the disk, mode 0600, when this returns. One process may write.
 
     Raises ConfigError for a name or an incarnation that cannot be, a generation that does not grow, and a change of
@@ -111,7 +111,7 @@ def write_desired(run_folder: RunFolder, desired: Desired) -> None:
     write_file(path, content, mode=0o600, durable=True)
 
 
-def _faults(desired: Desired) -> Iterator[str]:
+def _faults(desired: DesiredAdapters) -> Iterator[str]:
     for adapter in desired.adapters:
         if not NAME.fullmatch(adapter.name):
             yield f"{adapter.name!r} is no name: up to 64 of a-z, 0-9, _ and -, the first a letter or a digit"
@@ -127,7 +127,7 @@ def _faults(desired: Desired) -> Iterator[str]:
             yield f"{count} adapters are named {name!r}"
 
 
-def _broken_promises(before: Desired, now: Desired) -> Iterator[str]:
+def _broken_promises(before: DesiredAdapters, now: DesiredAdapters) -> Iterator[str]:
     if now.generation <= before.generation:
         yield f"generation {now.generation} does not follow {before.generation}"
     was = {adapter.key: adapter for adapter in before.adapters}

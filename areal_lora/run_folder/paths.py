@@ -73,7 +73,7 @@ class RunFolder:
 
     @property
     def service_tables(self) -> Path:
-        """Tenants, adapters and operations of the service, an SQLite file (``areal_lora.service.queue.store``)."""
+        """Tenants, adapters and operations of the service, an SQLite file (`service.queue.queue_store`)."""
         return self.path / "service.sqlite"
 
     @property
@@ -88,7 +88,7 @@ class RunFolder:
 
     @property
     def inbox(self) -> Path:
-        """Folder from which the service takes YAML files with an adapter each (``areal_lora.service.inbox``)."""
+        """Folder from which the service takes YAML files with an adapter each (`service.adapter_inbox`)."""
         return self.path / "inbox"
 
     @property
@@ -140,7 +140,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder with one folder per adapter (``checkpoint.store``)."""
+        """Folder with one folder per adapter (``checkpoint.checkpoint_store``)."""
         return self.path / "checkpoints"
 
     def adapter_checkpoints(self, adapter: str) -> Path:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 
 SUFFIX = ".age"
 MAX_RECIPIENTS = 10
@@ -28,8 +28,10 @@ _LETTERS = "qpzry9x8gf2tvdw0s3jn54khce6mua7l"
 
 
 def recipient_key(text: str) -> X25519PublicKey:
-    """The key that ``age1...`` names, in Bech32 (BIP 173). Raises Refused."""
-    wrong = Refused(422, "age_encryption_recipients", f"{text[:80]!r} is no age key", "give keys that start with age1")
+    """The key that ``age1...`` names, in Bech32 (BIP 173). Raises RequestError."""
+    wrong = RequestError(
+        422, "age_encryption_recipients", f"{text[:80]!r} is no age key", "give keys that start with age1"
+    )
     if not text.startswith("age1") or len(text) != _LENGTH:
         raise wrong
     digits = [_LETTERS.find(letter) for letter in text.removeprefix("age1")]

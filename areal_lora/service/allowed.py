@@ -23,8 +23,8 @@ from areal_lora.config.sections.reward import (
 )
 from areal_lora.config.sections.service import CODE_REWARD, ApiConfig
 from areal_lora.config.sections.task import DatasetTask, TaskConfig, WordProblemsTask
-from areal_lora.service.queue.rows import Quota
-from areal_lora.service.refused import Refused
+from areal_lora.service.queue.queue_rows import Quota
+from areal_lora.service.refused import RequestError
 
 SHARED = "shared"
 """The folder below ``service.api.data`` whose files every tenant may name."""
@@ -33,7 +33,7 @@ MAX_NAMES, MAX_LENGTH = 64, 256
 
 
 def allowed(adapter: AdapterConfig, offered: ApiConfig, quota: Quota, tenant: str) -> AdapterConfig:
-    """``adapter`` with the whole paths of the tenant's files. Raises Refused for what it may not name."""
+    """``adapter`` with the whole paths of the tenant's files. Raises RequestError for what it may not name."""
     for refused in (*_code(adapter, offered), *_judges(adapter, offered), *_sizes(adapter, quota)):
         raise refused
     evals = [
@@ -48,13 +48,13 @@ def allowed(adapter: AdapterConfig, offered: ApiConfig, quota: Quota, tenant: st
     return adapter.model_copy(update={key: value for key, value in changes.items() if value != getattr(adapter, key)})
 
 
-def _code(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[Refused]:
+def _code(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
     """User code that the operator does not offer."""
     for key, text in _named_code(adapter):
         if text not in offered.code:
             choices = ", ".join(offered.code) or "none"
             fix = f"use a built-in one, or what the operator offers ({choices})"
-            yield Refused(422, key, "user code runs as the user of the run, and this code is not offered", fix)
+            yield RequestError(422, key, "user code runs as the user of the run, and this code is not offered", fix)
 
 
 def _named_code(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
@@ -76,20 +76,20 @@ def _named_code(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
             yield f"{key}.keep", task.keep
 
 
-def _judges(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[Refused]:
+def _judges(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
     """Addresses that scorers would ask, and keys that they would send there."""
     for key, reward in _rewards(adapter.reward):
         if not isinstance(reward, JudgeReward):
             continue
         if reward.url not in offered.judges:
             choices = ", ".join(offered.judges) or "none"
-            yield Refused(422, f"{key}.url", "this judge is not offered", f"use one that is: {choices}")
+            yield RequestError(422, f"{key}.url", "this judge is not offered", f"use one that is: {choices}")
         elif reward.key_env is not None and reward.key_env != offered.judges[reward.url]:
             fix = "leave it out, or use the variable that the operator offers for this judge"
-            yield Refused(422, f"{key}.key_env", "this variable is not offered for the judge", fix)
+            yield RequestError(422, f"{key}.key_env", "this variable is not offered for the judge", fix)
 
 
-def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[Refused]:
+def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
     rewards = _rewards(adapter.reward)
     for key, found, most in (
         ("reward", sum(reward.workers for _, reward in rewards), quota.workers),
@@ -98,7 +98,7 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[Refused]:
         ("reward", max((r.memory_mib for _, r in rewards if isinstance(r, FunctionReward)), default=0), 1 << 12),
     ):
         if found > most:
-            yield Refused(422, key, f"{found} is above the quota of {most}", f"use at most {most}")
+            yield RequestError(422, key, f"{found} is above the quota of {most}", f"use at most {most}")
     for key, names in (
         ("target_modules", adapter.target_modules),
         ("exclude_modules", adapter.exclude_modules),
@@ -109,11 +109,11 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[Refused]:
     ):
         if len(names) > MAX_NAMES or any(len(name) > MAX_LENGTH for name in names):
             reason = f"more than {MAX_NAMES} entries, or one longer than {MAX_LENGTH} characters"
-            yield Refused(422, key, reason, "use fewer and shorter ones")
+            yield RequestError(422, key, reason, "use fewer and shorter ones")
     for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
         if wrong := next((pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)), None):
             reason = f"{wrong[:64]!r} is more than a plain name, and expressions can take hours to compare"
-            yield Refused(422, key, reason, "name modules by letters, digits, _ and .")
+            yield RequestError(422, key, reason, "name modules by letters, digits, _ and .")
 
 
 def _rewards(rewards: RewardsConfig) -> list[tuple[str, RewardConfig]]:
@@ -121,10 +121,12 @@ def _rewards(rewards: RewardsConfig) -> list[tuple[str, RewardConfig]]:
 
 
 def _task(task: TaskConfig, key: str, offered: ApiConfig, quota: Quota, tenant: str) -> TaskConfig:
-    """``task`` with whole paths. Raises Refused for another's file, and a hub data set that is not offered."""
+    """``task`` with whole paths. Raises RequestError for another's file, and a hub data set that is not offered."""
     if isinstance(task, WordProblemsTask):
         if max(task.n_train, task.n_eval) > quota.problems:
-            raise Refused(422, key, f"more than {quota.problems} generated problems", f"use at most {quota.problems}")
+            raise RequestError(
+                422, key, f"more than {quota.problems} generated problems", f"use at most {quota.problems}"
+            )
         return task
     named = {"train": task.train, "eval": task.eval}
     if key != "task":
@@ -139,7 +141,7 @@ def _task(task: TaskConfig, key: str, offered: ApiConfig, quota: Quota, tenant: 
 
 def _file(text: str, key: str, offered: ApiConfig, tenant: str) -> Path:
     """The whole path of a file or folder that ``tenant`` may name, with no link to anywhere else."""
-    refused = Refused(
+    refused = RequestError(
         422,
         key,
         f"{text[:MAX_LENGTH]!r} is neither one of your files nor an offered data set",

@@ -38,11 +38,11 @@ from areal_lora.service.http import (
     read_body,
 )
 from areal_lora.service.inference import Meter, n_tokens
-from areal_lora.service.observed import PAGE, Observed
+from areal_lora.service.observed import PAGE, RunObserver
 from areal_lora.service.queue.lifecycle import change, create
-from areal_lora.service.queue.rows import TENANT, AdapterRow, Key, Quota, Verb, digest_of, new_key
-from areal_lora.service.queue.writer import AdapterChange, Writer
-from areal_lora.service.refused import Refused, unknown_adapter
+from areal_lora.service.queue.queue_rows import TENANT, AdapterRow, Key, Quota, Verb, digest_of, new_key
+from areal_lora.service.queue.queue_writer import AdapterChange, Writer
+from areal_lora.service.refused import RequestError, unknown_adapter
 from areal_lora.service.tinker.sdk import Sdk
 
 JSON = "application/json"
@@ -61,7 +61,7 @@ class Api:
         config: Config,
         run_folder: RunFolder,
         writer: Writer,
-        observed: Observed,
+        observed: RunObserver,
         acceptance: Acceptance,
         gateway: Gateway,
         meter: Meter,
@@ -112,7 +112,7 @@ class Api:
     async def take_in(self, section: dict[str, Any], tenant: str, request: str, quota: Quota | None) -> bytes:
         """Check and create an adapter. Without ``quota`` it is the operator's own, caller may name any code and file.
 
-        A repeated request is not checked again: its answer is the first one. Raises Refused.
+        A repeated request is not checked again: its answer is the first one. Raises RequestError.
         """
         mark = fingerprint(Verb.CREATE, msgspec.json.encode(section, order="sorted"))
         if request and (answer := await self._writer.answered(tenant, request, mark)) is not None:
@@ -165,17 +165,17 @@ class Api:
     async def models(self, request: Request, caller: Caller) -> Response:
         rows = self._writer.tables.of(caller.tenant)
         served = [row.name for row in rows if self._observed.of(row.key).version is not None]
-        return _answer(bodies.Models(data=[bodies.Model(id=name) for name in served]))
+        return _answer(bodies.Models(data=[bodies.ModelBody(id=name) for name in served]))
 
     async def complete(self, request: Request, caller: Caller) -> Response:
         """``POST /v1/completions`` and ``/v1/chat/completions``, as the data plane of a server has them."""
         body = as_object(await read_body(request, caller.quota.body_bytes))
         model = body.get("model")
         if not isinstance(model, str):
-            raise Refused(422, "model", "it names no adapter", "set model to the name of one of your adapters")
+            raise RequestError(422, "model", "it names no adapter", "set model to the name of one of your adapters")
         row = self._writer.tables.adapters.get((caller.tenant, split(model)))
         if row is None:
-            raise Refused(404, "model", f"there is no adapter {model[:64]!r}", "name one of your adapters")
+            raise RequestError(404, "model", f"there is no adapter {model[:64]!r}", "name one of your adapters")
         tokens = n_tokens(body, self._config.rollout.max_model_len)
         with ExitStack() as held:
             held.enter_context(self._meter.running(caller.tenant, tokens, caller.quota))
@@ -200,14 +200,14 @@ class Api:
         body = decoded(await read_body(request, caller.quota.body_bytes), bodies.TenantRequest)
         if not TENANT.fullmatch(body.tenant):
             reason = f"{body.tenant[:64]!r} is not a valid tenant name"
-            raise Refused(422, "tenant", reason, "use up to 16 of a-z and 0-9, the first a letter")
+            raise RequestError(422, "tenant", reason, "use up to 16 of a-z and 0-9, the first a letter")
         before = self._writer.tables.quotas.get(body.tenant, self._quota)
         try:
             quota = msgspec.convert(msgspec.to_builtins(before) | body.quota, Quota)
         except msgspec.ValidationError as error:
-            raise Refused(422, "quota", str(error), "name limits of a tenant, with numbers above 0") from None
+            raise RequestError(422, "quota", str(error), "name limits of a tenant, with numbers above 0") from None
         if any(value <= 0 for value in msgspec.structs.astuple(quota)):
-            raise Refused(422, "quota", "a limit is not above 0", "give numbers above 0")
+            raise RequestError(422, "quota", "a limit is not above 0", "give numbers above 0")
         await self._writer.put_tenant(body.tenant, quota)
         keys = [key.label for key in self._writer.tables.keys.values() if key.tenant == body.tenant]
         return _answer(bodies.Tenant(tenant=body.tenant, quota=quota, keys=keys), 201)
@@ -218,7 +218,7 @@ class Api:
         raw = await read_body(request, caller.quota.body_bytes)
         label = decoded(raw or b"{}", bodies.KeyRequest).label
         if not TENANT.fullmatch(label):
-            raise Refused(
+            raise RequestError(
                 422, "label", f"{label[:64]!r} is no label", "use up to 16 of a-z and 0-9, the first a letter"
             )
         key = new_key()
@@ -230,9 +230,9 @@ class Api:
         tenant, label = self._tenant(request), request.path_params["label"]
         mine = (key for key in self._writer.tables.keys.values() if (key.tenant, key.label) == (tenant, label))
         if (key := next(mine, None)) is None or key.operator:
-            raise Refused(404, "label", "there is no such key", "list the keys with GET /v1/tenants")
+            raise RequestError(404, "label", "there is no such key", "list the keys with GET /v1/tenants")
         await self._writer.drop_key(tenant, label)
-        return _answer(bodies.Removed(tenant=tenant, label=label))
+        return _answer(bodies.KeyRemoval(tenant=tenant, label=label))
 
     def _changes(self, verb: Verb) -> Handler:
         async def handle(request: Request, caller: Caller) -> Response:
@@ -261,17 +261,19 @@ class Api:
     def _tenant(self, request: Request) -> str:
         tenant: str = request.path_params["tenant"]
         if tenant not in self._writer.tables.quotas:
-            raise Refused(404, "tenant", f"there is no tenant {tenant[:64]!r}", "make it with POST /v1/tenants")
+            raise RequestError(404, "tenant", f"there is no tenant {tenant[:64]!r}", "make it with POST /v1/tenants")
         return tenant
 
 
 def _check_operator(caller: Caller) -> None:
     if not caller.key.operator:
-        raise Refused(404, "path", "there is no such path", "see the service page for the paths")
+        raise RequestError(404, "path", "there is no such path", "see the service page for the paths")
 
 
 def _acknowledged(row: AdapterRow, verb: Verb) -> bytes:
-    body = bodies.Accepted(name=row.name, incarnation=row.incarnation, verb=verb.value, wanted=row.wanted.value)
+    body = bodies.AcceptedOperation(
+        name=row.name, incarnation=row.incarnation, verb=verb.value, wanted=row.wanted.value
+    )
     return msgspec.json.encode(body)
 
 
@@ -283,7 +285,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     reason = "this path does not take the method" if status == 405 else "there is no such path"
     return Response(
-        Refused(status, "path", reason, "see the service page for the paths").body(), status, media_type=JSON
+        RequestError(status, "path", reason, "see the service page for the paths").body(), status, media_type=JSON
     )
 
 
@@ -291,7 +293,7 @@ async def _unexpected(request: Request, error: Exception) -> Response:
     """Fault boundary: a request that nothing foresaw must not end the service."""
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return Response(
-        Refused(500, "service", "an unexpected error; the service's log has it", "try again").body(),
+        RequestError(500, "service", "an unexpected error; the service's log has it", "try again").body(),
         500,
         media_type=JSON,
     )

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.service.observed import Seen
-from areal_lora.service.queue.rows import AdapterRow, Quota
+from areal_lora.service.observed import ObservedAdapter
+from areal_lora.service.queue.queue_rows import AdapterRow, Quota
 
 
-class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+class AdapterBody(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter. ``wanted`` is the desired phase, ``phase`` that of the run: null until it has seen the adapter.
 
     ``step`` counts the steps made, ``reward`` and ``lag`` are those of the newest one; ``version`` is the newest one
@@ -32,10 +32,10 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Adapters(msgspec.Struct, frozen=True, kw_only=True):
-    adapters: list[Adapter]
+    adapters: list[AdapterBody]
 
 
-class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+class AcceptedOperation(msgspec.Struct, frozen=True, kw_only=True):
     """An operation that is durable. The run carries it out as soon as it can; GET shows when."""
 
     name: str
@@ -55,14 +55,14 @@ class Logs(msgspec.Struct, frozen=True, kw_only=True):
     states: list[dict[str, Any]]
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: str = "model"
     owned_by: str = "areal_lora"
 
 
 class Models(msgspec.Struct, frozen=True, kw_only=True):
-    data: list[Model]
+    data: list[ModelBody]
     object: str = "list"
 
 
@@ -84,7 +84,7 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True):
     key: str
 
 
-class Removed(msgspec.Struct, frozen=True, kw_only=True):
+class KeyRemoval(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     label: str
 
@@ -106,9 +106,9 @@ class KeyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     label: str = "default"
 
 
-def shown(row: AdapterRow, seen: Seen) -> Adapter:
+def shown(row: AdapterRow, seen: ObservedAdapter) -> AdapterBody:
     step = seen.step
-    return Adapter(
+    return AdapterBody(
         name=row.name,
         incarnation=row.incarnation,
         wanted=row.wanted.value,

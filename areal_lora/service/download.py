@@ -24,7 +24,7 @@ from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.age import encrypted
 from areal_lora.service.http import Stream
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 COMPLETE = "checkpoint_complete"
@@ -70,25 +70,25 @@ class Download:
 
 
 def open_download(run_folder: RunFolder, config: Config, desired: DesiredAdapter, name: str, version: str) -> Download:
-    """A version of the adapter, in a folder called ``name``. Raises Refused. Blocks."""
+    """A version of the adapter, in a folder called ``name``. Raises RequestError. Blocks."""
     adapter = joined(config, desired)
     try:
         picked = pick_version(run_folder, alone(config, adapter), version or NEWEST, desired.key)
         return Download(files=_exported(run_folder, picked, f"{name}/"))
     except ConfigError as error:
         if error.path.startswith("--version"):
-            raise Refused(422, "version", "this version is not on the disk", error.fix) from None
-        raise Refused(404, "version", "no version is on the disk yet", "try again after the first step") from None
+            raise RequestError(422, "version", "this version is not on the disk", error.fix) from None
+        raise RequestError(404, "version", "no version is on the disk yet", "try again after the first step") from None
     except (CheckpointError, AdapterError, FileNotFoundError):  # another one has taken its place meanwhile
-        raise Refused(503, "version", "the version cannot be read now", "try again") from None
+        raise RequestError(503, "version", "the version cannot be read now", "try again") from None
 
 
 def open_archive(run_folder: RunFolder, config: Config, adapter: str, label: str) -> Download:
-    """The saved state ``label`` of ``adapter``, as the SDK expects it. Raises Refused. Blocks."""
+    """The saved state ``label`` of ``adapter``, as the SDK expects it. Raises RequestError. Blocks."""
     try:
         files = _exported(run_folder, saved_version(run_folder, config, adapter, label), "")
     except (CheckpointError, AdapterError, OSError):  # it is dropped meanwhile, or the disk is full
-        raise Refused(503, "path", "the saved state cannot be read now", "try again") from None
+        raise RequestError(503, "path", "the saved state cannot be read now", "try again") from None
     return Download(files=(*files, (COMPLETE, io.BytesIO())))
 
 
@@ -99,9 +99,9 @@ class Downloads:
         self._open: Counter[str] = Counter()
 
     def hold(self, tenant: str) -> ExitStack:
-        """A place of ``tenant`` until the stack closes. Raises Refused (429) where all are taken."""
+        """A place of ``tenant`` until the stack closes. Raises RequestError (429) where all are taken."""
         if self._open[tenant] >= MAX_DOWNLOADS:
-            raise Refused(429, "download", f"{MAX_DOWNLOADS} downloads are in progress", "wait for one", retry_s=5)
+            raise RequestError(429, "download", f"{MAX_DOWNLOADS} downloads are in progress", "wait for one", retry_s=5)
         self._open[tenant] += 1
         held = ExitStack()
         held.callback(self._leave, tenant)

@@ -20,7 +20,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_indices, read_endpoint, read_secret
 from areal_lora.service.http import Stream
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from areal_lora.types import AdapterRef
 
 log = get_logger(__name__)
@@ -54,9 +54,9 @@ class Gateway:
         await self._session.close()
 
     async def forward(self, path: str, body: dict[str, Any], names: Names, held: ExitStack) -> Response:
-        """The answer of a server to a tenant's ``body`` at ``path``. A stream closes ``held``. Raises Refused."""
+        """The answer of a server to a tenant's ``body`` at ``path``. A stream closes ``held``. Raises RequestError."""
         if field := next((field for field in RESERVED if field in body), None):
-            raise Refused(422, field, "this field is for the run's own requests", "leave it out")
+            raise RequestError(422, field, "this field is for the run's own requests", "leave it out")
         found = await self._send(path, body, names)
         if isinstance(found, bytes):
             return Response(names.outward(found), media_type=JSON)
@@ -66,11 +66,11 @@ class Gateway:
         return Stream(_events(response, names), held.pop_all(), EVENTS)
 
     async def answer(self, path: str, body: dict[str, Any], names: Names) -> bytes:
-        """The answer of a server to a ``body`` of the service itself, which requests no stream. Raises Refused."""
+        """The answer of a server to a ``body`` of the service itself, which requests no stream. Raises RequestError."""
         found = await self._send(path, body, names)
         if isinstance(found, bytes):
             return found
-        raise Refused(503, "model", "a server sent a stream", "try again")
+        raise RequestError(503, "model", "a server sent a stream", "try again")
 
     async def _send(self, path: str, body: dict[str, Any], names: Names) -> bytes | tuple[str, aiohttp.ClientResponse]:
         """What the first server that can answers: a whole body, or the server and its stream."""
@@ -95,17 +95,17 @@ class Gateway:
             elif response.status not in TRY_ANOTHER:
                 if response.status >= 500:
                     raise _broken()
-                raise Refused(422, "body", names.reason(payload), "correct the request")
+                raise RequestError(422, "body", names.reason(payload), "correct the request")
         if missing:
             reason = f"no server holds {names.outer!r}: there is no version yet, or it is no longer served"
-            raise Refused(404, "model", reason, "request the newest version by the adapter's name, or download it")
-        raise Refused(503, "model", "no server of the run can answer now", "try again")
+            raise RequestError(404, "model", reason, "request the newest version by the adapter's name, or download it")
+        raise RequestError(503, "model", "no server of the run can answer now", "try again")
 
     async def _exchange(self, url: str, path: str, data: bytes) -> tuple[aiohttp.ClientResponse, bytes | None]:
         """The answer of the server at ``url`` with its body, or a stream with None.
 
         A request whose connection breaks may have ended its server, and would end the next one: it is repeated once,
-        on the same server, if that is up, and on no other. Raises one of NOT_SENT if nothing was sent; Refused.
+        on the same server, if that is up, and on no other. Raises one of NOT_SENT if nothing was sent; RequestError.
         """
         keyed = self._keyed if url.startswith("https:") else {}
         for repeats in (False, True):
@@ -151,8 +151,8 @@ async def _events(response: aiohttp.ClientResponse, names: Names) -> AsyncIterat
         yield line if before or not rest.startswith(b"{") else b"data: " + names.outward(rest) + b"\n"
 
 
-def _broken() -> Refused:
-    return Refused(
+def _broken() -> RequestError:
+    return RequestError(
         BROKEN, "model", "the server failed during this request, which is not repeated on others", "try again"
     )
 

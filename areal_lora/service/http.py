@@ -15,8 +15,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from areal_lora.processes.log import get_logger
-from areal_lora.service.queue.rows import Key, Quota, Tables, digest_of
-from areal_lora.service.refused import Refused, internal_error
+from areal_lora.service.queue.queue_rows import Key, Quota, Tables, digest_of
+from areal_lora.service.refused import RequestError, internal_error
 
 log = get_logger(__name__)
 
@@ -67,7 +67,7 @@ def unguarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
     async def handle(request: Request) -> Response:
         try:
             return await handler(request)
-        except Refused as refused:
+        except RequestError as refused:
             return Response(refused.body(), refused.status, refused.headers, media_type="application/json")
         except Exception:  # fault boundary: one request
             log.exception("%s %s failed", request.method, request.url.path)
@@ -78,21 +78,21 @@ def unguarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
 
 
 def caller_of(request: Request, tables: Tables) -> Caller:
-    """Raises Refused (401) for a key that is none. The tinker SDK sends its key as ``X-API-Key``."""
+    """Raises RequestError (401) for a key that is none. The tinker SDK sends its key as ``X-API-Key``."""
     kind, _, bearer = request.headers.get("authorization", "").partition(" ")
     text = bearer if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
     key = tables.keys.get(digest_of(text.strip()))
     if key is None:
         fix = "send Authorization: Bearer KEY, or X-API-Key: KEY, with a key that is valid"
-        raise Refused(401, "Authorization", "the key is missing, or not valid", fix)
+        raise RequestError(401, "Authorization", "the key is missing, or not valid", fix)
     if len(request.url.query) > MAX_QUERY_LENGTH:
-        raise Refused(413, "query", f"it is longer than {MAX_QUERY_LENGTH} characters", "shorten it")
+        raise RequestError(413, "query", f"it is longer than {MAX_QUERY_LENGTH} characters", "shorten it")
     return Caller(key=key, quota=tables.quotas[key.tenant])
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The whole body. Raises Refused: 413 as soon as it is longer than ``most`` bytes, 408 if it does not come."""
-    too_long = Refused(413, "body", f"it is longer than the quota of {most} bytes", "send less")
+    """The whole body. Raises RequestError: 413 as soon as it is longer than ``most`` bytes, 408 if it does not come."""
+    too_long = RequestError(413, "body", f"it is longer than the quota of {most} bytes", "send less")
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or len(announced) > 15 or int(announced) > most:
         raise too_long
@@ -105,55 +105,55 @@ async def read_body(request: Request, most: int) -> bytes:
                 if size > most:
                     raise too_long
     except TimeoutError:
-        raise Refused(408, "body", f"it did not come within {BODY_S:g} s", "send it again") from None
+        raise RequestError(408, "body", f"it did not come within {BODY_S:g} s", "send it again") from None
     except ClientDisconnect:
-        raise Refused(422, "body", "it ended early", "send it whole") from None
+        raise RequestError(422, "body", "it ended early", "send it whole") from None
     return b"".join(parts)
 
 
 def as_object(body: bytes) -> dict[str, Any]:
-    """Raises Refused (422) for anything but a JSON object."""
+    """Raises RequestError (422) for anything but a JSON object."""
     return decoded(body, dict[str, Any])
 
 
 def decoded(
     body: bytes | Mapping[str, Any], kind: type[T], fix: str = "send a JSON object as the service page describes it"
 ) -> T:
-    """``body`` as ``kind``. Raises Refused (422)."""
+    """``body`` as ``kind``. Raises RequestError (422)."""
     try:
         found = msgspec.json.decode(body, type=kind) if isinstance(body, bytes) else msgspec.convert(body, kind)
         msgspec.json.encode(found)  # what cannot be written again, such as half a surrogate pair, is not kept
         msgspec.msgpack.encode(found)  # as are integers of more than 64 bits
     except (msgspec.MsgspecError, UnicodeError, OverflowError) as error:
-        raise Refused(422, "body", f"it is no JSON of the right form: {str(error)[:200]}", fix) from None
+        raise RequestError(422, "body", f"it is no JSON of the right form: {str(error)[:200]}", fix) from None
     except RecursionError:
-        raise Refused(422, "body", "it is nested too deeply", "flatten it") from None
+        raise RequestError(422, "body", "it is nested too deeply", "flatten it") from None
     return found
 
 
 def sdk_decoded(body: bytes | Mapping[str, Any], kind: type[T]) -> T:
-    """A body of the SDK as ``kind``. Raises Refused (422)."""
+    """A body of the SDK as ``kind``. Raises RequestError (422)."""
     return decoded(body, kind, SDK_FIX)
 
 
 def idempotency_key(request: Request) -> str:
-    """The request's ``Idempotency-Key``; empty without one. Raises Refused for one that is too long or not ASCII."""
+    """The request's ``Idempotency-Key``; empty without one. Raises RequestError if too long or not ASCII."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return ""
     if not 0 < len(key) <= MAX_KEY_LENGTH or not key.isascii() or not key.isprintable():
         reason = f"it is not 1 to {MAX_KEY_LENGTH} printable ASCII characters"
-        raise Refused(422, "Idempotency-Key", reason, "use a random text, such as a UUID")
+        raise RequestError(422, "Idempotency-Key", reason, "use a random text, such as a UUID")
     return key
 
 
 def number(request: Request, name: str, default: int, most: int) -> int:
-    """A whole number of the query, from 0 to ``most``. Raises Refused."""
+    """A whole number of the query, from 0 to ``most``. Raises RequestError."""
     text = request.query_params.get(name)
     if text is None:
         return default
     if not (text.isascii() and text.isdecimal() and len(text) < 16 and int(text) <= most):
-        raise Refused(422, name, f"{text[:32]!r} is no whole number from 0 to {most}", "correct the query")
+        raise RequestError(422, name, f"{text[:32]!r} is no whole number from 0 to {most}", "correct the query")
     return int(text)
 
 
@@ -167,23 +167,23 @@ def fingerprint(*parts: str | bytes) -> str:
 
 
 async def body_of(request: Request, caller: Caller, *, long: bool = False) -> bytes:
-    """The body; with ``long`` as long as one pass may be. Raises Refused.
+    """The body; with ``long`` as long as one pass may be. Raises RequestError.
 
     ``client/config`` disables compression: the service is on this machine.
     """
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise Refused(422, "Content-Encoding", "compressed bodies are not read", "send it as it is")
+        raise RequestError(422, "Content-Encoding", "compressed bodies are not read", "send it as it is")
     return await read_body(request, caller.quota.pass_bytes if long else caller.quota.body_bytes)
 
 
 def notes_of(given: Mapping[str, Any] | None) -> dict[str, str]:
-    """``user_metadata`` as texts, which is what the SDK reads. Raises Refused for more than `MAX_NOTES_BYTES` bytes."""
+    """``user_metadata`` as texts, which the SDK reads. Raises RequestError for more than `MAX_NOTES_BYTES` bytes."""
     texts = {
         key: value if isinstance(value, str) else msgspec.json.encode(value).decode()
         for key, value in (given or {}).items()
     }
     if len(msgspec.json.encode(texts)) > MAX_NOTES_BYTES:
-        raise Refused(422, "user_metadata", f"it is longer than {MAX_NOTES_BYTES} bytes", "keep it elsewhere")
+        raise RequestError(422, "user_metadata", f"it is longer than {MAX_NOTES_BYTES} bytes", "keep it elsewhere")
     return texts
 
 

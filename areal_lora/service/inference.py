@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import msgspec
 
 from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, Prompt, prompts_of, too_large
-from areal_lora.service.queue.rows import Quota
-from areal_lora.service.refused import Refused
+from areal_lora.service.queue.queue_rows import Quota
+from areal_lora.service.refused import RequestError
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -36,13 +36,13 @@ def n_tokens(body: dict[str, Any], context: int) -> int:
     """Tokens that ``body`` requests, prompts included, times 1 + their log-probabilities.
 
     ``context`` is what a sequence may have; an answer without a limit counts as long, and so does a text with as many
-    bytes. Raises Refused.
+    bytes. Raises RequestError.
     """
     try:
         size = msgspec.convert(body, _Size)
         prompts = [] if size.prompt is None else prompts_of(size.prompt)
     except msgspec.ValidationError as error:
-        raise Refused(422, "body", str(error), "correct the request") from None
+        raise RequestError(422, "body", str(error), "correct the request") from None
     if size.prompt is None:  # a chat, where the data plane takes 0 for no limit
         n_prompts, n_read = 1, min(context, len(msgspec.json.encode(body.get("messages"))))
         n_new = size.max_completion_tokens or size.max_tokens or context
@@ -54,7 +54,7 @@ def n_tokens(body: dict[str, Any], context: int) -> int:
     tokens = n_read + n_prompts * n_new
     if reason := too_large(n_prompts, size.n, tokens, top):
         reason, _, fix = reason.partition("; ")
-        raise Refused(422, "n", reason, fix)
+        raise RequestError(422, "n", reason, fix)
     return size.n * tokens * (1 + top)
 
 
@@ -67,25 +67,25 @@ class Meter:
         self._spent: dict[str, tuple[float, float]] = {}
 
     def request(self, tenant: str, quota: Quota) -> None:
-        """Count one request. Raises Refused (429) for one above ``quota.requests`` a minute; a minute's may come at
-        once.
-        """
+        """Count one request. Raises RequestError (429) above ``quota.requests`` a minute, which may come at once."""
         now, rate = self._clock(), quota.requests / 60
         at, spent = self._spent.get(tenant, (now, 0.0))
         spent = max(0.0, spent - (now - at) * rate) + 1
         if spent > quota.requests:
             reason = f"{quota.requests} requests a minute are the quota"
-            raise Refused(429, "requests", reason, "send fewer", retry_s=math.ceil((spent - quota.requests) / rate))
+            raise RequestError(
+                429, "requests", reason, "send fewer", retry_s=math.ceil((spent - quota.requests) / rate)
+            )
         self._spent[tenant] = now, spent
 
     def start(self, tenant: str, tokens: int, quota: Quota | None = None) -> None:
-        """Count ``tokens`` as in progress until `end`. Raises Refused where they exceed ``quota``."""
+        """Count ``tokens`` as in progress until `end`. Raises RequestError where they exceed ``quota``."""
         if quota is not None and tokens > quota.tokens:
             reason = f"{tokens} tokens are above the quota of {quota.tokens}"
-            raise Refused(422, "tokens", reason, "lower n or max_tokens, or send several requests")
+            raise RequestError(422, "tokens", reason, "lower n or max_tokens, or send several requests")
         if quota is not None and self._tokens[tenant] + tokens > quota.tokens:
             reason = f"{quota.tokens} tokens in progress are the quota"
-            raise Refused(429, "tokens", reason, "wait for requests in progress", retry_s=1)
+            raise RequestError(429, "tokens", reason, "wait for requests in progress", retry_s=1)
         self._tokens[tenant] += tokens
 
     def end(self, tenant: str, tokens: int) -> None:

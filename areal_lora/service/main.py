@@ -35,18 +35,18 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.run_folder.status import set_status
 from areal_lora.service.acceptance import Acceptance, api_of
+from areal_lora.service.adapter_inbox import EVERY_S, FolderInbox
 from areal_lora.service.api import Api
 from areal_lora.service.download import forget_exports
 from areal_lora.service.gateway import Gateway
-from areal_lora.service.inbox import EVERY_S, Inbox
 from areal_lora.service.inference import Meter
-from areal_lora.service.observed import Observed
+from areal_lora.service.observed import RunObserver
 from areal_lora.service.operator_key import admit_operator
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.queue.rows import LOCAL, Quota
-from areal_lora.service.queue.store import Store
-from areal_lora.service.queue.writer import Writer
+from areal_lora.service.queue.queue_rows import LOCAL, Quota
+from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.tinker.sdk import Sdk
 
 ROLE = "service"
@@ -81,7 +81,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
     sock = bound(api_config.port)
     async with AsyncExitStack() as stack:
         forget_exports(run_folder)
-        observed = Observed(run_folder)
+        observed = RunObserver(run_folder)
         while observed.look():
             pass
         store = Store(run_folder.service_tables, config.run.name)
@@ -109,7 +109,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         set_status(run_folder, ROLE, 0, f"serving on http://{HOST}:{port}")
         log.info("serving on http://%s:%d", HOST, port)
         heart = Heart(run_folder, ROLE, 0, {EVENT_LOOP: config.run.stall_s})
-        inbox = Inbox(run_folder.inbox, partial(_of_operator, api))
+        inbox = FolderInbox(run_folder.inbox, partial(_of_operator, api))
         tasks = [
             watched_task("event-loop-ticks", partial(_tick, heart)),
             watched_task("metrics-tail", partial(_follow, observed, writer)),
@@ -150,7 +150,7 @@ async def _tick(heart: Heart) -> None:
         await asyncio.sleep(BEAT_S)
 
 
-async def _follow(observed: Observed, writer: Writer) -> None:
+async def _follow(observed: RunObserver, writer: Writer) -> None:
     """Read the run's records as they come, and note which operations it has carried out."""
     while True:
         more = observed.look()
@@ -158,14 +158,14 @@ async def _follow(observed: Observed, writer: Writer) -> None:
         await asyncio.sleep(0 if more else EVERY_S)
 
 
-async def _prune(observed: Observed, writer: Writer, configured: frozenset[str]) -> None:
+async def _prune(observed: RunObserver, writer: Writer, configured: frozenset[str]) -> None:
     while True:
         await writer.prune()
         observed.forget(but=configured | {row.key for row in writer.tables.adapters.values()})
         await asyncio.sleep(PRUNE_S)
 
 
-async def _watch(inbox: Inbox) -> None:
+async def _watch(inbox: FolderInbox) -> None:
     while True:
         await inbox.look()
         await asyncio.sleep(EVERY_S)

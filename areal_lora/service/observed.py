@@ -30,7 +30,7 @@ _KINDS = ("state", "step", "publish", "checkpoint", "resume")
 
 
 @dataclass(slots=True)
-class Seen:
+class ObservedAdapter:
     """One adapter of the run. ``places`` are the offsets of its lines, ``states`` those of its newest state records.
 
     ``version`` is the newest one that servers hold, ``checkpoint`` the newest one written since the last resume.
@@ -45,12 +45,12 @@ class Seen:
     states: deque[int] = field(default_factory=lambda: deque(maxlen=PAGE))
 
 
-class Observed:
+class RunObserver:
     """Follows one file. ``look`` reads what has come; the rest answers from memory and, for lines, from the file."""
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._path, self._at = run_folder.metrics, 0
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, ObservedAdapter] = {}
 
     def look(self) -> bool:
         """Read new records, at most about ``READ_BYTES``; True while there are more. A torn line stays."""
@@ -70,8 +70,8 @@ class Observed:
                 self._at += len(line)
         return False
 
-    def of(self, key: str) -> Seen:
-        return self._seen.get(key) or Seen()
+    def of(self, key: str) -> ObservedAdapter:
+        return self._seen.get(key) or ObservedAdapter()
 
     def phases(self) -> dict[str, AdapterPhase]:
         return {key: seen.phase for key, seen in list(self._seen.items()) if seen.phase is not None}
@@ -105,7 +105,7 @@ class Observed:
         head = _head(line)
         if not head.adapter:
             return
-        seen = self._seen.setdefault(head.adapter, Seen())
+        seen = self._seen.setdefault(head.adapter, ObservedAdapter())
         seen.places.append(offset)
         if head.kind not in _KINDS:
             return

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_lora.run_folder.atomic import write_file
-from areal_lora.service.queue.rows import LOCAL, Key, Quota, digest_of, new_key
-from areal_lora.service.queue.store import Store
+from areal_lora.service.queue.queue_rows import LOCAL, Key, Quota, digest_of, new_key
+from areal_lora.service.queue.queue_store import Store
 
 LABEL = "operator"
 

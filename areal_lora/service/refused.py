@@ -17,7 +17,7 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorDetail
 
 
-class Refused(ArealLoraError):
+class RequestError(ArealLoraError):
     """A request that gets ``status`` and an `ErrorBody`, and ``retry_s`` as ``Retry-After``."""
 
     def __init__(self, status: int, path: str, reason: str, fix: str = "", *, retry_s: int | None = None) -> None:
@@ -26,25 +26,25 @@ class Refused(ArealLoraError):
         super().__init__(f"{path}: {reason}" + (f" (fix: {fix})" if fix else ""))
 
     @classmethod
-    def of(cls, error: ConfigError) -> Refused:
+    def of(cls, error: ConfigError) -> RequestError:
         return cls(422, error.path, error.reason, error.fix)
 
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorBody(error=ErrorDetail(path=self.path, reason=self.reason, fix=self.fix)))
 
 
-class Unavailable(Refused):
+class Unavailable(RequestError):
     """The service cannot read or write its files at present; the same request succeeds once it can."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(status, "service", reason, "repeat the request later; the operator frees or repairs the disk")
 
 
-def internal_error() -> Refused:
+def internal_error() -> RequestError:
     fix = "repeat the request; the service's log has the traceback"
-    return Refused(500, "service", "an internal error, nothing was changed", fix)
+    return RequestError(500, "service", "an internal error, nothing was changed", fix)
 
 
-def unknown_adapter(name: str) -> Refused:
+def unknown_adapter(name: str) -> RequestError:
     """Also for the adapters of others: that they exist is not shown."""
-    return Refused(404, "name", f"there is no adapter {name!r}", "list the adapters with GET /v1/adapters")
+    return RequestError(404, "name", f"there is no adapter {name!r}", "list the adapters with GET /v1/adapters")

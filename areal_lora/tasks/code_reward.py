@@ -31,7 +31,7 @@ import msgspec
 
 from areal_lora.errors import EnvironmentError_
 from areal_lora.tasks.sandbox.fence import Doors, raise_fence
-from areal_lora.tasks.sandbox.seccomp import Processes
+from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 
 UNFENCED = 97  # exit status of a process that could not be fenced
 START_S = 30.0
@@ -83,7 +83,7 @@ class CodeTest:
 class CodeRunner:
     """Call it with an answer and its row. ``scratch`` is a folder that this process may write.
 
-    It must run in a process with one thread that may start others (`Processes.MANY`).
+    It must run in a process with one thread that may start others (`ProcessPolicy.MANY`).
     Raises EnvironmentError_ if an empty program fails here.
     """
 
@@ -178,7 +178,7 @@ class CodeRunner:
         doors = Doors(
             scratch=folder / "work",
             scratch_bytes=OUTPUT_BYTES,
-            processes=Processes.EXEC,
+            processes=ProcessPolicy.EXEC,
             readable=(*_interpreter(), folder / "main.py", folder / "stdin"),
         )
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)

@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 
 from areal_lora.errors import ConfigError
-from areal_lora.tasks.judge_cache import JudgeCache, Reply
+from areal_lora.tasks.judge_cache import JudgeCache, JudgeReply
 from areal_lora.types import gold_text
 
 LARGEST_REPLY_BYTES = 1 << 20
@@ -99,7 +99,7 @@ class LlmJudge:
             self._headers["Authorization"] = f"Bearer {self._key}"
         self._cache = None if kept is None else JudgeCache(kept)
         self._slots = asyncio.Semaphore(max(1, settings.concurrency // settings.workers))
-        self._asked: dict[str, asyncio.Task[tuple[Reply, float]]] = {}
+        self._asked: dict[str, asyncio.Task[tuple[JudgeReply, float]]] = {}
         self._session: aiohttp.ClientSession | None = None
         self._costs: defaultdict[str, float] = defaultdict(float)
 
@@ -146,7 +146,7 @@ class LlmJudge:
         }
         return json.dumps(body, sort_keys=True)
 
-    async def _ask(self, body: str) -> tuple[Reply, float]:
+    async def _ask(self, body: str) -> tuple[JudgeReply, float]:
         s, reason = self._settings, ""
         for attempt in range(s.attempts):
             try:
@@ -163,7 +163,7 @@ class LlmJudge:
                 await asyncio.sleep(min(max(pause_s, wish_s), LONGEST_PAUSE_S))
         raise JudgeFault(f"no score in {s.attempts} attempts, the last: {reason}")
 
-    async def _attempt(self, body: str) -> Reply:
+    async def _attempt(self, body: str) -> JudgeReply:
         """One request. Raises _TryAgain, JudgeFault."""
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=self._settings.attempt_s)
@@ -190,7 +190,7 @@ class LlmJudge:
             raise JudgeFault(f"HTTP {status}: {self._without_key(text)}")
         return self._read(text)
 
-    def _read(self, text: bytes) -> Reply:
+    def _read(self, text: bytes) -> JudgeReply:
         """Raises _TryAgain for what is no chat completion."""
         try:
             made = msgspec.json.decode(text, type=_Completion)
@@ -202,7 +202,7 @@ class LlmJudge:
         self._costs["completion_tokens"] += usage.completion_tokens
         if content is None:
             raise _TryAgain("the reply has no text")
-        return Reply(text=content, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+        return JudgeReply(text=content, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
 
     def _without_key(self, text: bytes) -> str:
         shown = " ".join(text[:2000].decode(errors="replace").split())

@@ -11,7 +11,7 @@ BUSY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class JudgeReply:
     """The text of a reply and what the API charges for."""
 
     text: str
@@ -31,7 +31,7 @@ class JudgeCache:
             " prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL) WITHOUT ROWID"
         )
 
-    def get(self, question: str) -> Reply | None:
+    def get(self, question: str) -> JudgeReply | None:
         """The reply, None if there is none or the file cannot be read."""
         try:
             row = self._file.execute(
@@ -39,9 +39,9 @@ class JudgeCache:
             ).fetchone()
         except sqlite3.Error:
             return None  # the judge is called instead
-        return None if row is None else Reply(text=row[0], prompt_tokens=row[1], completion_tokens=row[2])
+        return None if row is None else JudgeReply(text=row[0], prompt_tokens=row[1], completion_tokens=row[2])
 
-    def put(self, question: str, reply: Reply) -> bool:
+    def put(self, question: str, reply: JudgeReply) -> bool:
         """Keep ``reply``; False if the disk does not take it: the score counts all the same."""
         try:
             self._file.execute(

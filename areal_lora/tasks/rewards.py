@@ -164,7 +164,7 @@ def _number(what: str, value: Any) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RewardSpec:
     """A configured reward: ``path`` of a function, ``settings`` of a judge or code reward as the configuration's keys.
 
     ``kept`` is the folder of a judge's cache, ``scratch`` a folder that may be written.
@@ -177,7 +177,7 @@ class Wanted:
     scratch: Path | None = None
 
 
-def reward_call(wanted: Wanted) -> RewardCall:
+def reward_call(wanted: RewardSpec) -> RewardCall:
     """Load a reward; a function is imported.
 
     Raises EnvironmentError_ if a package is missing, ConfigError if the function cannot be loaded or a key is not set.

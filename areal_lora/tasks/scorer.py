@@ -35,7 +35,7 @@ import msgspec
 from areal_lora.config.sections.reward import JudgeReward, RewardConfig
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks.reward_calls import Style
-from areal_lora.tasks.sandbox.seccomp import Processes
+from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.tasks.score_item import ScoreItem
 from areal_lora.tasks.scorer_child import Ready, ScoreResult, Setup, pack_frame
 from areal_lora.tasks.scorer_setup import in_a_box, setup_of
@@ -227,7 +227,7 @@ class _Child:
             environment |= {"TMPDIR": scratch, "HOME": scratch}
         argv = [sys.executable, "-I", "-m", "areal_lora.tasks.scorer_child"]
         try:
-            if setup.processes is not Processes.NONE:
+            if setup.processes is not ProcessPolicy.NONE:
                 argv, setup = await asyncio.to_thread(in_a_box, argv, setup)
             process = await asyncio.create_subprocess_exec(
                 *argv,

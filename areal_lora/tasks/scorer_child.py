@@ -31,10 +31,10 @@ import msgspec
 
 from areal_lora.errors import ArealLoraError, EnvironmentError_
 from areal_lora.tasks.reward_calls import RewardCall, Style
-from areal_lora.tasks.rewards import Grade, Wanted, grade, reward_call
+from areal_lora.tasks.rewards import Grade, RewardSpec, grade, reward_call
 from areal_lora.tasks.sandbox.deadline import Deadline
 from areal_lora.tasks.sandbox.fence import Doors, end_with_parent, raise_fence
-from areal_lora.tasks.sandbox.seccomp import Processes
+from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.tasks.score_item import ScoreItem
 from areal_lora.tasks.user_errors import cause_of, describe, trace
 from areal_lora.types import Cause
@@ -64,7 +64,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     network: bool
     parent_pid: int
     search_path: tuple[str, ...]
-    processes: Processes = Processes.NONE
+    processes: ProcessPolicy = ProcessPolicy.NONE
     settings: dict[str, Any] = {}
     kept: str | None = None
 
@@ -114,7 +114,7 @@ class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
     trace: str = ""
 
 
-class Printed(io.TextIOBase):
+class CapturedOutput(io.TextIOBase):
     """Replacement of stdout and stderr that keeps the first characters printed while an answer is scored."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Judge:
 
     call: RewardCall
     setup: Setup
-    printed: Printed
+    printed: CapturedOutput
     replies: BinaryIO
     deadline: Deadline
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)  # one loop: a client of an earlier batch still works
@@ -258,7 +258,9 @@ def load(setup: Setup) -> RewardCall | Ready:
     try:
         doors = setup.doors
         return reward_call(
-            Wanted(kind=setup.kind, path=setup.path, settings=setup.settings, kept=doors.kept, scratch=doors.scratch)
+            RewardSpec(
+                kind=setup.kind, path=setup.path, settings=setup.settings, kept=doors.kept, scratch=doors.scratch
+            )
         )
     except ArealLoraError as error:
         return Ready(problem=str(error), exit_code=error.exit_code)
@@ -277,14 +279,14 @@ def renew_cpu_limit(timeout_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
 
 
-def take_over_standard_streams() -> tuple[BinaryIO, BinaryIO, Printed]:
+def take_over_standard_streams() -> tuple[BinaryIO, BinaryIO, CapturedOutput]:
     """Return ``(requests, replies, printed)``. User code gets an empty stdin and bounded output."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nothing, descriptor)
     os.close(nothing)
-    printed = Printed()
+    printed = CapturedOutput()
     sys.stdin, sys.stdout, sys.stderr = io.StringIO(), printed, printed
     return requests, replies, printed
 
@@ -316,14 +318,14 @@ def main() -> None:
         return
     setup = msgspec.msgpack.decode(first, type=Setup)
     parent_pid = setup.parent_pid
-    if setup.processes is Processes.MANY:
+    if setup.processes is ProcessPolicy.MANY:
         parent_pid = keep_group(parent_pid)
     missing = raise_fence(None if setup.hidden is None else Path(setup.hidden), parent_pid, setup.doors)
     deadline = Deadline()
     if not deadline.kept:
         missing.append("POSIX timers (an answer that hangs is found later, by the controller)")
     reward = load(setup)
-    if setup.kind == "code" and missing and setup.processes is Processes.MANY:
+    if setup.kind == "code" and missing and setup.processes is ProcessPolicy.MANY:
         what = "; ".join(missing)
         reward = Ready(problem=f"reward code: this machine lacks {what}", exit_code=EnvironmentError_.exit_code)
     if isinstance(reward, Ready):

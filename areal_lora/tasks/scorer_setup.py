@@ -13,7 +13,7 @@ import msgspec
 from areal_lora.config.sections.reward import CodeReward, FunctionReward, JudgeReward, RewardConfig
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.sandbox.box import PARENT_PID, boxed
-from areal_lora.tasks.sandbox.seccomp import Processes
+from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.tasks.scorer_child import Setup
 
 CACHE_BYTES = 1 << 36
@@ -51,7 +51,7 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
                 memory_bytes=reward.memory_mib << 20,
                 scratch_bytes=SCRATCH_BYTES,
                 network=reward.network,
-                processes=Processes.MANY if reward.allow_subprocess else Processes.NONE,
+                processes=ProcessPolicy.MANY if reward.allow_subprocess else ProcessPolicy.NONE,
             )
         case JudgeReward():
             kept = None
@@ -68,7 +68,7 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
             )
         case CodeReward():
             return msgspec.structs.replace(
-                setup, scratch_bytes=PROGRAM_BYTES, processes=Processes.MANY, settings=reward.model_dump()
+                setup, scratch_bytes=PROGRAM_BYTES, processes=ProcessPolicy.MANY, settings=reward.model_dump()
             )
         case _:
             return setup
@@ -82,7 +82,7 @@ def in_a_box(argv: list[str], setup: Setup) -> tuple[list[str], Setup]:
     _report_processes(setup.path or setup.kind, inside is not None)
     if inside is None:
         return argv, setup
-    return inside, msgspec.structs.replace(setup, processes=Processes.BOX, parent_pid=PARENT_PID)
+    return inside, msgspec.structs.replace(setup, processes=ProcessPolicy.BOX, parent_pid=PARENT_PID)
 
 
 @cache

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.algorithms.fair_queue import FairQueue
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
-from areal_lora.checkpoint.store import Store
 from areal_lora.config.adapter_run import probe_tolerance
 from areal_lora.config.models import Config
 from areal_lora.config.sections.cluster import own_place
@@ -42,14 +42,14 @@ from areal_lora.trainer.adapter import (
     probe_rows,
 )
 from areal_lora.trainer.audit import Auditor
-from areal_lora.trainer.clients.link import Clients
-from areal_lora.trainer.clients.passes import Limits
+from areal_lora.trainer.clients.client_operations import Clients
+from areal_lora.trainer.clients.client_passes import Limits
 from areal_lora.trainer.clients.saved_states import tidy_states
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
 from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.roster.desired import desired_view
-from areal_lora.trainer.state import Rank0, Trainer
+from areal_lora.trainer.roster.desired_adapters import desired_view
+from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
 from areal_lora.trainer.versions.publishing import AdapterPublishing
 from areal_lora.types import AdapterRef
@@ -84,7 +84,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     client = _connect(config, run_folder, states, restored) if rank == 0 else None
     clients = _clients(config, run_folder, engine) if rank == 0 and config.service else None
     rank_0 = _rank_0(config, run_folder, client, clients, states, restored, started_s) if client else None
-    store = Store(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
+    store = CheckpointStore(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
     saver = Saver(
         store=store,
         config=config.checkpoint,

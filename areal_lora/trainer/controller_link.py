@@ -14,9 +14,9 @@ from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.adapter_run import adapter_runs
 from areal_lora.config.models import Config
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel import channel_messages as m
+from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.rollout.channel.client import SHORT_POLL_S, ControllerClient, WaitingLines
-from areal_lora.rollout.channel.messages import EvalResult
 from areal_lora.trainer.adapter import Adapter, ControllerState
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.work import Finish, RolloutFault, TrainOn, Work
@@ -93,7 +93,7 @@ class ControllerLink:
         Or until an adapter of ``draining`` has no evaluation pending, rollouts of a wanted one fail, or there is an
         ``interruption``, which is called every ``wait_s``. Evaluations that finish meanwhile are recorded.
         """
-        requests = [m.Wanted(adapter=ref.name, step=ref.version, version=ref.version) for ref in wanted]
+        requests = [m.StepRequest(adapter=ref.name, step=ref.version, version=ref.version) for ref in wanted]
         lines = WaitingLines()
         shown = ""
         while True:

@@ -38,7 +38,7 @@ from areal_lora.trainer.collective.waits import (
     start_audit,
 )
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
-from areal_lora.trainer.state import Trainer
+from areal_lora.trainer.training_state import Trainer
 from areal_lora.trainer.versions.peft import export_adapter
 from areal_lora.trainer.work import (
     Conclude,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_lora.checkpoint.saver import Save
+from areal_lora.checkpoint.saver import CheckpointSave
 from areal_lora.obs.metrics.reader import recorded_s
 from areal_lora.obs.metrics.records import (
     AdapterStateRecord,
@@ -22,8 +22,8 @@ from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.obs.trace import Spans
-from areal_lora.operations.messages import OptimStep, Stepped
-from areal_lora.rollout.channel.messages import Batch, EvalResult, Stats
+from areal_lora.operations.protocol import OptimStep, StepResult
+from areal_lora.rollout.channel.channel_messages import Batch, EvalResult, Stats
 from areal_lora.rollout.eval_record import eval_record
 from areal_lora.run_folder.heartbeat import beat
 from areal_lora.run_folder.paths import RunFolder
@@ -185,7 +185,7 @@ class Recorder:
             )
         )
 
-    def checkpointed(self, save: Save) -> None:
+    def checkpointed(self, save: CheckpointSave) -> None:
         self._writer.write(
             CheckpointRecord(
                 adapter=save.ref.name,
@@ -232,7 +232,9 @@ class Recorder:
             )
         )
 
-    def client_step(self, before: AdapterRef, window: Window, step: OptimStep, outcome: Stepped, spans: Spans) -> None:
+    def client_step(
+        self, before: AdapterRef, window: Window, step: OptimStep, outcome: StepResult, spans: Spans
+    ) -> None:
         """Record a client's step, which started at ``before``."""
         self._writer.write(
             StepRecord(

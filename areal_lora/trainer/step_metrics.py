@@ -14,8 +14,8 @@ import numpy as np
 from areal_lora.algorithms.advantages import sample_rewards
 from areal_lora.algorithms.alignment import shifted_share
 from areal_lora.algorithms.credit import explained_variance
-from areal_lora.operations.messages import OptimStep, Pass, Scored, Stepped
-from areal_lora.rollout.channel.messages import Batch, Stats
+from areal_lora.operations.protocol import OptimStep, Pass, PassResult, StepResult
+from areal_lora.rollout.channel.channel_messages import Batch, Stats
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.types import TrainBatch, TrajectoryGroup
@@ -155,7 +155,7 @@ class Window:
     targets: int = 0
     loss: float = 0.0
 
-    def add(self, request: Pass, scored: Scored) -> None:
+    def add(self, request: Pass, scored: PassResult) -> None:
         """Add a pass that was carried out; one without gradients is not part of what a step learns."""
         if not request.backward:
             return
@@ -165,7 +165,7 @@ class Window:
         self.loss += scored.loss
 
 
-def of_client(window: Window, step: OptimStep, outcome: Stepped) -> Metrics:
+def of_client(window: Window, step: OptimStep, outcome: StepResult) -> Metrics:
     """Of a client's step. It has no rewards and no groups here, and its tokens' versions are not known.
 
     The loss is the mean over the targets.

@@ -9,7 +9,7 @@ import msgspec
 
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import ExitCode
-from areal_lora.operations.messages import Failed, Operation
+from areal_lora.operations.protocol import Operation, OperationFailure
 from areal_lora.trainer.adapter import TokenRows
 from areal_lora.types import TrajectoryGroup
 
@@ -83,7 +83,7 @@ class Operate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     adapter: str
     operation: Operation
-    refused: Failed | None = None
+    refused: OperationFailure | None = None
 
 
 class Conclude(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -98,7 +98,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 AdapterChange: TypeAlias = Join | Leave | Pause | Resume
-"""A step from the adapters that a run has towards those that it is to have (`roster.plan`)."""
+"""A step from the adapters that a run has towards those that it is to have (`roster.roster_plan`)."""
 Work: TypeAlias = TrainOn | Finish | RolloutFault | PublishFault | CatchUp | Operate | Conclude | AdapterChange | EndRun
 
 IDLE_S = 60.0

@@ -27,7 +27,7 @@ from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.blocks import ITEM_BYTES
 from areal_lora.weight_sync.kernels import fixed_keys
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 
 Shape = tuple[int, ...]
 
@@ -121,21 +121,23 @@ def make_layout(
     Raises ManifestError (``dtype``, ``duplicate``, ``unknown_tensor``).
     """
     if dtype not in ITEM_BYTES:
-        raise ManifestError(Refusal.DTYPE, f"wire dtype {dtype!r} is not one of {sorted(ITEM_BYTES)}")
+        raise ManifestError(RefusalReason.DTYPE, f"wire dtype {dtype!r} is not one of {sorted(ITEM_BYTES)}")
     seen: set[str] = set()
     shards = []
     for source, tensors in sorted(owned.items()):
         places, offset = [], 0
         for name, shape in tensors:
             if name in seen or name in aliases:
-                raise ManifestError(Refusal.DUPLICATE, f"{name} is declared twice (again by source rank {source})")
+                raise ManifestError(
+                    RefusalReason.DUPLICATE, f"{name} is declared twice (again by source rank {source})"
+                )
             seen.add(name)
             places.append(WireTensor(name, tuple(shape), offset))
             offset += math.prod(shape) * ITEM_BYTES[dtype]
         shards.append(ShardLayout(source=source, tensors=tuple(places), nbytes=offset))
     for name, target in aliases.items():
         if target not in seen:
-            raise ManifestError(Refusal.UNKNOWN_TENSOR, f"alias {name} -> {target}: no rank owns {target}")
+            raise ManifestError(RefusalReason.UNKNOWN_TENSOR, f"alias {name} -> {target}: no rank owns {target}")
     return AdapterLayout(
         structure=structure.bare(), dtype=dtype, shards=tuple(shards), aliases=dict(aliases), payload=payload
     )

@@ -16,7 +16,7 @@ from areal_lora.families.peft_folder import FILE_PREFIX
 from areal_lora.types import AdapterRef, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.blocks import ITEM_BYTES
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 
 LORA_A, LORA_B = ".lora_A.", ".lora_B."
 _MAGIC = b"ALM6"  # wire format version of an encoded announcement
@@ -42,11 +42,11 @@ class Envelope:
 
     def seal(self, timeout_s: float) -> bytes:
         return _MAGIC + msgspec.msgpack.encode(
-            _Sealed(manifest=self._manifest, layout=self._layout, timeout_s=timeout_s)
+            _EncodedAnnouncement(manifest=self._manifest, layout=self._layout, timeout_s=timeout_s)
         )
 
 
-class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
+class _EncodedAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
     """An ``Announcement`` whose layout, a few megabytes, is already encoded."""
 
     manifest: ShardManifest
@@ -61,13 +61,17 @@ def encode(announcement: Announcement) -> bytes:
 def decode(data: bytes) -> Announcement:
     """Decode and check the types of an announcement. Raises ManifestError (``malformed``)."""
     if data[: len(_MAGIC)] != _MAGIC:
-        raise ManifestError(Refusal.MALFORMED, "not a manifest of this wire format; run one version of areal_lora")
+        raise ManifestError(
+            RefusalReason.MALFORMED, "not a manifest of this wire format; run one version of areal_lora"
+        )
     try:
         announcement = msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) :], type=Announcement)
     except msgspec.MsgspecError as e:
-        raise ManifestError(Refusal.MALFORMED, str(e)) from e
+        raise ManifestError(RefusalReason.MALFORMED, str(e)) from e
     if not 0.0 < announcement.timeout_s < math.inf:
-        raise ManifestError(Refusal.MALFORMED, f"timeout_s is {announcement.timeout_s}, it must be positive and finite")
+        raise ManifestError(
+            RefusalReason.MALFORMED, f"timeout_s is {announcement.timeout_s}, it must be positive and finite"
+        )
     return announcement
 
 
@@ -85,23 +89,23 @@ def check_successor(
     """
     ref, parent = manifest.ref, manifest.parent
     if manifest.run != run:
-        raise ManifestError(Refusal.WRONG_RUN, f"published by run {manifest.run!r}, this is run {run!r}")
+        raise ManifestError(RefusalReason.WRONG_RUN, f"published by run {manifest.run!r}, this is run {run!r}")
     if manifest.base_digest != base_digest:
         raise ManifestError(
-            Refusal.WRONG_BASE,
+            RefusalReason.WRONG_BASE,
             f"trained on base {manifest.base_digest}, served base is {base_digest}; use one checkpoint",
         )
     _check_structure(structure, declared, ref)
     if ref.version < 0:
-        raise ManifestError(Refusal.STALE_VERSION, f"{ref}: versions start at 0")
+        raise ManifestError(RefusalReason.STALE_VERSION, f"{ref}: versions start at 0")
     if parent is not None and (parent.name != ref.name or parent.version >= ref.version):
-        raise ManifestError(Refusal.STALE_VERSION, f"{ref} cannot follow its parent {parent}")
+        raise ManifestError(RefusalReason.STALE_VERSION, f"{ref} cannot follow its parent {parent}")
     if current is None:
         return
     if ref == current:
-        raise ManifestError(Refusal.DUPLICATE, f"{ref} was published already; versions are immutable")
+        raise ManifestError(RefusalReason.DUPLICATE, f"{ref} was published already; versions are immutable")
     if ref.version < current.version:
-        raise ManifestError(Refusal.STALE_VERSION, f"{ref} is older than {current}")
+        raise ManifestError(RefusalReason.STALE_VERSION, f"{ref} is older than {current}")
 
 
 def check_layout(layout: AdapterLayout, expected: Mapping[str, Shape]) -> None:
@@ -111,61 +115,61 @@ def check_layout(layout: AdapterLayout, expected: Mapping[str, Shape]) -> None:
     Also checks that tensors lie back to back in their shard.
     """
     if layout.dtype not in ITEM_BYTES:
-        raise ManifestError(Refusal.DTYPE, f"wire dtype {layout.dtype!r} is not one of {sorted(ITEM_BYTES)}")
+        raise ManifestError(RefusalReason.DTYPE, f"wire dtype {layout.dtype!r} is not one of {sorted(ITEM_BYTES)}")
     wire: dict[str, Shape] = {}
     sources: set[int] = set()
     for shard in layout.shards:
         if shard.source in sources:
-            raise ManifestError(Refusal.DUPLICATE, f"source rank {shard.source} sends two shards")
+            raise ManifestError(RefusalReason.DUPLICATE, f"source rank {shard.source} sends two shards")
         sources.add(shard.source)
         _check_shard(shard, ITEM_BYTES[layout.dtype])
         for t in shard.tensors:
             if t.name in wire:
-                raise ManifestError(Refusal.DUPLICATE, f"{t.name} is declared twice")
+                raise ManifestError(RefusalReason.DUPLICATE, f"{t.name} is declared twice")
             wire[t.name] = t.shape
             _check_name(t.name, t.shape, expected)
     for name, target in layout.aliases.items():
         if name in wire:
-            raise ManifestError(Refusal.DUPLICATE, f"{name} is on the wire and also an alias of {target}")
+            raise ManifestError(RefusalReason.DUPLICATE, f"{name} is on the wire and also an alias of {target}")
         if target not in wire:
-            raise ManifestError(Refusal.UNKNOWN_TENSOR, f"alias {name} -> {target}: {target} is not on the wire")
+            raise ManifestError(RefusalReason.UNKNOWN_TENSOR, f"alias {name} -> {target}: {target} is not on the wire")
         _check_name(name, wire[target], expected)
     missing = expected.keys() - wire.keys() - layout.aliases.keys()
     if missing:
-        raise ManifestError(Refusal.MISSING_TENSOR, f"{len(missing)} tensors, first {min(missing)}")
+        raise ManifestError(RefusalReason.MISSING_TENSOR, f"{len(missing)} tensors, first {min(missing)}")
 
 
 def _check_structure(got: AdapterStructure, want: AdapterStructure | None, ref: AdapterRef) -> None:
     for rank in (got.rank, *dict(got.rank_pattern).values()):
         if rank < 1:
-            raise ManifestError(Refusal.RANK, f"{ref}: rank {rank}")
+            raise ManifestError(RefusalReason.RANK, f"{ref}: rank {rank}")
     for alpha in (got.alpha, *dict(got.alpha_pattern).values()):
         if not (math.isfinite(alpha) and alpha > 0):
-            raise ManifestError(Refusal.ALPHA, f"{ref}: alpha {alpha}")
+            raise ManifestError(RefusalReason.ALPHA, f"{ref}: alpha {alpha}")
     for pattern, _ in (*got.rank_pattern, *got.alpha_pattern):
         try:
             re.compile(pattern)
         except re.error as e:
-            raise ManifestError(Refusal.MALFORMED, f"{ref}: {pattern!r} is no regular expression: {e}") from None
+            raise ManifestError(RefusalReason.MALFORMED, f"{ref}: {pattern!r} is no regular expression: {e}") from None
     if want is None:
         return
     if got.rank != want.rank:
-        raise ManifestError(Refusal.RANK, f"{ref} has rank {got.rank}, this adapter has rank {want.rank}")
+        raise ManifestError(RefusalReason.RANK, f"{ref} has rank {got.rank}, this adapter has rank {want.rank}")
     if got.rank_pattern != want.rank_pattern:
         raise ManifestError(
-            Refusal.RANK, f"{ref} has ranks {dict(got.rank_pattern)}, this adapter has {dict(want.rank_pattern)}"
+            RefusalReason.RANK, f"{ref} has ranks {dict(got.rank_pattern)}, this adapter has {dict(want.rank_pattern)}"
         )
     if got.alpha != want.alpha:
-        raise ManifestError(Refusal.ALPHA, f"{ref} has alpha {got.alpha}, this adapter has alpha {want.alpha}")
+        raise ManifestError(RefusalReason.ALPHA, f"{ref} has alpha {got.alpha}, this adapter has alpha {want.alpha}")
     if (got.alpha_pattern, got.rslora) != (want.alpha_pattern, want.rslora):
         raise ManifestError(
-            Refusal.ALPHA,
+            RefusalReason.ALPHA,
             f"{ref} is scaled by {dict(got.alpha_pattern)}, rslora {got.rslora}; "
             f"this adapter by {dict(want.alpha_pattern)}, rslora {want.rslora}",
         )
     if set(got.target_modules) != set(want.target_modules) or got.expert_layout != want.expert_layout:
         raise ManifestError(
-            Refusal.TARGETS,
+            RefusalReason.TARGETS,
             f"{ref} targets {sorted(got.target_modules)} ({got.expert_layout}), "
             f"this adapter {sorted(want.target_modules)} ({want.expert_layout})",
         )
@@ -175,13 +179,15 @@ def _check_name(name: str, shape: Shape, expected: Mapping[str, Shape]) -> None:
     want = expected.get(name)
     if want is None:
         if name.startswith(FILE_PREFIX):
-            raise ManifestError(Refusal.PREFIX, f"{name} carries the file prefix {FILE_PREFIX!r}; wire names do not")
-        raise ManifestError(Refusal.UNKNOWN_TENSOR, f"{name} is not served by this engine")
+            raise ManifestError(
+                RefusalReason.PREFIX, f"{name} carries the file prefix {FILE_PREFIX!r}; wire names do not"
+            )
+        raise ManifestError(RefusalReason.UNKNOWN_TENSOR, f"{name} is not served by this engine")
     if shape == want:
         return
     rank_axis = 0 if LORA_A in name else 1 if LORA_B in name else None
     off = [i for i in range(len(want)) if len(shape) == len(want) and shape[i] != want[i]]
-    reason = Refusal.RANK if off == [rank_axis] else Refusal.SHAPE
+    reason = RefusalReason.RANK if off == [rank_axis] else RefusalReason.SHAPE
     raise ManifestError(reason, f"{name} has shape {list(shape)}, served shape is {list(want)}")
 
 
@@ -190,8 +196,11 @@ def _check_shard(shard: ShardLayout, item: int) -> None:
     for t in shard.tensors:
         if any(d < 1 for d in t.shape) or t.offset != end:
             raise ManifestError(
-                Refusal.SIZE, f"{t.name}: shape {list(t.shape)} at byte {t.offset}, tensors before it end at {end}"
+                RefusalReason.SIZE,
+                f"{t.name}: shape {list(t.shape)} at byte {t.offset}, tensors before it end at {end}",
             )
         end += math.prod(t.shape) * item
     if shard.nbytes != end:
-        raise ManifestError(Refusal.SIZE, f"shard of rank {shard.source}: {shard.nbytes} bytes, tensors end at {end}")
+        raise ManifestError(
+            RefusalReason.SIZE, f"shard of rank {shard.source}: {shard.nbytes} bytes, tensors end at {end}"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Refusal(StrEnum):
+class RefusalReason(StrEnum):
     MALFORMED = "malformed"  # the manifest itself cannot be read
     WRONG_RUN = "wrong_run"
     WRONG_BASE = "wrong_base"

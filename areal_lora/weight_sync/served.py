@@ -14,7 +14,7 @@ from areal_lora.families.registry import path_of, target_of
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, Shape
 from areal_lora.weight_sync.messages import ModulesReply
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 
 LORA_A, LORA_B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
 SHOWN = 3  # modules named in an error
@@ -52,7 +52,7 @@ def check_targets(modules: Iterable[str], structure: AdapterStructure) -> None:
     targets, served = structure.target_modules, list(modules)
     ignored = [t for t in targets if not any(covered(module, [t]) for module in served)]
     if ignored or not targets:
-        raise ManifestError(Refusal.TARGETS, f"no served module matches {ignored or 'an empty list of targets'}")
+        raise ManifestError(RefusalReason.TARGETS, f"no served module matches {ignored or 'an empty list of targets'}")
 
 
 def check_served(layout: AdapterLayout, reply: ModulesReply) -> None:

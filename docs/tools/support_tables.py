@@ -13,7 +13,7 @@ from pathlib import Path
 
 from areal_lora.config.sections.algorithm import PRESETS
 from areal_lora.config.support import LAYOUTS, MODES, NEEDS, REFUSALS, Combination, Refusal, group_of
-from areal_lora.families.engines import ENGINES, PACKED, UNSERVED
+from areal_lora.families.family_engines import ENGINES, PACKED, UNSERVED
 from areal_lora.families.registry import FAMILIES, supported
 
 TARGET = Path("docs/en/support.md")

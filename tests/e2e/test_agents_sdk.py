@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import EvalRecord
-from areal_lora.rollout.conversations import Conversation, read_conversations
+from areal_lora.rollout.conversations import ConversationRecord, read_conversations
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.cli.command import areal_lora
 from tests.support.launcher.command import embedded_run, forked_roles
@@ -85,7 +85,7 @@ def test_the_sdk_calls_tools_and_two_steps_are_trained(tmp_path: Path) -> None:
     assert (again.n, again.unscored, again.reward_mean) == (6, 0, pytest.approx(run.evals[1].reward_mean))
 
 
-def check(conversation: Conversation, tokenizer: AutoTokenizer) -> None:
+def check(conversation: ConversationRecord, tokenizer: AutoTokenizer) -> None:
     turns, tools = [], []
     for request in conversation.requests:
         turns, tools = [*turns[: request.known], *request.turns], tools or request.tools

@@ -20,19 +20,19 @@ from areal_lora.network.keys import Plane, authorization
 from areal_lora.network.tls import client_context
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.report.page import write_report
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     DropState,
-    Failed,
-    Kept,
     LoadState,
     Loss,
+    OperationFailure,
     OptimStep,
     Pass,
     Poison,
     Publish,
-    Published,
+    PublishResult,
     SaveState,
-    Stepped,
+    StateResult,
+    StepResult,
     What,
 )
 from areal_lora.run_folder.desired import DesiredAdapter
@@ -134,7 +134,7 @@ def test_a_client_trains_publishes_samples_saves_and_loads(run: Run) -> None:
     assert again == first, "the same bytes, and gradients change no score"
     last = floats(first.logprobs[1])
     assert first.loss == pytest.approx(-sum(floats(first.logprobs[0])) - last[2] - 0.5 * last[3], abs=1e-4)
-    assert (step.step, step.skipped, published) == (1, False, Published(version=3))
+    assert (step.step, step.skipped, published) == (1, False, PublishResult(version=3))
     agrees(run, key, 3)
 
     # A window with a fault changes nothing, whether the fault is the client's or one of the way.
@@ -142,7 +142,7 @@ def test_a_client_trains_publishes_samples_saves_and_loads(run: Run) -> None:
     bad, poisoned, other, lost = do(key, SFT, BAD, STEP, Poison(reason="it was lost"), STEP)[1:]
     assert bad.by_client
     assert "999999" in bad.reason
-    assert poisoned == Failed(reason=f"its window has failed: {bad.reason}", by_client=True)
+    assert poisoned == OperationFailure(reason=f"its window has failed: {bad.reason}", by_client=True)
     assert (other.reason, lost.by_client) == ("it was lost", False)
     assert {tuple(files) for files in list(run.states(key).values())[1:]} == {tuple(before)}, "no byte differs"
     assert run.client.do(key, STEP)[0].by_client, "a step without gradients"
@@ -162,7 +162,7 @@ def test_a_client_trains_publishes_samples_saves_and_loads(run: Run) -> None:
     agrees(run, "b.1", 6)
 
     # What cannot be loaded fails, and poisons the window that it begins.
-    assert do(key, DropState(label="mine"), DropState(label="mine")) == [Kept(step=0, n_bytes=0)] * 2
+    assert do(key, DropState(label="mine"), DropState(label="mine")) == [StateResult(step=0, n_bytes=0)] * 2
     missing, _, step = do("b.1", load, SFT, STEP)
     assert (missing.reason, step.by_client) == ("a.1 has no saved state 'mine'", True)
     assert run.states("b.1").keys() == {1, 3, 4, 6, 9, 11}, "what fails has a checkpoint as well"
@@ -193,7 +193,7 @@ def test_beside_a_data_set_both_have_the_numbers_of_a_run_alone(run: Run) -> Non
     run.add("loop")
     loops = 0
     while loops < 10 or "done" not in [state for state, _ in run.service.states("beside.1")]:
-        assert run.client.do("loop.1", *LOOP)[3] == Published(version=4 * loops + 2)
+        assert run.client.do("loop.1", *LOOP)[3] == PublishResult(version=4 * loops + 2)
         loops += 1
     assert len(run.states("alone.1")) == 1 + STEPS["attention"]
     assert run.states("beside.1") == run.states("alone.1")
@@ -226,11 +226,11 @@ def test_a_full_disk_fails_the_state_that_is_saved_and_nothing_else(run: Run) ->
     run.add("full", "fine")
     whats = (SFT, STEP, SaveState(label="x"), SFT, STEP)
     answers, others = (run.client.do(f"{name}.1", *whats) for name in ("full", "fine"))
-    assert isinstance(answers[2], Failed)
+    assert isinstance(answers[2], OperationFailure)
     assert "/states/full.1/.x." in answers[2].reason
     assert "No space left on device (fix: free disk space" in answers[2].reason
-    assert isinstance(others[2], Kept)
-    assert isinstance(answers[4], Stepped)
+    assert isinstance(others[2], StateResult)
+    assert isinstance(answers[4], StepResult)
     assert answers[3:] == others[3:]
     full, fine = run.states("full.1"), run.states("fine.1")
     assert [full[v] for v in (2, 5)] == [fine[v] for v in (2, 5)], "the first version is removed after the answer"
@@ -265,7 +265,7 @@ def test_killed_in_a_window_and_after_a_step_it_ends_as_if_undisturbed(run: Run)
     run.client.wait(lambda: last in run.client.outcomes("shaken.1"))
     assert list(run.client.outcomes("shaken.1").values()) == calm
     # A publish follows the end of the checkpoint's save, which removes the first version after the answer.
-    assert run.client.do("shaken.1", Publish()) == [Published(version=9)]
+    assert run.client.do("shaken.1", Publish()) == [PublishResult(version=9)]
     mine, theirs = run.states("shaken.1"), run.states("calm.1")
     assert mine.keys() == theirs.keys() == {2, 5, 9}
     assert mine == theirs

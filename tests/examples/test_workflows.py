@@ -12,9 +12,9 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import AgentWorkflowConfig, CustomWorkflowConfig, MultiTurnWorkflowConfig, WorkflowConfig
 from areal_lora.config.rules.guardrails import check
 from areal_lora.data.prompts import Prompt
-from areal_lora.rollout.gateway import AgentGateway
-from areal_lora.rollout.loading import build_workflow
+from areal_lora.rollout.agent_gateway import AgentGateway
 from areal_lora.rollout.workflow import Episode
+from areal_lora.rollout.workflow_loading import build_workflow
 from areal_lora.types import Sample
 from tests.support.docs import blocks
 from tests.support.paths import ROOT

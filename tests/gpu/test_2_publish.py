@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from areal_lora.errors import PublishError
 from areal_lora.families.published import known_config
-from areal_lora.weight_sync.link.backends import Seat, backend_of, delta
-from areal_lora.weight_sync.link.groups import BroadcastGroup
+from areal_lora.weight_sync.link.backends import GroupSeat, backend_of, delta
+from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup
 from areal_lora.weight_sync.messages import SourceEndpoint
 from tests.support.gpu.cases import Pair, pack
 
@@ -69,7 +69,7 @@ def test_a_group_of_one_over_nccl(device: torch.device, record: Any) -> None:
     endpoint = SourceEndpoint(source=0, host="127.0.0.1", port=1, world=1, token="t", bucket_bytes=MB, backend="nccl")
     free, _ = torch.cuda.mem_get_info(device)
     began = time.monotonic()
-    seat = Seat(store=dist.HashStore(), rank=0, world=1, bind="127.0.0.1", timeout_s=TIMEOUT_S, device=device)
+    seat = GroupSeat(store=dist.HashStore(), rank=0, world=1, bind="127.0.0.1", timeout_s=TIMEOUT_S, device=device)
     group = BroadcastGroup(endpoint, 0, backend_of("nccl")(seat), device, leave=lambda: None)
     group.agree(False, time.monotonic() + TIMEOUT_S)
     initialised = time.monotonic() - began

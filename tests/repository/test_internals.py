@@ -195,7 +195,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import areal_lora.engine.vllm_ext.server.assemble
 import areal_lora.engine.vllm_ext.compat.engine
-import areal_lora.engine.vllm_ext.compat.slots
+import areal_lora.engine.vllm_ext.compat.worker_slots
 import areal_lora.engine.vllm_ext.worker.extension
 print("imported")
 """

@@ -8,50 +8,61 @@ from __future__ import annotations
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
-from areal_lora.config.rules import adapters, algorithm, init_from, layout, machine, memory, model, rollout, slurm, task
+from areal_lora.config.rules import (
+    adapter_rules,
+    algorithm_rules,
+    init_from,
+    layout_rules,
+    machine,
+    memory_rules,
+    model_rules,
+    rollout,
+    slurm,
+    task_rules,
+)
 from areal_lora.config.rules.findings import Finding, Rule, Severity, canonical, shape_of
 from areal_lora.errors import ConfigError
 
 RULES: tuple[Rule, ...] = (
-    model.model_readable,
-    model.model_trainable,
-    model.combinations,
-    model.adapters_divide,
-    model.kernels_take_the_type,
-    adapters.adapter_names,
-    adapters.a_service_has_room,
+    model_rules.model_readable,
+    model_rules.model_trainable,
+    model_rules.combinations,
+    model_rules.adapters_divide,
+    model_rules.kernels_take_the_type,
+    adapter_rules.adapter_names,
+    adapter_rules.a_service_has_room,
     machine.service_fits,
-    adapters.servers_hold_them,
-    adapters.targets_exist,
-    adapters.ranks_fit,
-    adapters.rates_suit_lora,
-    adapters.staleness_fits,
+    adapter_rules.servers_hold_them,
+    adapter_rules.targets_exist,
+    adapter_rules.ranks_fit,
+    adapter_rules.rates_suit_lora,
+    adapter_rules.staleness_fits,
     init_from.init_from,
-    adapters.user_code,
-    algorithm.algorithm,
-    algorithm.group_size,
-    adapters.batches,
-    task.seldom_meant,
-    task.chat_template,
-    task.columns_exist,
-    task.sampling_is_trained,
-    task.eval_sets,
-    model.lengths,
-    layout.engine_fits,
-    layout.trainer_layout,
-    layout.rollout_layout,
+    adapter_rules.user_code,
+    algorithm_rules.algorithm,
+    algorithm_rules.group_size,
+    adapter_rules.batches,
+    task_rules.seldom_meant,
+    task_rules.chat_template,
+    task_rules.columns_exist,
+    task_rules.sampling_is_trained,
+    task_rules.eval_sets,
+    model_rules.lengths,
+    layout_rules.engine_fits,
+    layout_rules.trainer_layout,
+    layout_rules.rollout_layout,
     slurm.components_agree,
     slurm.own_directives,
     slurm.servers_suffice,
     machine.cluster_is_reachable,
     machine.interface_counts,
     machine.devices_suffice,
-    layout.devices_are_shared,
-    layout.backend_fits,
+    layout_rules.devices_are_shared,
+    layout_rules.backend_fits,
     slurm.no_idle_node,
     machine.ports_free,
-    memory.memory_suffices,
-    memory.shared_base_fits,
+    memory_rules.memory_suffices,
+    memory_rules.shared_base_fits,
     rollout.deterministic,
     rollout.merged_rollouts,
     rollout.time_outs,
@@ -60,7 +71,7 @@ RULES: tuple[Rule, ...] = (
 
 def check_start(config: Config, facts: Facts) -> tuple[Finding, ...]:
     """`check` of a run at its start."""
-    return check(config, facts, (adapters.no_clients, *RULES))
+    return check(config, facts, (adapter_rules.no_clients, *RULES))
 
 
 def check(config: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:

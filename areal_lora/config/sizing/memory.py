@@ -149,7 +149,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
     - Logits: those of a micro-batch and their gradient, on the last stage, and `LOGIT_PARTS` fp32 buffers of a part.
     - Publish and checkpoint. Host: shards on the wire and, on GPUs, their fp32 mirror (`AdapterMemory`), both
       page-locked; copies that a checkpoint writes. Device: the copy of the shard that NCCL sends
-      (`weight_sync.link.groups`).
+      (`weight_sync.link.broadcast_groups`).
     """
     t, on_cpu = config.trainer, config.cluster.device == "cpu"
     item = DTYPE_BYTES[config.model.dtype]

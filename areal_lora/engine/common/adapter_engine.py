@@ -25,7 +25,7 @@ from areal_lora.engine.common.merged import MergedShard, merged_layout
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.optimizer import AdapterOptimizer, GradientClass
 from areal_lora.engine.common.output import Readout, read_logprobs, read_values
-from areal_lora.engine.common.plan import wire_sources
+from areal_lora.engine.common.transfer_plan import wire_sources
 from areal_lora.engine.layers.dropout import Dropout, step_seed
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.patterns import check_patterns

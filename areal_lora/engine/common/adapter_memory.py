@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange
 from areal_lora.engine.common.output import ValueHead
-from areal_lora.engine.common.plan import LoadPlan, PackPlan, Transfer, load_plan, pack_plan, wire_layout
+from areal_lora.engine.common.transfer_plan import LoadPlan, PackPlan, Transfer, load_plan, pack_plan, wire_layout
 from areal_lora.engine.layers.dropout import site_key
 from areal_lora.errors import AdapterError, UnknownTensorError
 from areal_lora.families.sites import LORA_A, LORA_B

@@ -14,7 +14,7 @@ from areal_lora.data.packing import MicroPlan, find_trees, plan_microbatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.output import Readout
 from areal_lora.engine.common.parallel_layout import ParallelLayout
-from areal_lora.engine.layers.packed import Packed, to_sequences
+from areal_lora.engine.layers.packed import PackedMicroBatch, to_sequences
 from areal_lora.types import TrainBatch
 
 Result = tuple[tuple[int, ...], Mapping[str, float | Tensor], Tensor]
@@ -38,7 +38,7 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
 
 
 def finish(
-    packed: Packed,
+    packed: PackedMicroBatch,
     output: Tensor,
     rows: Tensor,
     loss_fn: LossFn | None,

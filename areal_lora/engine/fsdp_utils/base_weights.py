@@ -21,7 +21,7 @@ from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.errors import UnknownTensorError
 
 
-class Source(Protocol):
+class ParameterSource(Protocol):
     """Where the rows of a parameter come from."""
 
     def rows(self, start: int, stop: int) -> Tensor: ...
@@ -37,7 +37,7 @@ class _Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stacked:
+class _ExpertStack:
     """Row e is the matrices ``names`` of expert e, one below the other; ``*`` stands for e."""
 
     folder: ModelFolder
@@ -69,7 +69,7 @@ class Sources:
             if isinstance(c, WeightConverter) and _stacks_experts(c.operations)
         ]
 
-    def of(self, name: str) -> Source:
+    def of(self, name: str) -> ParameterSource:
         """Raises UnknownTensorError."""
         for known in (name, self._tied.get(name, name)):
             for candidate in self._published(known):
@@ -79,7 +79,7 @@ class Sources:
                     prefix = candidate.removesuffix(target)
                     names = tuple(prefix + source for source in sources)
                     if prefix != candidate and names[0].replace("*", "0") in self._folder:
-                        return _Stacked(self._folder, names)
+                        return _ExpertStack(self._folder, names)
         raise UnknownTensorError(f"the model's parameter {name} is in no safetensors file of {self._folder.path}")
 
     def _published(self, name: str) -> Iterator[str]:

@@ -20,9 +20,9 @@ from areal_lora.engine.common.arena import Bank, Range, ShardedModel, is_routed
 from areal_lora.engine.common.micro_batches import Result, finish, plans_of, sum_over_ranks, whole_scores
 from areal_lora.engine.common.optimizer import GradientClass
 from areal_lora.engine.common.output import Readout
+from areal_lora.engine.fsdp_utils.adapter_sites import LinearLora, LinearSite
 from areal_lora.engine.fsdp_utils.layers import take_experts, take_output
 from areal_lora.engine.fsdp_utils.model import build_model
-from areal_lora.engine.fsdp_utils.sites import LinearLora, LinearSite
 from areal_lora.engine.layers.dropout import Dropout
 from areal_lora.engine.layers.expert_mlp import ExpertLora
 from areal_lora.engine.layers.packed import pack

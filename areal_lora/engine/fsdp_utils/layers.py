@@ -14,7 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from areal_lora.engine.common.output import OutputSite
-from areal_lora.engine.fsdp_utils.sites import ExpertsSite
+from areal_lora.engine.fsdp_utils.adapter_sites import ExpertsSite
 from areal_lora.engine.layers.attention import AttentionPlan, attend
 from areal_lora.engine.layers.expert_mlp import ExpertMlp, Groups
 from areal_lora.engine.layers.residents import ActiveAdapter

@@ -36,7 +36,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class AttentionBlock:
     """Segments of similar length, padded. ``queries`` [m, a] and ``keys`` [m, p + a] are packed token numbers.
 
     ``mask`` [m, 1, a, p + a] is True where attention is allowed; None for causal attention, which suffices without
@@ -56,7 +56,7 @@ class AttentionPlan:
     Padding at the end has the number of the row of zeros behind them.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
     order: Tensor
     positions: Tensor  # [t] int64
 
@@ -91,7 +91,7 @@ def _similar(segments: Sequence[Segment]) -> list[list[Segment]]:
     return groups
 
 
-def _block(group: Sequence[Segment], device: torch.device) -> Block:
+def _block(group: Sequence[Segment], device: torch.device) -> AttentionBlock:
     host = torch.device("cpu")
     own = torch.tensor([s.own for s in group], device=host)[:, None]
     start = torch.tensor([s.start for s in group], device=host)[:, None]
@@ -108,7 +108,7 @@ def _block(group: Sequence[Segment], device: torch.device) -> Block:
         visible = (before < shared)[:, None, :].expand(-1, a, -1)
         mask = torch.cat([visible, causal.expand(len(group), -1, -1)], dim=2)[:, None].to(device)
     kept = real.reshape(-1).nonzero()[:, 0]
-    return Block(queries=queries.to(device), keys=keys.to(device), mask=mask, kept=kept.to(device))
+    return AttentionBlock(queries=queries.to(device), keys=keys.to(device), mask=mask, kept=kept.to(device))
 
 
 def attend(
@@ -136,7 +136,7 @@ def attend(
 
 
 def _attend(
-    block: Block,
+    block: AttentionBlock,
     flat: tuple[Tensor, Tensor, Tensor],
     widths: tuple[int, int, int],
     scale: float | None,
@@ -153,7 +153,7 @@ def _attend(
     return out.transpose(1, 2).reshape(m * a, -1).index_select(0, block.kept)
 
 
-def _mask(plan: AttentionPlan, block: Block, window: int | None) -> Tensor | None:
+def _mask(plan: AttentionPlan, block: AttentionBlock, window: int | None) -> Tensor | None:
     """``block.mask``, narrowed to a sliding window."""
     if window is None:
         return block.mask

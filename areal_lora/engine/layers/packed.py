@@ -23,7 +23,7 @@ PAD_ID = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class PackedMicroBatch:
     """One rank's micro-batch of n tokens in trees, padded to t, with p predictions.
 
     Prediction k is how likely ``targets[k]`` is after token ``sources[k]``. ``index`` [tokens of ``micro``] is each
@@ -40,7 +40,7 @@ class Packed:
     index: Tensor  # int64
 
 
-def pack(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device) -> Packed:
+def pack(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device) -> PackedMicroBatch:
     """Lay out this data-parallel rank's trees of one micro-batch."""
     trees = plan.trees[dp_rank]
     sequences = tuple(i for tree in trees for i in tree.sequences)
@@ -59,7 +59,7 @@ def pack(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device)
         before[start] = np.where(shared > 0, shared_start + shared - 1, -1)
         where = runs(*np.array(reads).T)  # the row's token of each token of the sequences
     sources, targets, number = _predictions(row, before)
-    return Packed(
+    return PackedMicroBatch(
         micro=None if micro is None else to_device(micro, device),
         sequences=sequences,
         token_ids=torch.from_numpy(row)[None].to(device),
@@ -110,6 +110,6 @@ def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
     return replace(batch, **moved)
 
 
-def to_sequences(values: Tensor, packed: Packed) -> Tensor:
+def to_sequences(values: Tensor, packed: PackedMicroBatch) -> Tensor:
     """Packed [tokens of ``micro``] from predictions [p]; entry 0 of every sequence is 0."""
     return torch.cat([values, values.new_zeros(1)]).index_select(0, packed.index)

@@ -23,7 +23,7 @@ from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.optimizer import GradientClass
 from areal_lora.engine.common.output import Readout
 from areal_lora.engine.layers.dropout import Dropout
-from areal_lora.engine.layers.packed import Packed, pack
+from areal_lora.engine.layers.packed import PackedMicroBatch, pack
 from areal_lora.engine.layers.residents import ActiveAdapter
 from areal_lora.engine.megatron_utils.base_weights import load_base
 from areal_lora.engine.megatron_utils.gradients import classify
@@ -111,7 +111,7 @@ class MegatronModel:
         plans = plans_of(batch, self._layout, self._trainer.max_tokens_per_microbatch)
         dp_rank = self._layout.dp_rank(self.rank)
 
-        def micro_batches() -> Iterator[Packed]:
+        def micro_batches() -> Iterator[PackedMicroBatch]:
             for plan in plans:
                 yield pack(batch, plan, dp_rank, self._device)
 

@@ -14,14 +14,14 @@ from areal_lora.data.packing import MicroPlan
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.micro_batches import Result, finish
 from areal_lora.engine.common.output import Readout
-from areal_lora.engine.layers.packed import Packed
+from areal_lora.engine.layers.packed import PackedMicroBatch
 from areal_lora.engine.megatron_utils.core_attention import Packing
 
 
 def run_schedule(
     model: nn.Module,
     packing: Packing,
-    batches: Iterator[Packed],
+    batches: Iterator[PackedMicroBatch],
     plans: Sequence[MicroPlan],
     loss_fn: LossFn | None,
     *,
@@ -38,7 +38,7 @@ def run_schedule(
     ahead = parallel_state.get_pipeline_model_parallel_world_size() - parallel_state.get_pipeline_model_parallel_rank()
     in_progress = 0 if loss_fn is None else ahead - 1
 
-    def forward_step(iterator: Iterator[Packed], module: nn.Module) -> tuple[Tensor, Any]:
+    def forward_step(iterator: Iterator[PackedMicroBatch], module: nn.Module) -> tuple[Tensor, Any]:
         packing.keep(in_progress)
         packed = next(iterator)
         # Positions are part of the attention plan; the model's embedding takes none.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.errors import ExitCode
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import ProcessSpec
 
 KILLED = 9
@@ -15,7 +15,7 @@ _SIGNALS = range(129, 193)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Records:
+class TaskRecords:
     """What the tasks of a step have written. ``first`` names the first process that failed."""
 
     codes: Mapping[str, int]
@@ -26,12 +26,12 @@ class Records:
 def causes(
     specs: Sequence[ProcessSpec],
     hosts: Mapping[str, str],
-    records: Records,
+    records: TaskRecords,
     srun_code: int,
     lost: Collection[str],
     logs: Mapping[str, Path],
     srun_log: Path,
-) -> list[Ended]:
+) -> list[ProcessExit]:
     """How each process of a step ended. The first cause has no ``why``.
 
     Args:
@@ -50,7 +50,7 @@ def causes(
     if first is None and silent:
         first = silent[0]
     return [
-        Ended(
+        ProcessExit(
             spec=spec,
             code=_code(records.codes.get(spec.name), srun_code),
             log=logs[spec.name] if spec.name in started else srun_log,

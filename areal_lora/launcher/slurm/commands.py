@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from areal_lora.errors import EnvironmentError_
-from areal_lora.launcher.slurm.queue import query
+from areal_lora.launcher.slurm.job_query import query
 
 ANSWER_S = 60.0
 _LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN")

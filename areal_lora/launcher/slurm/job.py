@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 from rich.console import Console
 
-from areal_lora.checkpoint.store import versions_in
+from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.config.adapter_run import ends_of
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.models import Config
@@ -24,11 +24,11 @@ from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, Ex
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm import commands
 from areal_lora.launcher.slurm.allocation import Allocation, allocation
-from areal_lora.launcher.slurm.outcome import RUNNING, Outcome, Words, outcome
-from areal_lora.launcher.slurm.queue import look
+from areal_lora.launcher.slurm.job_query import look
+from areal_lora.launcher.slurm.job_steps import POLL_S, SlurmSteps
+from areal_lora.launcher.slurm.outcome import RUNNING, JobOutcome, Words, outcome
 from areal_lora.launcher.slurm.requeues import Lifetime, next_lifetime, read_lifetime, too_many, write_lifetime
 from areal_lora.launcher.slurm.states import is_active
-from areal_lora.launcher.slurm.steps import POLL_S, SlurmSteps
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.obs.console import LiveConsole
@@ -55,13 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = read_config(run_folder)
         plan = make_plan(config, gather_facts(config, runs_here=False))
         job = allocation(os.environ, plan.pools)
-        return Job(config, plan, job, console).run()
+        return SlurmJob(config, plan, job, console).run()
     except ArealLoraError as error:
         console.print(f"error: {error}", markup=False, soft_wrap=True)
         return error.exit_code
 
 
-class Job:
+class SlurmJob:
     """One lifetime of the job: from a start of the batch script to its end."""
 
     def __init__(self, config: Config, plan: JobPlan, job: Allocation, console: Console) -> None:
@@ -114,7 +114,7 @@ class Job:
         self._say(f"Slurm job {self._job.job}, start {self._job.restarts + 1}, on {' '.join(self._job.hosts)}")
         return lifetime
 
-    def _watch(self, steps: SlurmSteps, words: Words) -> Outcome:
+    def _watch(self, steps: SlurmSteps, words: Words) -> JobOutcome:
         view = LiveConsole(self._folder, ends_of(self._config), self._console)
         view.start()
         try:
@@ -134,11 +134,11 @@ class Job:
             print_failure(failure, self._console)
         return result
 
-    def _requeue(self, lifetime: Lifetime, result: Outcome) -> Outcome:
+    def _requeue(self, lifetime: Lifetime, result: JobOutcome) -> JobOutcome:
         """Requeue the job, or state why it ends instead."""
         without = lifetime.next_without(self._newest())
         if why := too_many(without, self._config.run.max_restarts):
-            return Outcome(code=ExitCode.COMPONENT_FAILED, text=f"{result.requeue}; the job ends as failed: {why}")
+            return JobOutcome(code=ExitCode.COMPONENT_FAILED, text=f"{result.requeue}; the job ends as failed: {why}")
         state = self._state()
         if state != RUNNING:
             # scancel, while the steps stopped.
@@ -150,8 +150,8 @@ class Job:
         try:
             commands.run("scontrol", "requeue", self._job.job)
         except EnvironmentError_ as error:
-            return Outcome(code=ExitCode.COMPONENT_FAILED, text=f"the job is not requeued: {error}")
-        return Outcome(code=result.code)
+            return JobOutcome(code=ExitCode.COMPONENT_FAILED, text=f"the job is not requeued: {error}")
+        return JobOutcome(code=result.code)
 
     def _state(self) -> str:
         """The job's state; empty where Slurm does not answer."""

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from areal_lora.errors import NON_RETRYABLE, ExitCode
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import ProcessExit
 from areal_lora.run_folder.paths import RunFolder
 
 SIGNALLED = 143
@@ -16,7 +16,7 @@ RUNNING = "RUNNING"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class JobOutcome:
     """The batch script's exit code. ``requeue`` is the reason to requeue the job, empty for none; ``text`` a line.
 
     ``failure`` is the process that has ended the run for good.
@@ -25,10 +25,10 @@ class Outcome:
     code: int
     requeue: str = ""
     text: str = ""
-    failure: Ended | None = None
+    failure: ProcessExit | None = None
 
 
-def outcome(failure: Ended | None, word: str, state: str) -> Outcome:
+def outcome(failure: ProcessExit | None, word: str, state: str) -> JobOutcome:
     """Decide about the job.
 
     Args:
@@ -38,22 +38,24 @@ def outcome(failure: Ended | None, word: str, state: str) -> Outcome:
             COMPLETING or PENDING: Slurm ends or requeues the job by itself, after scancel or a preemption.
     """
     if word == REPLACED:
-        return Outcome(code=SIGNALLED, text="The run folder belongs to a later session: this one ends")
+        return JobOutcome(code=SIGNALLED, text="The run folder belongs to a later session: this one ends")
     if not word and failure is None:
-        return Outcome(code=ExitCode.DONE)
+        return JobOutcome(code=ExitCode.DONE)
     if state != RUNNING:
-        return Outcome(code=SIGNALLED, text=f"The job is {state or 'unknown to Slurm'} and is not requeued by itself")
+        return JobOutcome(
+            code=SIGNALLED, text=f"The job is {state or 'unknown to Slurm'} and is not requeued by itself"
+        )
     if word:
-        return Outcome(code=SIGNALLED, requeue=f"{word} arrived")
+        return JobOutcome(code=SIGNALLED, requeue=f"{word} arrived")
     assert failure is not None
     name = failure.spec.name
     if failure.lost:
-        return Outcome(code=SIGNALLED, requeue=f"{name} {failure.how()}, and the job cannot do without it")
+        return JobOutcome(code=SIGNALLED, requeue=f"{name} {failure.how()}, and the job cannot do without it")
     if failure.code in NON_RETRYABLE and not failure.never_started:
         text = f"{name} {failure.how()}, which would happen again: no requeue"
-        return Outcome(code=failure.code, text=text, failure=failure)
+        return JobOutcome(code=failure.code, text=text, failure=failure)
     text = f"{name} {failure.how()} and has no restarts left: the job ends as failed"
-    return Outcome(code=ExitCode.COMPONENT_FAILED, text=text, failure=failure)
+    return JobOutcome(code=ExitCode.COMPONENT_FAILED, text=text, failure=failure)
 
 
 USR1, TERM = "USR1", "TERM"

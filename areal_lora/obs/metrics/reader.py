@@ -23,7 +23,7 @@ from areal_lora.obs.metrics.records import (
     StepRecord,
     position,
 )
-from areal_lora.obs.metrics.samples import sample_lines
+from areal_lora.obs.metrics.sample_records import sample_lines
 from areal_lora.obs.metrics.void import Mark, VoidRecords
 from areal_lora.run_folder.jsonl import whole_lines
 from areal_lora.run_folder.paths import RunFolder

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from areal_lora.obs.metrics.records import EvalRecord, Record, ResumeRecord, RolloutSampleRecord, SampleRecord, position
-from areal_lora.obs.metrics.samples import SampleFiles, cut_middle
+from areal_lora.obs.metrics.sample_records import SampleFiles, cut_middle
 from areal_lora.obs.metrics.scalars import scalars
 from areal_lora.run_folder.jsonl import JsonlSink
 from areal_lora.run_folder.paths import RunFolder

@@ -122,7 +122,7 @@ class RewardLines(Lines):
         return [*(replace(raw, faint=True) for raw in super().series()), self.smoothed]
 
 
-class Stacked:
+class StackedBars:
     """Stacked bars of the parts from ``read``, which has the same keys for every record."""
 
     def __init__(self, read: Callable[[Any], Mapping[str, float]], kind: type[Record]) -> None:
@@ -292,7 +292,7 @@ def _training(reward: RewardLines) -> list[Row]:
                 floor=0,
             ),
         ),
-        ("Step time", "seconds by phase", Stacked(StepRecord.phases_s, StepRecord)),
+        ("Step time", "seconds by phase", StackedBars(StepRecord.phases_s, StepRecord)),
         (
             "Idle",
             "fraction of the time without training, or without generation",
@@ -358,7 +358,7 @@ def _weights() -> list[Row]:
     )
     written = Lines(lambda c: {"": None if c.failed else c.write_s}, {"": 4}, kind=CheckpointRecord, floor=0)
     return [
-        ("Publish by phase", "ms", Stacked(PublishRecord.sequence_ms, PublishRecord)),
+        ("Publish by phase", "ms", StackedBars(PublishRecord.sequence_ms, PublishRecord)),
         ("Publish, total", "ms", Lines(lambda p: {"": p.total_ms}, {"": 1}, kind=PublishRecord, floor=0)),
         ("Parity probe", "|logp trainer - logp server|", probe),
         ("Checkpoint", "seconds to write, in the background", written),

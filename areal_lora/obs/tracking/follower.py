@@ -1,6 +1,6 @@
 """Bring a run to a tracker: all that is recorded, then what is new, until the run has ended.
 
-`Follower` reads the records that count, each once, when no crash can undo them any more.
+`MetricsFollower` reads the records that count, each once, when no crash can undo them any more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from areal_lora.obs.metrics.void import VoidRecords
 from areal_lora.obs.report.page import report_page
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.obs.tracking.public_config import public_json
-from areal_lora.obs.tracking.tracker import Ending, Row, Tracker
+from areal_lora.obs.tracking.tracker import Ending, MetricsRow, Tracker
 from areal_lora.run_folder.paths import RunFolder
 
 POLL_S = 1.0
@@ -72,7 +72,7 @@ class _UnsavedSteps:
         return min((unsaved[0].line for unsaved in self.steps.values() if unsaved), default=None)
 
 
-class Follower:
+class MetricsFollower:
     """Reads the file twice: far ahead to find out what counts, then up to the first step that may still be undone.
 
     A run that crashes resumes from its newest checkpoint and repeats the steps after it. So a step, and all lines after
@@ -88,7 +88,7 @@ class Follower:
         self._waiting: deque[Record] = deque()
         self._time_s = 0.0
 
-    def read_new(self, *, everything: bool = False) -> Iterator[Row]:
+    def read_new(self, *, everything: bool = False) -> Iterator[MetricsRow]:
         """The rows since the last call. ``everything``: the run is over, nothing waits any more.
 
         Raises ConfigError with file and line for a line that is not a record.
@@ -104,7 +104,7 @@ class Follower:
             if isinstance(record, StepRecord | ResumeRecord | MembersRecord | AdapterStateRecord):
                 self._time_s = max(self._time_s, record.time_s)
             if self._line > self._sent and self._undone.holds(self._line, mark_of(record)):
-                yield Row(line=self._line, time_s=self._time_s, record=record)
+                yield MetricsRow(line=self._line, time_s=self._time_s, record=record)
 
     def _look_ahead(self) -> None:
         now_s = self._clock()
@@ -127,7 +127,7 @@ def follow(
 
     Returns that at the end. Without ``wait`` it sends what is there once. The tracker learns of an interrupt, too.
     """
-    follower = Follower(folder, tracker.held())
+    follower = MetricsFollower(folder, tracker.held())
     try:
         while True:
             state = ended()  # before reading: nothing is written after the end

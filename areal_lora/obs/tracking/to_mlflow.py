@@ -19,7 +19,7 @@ from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.records import position
 from areal_lora.obs.metrics.scalars import scalars
 from areal_lora.obs.tracking.public_config import flat, masked_text
-from areal_lora.obs.tracking.tracker import Ending, Row, TrackedRun, require, speaking_to
+from areal_lora.obs.tracking.tracker import Ending, MetricsRow, TrackedRun, require, speaking_to
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -80,7 +80,7 @@ class MlflowTracker:
     def held(self) -> int:
         return int(self._run.data.tags.get(LINE, 0))
 
-    def send(self, rows: Sequence[Row]) -> None:
+    def send(self, rows: Sequence[MetricsRow]) -> None:
         values = [
             (tag, value, self._time_ms(row.time_s), position(row.record))
             for row in rows

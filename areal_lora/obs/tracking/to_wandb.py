@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_lora.obs.metrics.records import EvalRecord, position
 from areal_lora.obs.metrics.scalars import scalars, tag_prefix
-from areal_lora.obs.tracking.tracker import Ending, Row, TrackedRun, require, speaking_to
+from areal_lora.obs.tracking.tracker import Ending, MetricsRow, TrackedRun, require, speaking_to
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -72,7 +72,7 @@ class WandbTracker:
     def held(self) -> int:
         return max(0, int(self._run.starting_step) - 1)
 
-    def send(self, rows: Sequence[Row]) -> None:
+    def send(self, rows: Sequence[MetricsRow]) -> None:
         with speaking_to(NAME):
             for row in rows:
                 values: dict[str, Any] = dict(scalars(row.record))

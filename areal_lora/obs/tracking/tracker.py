@@ -22,7 +22,7 @@ _REFUSED = re.compile(r"[^A-Za-z0-9._-]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class MetricsRow:
     """A valid record. ``line`` is its line in ``metrics.jsonl``, from 1.
 
     ``time_s`` is the wall time since the start of the run, of the last record that states one.
@@ -67,7 +67,7 @@ class Tracker(Protocol):
     def held(self) -> int:
         """The last line of ``metrics.jsonl`` that it holds; 0 for none."""
 
-    def send(self, rows: Sequence[Row]) -> None:
+    def send(self, rows: Sequence[MetricsRow]) -> None:
         """Add ``rows``, in the order of their lines."""
 
     def end(self, ending: Ending | None) -> None:

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions`` and ``/v1/completions``: from bodies to asks, from answers to bodies and events."""
+"""``POST /v1/chat/completions`` and ``/v1/completions``: from bodies to requests, from answers to bodies and events."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from areal_lora.rollout.agent_api.asking import Answered, Ask, Reply, converted, stops
-from areal_lora.rollout.agent_api.refusals import Refused, refuse
+from areal_lora.rollout.agent_api.completions import CompletedRequest, SampledReply, SamplingRequest, converted, stops
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
 from areal_lora.rollout.agent_api.turns import Message, chat_tools
 from areal_lora.types import Generation
 
@@ -45,15 +45,15 @@ class TextRequest(_Body, frozen=True, kw_only=True):
     logprobs: int | None = None
 
 
-def parse_chat(body: dict[str, Any]) -> Ask:
-    """Raises Refused."""
+def parse_chat(body: dict[str, Any]) -> SamplingRequest:
+    """Raises AgentRequestError."""
     request = converted(body, ChatRequest)
     if not request.messages:
-        raise Refused(400, "give messages", "messages")
+        raise AgentRequestError(400, "give messages", "messages")
     if request.top_logprobs and not request.logprobs:
         raise refuse("top_logprobs", "needs logprobs: true")
     limit = request.max_completion_tokens
-    return Ask(
+    return SamplingRequest(
         model=request.model,
         turns=tuple(message.turn(f"messages[{i}]") for i, message in enumerate(request.messages)),
         tools=chat_tools(request.tools) if request.tool_choice != "none" else [],
@@ -66,10 +66,10 @@ def parse_chat(body: dict[str, Any]) -> Ask:
     )
 
 
-def parse_text(body: dict[str, Any]) -> Ask:
-    """Raises Refused."""
+def parse_text(body: dict[str, Any]) -> SamplingRequest:
+    """Raises AgentRequestError."""
     request = converted(body, TextRequest)
-    return Ask(
+    return SamplingRequest(
         model=request.model,
         prompt=_one_prompt(request.prompt),
         n=1 if request.n is None else request.n,
@@ -88,33 +88,33 @@ def _one_prompt(prompt: str | list[str | int] | None) -> str | list[int]:
     if texts and (ids or len(texts) > 1):
         raise refuse("prompt", "one prompt in a request: a text, or its token ids")
     if not texts and not ids:
-        raise Refused(400, "give prompt", "prompt")
+        raise AgentRequestError(400, "give prompt", "prompt")
     return texts[0] if texts else ids
 
 
-def reply_body(answered: Answered, model: str, spell: Spell) -> dict[str, Any]:
+def reply_body(answered: CompletedRequest, model: str, spell: Spell) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
-    choice = _chat_choice if answered.ask.turns is not None else _text_choice
-    choices = [choice(i, reply, answered.ask, spell) for i, reply in enumerate(answered.replies)]
+    choice = _chat_choice if answered.request.turns is not None else _text_choice
+    choices = [choice(i, reply, answered.request, spell) for i, reply in enumerate(answered.replies)]
     return _head(answered, model, "") | {"choices": choices, "usage": answered.usage()}
 
 
-def reply_events(answered: Answered, model: str, body: dict[str, Any], spell: Spell) -> list[dict[str, Any]]:
+def reply_events(answered: CompletedRequest, model: str, body: dict[str, Any], spell: Spell) -> list[dict[str, Any]]:
     """The chunks of a streamed answer."""
     options = body.get("stream_options")
     with_usage = isinstance(options, dict) and options.get("include_usage") is True
     head = _head(answered, model, ".chunk") | ({"usage": None} if with_usage else {})
-    parts = _chat_deltas if answered.ask.turns is not None else _text_deltas
+    parts = _chat_deltas if answered.request.turns is not None else _text_deltas
     chunks = [
         head | {"choices": [{"index": i, "logprobs": None, "finish_reason": None} | part]}
         for i, reply in enumerate(answered.replies)
-        for part in parts(i, reply, answered.ask, spell)
+        for part in parts(i, reply, answered.request, spell)
     ]
     return [*chunks, head | {"choices": [], "usage": answered.usage()}] if with_usage else chunks
 
 
-def _head(answered: Answered, model: str, suffix: str) -> dict[str, Any]:
-    chat = answered.ask.turns is not None
+def _head(answered: CompletedRequest, model: str, suffix: str) -> dict[str, Any]:
+    chat = answered.request.turns is not None
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{answered.number}",
         "object": f"chat.completion{suffix}" if chat else "text_completion",
@@ -123,23 +123,23 @@ def _head(answered: Answered, model: str, suffix: str) -> dict[str, Any]:
     }
 
 
-def _chat_choice(index: int, reply: Reply, ask: Ask, spell: Spell) -> dict[str, Any]:
+def _chat_choice(index: int, reply: SampledReply, request: SamplingRequest, spell: Spell) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.turn.content, "refusal": None}
     if calls := _calls(reply):
         message |= {"tool_calls": calls, "content": reply.turn.content or None}
-    logprobs = _chat_logprobs(reply.sampled, ask, spell)
+    logprobs = _chat_logprobs(reply.sampled, request, spell)
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.finish_reason}
 
 
-def _text_choice(index: int, reply: Reply, ask: Ask, spell: Spell) -> dict[str, Any]:
-    logprobs = _text_logprobs(reply.sampled, ask, spell)
+def _text_choice(index: int, reply: SampledReply, request: SamplingRequest, spell: Spell) -> dict[str, Any]:
+    logprobs = _text_logprobs(reply.sampled, request, spell)
     text, reason = reply.turn.content, reply.finish_reason
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _chat_deltas(index: int, reply: Reply, ask: Ask, spell: Spell) -> Iterator[dict[str, Any]]:
+def _chat_deltas(index: int, reply: SampledReply, request: SamplingRequest, spell: Spell) -> Iterator[dict[str, Any]]:
     yield {"delta": {"role": "assistant", "content": ""}}
-    logprobs = _chat_logprobs(reply.sampled, ask, spell)
+    logprobs = _chat_logprobs(reply.sampled, request, spell)
     if reply.turn.content or logprobs is not None:
         yield {"delta": {"content": reply.turn.content}, "logprobs": logprobs}
     for k, call in enumerate(_calls(reply)):
@@ -147,11 +147,11 @@ def _chat_deltas(index: int, reply: Reply, ask: Ask, spell: Spell) -> Iterator[d
     yield {"delta": {}, "finish_reason": reply.finish_reason}
 
 
-def _text_deltas(index: int, reply: Reply, ask: Ask, spell: Spell) -> Iterator[dict[str, Any]]:
-    yield _text_choice(index, reply, ask, spell)
+def _text_deltas(index: int, reply: SampledReply, request: SamplingRequest, spell: Spell) -> Iterator[dict[str, Any]]:
+    yield _text_choice(index, reply, request, spell)
 
 
-def _calls(reply: Reply) -> list[dict[str, Any]]:
+def _calls(reply: SampledReply) -> list[dict[str, Any]]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in reply.turn.calls
@@ -173,16 +173,16 @@ def _entry(token: int, value: float, spell: Spell) -> dict[str, Any]:
     return {"token": text, "bytes": list(text.encode("utf-8", "replace")), "logprob": value}
 
 
-def _chat_logprobs(sampled: Generation, ask: Ask, spell: Spell) -> dict[str, Any] | None:
-    if ask.top_logprobs is None:
+def _chat_logprobs(sampled: Generation, request: SamplingRequest, spell: Spell) -> dict[str, Any] | None:
+    if request.top_logprobs is None:
         return None
-    return {"content": token_logprobs(sampled, ask.top_logprobs, spell), "refusal": None}
+    return {"content": token_logprobs(sampled, request.top_logprobs, spell), "refusal": None}
 
 
-def _text_logprobs(sampled: Generation, ask: Ask, spell: Spell) -> dict[str, Any] | None:
-    if ask.top_logprobs is None:
+def _text_logprobs(sampled: Generation, request: SamplingRequest, spell: Spell) -> dict[str, Any] | None:
+    if request.top_logprobs is None:
         return None
-    rows = token_logprobs(sampled, ask.top_logprobs, spell)
+    rows = token_logprobs(sampled, request.top_logprobs, spell)
     offsets, at = [], 0
     for row in rows:
         offsets.append(at)

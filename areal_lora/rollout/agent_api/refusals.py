@@ -42,7 +42,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
 _STATUS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
 
-class Refused(RolloutError):
+class AgentRequestError(RolloutError):
     """A request that is answered with ``status`` and an OpenAI error body; ``param`` is the field at fault."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
@@ -50,18 +50,18 @@ class Refused(RolloutError):
         super().__init__(message)
 
 
-def refuse(param: str, reason: str) -> Refused:
-    return Refused(400, f"{param}: {reason}", param)
+def refuse(param: str, reason: str) -> AgentRequestError:
+    return AgentRequestError(400, f"{param}: {reason}", param)
 
 
 def check_fields(body: Mapping[str, Any], sampling: SamplingConfig | None) -> None:
-    """Raises Refused. Without ``sampling`` (an evaluation has its own) any temperature or top_p may be asked."""
+    """Raises AgentRequestError. Without ``sampling`` (an evaluation has its own) any temperature or top_p is served."""
     for name in _SAMPLING if sampling is not None else ():
         asked, used = body.get(name), getattr(sampling, name)
         if name == "top_k" and asked == -1:
             asked = 0
         if isinstance(asked, int | float) and asked != used:
-            raise Refused(400, f"{name} {asked:g} is not the run's {used:g}; leave it out", name)
+            raise AgentRequestError(400, f"{name} {asked:g} is not the run's {used:g}; leave it out", name)
     for name, reason in REASONS.items():
         if (value := body.get(name)) and value not in _NOTHING.get(name, ()):
             raise refuse(name, reason)

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.rollout.agent_api.asking import Answered, Ask, converted
 from areal_lora.rollout.agent_api.chat import token_logprobs
+from areal_lora.rollout.agent_api.completions import CompletedRequest, SamplingRequest, converted
 from areal_lora.rollout.agent_api.refusals import refuse
 from areal_lora.rollout.agent_api.turns import Call, Turn, chat_tools, plain, role_of
 
@@ -30,7 +30,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Any = None
 
 
-def parse_response(body: dict[str, Any], earlier: Mapping[str, tuple[Turn, ...]]) -> Ask:
+def parse_response(body: dict[str, Any], earlier: Mapping[str, tuple[Turn, ...]]) -> SamplingRequest:
     """``earlier`` has the turns up to and with each response of the session. Raises Refused."""
     request = converted(body, ResponsesRequest)
     before: tuple[Turn, ...] = ()
@@ -42,7 +42,7 @@ def parse_response(body: dict[str, Any], earlier: Mapping[str, tuple[Turn, ...]]
         before = earlier[request.previous_response_id]
     system = (Turn(role="system", content=request.instructions),) if request.instructions else ()
     wanted = LOGPROBS in (request.include or ())
-    return Ask(
+    return SamplingRequest(
         model=request.model,
         turns=system + merged([*before, *_turns(request.input)]),
         tools=[] if request.tool_choice == "none" else chat_tools(request.tools),
@@ -95,7 +95,7 @@ def response_id(number: int) -> str:
 
 
 def response_body(
-    answered: Answered, model: str, body: Mapping[str, Any], spell: Callable[[int], str]
+    answered: CompletedRequest, model: str, body: Mapping[str, Any], spell: Callable[[int], str]
 ) -> dict[str, Any]:
     """The response object. An answer that is cut off by its length is `incomplete`, as with OpenAI."""
     reply = answered.replies[0]
@@ -121,7 +121,7 @@ def response_body(
         "metadata": body.get("metadata") or {},
         "model": model,
         "output": _items(answered, "incomplete" if cut else "completed", spell),
-        "parallel_tool_calls": answered.ask.parallel_calls,
+        "parallel_tool_calls": answered.request.parallel_calls,
         "previous_response_id": body.get("previous_response_id"),
         "reasoning": {"effort": None, "summary": None},
         "store": False,
@@ -135,11 +135,11 @@ def response_body(
     }
 
 
-def _items(answered: Answered, status: str, spell: Callable[[int], str]) -> list[dict[str, Any]]:
+def _items(answered: CompletedRequest, status: str, spell: Callable[[int], str]) -> list[dict[str, Any]]:
     reply, number = answered.replies[0], answered.number
     items: list[dict[str, Any]] = []
     if reply.turn.content or not reply.turn.calls:
-        wanted = answered.ask.top_logprobs
+        wanted = answered.request.top_logprobs
         logprobs = [] if wanted is None else token_logprobs(reply.sampled, wanted, spell)
         part = {"type": "output_text", "text": reply.turn.content, "annotations": [], "logprobs": logprobs}
         items.append(

@@ -11,27 +11,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_lora.data.prompts import Prompt
-from areal_lora.rollout.agent_api.asking import Answered, Ask, Reply
-from areal_lora.rollout.agent_api.prompts import Prompts
-from areal_lora.rollout.agent_api.refusals import Refused, check_fields, refuse
+from areal_lora.rollout.agent_api.completions import CompletedRequest, SampledReply, SamplingRequest
+from areal_lora.rollout.agent_api.prompt_tokens import Prompts
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, check_fields, refuse
 from areal_lora.rollout.agent_api.turns import Call, Turn
-from areal_lora.rollout.client import FaultKind, GenerationFault, ToolCallsRequest
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault, ToolCallsRequest
 from areal_lora.rollout.routing import server_observer
 from areal_lora.rollout.workflow import WorkflowContext, derived_seed
 from areal_lora.rollout.workflows.collect import PackedTurns, join
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Sample, Trajectory
 
-CALL_ID_LETTERS = 9  # as Mistral's templates ask for
+CALL_ID_LETTERS = 9  # as Mistral's templates require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class ChatExchange:
     """A request and its answers, for the record. ``spans`` are the places of the sampled tokens, one per answer: the
     conversation's index, begin and end in it. The first ``known`` turns are those of an earlier exchange.
     """
 
-    answered: Answered
+    answered: CompletedRequest
     known: int
     spans: list[tuple[int, int, int]]
 
@@ -45,10 +45,10 @@ class Session:
     seed: int
     tool_parser: str | None = None
     conversations: list[PackedTurns] = field(default_factory=list)
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[ChatExchange] = field(default_factory=list)
     prompts: Prompts = field(init=False)
     last: Generation | None = None
-    asked: int = 0
+    n_requests: int = 0
     on_server: Callable[[str], None] | None = field(default_factory=server_observer.get)
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     fault: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -57,62 +57,68 @@ class Session:
         self.prompts = Prompts(self.context.formatter)
 
     def check(self, body: dict[str, Any]) -> None:
-        """Raises Refused for a body that asks for another policy."""
+        """Raises AgentRequestError for a body that asks for another policy."""
         check_fields(body, None if self.context.evaluating else self.context.sampling)
 
-    async def answer(self, ask: Ask) -> Answered:
-        """Raises Refused for what cannot be asked, GenerationFault where there is no answer."""
+    async def answer(self, request: SamplingRequest) -> CompletedRequest:
+        """Raises AgentRequestError for what cannot be asked, GenerationFault where there is no answer."""
         server_observer.set(self.on_server)  # the gateway's task works for the group's task
-        if ask.model != self.ref.name:
-            raise Refused(404, f"there is no model {ask.model!r} for this key, only {self.ref.name!r}", "model")
-        if ask.tools and self.tool_parser is None:
+        if request.model != self.ref.name:
+            raise AgentRequestError(
+                404, f"there is no model {request.model!r} for this key, only {self.ref.name!r}", "model"
+            )
+        if request.tools and self.tool_parser is None:
             raise refuse("tools", "the run's configuration names no workflow.tool_parser for the model's calls")
-        prompt_ids = self.prompts.token_ids(ask)
+        prompt_ids = self.prompts.token_ids(request)
         if not 0 < len(prompt_ids) < self.context.max_model_len:
-            raise Refused(400, f"{len(prompt_ids)} prompt tokens, between 1 and {self.context.max_model_len - 1} fit")
-        self.asked += 1
-        number = self.asked
-        seed = derived_seed(self.seed, number if ask.seed is None else -1 - ask.seed)
+            raise AgentRequestError(
+                400, f"{len(prompt_ids)} prompt tokens, between 1 and {self.context.max_model_len - 1} fit"
+            )
+        self.n_requests += 1
+        number = self.n_requests
+        seed = derived_seed(self.seed, number if request.seed is None else -1 - request.seed)
         try:
-            sampled = await self._sampled(ask, prompt_ids, seed)
-            replies = await self._replies(ask, number, sampled)
+            sampled = await self._sampled(request, prompt_ids, seed)
+            replies = await self._replies(request, number, sampled)
         except GenerationFault as fault:
             if fault.kind is FaultKind.REJECTED:
-                raise Refused(400, fault.detail) from None
+                raise AgentRequestError(400, fault.detail) from None
             raise
-        answered = Answered(number=number, ask=ask, prompt_ids=prompt_ids, replies=replies)
+        answered = CompletedRequest(number=number, request=request, prompt_ids=prompt_ids, replies=replies)
         self._keep(answered)
         return answered
 
-    async def _sampled(self, ask: Ask, prompt_ids: list[int], seed: int) -> list[Generation]:
+    async def _sampled(self, request: SamplingRequest, prompt_ids: list[int], seed: int) -> list[Generation]:
         return await self.context.answer(
             self.ref,
             prompt_ids,
-            n=ask.n,
-            max_tokens=ask.max_tokens,
-            stop=list(ask.stop),
+            n=request.n,
+            max_tokens=request.max_tokens,
+            stop=list(request.stop),
             seed=seed,
             timeout_s=2 * self.context.sampling.timeout_s,
-            top_logprobs=ask.top_logprobs or 0,
+            top_logprobs=request.top_logprobs or 0,
         )
 
-    async def _replies(self, ask: Ask, number: int, sampled: Sequence[Generation]) -> list[Reply]:
-        if not ask.tools or self.tool_parser is None:
-            return [Reply(sampled=one, turn=Turn(role="assistant", content=one.text)) for one in sampled]
-        texts = [self._spoken(one, ask.stop) for one in sampled]
+    async def _replies(
+        self, request: SamplingRequest, number: int, sampled: Sequence[Generation]
+    ) -> list[SampledReply]:
+        if not request.tools or self.tool_parser is None:
+            return [SampledReply(sampled=one, turn=Turn(role="assistant", content=one.text)) for one in sampled]
+        texts = [self._spoken(one, request.stop) for one in sampled]
         parsed = await self.context.client.tool_calls(
             self.context.client.newest(self.ref),
-            ToolCallsRequest(parser=self.tool_parser, tools=ask.tools, texts=texts),
+            ToolCallsRequest(parser=self.tool_parser, tools=request.tools, texts=texts),
             timeout_s=2 * self.context.sampling.timeout_s,
         )
         replies = []
         for i, (one, found) in enumerate(zip(sampled, parsed, strict=True)):
             calls = tuple(
                 Call(id=self._call_id(number, i, k), name=call.name, arguments=call.arguments)
-                for k, call in enumerate(found.calls if ask.parallel_calls else found.calls[:1])
+                for k, call in enumerate(found.calls if request.parallel_calls else found.calls[:1])
             )
             content = found.content if calls else one.text
-            replies.append(Reply(sampled=one, turn=Turn(role="assistant", content=content, calls=calls)))
+            replies.append(SampledReply(sampled=one, turn=Turn(role="assistant", content=content, calls=calls)))
         return replies
 
     def _spoken(self, sampled: Generation, stop: Sequence[str]) -> str:
@@ -130,16 +136,16 @@ class Session:
         """Not random: templates may write it, and a run can be repeated."""
         return hashlib.blake2b(repr((self.seed, place)).encode()).hexdigest()[:CALL_ID_LETTERS]
 
-    def _keep(self, answered: Answered) -> None:
-        known, spans = self.prompts.continued(answered.ask), []
+    def _keep(self, answered: CompletedRequest) -> None:
+        known, spans = self.prompts.continued(answered.request), []
         for reply in answered.replies:
             conversation = join(self.conversations, answered.prompt_ids, reply.sampled)
             end = len(conversation.token_ids)
             at = next(i for i, each in enumerate(self.conversations) if each is conversation)
             spans.append((at, end - len(reply.sampled.token_ids), end))
         for reply in answered.replies:
-            self.prompts.answered(answered.ask, answered.prompt_ids, reply)
-        self.exchanges.append(Exchange(answered=answered, known=known, spans=spans))
+            self.prompts.answered(answered.request, answered.prompt_ids, reply)
+        self.exchanges.append(ChatExchange(answered=answered, known=known, spans=spans))
         self.last = answered.replies[-1].sampled
 
     def spell(self, token: int) -> str:
@@ -149,11 +155,11 @@ class Session:
         """By number of request: the turns up to its first answer and with it, without the instructions."""
         return {
             each.answered.number: (
-                *(turn for turn in each.answered.ask.turns if turn.role != "system"),
+                *(turn for turn in each.answered.request.turns if turn.role != "system"),
                 each.answered.replies[0].turn,
             )
             for each in self.exchanges
-            if each.answered.ask.turns is not None
+            if each.answered.request.turns is not None
         }
 
     def fail(self, fault: GenerationFault) -> None:

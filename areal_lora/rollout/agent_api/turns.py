@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.rollout.agent_api.refusals import Refused, refuse
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _ROLES = {"developer": "system", "function": "tool"}
@@ -80,7 +80,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
 
     def turn(self, at: str) -> Turn:
-        """Raises Refused for content that is not text."""
+        """Raises AgentRequestError for content that is not text."""
         calls = tuple(
             Call(id=call.id, name=call.function.name, arguments=call.function.arguments)
             for call in self.tool_calls or ()
@@ -99,7 +99,7 @@ def role_of(role: str) -> str:
 
 
 def plain(content: Any, at: str) -> str:
-    """Text of a message's content: of a text, of text parts, of nothing. Raises Refused."""
+    """Text of a message's content: of a text, of text parts, of nothing. Raises AgentRequestError."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -117,7 +117,7 @@ def plain(content: Any, at: str) -> str:
 def chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Function tools in the chat format, which templates and parsers take; also from the format of responses.
 
-    `strict` is dropped: nothing forces the model to keep to a schema. Raises Refused for tools of other types.
+    `strict` is dropped: nothing forces the model to a schema. Raises AgentRequestError for tools of other types.
     """
     return [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
 
@@ -128,6 +128,6 @@ def _chat_tool(tool: Any, at: str) -> dict[str, Any]:
         raise refuse(at, f"a tool of type {kind}; only functions can be called here")
     function = tool.get("function", tool)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(400, f"{at}: a function needs a name", at)
+        raise AgentRequestError(400, f"{at}: a function needs a name", at)
     kept = {k: function[k] for k in ("name", "description", "parameters") if function.get(k) is not None}
     return {"type": "function", "function": kept}

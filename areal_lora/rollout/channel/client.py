@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel import messages as m
-from areal_lora.rollout.channel.session import POLL_S, ControllerSession
+from areal_lora.rollout.channel import channel_messages as m
+from areal_lora.rollout.channel.channel_session import POLL_S, ControllerSession
 from areal_lora.run_folder.rendezvous import Endpoint
 from areal_lora.types import AdapterRef
 
@@ -75,13 +75,15 @@ class ControllerClient:
             adapter=ref.name, version=ref.version, servers=dict(servers), lost=tuple(lost), left=tuple(left)
         )
         self._session.reminders.announced(request)
-        self._session.request(request, m.Accepted)
+        self._session.request(request, m.Ack)
 
     def commit(self, adapter: str, step: int) -> None:
         """A checkpoint that contains ``step`` and all steps before it is durable."""
-        self._session.request(m.CommitStep(adapter=adapter, step=step), m.Accepted)
+        self._session.request(m.CommitStep(adapter=adapter, step=step), m.Ack)
 
-    def poll(self, wanted: Sequence[m.Wanted], wait_s: float | None = None) -> m.Batch | m.AdapterFailed | m.NotReady:
+    def poll(
+        self, wanted: Sequence[m.StepRequest], wait_s: float | None = None
+    ) -> m.Batch | m.AdapterFailed | m.NotReady:
         """A batch of the first of ``wanted`` that has one, or what they lack after ``wait_s``, by default a second.
 
         Evaluation results that came with the reply are kept for `take_events`.
@@ -111,7 +113,7 @@ class ControllerClient:
         Returns why it cannot be rolled out, or nothing.
         """
         request = m.JoinAdapter(adapter=adapter, config=config, version=version, snapshot=snapshot)
-        reply = self._session.request(request, m.Accepted, m.AdapterFailed, wait_s=JOIN_S)
+        reply = self._session.request(request, m.Ack, m.AdapterFailed, wait_s=JOIN_S)
         if isinstance(reply, m.AdapterFailed):
             return reply.reason
         self._session.reminders.joined(request)
@@ -119,22 +121,22 @@ class ControllerClient:
 
     def pause(self, adapter: str, paused: bool) -> None:
         """Issue no groups of ``adapter``, which has joined; or again some."""
-        self._session.request(self._session.reminders.paused(adapter, paused), m.Accepted)
+        self._session.request(self._session.reminders.paused(adapter, paused), m.Ack)
 
     def end(self, adapter: str) -> None:
         """Nothing more is needed of ``adapter``: no groups are issued for it any more."""
         self._session.reminders.ended(adapter)
-        self._session.request(m.EndAdapter(adapter=adapter), m.Accepted)
+        self._session.request(m.EndAdapter(adapter=adapter), m.Ack)
 
     def request_eval(self, ref: AdapterRef, tag: str) -> None:
         """Start a greedy evaluation as soon as ``ref`` is announced; rollouts continue meanwhile."""
         request = m.Evaluate(adapter=ref.name, version=ref.version, tag=tag)
         self._session.reminders.requested(request)
-        self._session.request(request, m.Accepted)
+        self._session.request(request, m.Ack)
 
     def shutdown(self) -> None:
         """End the controller."""
-        self._session.request(m.Shutdown(), m.Accepted)
+        self._session.request(m.Shutdown(), m.Ack)
 
     def close(self) -> None:
         """Close all connections. No other thread may be inside a method."""
@@ -149,4 +151,4 @@ class ControllerClient:
             self._events.extend(event for event in events if session.reminders.settle(event))
             lost, session.replies_lost = session.replies_lost, False
         for evaluation in session.reminders.pending if lost else ():
-            session.request(evaluation, m.Accepted)
+            session.request(evaluation, m.Ack)

@@ -10,7 +10,7 @@ import msgspec
 from areal_lora.errors import ArealLoraError
 from areal_lora.network.rpc import Listener, Wire
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.messages import Failed, Reply, Request, decode_request, encode
+from areal_lora.rollout.channel.channel_messages import ErrorReply, Reply, Request, decode_request, encode
 from areal_lora.rollout.ledger.file import LedgerError
 
 WIRE = Wire(
@@ -32,7 +32,7 @@ class ControlSocket:
         self.port = self._listener.port
 
     async def serve(self, handler: Handler, tasks: asyncio.TaskGroup) -> None:
-        """Receive until cancelled. ArealLoraError becomes a Failed reply; LedgerError and others end the task group."""
+        """Receive until cancelled. ArealLoraError becomes an ErrorReply; LedgerError and others end the task group."""
         while True:
             frames = await self._listener.socket.recv_multipart()
             if len(frames) == 3:
@@ -43,12 +43,12 @@ class ControlSocket:
         try:
             reply = await handler(decode_request(payload))
         except msgspec.DecodeError as error:
-            reply = Failed(reason=f"request is not understood: {error}")
+            reply = ErrorReply(reason=f"request is not understood: {error}")
         except LedgerError:
             raise  # no request may be answered from an inconsistent ledger
         except ArealLoraError as error:
             log.error("request refused: %s", error)
-            reply = Failed(reason=str(error))
+            reply = ErrorReply(reason=str(error))
         await self._listener.socket.send_multipart([client, request_id, encode(reply)])
 
     def close(self) -> None:

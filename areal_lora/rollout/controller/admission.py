@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from areal_lora.algorithms.fair_queue import FairQueue
-from areal_lora.rollout.controller.groups import Tally
+from areal_lora.rollout.controller.groups import GroupTally
 
 RECENT = 16
 """Answered groups whose mean is the estimate."""
@@ -38,7 +38,7 @@ class Starts(Protocol):
         ...
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> GroupTally:
         """What has become of its groups that are not in flight any more."""
         ...
 
@@ -109,7 +109,7 @@ class Account:
     adapter: Starts
     estimate: float = 0.0
     answered: int = 0
-    _seen: Tally = field(init=False)
+    _seen: GroupTally = field(init=False)
 
     def __post_init__(self) -> None:
         self._seen = self.adapter.tally

@@ -18,7 +18,7 @@ import msgspec
 from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.messages import EvalSetResult
+from areal_lora.rollout.channel.channel_messages import EvalSetResult
 from areal_lora.rollout.controller.eval_sets import EvalSet
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
@@ -72,16 +72,16 @@ class BaseEvals:
         self._kept: dict[str, _Kept] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def once(self, key: str, ref: AdapterRef, ask: Callable[[], Awaitable[EvalSetResult]]) -> EvalSetResult:
-        """The result of ``key``: what ``ask`` returns for ``ref``, or what another adapter has been asked before.
+    async def once(self, key: str, ref: AdapterRef, measure: Callable[[], Awaitable[EvalSetResult]]) -> EvalSetResult:
+        """The result of ``key``: what ``measure`` returns for ``ref``, or what another adapter has been asked before.
 
-        Callers of one key wait for each other. A result with an error, or an ``ask`` that is cancelled, is not kept:
+        Callers of one key wait for each other. A result with an error, or a ``measure`` that is cancelled, is not kept:
         the next caller asks. A result of another adapter says so, and has taken no time.
         """
         async with self._turns[key]:
             kept = self._kept.get(key) or self._read(key)
             if kept is None:
-                result = await ask()
+                result = await measure()
                 if not result.error:
                     self._keep(key, _Kept(adapter=ref.name, result=result))
                 return result

@@ -20,7 +20,7 @@ import msgspec
 from areal_lora.errors import ArealLoraError, RolloutError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller.admission import Admission
 from areal_lora.rollout.controller.groups import Lease, Ticket
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Changes, Rolling
@@ -36,7 +36,7 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class JoinedAdapter:
     """An adapter that joined, and how its scorers are closed."""
 
     runtime: AdapterRuntime
@@ -44,7 +44,7 @@ class Opened:
     close: Callable[[], Awaitable[None]]
 
 
-Open: TypeAlias = Callable[[bytes], Awaitable[Opened]]
+Open: TypeAlias = Callable[[bytes], Awaitable[JoinedAdapter]]
 """From the entry of the configuration, as JSON. Raises an ArealLoraError for one that cannot be rolled out."""
 
 
@@ -67,7 +67,7 @@ class Controller:
         open_adapter: Open | None = None,
     ) -> None:
         self._adapters, self._router, self._tasks, self._stop = dict(adapters), router, tasks, stop
-        self._open, self._joined = open_adapter, dict[str, Opened]()
+        self._open, self._joined = open_adapter, dict[str, JoinedAdapter]()
         self._turns = WeakValueDictionary[str, asyncio.Lock]()  # joins and ends of an adapter, one after the other
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._birth = secrets.token_hex(8)
@@ -128,7 +128,7 @@ class Controller:
                 return self._adapter(request.adapter).feed.stats()
             case m.Shutdown():
                 self._stop.set()
-                return m.Accepted()
+                return m.Ack()
 
     def _adapter(self, name: str) -> AdapterRuntime:
         runtime = self._adapters.get(name)
@@ -155,7 +155,7 @@ class Controller:
         self._changes.notify()
         return m.Welcome(adapters=tuple(self._adapters), session=self._session)
 
-    def _announce(self, request: m.AnnounceVersion) -> m.Accepted:
+    def _announce(self, request: m.AnnounceVersion) -> m.Ack:
         runtime = self._adapter(request.adapter)
         runtime.feed.announce(request.version)
         if request.lost:
@@ -170,26 +170,26 @@ class Controller:
         self._admission.admit()
         self._changes.notify()
         reached("controller.announced")
-        return m.Accepted()
+        return m.Ack()
 
-    def _commit(self, request: m.CommitStep) -> m.Accepted:
+    def _commit(self, request: m.CommitStep) -> m.Ack:
         reached("controller.commit_received")
         self._adapter(request.adapter).feed.commit(request.step)
         reached("controller.committed")
-        return m.Accepted()
+        return m.Ack()
 
-    async def _end(self, request: m.EndAdapter) -> m.Accepted:
+    async def _end(self, request: m.EndAdapter) -> m.Ack:
         async with self._turn(request.adapter):
             if request.adapter in self._joined:
                 await asyncio.wait({self._forget(request.adapter)})
             elif request.adapter in self._adapters:
                 self._adapters[request.adapter].feed.end()
         self._admission.admit()
-        return m.Accepted()
+        return m.Ack()
 
     # ------------------------------------------------------------ adapters that join
 
-    async def _join(self, request: m.JoinAdapter) -> m.Accepted | m.AdapterFailed | m.StaleSession:
+    async def _join(self, request: m.JoinAdapter) -> m.Ack | m.AdapterFailed | m.StaleSession:
         """The first request opens the adapter; a repeated one, after a lost reply, changes nothing but the pause."""
         name = request.adapter
         async with self._turn(name):
@@ -211,14 +211,14 @@ class Controller:
                 self._begin(name, opened, request)
             self._joined[name].runtime.paused = request.paused
         self._admission.admit()
-        return m.Accepted()
+        return m.Ack()
 
-    async def _opened(self, config: bytes) -> Opened:
+    async def _opened(self, config: bytes) -> JoinedAdapter:
         if self._open is None:
             raise RolloutError("no adapter can join this controller")
         return await self._open(config)
 
-    def _begin(self, name: str, opened: Opened, request: m.JoinAdapter) -> None:
+    def _begin(self, name: str, opened: JoinedAdapter, request: m.JoinAdapter) -> None:
         runtime = opened.runtime
         runtime.hello(request.version, trainer=self._trainer, snapshot=request.snapshot)
         if self._router.servers:
@@ -291,7 +291,7 @@ class Controller:
         for runtime in self._adapters.values():
             runtime.evaluator.places.trainer_waits(waits)
 
-    def _take(self, runtime: AdapterRuntime, wanted: m.Wanted) -> m.Batch | m.AdapterFailed | None:
+    def _take(self, runtime: AdapterRuntime, wanted: m.StepRequest) -> m.Batch | m.AdapterFailed | None:
         """What the adapter has for the trainer; None while a batch is not ready."""
         if runtime.failure is not None:
             return runtime.failure
@@ -310,13 +310,13 @@ class Controller:
             snapshot=lease.snapshot,
         )
 
-    def _evaluate(self, request: m.Evaluate) -> m.Accepted:
+    def _evaluate(self, request: m.Evaluate) -> m.Ack:
         runtime = self._adapter(request.adapter)
         ref = AdapterRef(name=request.adapter, version=request.version)
         key = (request.adapter, request.version, request.tag)
         waiting = {(event.adapter, event.version, event.tag) for event in runtime.events}
         if key in self._evaluating or key in waiting:
-            return m.Accepted()
+            return m.Ack()
 
         async def evaluate() -> None:
             # The trainer may send the request before its background publish is announced.
@@ -335,7 +335,7 @@ class Controller:
             self._changes.notify()
 
         self._evaluating[key] = self._tasks.create_task(evaluate())
-        return m.Accepted()
+        return m.Ack()
 
     async def watch_leases(self) -> None:
         """Abandon requests that outlive their lease, until the process ends."""

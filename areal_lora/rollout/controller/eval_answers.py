@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from areal_lora.config.models import MultiTurnWorkflowConfig
 from areal_lora.data.prompts import Prompt
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.messages import EvalSample, EvalSetResult
-from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.channel.channel_messages import EvalSample, EvalSetResult
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.eval_sets import N_NAMED, EvalSet
 from areal_lora.rollout.workflow import Episode
 from areal_lora.tasks.estimates import Answer, estimate
@@ -26,7 +26,7 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class ScoredAnswer:
     """One answer with its score; ``n_tokens`` were sampled for it."""
 
     text: str
@@ -35,7 +35,7 @@ class Given:
     finish_reason: str = ""
 
 
-def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Episode) -> list[Given]:
+def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Episode) -> list[ScoredAnswer]:
     """One answer per sample of the episode; the trajectories of a sample have its one score.
 
     Raises GenerationFault if another version than ``ref`` has sampled a token.
@@ -49,12 +49,12 @@ def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Epi
     return [_given(chosen, rows) for _, rows in sorted(samples.items())]
 
 
-def _given(chosen: EvalSet, rows: Sequence[tuple[Trajectory, str]]) -> Given:
+def _given(chosen: EvalSet, rows: Sequence[tuple[Trajectory, str]]) -> ScoredAnswer:
     last, text = rows[-1]
     if isinstance(chosen.workflow, MultiTurnWorkflowConfig):
         text = _last_answer(chosen, chosen.workflow, last)
     score = Score(reward=last.reward, outcome=last.outcome, detail=last.detail, correct=last.correct)
-    return Given(
+    return ScoredAnswer(
         text=text,
         score=judged(score, chosen.config.correct_threshold),
         n_tokens=sum(sum(trajectory.loss_mask) for trajectory, _ in rows),
@@ -84,7 +84,7 @@ def _last_answer(chosen: EvalSet, workflow: MultiTurnWorkflowConfig, trajectory:
 
 
 def result_of(
-    chosen: EvalSet, ref: AdapterRef, answers: Sequence[Sequence[Given]], reward_kind: str, wall_s: float
+    chosen: EvalSet, ref: AdapterRef, answers: Sequence[Sequence[ScoredAnswer]], reward_kind: str, wall_s: float
 ) -> EvalSetResult:
     """Summarize the ``answers`` to each problem of the set."""
     flat = [given.score for problem in answers for given in problem]
@@ -130,7 +130,7 @@ def failed(chosen: EvalSet, error: str, wall_s: float) -> EvalSetResult:
     return EvalSetResult(name=chosen.name, accuracy=None, reward_mean=None, n=0, wall_s=wall_s, error=error)
 
 
-def _counted(given: Given, reward_kind: str) -> Answer:
+def _counted(given: ScoredAnswer, reward_kind: str) -> Answer:
     scored = given.score.outcome is Outcome.OK
     return Answer(
         reward=given.score.reward if scored else None,
@@ -141,7 +141,7 @@ def _counted(given: Given, reward_kind: str) -> Answer:
     )
 
 
-def _examples(chosen: EvalSet, ref: AdapterRef, answers: Sequence[Sequence[Given]]) -> tuple[EvalSample, ...]:
+def _examples(chosen: EvalSet, ref: AdapterRef, answers: Sequence[Sequence[ScoredAnswer]]) -> tuple[EvalSample, ...]:
     """The first answer to each of the first problems."""
     return tuple(
         EvalSample(

@@ -20,10 +20,10 @@ import msgspec
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ArealLoraError
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
-from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
+from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
+from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
 from areal_lora.rollout.controller.base_evals import BaseEvals
-from areal_lora.rollout.controller.eval_answers import Given, failed, given_answers, judged, result_of
+from areal_lora.rollout.controller.eval_answers import ScoredAnswer, failed, given_answers, judged, result_of
 from areal_lora.rollout.controller.eval_places import EvalPlaces, Share
 from areal_lora.rollout.controller.eval_sets import EvalSet
 from areal_lora.rollout.workflow import Scorer, Workflow
@@ -105,17 +105,17 @@ class Evaluator:
 
     # ------------------------------------------------------------ single greedy answers
 
-    async def _in_chunks(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Given]]:
+    async def _in_chunks(self, chosen: EvalSet, ref: AdapterRef) -> list[list[ScoredAnswer]]:
         starts = range(0, len(chosen.held_out.samples), CHUNK)
         with self.places.share() as share:
             chunks = await _all(self._chunk(chosen, ref, slice(at, at + CHUNK), share) for at in starts)
         return [[given] for chunk in chunks for given in chunk]
 
-    async def _chunk(self, chosen: EvalSet, ref: AdapterRef, part: slice, share: Share) -> list[Given]:
+    async def _chunk(self, chosen: EvalSet, ref: AdapterRef, part: slice, share: Share) -> list[ScoredAnswer]:
         sampling, prefill = chosen.sampling, chosen.formatter.prefill
         prompts = chosen.held_out.token_ids[part]
 
-        async def ask() -> list[GreedyAnswer]:
+        async def measure() -> list[GreedyAnswer]:
             async with share.take(len(prompts)):
                 return await self.client.greedy(
                     ref,
@@ -125,7 +125,7 @@ class Evaluator:
                     stop=sampling.stop or None,
                 )
 
-        answers = await _patiently(ask)
+        answers = await _patiently(measure)
         items = [
             ScoreItem.of(s, a.text, n_tokens=a.n_tokens, finish_reason=a.finish_reason, prefill=prefill)
             for s, a in zip(chosen.held_out.samples[part], answers, strict=True)
@@ -134,7 +134,7 @@ class Evaluator:
         for at in range(0, len(items), SCORED_AT_ONCE):
             scores += await self.scorer.score(items[at : at + SCORED_AT_ONCE])
         return [
-            Given(
+            ScoredAnswer(
                 text=a.text,
                 score=judged(score, chosen.config.correct_threshold),
                 n_tokens=a.n_tokens,
@@ -145,7 +145,7 @@ class Evaluator:
 
     # ------------------------------------------------------------ workflows
 
-    async def _one_by_one(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Given]]:
+    async def _one_by_one(self, chosen: EvalSet, ref: AdapterRef) -> list[list[ScoredAnswer]]:
         held_out = zip(chosen.held_out.samples, chosen.held_out.token_ids, strict=True)
         prompts = [
             Prompt(uid=s.uid, position=i, sample=s, text=chosen.formatter.text(s), token_ids=ids)
@@ -154,21 +154,21 @@ class Evaluator:
         with self.places.share() as share:
             return await _all(self._problem(chosen, ref, prompt, share) for prompt in prompts)
 
-    async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, share: Share) -> list[Given]:
+    async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, share: Share) -> list[ScoredAnswer]:
         workflow = self.workflows[chosen.name]
         seed = problem_seed(self.seed, chosen.name, prompt.uid)
 
-        async def ask() -> list[Given]:
+        async def measure() -> list[ScoredAnswer]:
             async with share.take(chosen.config.n_samples):
                 return given_answers(chosen, prompt, ref, await workflow.run(prompt, ref, seed))
 
         try:
-            return await _patiently(ask)
+            return await _patiently(measure)
         except GenerationFault as fault:
             if fault.kind not in USER_FAULTS:
                 raise
             unscored = Score(reward=float("nan"), outcome=fault.outcome, detail=str(fault))
-            return [Given(text="", score=unscored)] * chosen.config.n_samples
+            return [ScoredAnswer(text="", score=unscored)] * chosen.config.n_samples
 
 
 def problem_seed(run_seed: int, name: str, uid: str) -> int:
@@ -176,12 +176,12 @@ def problem_seed(run_seed: int, name: str, uid: str) -> int:
     return int.from_bytes(blake2b(f"{run_seed}:{name}:{uid}".encode(), digest_size=4).digest(), "little") >> 1
 
 
-async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
+async def _patiently(measure: Callable[[], Awaitable[T]]) -> T:
     """Repeat what may succeed later; raises the last GenerationFault."""
     failures = user_failures = 0
     while True:
         try:
-            return await ask()
+            return await measure()
         except GenerationFault as fault:
             # A dead server is restarted; a retired version is not restored.
             failures += fault.kind is not FaultKind.CONNECTION

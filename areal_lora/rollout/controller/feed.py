@@ -19,16 +19,16 @@ from areal_lora.errors import RolloutError, StalenessError
 from areal_lora.obs.metrics.records import faults_text
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.messages import Stats
+from areal_lora.rollout.channel.channel_messages import Stats
 from areal_lora.rollout.controller import retries, statistics
-from areal_lora.rollout.controller.groups import Finished, Lease, Ticket
+from areal_lora.rollout.controller.groups import Lease, ScoredGroup, Ticket
 from areal_lora.rollout.controller.pacing import Pacer, Pacing
 from areal_lora.rollout.controller.pool import GroupPool
 from areal_lora.rollout.controller.retries import FailureStreak, RequestFailure
 from areal_lora.rollout.controller.staleness import Freshness, StalenessBudget
 from areal_lora.rollout.ledger import reconcile
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.records import GroupState
+from areal_lora.rollout.ledger.ledger_records import GroupState
 from areal_lora.rollout.ledger.snapshot import decode_snapshot, take_snapshot
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef
@@ -174,7 +174,7 @@ class AdapterFeed:
         counters.tokens += tokens
         counters.generation_s += self._clock() - ticket.begun_s
         versions = [v for t in episode.group.trajectories for v in t.versions if v >= 0]
-        finished = Finished(
+        finished = ScoredGroup(
             ticket=live, episode=episode, oldest=min(versions), newest=max(versions), ready_s=self._clock()
         )
         next_version = self._ledger.head.next_version
@@ -250,7 +250,7 @@ class AdapterFeed:
             self.pacer.taken()
         return Lease(step=step, finished=tuple(chosen), snapshot=take_snapshot(self._ledger, step + 1))
 
-    def _hand_over(self, chosen: list[Finished], step: int) -> None:
+    def _hand_over(self, chosen: list[ScoredGroup], step: int) -> None:
         self.groups.lease(chosen, step)
         for finished in chosen:
             statistics.count(self._ledger.head.counters.staleness, step - finished.oldest)
@@ -297,7 +297,7 @@ class AdapterFeed:
         return statistics.stats_of(self.groups, self.newest, self.pacer.status, self.failures.details)
 
 
-def check_fresh(chosen: list[Finished], version: int, budget: StalenessBudget) -> None:
+def check_fresh(chosen: list[ScoredGroup], version: int, budget: StalenessBudget) -> None:
     """Raise StalenessError if a group may not be consumed at ``version`` (contract C7)."""
     for finished in chosen:
         oldest, newest = finished.oldest, finished.newest

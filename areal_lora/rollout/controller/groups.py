@@ -37,7 +37,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class ScoredGroup:
     """A scored group, ready since ``ready_s``; ``oldest`` and ``newest`` are the versions of its tokens."""
 
     ticket: Ticket
@@ -55,7 +55,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class GroupTally:
     """Groups of this process that are not in flight any more: ``answered`` of the ``ended`` ones.
 
     ``tokens`` are those of the answers that may be trained on.
@@ -71,7 +71,7 @@ class Lease:
     """The groups of one step, handed to the trainer and not yet committed."""
 
     step: int
-    finished: tuple[Finished, ...]
+    finished: tuple[ScoredGroup, ...]
     snapshot: bytes
 
     @property

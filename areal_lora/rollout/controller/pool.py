@@ -15,10 +15,10 @@ import msgspec
 
 from areal_lora.data.prompts import PromptStream
 from areal_lora.processes.faults import reached
-from areal_lora.rollout.controller.groups import Finished, Tally, Ticket
+from areal_lora.rollout.controller.groups import GroupTally, ScoredGroup, Ticket
 from areal_lora.rollout.controller.staleness import Freshness
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.records import LIVE, GroupState, Row
+from areal_lora.rollout.ledger.ledger_records import LIVE, GroupState, LedgerRow
 from areal_lora.rollout.workflow import Episode
 
 MAX_STALE = 4  # issues of one prompt that may come too late
@@ -60,10 +60,10 @@ class GroupPool:
         self.birth = 0
         self.waiting: list[Ticket] = []
         self.running: dict[int, Ticket] = {}
-        self.ready: dict[int, Finished] = {}
+        self.ready: dict[int, ScoredGroup] = {}
         self.leases: dict[int, list[int]] = {}
         self.idle = IdleTime(clock)
-        self.tally = Tally()
+        self.tally = GroupTally()
         self.on_expire, self._prompts = on_expire, prompts
 
     # ------------------------------------------------------------ loading
@@ -88,7 +88,7 @@ class GroupPool:
                 self.waiting.append(self._ticket(row))
         self.loaded = True
 
-    def _ticket(self, row: Row) -> Ticket:
+    def _ticket(self, row: LedgerRow) -> Ticket:
         return Ticket(
             seq=row.seq,
             prompt=self._prompts.at(row.position),
@@ -99,9 +99,9 @@ class GroupPool:
             resampled=row.resampled,
         )
 
-    def _finished(self, row: Row) -> Finished:
+    def _finished(self, row: LedgerRow) -> ScoredGroup:
         episode = _decode(self.ledger.table.payload(row.seq))
-        return Finished(ticket=self._ticket(row), episode=episode, oldest=row.version, newest=row.newest)
+        return ScoredGroup(ticket=self._ticket(row), episode=episode, oldest=row.version, newest=row.newest)
 
     # ------------------------------------------------------------ issued and running
 
@@ -171,24 +171,24 @@ class GroupPool:
         """The number of groups held for the next step and later ones."""
         return len(self.running) + len(self.ready)
 
-    def oldest_ready(self, n: int) -> list[Finished]:
+    def oldest_ready(self, n: int) -> list[ScoredGroup]:
         """The ``n`` ready groups of the oldest versions, oldest issue first."""
         by_age = sorted(self.ready, key=lambda seq: (self.ready[seq].oldest, seq))
         return [self.ready[seq] for seq in sorted(by_age[:n])]
 
-    def finish(self, finished: Finished) -> None:
+    def finish(self, finished: ScoredGroup) -> None:
         seq = finished.ticket.seq
         self.ledger.finish(seq, finished.oldest, finished.newest, _encode(finished.episode))
         self.ready[seq] = finished
 
-    def lease(self, chosen: list[Finished], step: int) -> None:
+    def lease(self, chosen: list[ScoredGroup], step: int) -> None:
         seqs = [finished.ticket.seq for finished in chosen]
         self.ledger.lease(seqs, step)
         for seq in seqs:
             del self.ready[seq]
         self.leases[step] = seqs
 
-    def leased(self, step: int) -> list[Finished]:
+    def leased(self, step: int) -> list[ScoredGroup]:
         """The groups leased at ``step``, read from the ledger; none if there is no lease."""
         rows = {row.seq: row for row in self.ledger.table.rows(GroupState.LEASED)} if step in self.leases else {}
         return [self._finished(rows[seq]) for seq in self.leases.get(step, ())]

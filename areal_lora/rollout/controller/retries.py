@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 
 from areal_lora.errors import RolloutError, UserCodeError
-from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.types import Cause, Trajectory
 
 MAX_TRIES = 8  # requests of one issue

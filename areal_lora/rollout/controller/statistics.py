@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from areal_lora.rollout.channel.messages import Stats
+from areal_lora.rollout.channel.channel_messages import Stats
 from areal_lora.rollout.controller.pacing import PacingStatus
 from areal_lora.rollout.controller.pool import GroupPool
 from areal_lora.rollout.controller.staleness import Freshness
+from areal_lora.rollout.ledger.ledger_records import GroupState
 from areal_lora.rollout.ledger.reconcile import ROLLED_BACK
-from areal_lora.rollout.ledger.records import GroupState
 
 K = TypeVar("K")
 REISSUED = (Freshness.STALE, Freshness.FROM_THE_FUTURE, ROLLED_BACK)

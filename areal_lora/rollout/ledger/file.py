@@ -11,8 +11,8 @@ import msgspec
 
 from areal_lora.errors import ConfigError, ExitCode, RolloutError
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.ledger.records import Head
-from areal_lora.rollout.ledger.schema import SCHEMA, SCHEMA_VERSION
+from areal_lora.rollout.ledger.ledger_records import Head
+from areal_lora.rollout.ledger.ledger_schema import SCHEMA, SCHEMA_VERSION
 from areal_lora.run_folder.sqlite import connect
 
 log = get_logger(__name__)

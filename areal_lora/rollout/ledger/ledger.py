@@ -19,7 +19,7 @@ from typing import Any
 
 from areal_lora.errors import ConfigError
 from areal_lora.rollout.ledger.file import LedgerError, LedgerFile
-from areal_lora.rollout.ledger.records import LIVE, GroupState, Head, OpenGroup
+from areal_lora.rollout.ledger.ledger_records import LIVE, GroupState, Head, OpenGroup
 from areal_lora.rollout.ledger.table import GroupTable
 
 KEEP_STEPS = 64  # steps whose closed rows are kept, for a trainer that falls back so far

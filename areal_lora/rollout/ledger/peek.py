@@ -17,9 +17,9 @@ import msgspec
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
+from areal_lora.rollout.ledger.ledger_records import GroupState, Head, LedgerSnapshot
+from areal_lora.rollout.ledger.ledger_schema import SCHEMA_VERSION
 from areal_lora.rollout.ledger.reconcile import Reconciliation, plan_for
-from areal_lora.rollout.ledger.records import GroupState, Head, LedgerSnapshot
-from areal_lora.rollout.ledger.schema import SCHEMA_VERSION
 from areal_lora.rollout.ledger.snapshot import decode_snapshot
 from areal_lora.run_folder.paths import RunFolder
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.records import LIVE, GroupState, Head, LedgerSnapshot, Row
+from areal_lora.rollout.ledger.ledger_records import LIVE, GroupState, Head, LedgerRow, LedgerSnapshot
 from areal_lora.rollout.ledger.snapshot import rebuild
 
 ROLLED_BACK = "rolled_back"
@@ -29,10 +29,10 @@ class Reconciliation:
 
     version: int
     rebuild: str = ""
-    consumed: tuple[Row, ...] = ()  # leased before: their commit did not arrive
-    again: tuple[Row, ...] = ()  # done again, with the trajectories they have
-    reissued: tuple[Row, ...] = ()  # rolled back and issued again
-    continuing: tuple[Row, ...] = ()
+    consumed: tuple[LedgerRow, ...] = ()  # leased before: their commit did not arrive
+    again: tuple[LedgerRow, ...] = ()  # done again, with the trajectories they have
+    reissued: tuple[LedgerRow, ...] = ()  # rolled back and issued again
+    continuing: tuple[LedgerRow, ...] = ()
 
     def __str__(self) -> str:
         if self.rebuild:
@@ -46,7 +46,7 @@ class Reconciliation:
 
 
 def plan(
-    head: Head, rows: Sequence[Row], version: int, snapshot: LedgerSnapshot | None, *, known: bool = True
+    head: Head, rows: Sequence[LedgerRow], version: int, snapshot: LedgerSnapshot | None, *, known: bool = True
 ) -> Reconciliation:
     """Raises RolloutError where neither the ledger nor a snapshot states what was consumed before ``version``.
 
@@ -62,7 +62,7 @@ def plan(
     if rebuild:
         _check_snapshot(head, version, snapshot, rebuild)
         return Reconciliation(version=version, rebuild=rebuild)
-    consumed, again, reissued, continuing = list[Row](), list[Row](), list[Row](), list[Row]()
+    consumed, again, reissued, continuing = list[LedgerRow](), list[LedgerRow](), list[LedgerRow](), list[LedgerRow]()
     for row in rows:
         undone = row.step >= version and row.state in (GroupState.LEASED, GroupState.CONSUMED)
         if row.state is GroupState.CONSUMED:

@@ -6,8 +6,8 @@ import msgspec
 
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.records import LIVE, GroupState, Head, LedgerSnapshot, OpenGroup
-from areal_lora.rollout.ledger.schema import SCHEMA_VERSION
+from areal_lora.rollout.ledger.ledger_records import LIVE, GroupState, Head, LedgerSnapshot, OpenGroup
+from areal_lora.rollout.ledger.ledger_schema import SCHEMA_VERSION
 
 
 def take_snapshot(ledger: Ledger, version: int) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from areal_lora.rollout.ledger.file import LedgerError, LedgerFile
-from areal_lora.rollout.ledger.records import GroupState, OpenGroup, Row
+from areal_lora.rollout.ledger.ledger_records import GroupState, LedgerRow, OpenGroup
 
 _COLUMNS = "seq, position, issue, stale, state, failed, resampled, version, newest, step"
 
@@ -30,13 +30,15 @@ class GroupTable:
             f"UPDATE groups SET {changes} WHERE adapter = ? AND seq = ?", (*columns.values(), self._adapter, seq)
         )
 
-    def rows(self, *states: GroupState) -> list[Row]:
+    def rows(self, *states: GroupState) -> list[LedgerRow]:
         marks = ", ".join(str(int(state)) for state in states)
         found = self._file.execute(
             f"SELECT {_COLUMNS} FROM groups WHERE adapter = ? AND state IN ({marks}) ORDER BY seq", (self._adapter,)
         )
         names = _COLUMNS.split(", ")
-        return [Row(**dict(zip(names, values, strict=True)) | {"state": GroupState(values[4])}) for values in found]
+        return [
+            LedgerRow(**dict(zip(names, values, strict=True)) | {"state": GroupState(values[4])}) for values in found
+        ]
 
     def keep_payload(self, seq: int, payload: bytes) -> None:
         self._file.execute("INSERT INTO trajectories VALUES (?, ?, ?)", (self._adapter, seq, payload))

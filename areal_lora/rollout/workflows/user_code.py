@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from areal_lora.errors import ArealLoraError, RolloutError
-from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.tasks.user_errors import Traces, cause_of, describe, trace
 
 MAX_ABANDONED = 64

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from typing import cast
 
-from areal_lora.operations.messages import Failed, Kept, Outcome, Published, Scored, Stepped, decode_outcome
+from areal_lora.operations.protocol import (
+    OperationFailure,
+    Outcome,
+    PassResult,
+    PublishResult,
+    StateResult,
+    StepResult,
+    decode_outcome,
+)
+from areal_lora.service.queue.queue_rows import Kind, Model, SamplingSession, SavedState, sampler_id
+from areal_lora.service.queue.queue_store import SAMPLERS, STATES, Transaction
 from areal_lora.service.queue.requests import (
     Action,
     Answer,
-    Created,
+    CreatedModel,
     CreateModel,
     Load,
-    Loaded,
-    Opened,
+    LoadedModel,
+    OpenedSampler,
     Save,
     SaveForSampler,
-    Stored,
+    StoredState,
     Train,
     decode_action,
     encode,
 )
-from areal_lora.service.queue.rows import Kind, Model, Sampler, Saved, sampler_id
-from areal_lora.service.queue.store import SAMPLERS, STATES, Transaction
 
 
 def give(tx: Transaction, request: str, answer: Answer) -> None:
@@ -50,15 +58,17 @@ def settle(tx: Transaction, model: Model, request: str, newest: Outcome | None) 
         return
     outcomes = [cast(Outcome, newest) if outcome is None else decode_outcome(outcome) for _, _, outcome in ops]
     action = decode_action(row[0])
-    if (failed := next((each for each in outcomes if isinstance(each, Failed)), None)) is not None:
-        if kept := [number for number, _, outcome in ops if outcome and isinstance(decode_outcome(outcome), Kept)]:
+    if (failed := next((each for each in outcomes if isinstance(each, OperationFailure)), None)) is not None:
+        if kept := [
+            number for number, _, outcome in ops if outcome and isinstance(decode_outcome(outcome), StateResult)
+        ]:
             _leave(tx, model, action, kept)
         give(tx, request, failed)
         return
     give(tx, request, _answer(tx, model, action, [number for number, _, _ in ops], outcomes))
 
 
-def forget(tx: Transaction, state: Saved) -> None:
+def forget(tx: Transaction, state: SavedState) -> None:
     """Forget a saved state. Its files are removed by whoever reads ``dropped_states``."""
     tx.do("DELETE FROM saved_states WHERE model = ? AND kind = ? AND name = ?", state.model, state.kind, state.name)
     drop_label(tx, state.adapter, state.label)
@@ -79,24 +89,24 @@ def _leave(tx: Transaction, model: Model, action: Action, kept: list[int]) -> No
 def _answer(tx: Transaction, model: Model, action: Action, numbers: list[int], outcomes: list[Outcome]) -> Answer:
     match action:
         case CreateModel(load=load):
-            return Created(model=model.model, path=load.path if load else None)
+            return CreatedModel(model=model.model, path=load.path if load else None)
         case Train():
-            return cast(Scored | Stepped, outcomes[0])
+            return cast(PassResult | StepResult, outcomes[0])
         case Load(path=path):
-            return Loaded(model=model.model, path=path)
+            return LoadedModel(model=model.model, path=path)
         case Save(name=name, ttl_s=ttl_s, notes=notes):
-            return Stored(path=_save(tx, model, Kind.WEIGHTS, name, numbers[0], outcomes[0], None, ttl_s, notes))
+            return StoredState(path=_save(tx, model, Kind.WEIGHTS, name, numbers[0], outcomes[0], None, ttl_s, notes))
         case SaveForSampler(name=str(name), ttl_s=ttl_s, notes=notes):
-            version = cast(Published, outcomes[-1]).version
+            version = cast(PublishResult, outcomes[-1]).version
             path = _save(tx, model, Kind.SAMPLER, name, numbers[0], outcomes[0], version, ttl_s, notes)
-            return Stored(path=path)
+            return StoredState(path=path)
         case SaveForSampler(sampler_seq=int(seq), in_flight=in_flight, ttl_s=ttl_s, notes=notes):
             sampler, path = sampler_id(model.session, seq), ""
             if not in_flight:
-                version = cast(Published, outcomes[-1]).version
+                version = cast(PublishResult, outcomes[-1]).version
                 name = unnamed(numbers[0])
                 path = _save(tx, model, Kind.SAMPLER, name, numbers[0], outcomes[0], version, ttl_s, notes)
-            made = Sampler(
+            made = SamplingSession(
                 sampler=sampler,
                 tenant=model.tenant,
                 session=model.session,
@@ -105,7 +115,7 @@ def _answer(tx: Transaction, model: Model, action: Action, numbers: list[int], o
                 created_s=tx.now_s,
             )
             SAMPLERS.insert(tx.db, made, "ON CONFLICT DO NOTHING")
-            return Opened(sampler=sampler)
+            return OpenedSampler(sampler=sampler)
     raise AssertionError(f"{type(action).__name__} is answered elsewhere")
 
 
@@ -126,10 +136,10 @@ def _save(
     notes: dict[str, str],
 ) -> str:
     """Note the saved state; one of this name that was there before is dropped."""
-    assert isinstance(kept, Kept)
+    assert isinstance(kept, StateResult)
     for before in tx.states("model = ? AND kind = ? AND name = ?", model.model, kind, name):
         forget(tx, before)
-    state = Saved(
+    state = SavedState(
         model=model.model,
         tenant=model.tenant,
         adapter=model.adapter,

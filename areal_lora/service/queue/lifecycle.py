@@ -1,4 +1,4 @@
-"""Decide about operations: tables and what the run has in, the adapter's next row out, or `Refused`. Pure."""
+"""Decide about operations: tables and what the run has in, the adapter's next row out, or `RequestError`. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_lora.run_folder.desired import DesiredPhase
-from areal_lora.service.queue.rows import NAME, AdapterRow, Open, Tables, Verb
-from areal_lora.service.refused import Refused, unknown_adapter
+from areal_lora.service.queue.queue_rows import NAME, AdapterRow, OpenOperation, Tables, Verb
+from areal_lora.service.refused import RequestError, unknown_adapter
 from areal_lora.types import AdapterPhase
 
 WANTED = {Verb.PAUSE: DesiredPhase.PAUSED, Verb.RESUME: DesiredPhase.ACTIVE, Verb.DELETE: DesiredPhase.DELETED}
@@ -35,7 +35,7 @@ class AdapterRequest:
 def check_name(name: str) -> None:
     if not NAME.fullmatch(name):
         reason = f"{name[:64]!r} is no name"
-        raise Refused(422, "name", reason, "use up to 47 of a-z, 0-9, _ and -, the first a letter or a digit")
+        raise RequestError(422, "name", reason, "use up to 47 of a-z, 0-9, _ and -, the first a letter or a digit")
 
 
 def create(tables: Tables, tenant: str, request: AdapterRequest, *, now_s: float) -> AdapterRow:
@@ -43,14 +43,18 @@ def create(tables: Tables, tenant: str, request: AdapterRequest, *, now_s: float
     check_name(request.name)
     quota, mine = tables.quotas[tenant], tables.of(tenant)
     if (tenant, request.name) in tables.adapters:
-        raise Refused(422, "name", f"there is an adapter {request.name!r}", "choose another name, or delete it first")
+        raise RequestError(
+            422, "name", f"there is an adapter {request.name!r}", "choose another name, or delete it first"
+        )
     if request.rank > quota.rank:
-        raise Refused(422, "rank", f"{request.rank} is above the quota of {quota.rank}", f"use at most {quota.rank}")
+        raise RequestError(
+            422, "rank", f"{request.rank} is above the quota of {quota.rank}", f"use at most {quota.rank}"
+        )
     if request.weight > quota.weight:
         reason = f"{request.weight:g} is above the quota of {quota.weight:g}"
-        raise Refused(422, "weight", reason, f"use at most {quota.weight:g}")
+        raise RequestError(422, "weight", reason, f"use at most {quota.weight:g}")
     if len(mine) >= quota.adapters:
-        raise Refused(429, "name", f"the quota is {quota.adapters} adapters", "delete one first")
+        raise RequestError(429, "name", f"the quota is {quota.adapters} adapters", "delete one first")
     _check_queue(tables, tenant)
     return AdapterRow(
         tenant=tenant,
@@ -70,7 +74,7 @@ def change(tables: Tables, phases: Phases, tenant: str, name: str, verb: Verb) -
     if verb is not Verb.DELETE:
         _check_queue(tables, tenant)  # what takes work away is always taken
         if (phase := phases.get(row.key)) in OVER:
-            raise Refused(422, "name", f"{name!r} is {phase}: it takes no further steps", "create another adapter")
+            raise RequestError(422, "name", f"{name!r} is {phase}: it takes no further steps", "create another adapter")
     return replace(row, wanted=WANTED[verb])
 
 
@@ -78,15 +82,15 @@ def _check_queue(tables: Tables, tenant: str) -> None:
     limit = tables.quotas[tenant].operations
     if sum(each.tenant == tenant for each in tables.open) >= limit:
         reason = f"{limit} operations wait for the run, and that is the quota"
-        raise Refused(429, "operations", reason, "wait until the run has carried some out")
+        raise RequestError(429, "operations", reason, "wait until the run has carried some out")
 
 
-def carried_out(tables: Tables, phases: Phases) -> list[Open]:
+def carried_out(tables: Tables, phases: Phases) -> list[OpenOperation]:
     """Operations that the run has carried out: its adapter is what the newest of them wants."""
     return [each for each in tables.open if _is_carried_out(tables, phases, each)]
 
 
-def _is_carried_out(tables: Tables, phases: Phases, operation: Open) -> bool:
+def _is_carried_out(tables: Tables, phases: Phases, operation: OpenOperation) -> bool:
     row = tables.adapters.get((operation.tenant, operation.name))
     if row is None or row.incarnation != operation.incarnation:  # deleted: nothing of it is wanted any more
         return True

@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_lora.operations.messages import Failed, Outcome, Pass, Poison, What, ends_window
-from areal_lora.service.queue.rows import Quota
-from areal_lora.service.refused import Refused
+from areal_lora.operations.protocol import OperationFailure, Outcome, Pass, Poison, What, ends_window
+from areal_lora.service.queue.queue_rows import Quota
+from areal_lora.service.refused import RequestError
 
 GAP_S = 360.0
 """Clients repeat a request for up to five minutes."""
@@ -44,7 +44,7 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class QueueUsage:
     """What a tenant has in its queue: unanswered requests, and bytes that the queue has to keep."""
 
     queued: int
@@ -62,29 +62,29 @@ def kind_of(what: What) -> OpKind:
 
 
 def fate_of(outcome: Outcome) -> Fate:
-    return Fate.FAILED if isinstance(outcome, Failed) else Fate.DONE
+    return Fate.FAILED if isinstance(outcome, OperationFailure) else Fate.DONE
 
 
-def admit(quota: Quota, waiting: Waiting, next_seq: int, held: Collection[int], seq: int, n_bytes: int) -> None:
-    """Whether a request with a new ``seq`` may wait. Raises Refused.
+def admit(quota: Quota, waiting: QueueUsage, next_seq: int, held: Collection[int], seq: int, n_bytes: int) -> None:
+    """Whether a request with a new ``seq`` may wait. Raises RequestError.
 
     What fills a gap before a request that is held is taken above the number of requests: else the queue could never
     become shorter. A request without data is taken above the number of bytes: only a step makes these fewer.
     """
     if seq < next_seq:
         reason = f"{seq} was passed over, or answered long ago; the next one is {next_seq}"
-        raise Refused(422, "seq_id", reason, "count requests of a model from 1, and send each one within minutes")
+        raise RequestError(422, "seq_id", reason, "count requests of a model from 1, and send each one within minutes")
     if seq >= next_seq + quota.queued:
         reason = f"{seq} is too far ahead of {next_seq}, the next one that can be carried out"
-        raise Refused(429, "seq_id", reason, "send the ones before it first")
+        raise RequestError(429, "seq_id", reason, "send the ones before it first")
     if waiting.queued >= quota.queued and not any(seq < later for later in held):
         reason = f"{quota.queued} requests wait, and that is the quota"
-        raise Refused(429, "requests", reason, "wait until some are answered")
+        raise RequestError(429, "requests", reason, "wait until some are answered")
     if waiting.queued and (reason := too_long(quota, waiting, n_bytes)):
-        raise Refused(429, "requests", reason, "wait until some are answered")
+        raise RequestError(429, "requests", reason, "wait until some are answered")
 
 
-def too_long(quota: Quota, waiting: Waiting, n_bytes: int) -> str:
+def too_long(quota: Quota, waiting: QueueUsage, n_bytes: int) -> str:
     """Why a request with so many bytes of data cannot be kept; empty if it can. Where none waits, no waiting helps."""
     if not n_bytes or waiting.n_bytes + n_bytes <= quota.queued_mib << 20:
         return ""

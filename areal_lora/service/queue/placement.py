@@ -17,13 +17,13 @@ import msgspec
 from areal_lora.config.models import Config
 from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.processes.log import get_logger
-from areal_lora.service.observed import Observed, Seen
-from areal_lora.service.queue import sessions
+from areal_lora.service.observed import ObservedAdapter, RunObserver
+from areal_lora.service.queue import client_sessions
 from areal_lora.service.queue.lifecycle import change
-from areal_lora.service.queue.rows import Model, Verb
-from areal_lora.service.queue.store import Transaction
-from areal_lora.service.queue.writer import AdapterChange, Writer
-from areal_lora.service.refused import Refused
+from areal_lora.service.queue.queue_rows import Model, Verb
+from areal_lora.service.queue.queue_store import Transaction
+from areal_lora.service.queue.queue_writer import AdapterChange, Writer
+from areal_lora.service.refused import RequestError
 from areal_lora.types import AdapterPhase
 
 log = get_logger(__name__)
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class SnapshotAdapter:
     """An adapter that serves a saved state, and the time of its last use."""
 
     model: str
@@ -59,7 +59,7 @@ class Places:
     quota: int
 
 
-def evicted(places: Places, snapshots: Sequence[Snapshot], tenant: str, now_s: float) -> str | None:
+def evicted(places: Places, snapshots: Sequence[SnapshotAdapter], tenant: str, now_s: float) -> str | None:
     """The model that leaves so that ``tenant`` may have one more adapter; None if there is room, or none can leave."""
     own = [each for each in snapshots if each.tenant == tenant and now_s - each.used_s >= OWN_IDLE_S]
     others = [each for each in snapshots if each.tenant != tenant and now_s - each.used_s >= OTHERS_IDLE_S]
@@ -84,7 +84,7 @@ def fits(places: Places) -> bool:
     return places.mine < places.quota and places.taken < places.capacity
 
 
-def _oldest(snapshots: Sequence[Snapshot]) -> str | None:
+def _oldest(snapshots: Sequence[SnapshotAdapter]) -> str | None:
     return min(snapshots, key=lambda each: (each.used_s, each.model)).model if snapshots else None
 
 
@@ -128,13 +128,13 @@ class Heartbeats:
 class Surroundings:
     """What the queue sees of the run: the newest of each adapter, all of them, and how many fit on the servers."""
 
-    seen: Callable[[str], Seen]
+    seen: Callable[[str], ObservedAdapter]
     phases: Callable[[], Mapping[str, AdapterPhase]]
     configured: frozenset[str]
     capacity: int
 
     @classmethod
-    def of(cls, config: Config, observed: Observed) -> Surroundings:
+    def of(cls, config: Config, observed: RunObserver) -> Surroundings:
         return cls(
             seen=observed.of,
             phases=observed.phases,
@@ -172,13 +172,13 @@ class Placement:
         return f"{what}{self.own(tenant)}"
 
     def check_own(self, tx: Transaction, tenant: str, session: str) -> None:
-        """Raises Refused where the session's own models have every place for which another one of it would wait."""
+        """Raises RequestError where the session's own models have every place that another one would wait for."""
         phases, quota = self._around.phases(), tx.quota(tenant).adapters
         own = tx.models("session = ? AND removed = 0", session)
         if len(own) >= quota or sum(phases.get(each.adapter) not in OVER for each in own) >= self._around.capacity:
             reason = f"the {len(own)} models of this session have every place that it can have"
             fix = f"delete the adapter of one that is done (areal-lora adapters delete RUN {own[0].name})"
-            raise Refused(422, "model_seq_id", reason, fix)
+            raise RequestError(422, "model_seq_id", reason, fix)
 
     def own(self, tenant: str) -> str:
         """The tenant's adapters that have a place or are new, and how to free one; empty if it has none."""
@@ -195,16 +195,18 @@ class Placement:
         """
         found = await self._change(lambda tx: tx.models("of_state IS NOT NULL AND removed = 0"))
         snapshots = [
-            Snapshot(model=each.model, tenant=each.tenant, used_s=self.used_s.get(each.of_state or "", each.created_s))
+            SnapshotAdapter(
+                model=each.model, tenant=each.tenant, used_s=self.used_s.get(each.of_state or "", each.created_s)
+            )
             for each in found
         ]
         places = self._places(tenant, waits=waits)
         if (model := evicted(places, snapshots, tenant, self._now_s())) is not None:
-            await self._change(lambda tx: sessions.evict(tx, model))
+            await self._change(lambda tx: client_sessions.evict(tx, model))
             await self.let_leave()
         elif (session := abandoned(places, await self._silent_with_models(), tenant)) is not None:
             log.info("session %s ends: its client is silent for more than %g s, and another one waits", session, DEAD_S)
-            await self._change(lambda tx: sessions.end_session(tx, session))
+            await self._change(lambda tx: client_sessions.end_session(tx, session))
             await self.let_leave()
         return self._places(tenant, waits=waits)
 
@@ -229,7 +231,7 @@ class Placement:
     async def _silent_with_models(self) -> list[tuple[str, str]]:
         if not (silent := self._heartbeats.silent(DEAD_S)):
             return []
-        tenants = await self._change(sessions.sessions_with_models)
+        tenants = await self._change(client_sessions.sessions_with_models)
         return [(session, tenants[session]) for session in silent if session in tenants]
 
     def _places(self, tenant: str, *, waits: bool = False) -> Places:

@@ -3,7 +3,7 @@
     submit -> file -> outbox -> trainer rank 0 -> outbox -> file -> outcome
     create_model, serve -> rows of the desired state -> the trainer has the adapter
 
-Every call raises `Refused`; what is another tenant's is answered like what does not exist. What a call returns is
+Every call raises `RequestError`; what is another tenant's is answered like what does not exist. What a call returns is
 durable. All changes are made by the service's one writer thread.
 """
 
@@ -18,19 +18,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from areal_lora.operations.messages import Operation, Outcome
 from areal_lora.operations.outbox import Outbox
+from areal_lora.operations.protocol import Operation, Outcome
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.service.queue import retention, sequencer, sessions
+from areal_lora.service.queue import client_sessions, retention, sequencer
 from areal_lora.service.queue.lifecycle import AdapterRequest, create
 from areal_lora.service.queue.placement import SILENT_S, Heartbeats, Placement, Surroundings, fits
+from areal_lora.service.queue.queue_rows import AdapterRow, Quota, SavedState, Tables, Verb, model_id
+from areal_lora.service.queue.queue_store import Transaction
+from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending, Serve
-from areal_lora.service.queue.rows import AdapterRow, Quota, Saved, Tables, Verb, model_id
-from areal_lora.service.queue.store import Transaction
-from areal_lora.service.queue.writer import AdapterChange, Writer
-from areal_lora.service.refused import Refused, Unavailable
+from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.types import AdapterPhase
 
 log = get_logger(__name__)
@@ -43,7 +43,7 @@ FAILED_S = 10.0
 """An adapter that has failed may still have outcomes on their way."""
 T = TypeVar("T")
 Accept = Callable[[str, str, Lora, Quota], AdapterRequest]
-"""Name, tenant, settings and quota of a client's adapter to what may be created. Blocks; raises Refused."""
+"""Name, tenant, settings and quota of a client's adapter to what may be created. Blocks; raises RequestError."""
 
 
 class RequestQueue:
@@ -106,7 +106,7 @@ class RequestQueue:
     # ------------------------------------------------------------ sessions and models
 
     async def open_session(self, tenant: str, about: bytes = b"") -> str:
-        session = await self.change(lambda tx: sessions.open_session(tx, tenant, about))
+        session = await self.change(lambda tx: client_sessions.open_session(tx, tenant, about))
         self._heartbeats.opened(session, tenant)
         return session
 
@@ -115,7 +115,7 @@ class RequestQueue:
         return await self._placement.crowded(tenant)
 
     async def heartbeat(self, tenant: str, session: str) -> None:
-        """The session is not silent. Raises Refused, with status 410 once it has ended."""
+        """The session is not silent. Raises RequestError, with status 410 once it has ended."""
         if not self._heartbeats.received(session, tenant):
             await self.change(lambda tx: tx.session(tenant, session))
 
@@ -128,7 +128,7 @@ class RequestQueue:
 
         def end(tx: Transaction) -> None:
             tx.session(tenant, session)
-            sessions.end_session(tx, session)
+            client_sessions.end_session(tx, session)
 
         await self.change(end)
         await self._placement.let_leave()
@@ -138,7 +138,7 @@ class RequestQueue:
     ) -> str:
         """Make the model ``SESSION:train:MODEL_SEQ``; returns the request, answered once the trainer has it."""
         if not 0 <= model_seq < 1 << 31:
-            raise Refused(422, "model_seq_id", f"{model_seq} is no number of a model", "count from 0")
+            raise RequestError(422, "model_seq_id", f"{model_seq} is no number of a model", "count from 0")
         request = f"{model_id(session, model_seq)}:create"
 
         def lora_of(tx: Transaction) -> Lora | None:
@@ -147,17 +147,17 @@ class RequestQueue:
                 return None
             lora = tx.state(tenant, action.load.path).lora if action.load is not None else action.lora
             if lora is None:
-                raise Refused(422, "lora_config", "it is missing", "give the settings of the model")
+                raise RequestError(422, "lora_config", "it is missing", "give the settings of the model")
             self._placement.check_own(tx, tenant, session)
             return lora
 
         if (lora := await self.change(lora_of)) is None:
             return request
-        name, quota = sessions.name_of(session, model_seq), self._writer.tables.quotas[tenant]
+        name, quota = client_sessions.name_of(session, model_seq), self._writer.tables.quotas[tenant]
         adapter = await asyncio.to_thread(self._accept, name, tenant, lora, quota)
 
         def also(tx: Transaction, row: AdapterRow) -> None:
-            sessions.insert_model(tx, row, session, model_seq, request, fingerprint, action, lora)
+            client_sessions.insert_model(tx, row, session, model_seq, request, fingerprint, action, lora)
 
         async with self._placement.lock:
             await self._placement.make_room(tenant)
@@ -166,7 +166,7 @@ class RequestQueue:
 
     async def unload(self, tenant: str, model: str) -> str:
         """The model's adapter leaves; saved states stay. Returns the request."""
-        request = await self.change(lambda tx: sessions.unload(tx, tenant, model))
+        request = await self.change(lambda tx: client_sessions.unload(tx, tenant, model))
         await self._placement.let_leave()
         return request
 
@@ -233,31 +233,31 @@ class RequestQueue:
         return await asyncio.shield(look_up)
 
     async def _serve(self, tenant: str, sampler: str, missing: str | None) -> Serve | Pending:
-        def served(tx: Transaction) -> tuple[Serve | Pending | Saved, str | None]:
-            return sessions.served(tx, tenant, sampler, missing), tx.sampler(tenant, sampler).path
+        def served(tx: Transaction) -> tuple[Serve | Pending | SavedState, str | None]:
+            return client_sessions.served(tx, tenant, sampler, missing), tx.sampler(tenant, sampler).path
 
         found, path = await self.change(served)
         if path is not None:
             self._placement.used_s[path] = self._now_s()
-        return await self._serve_snapshot(tenant, found) if isinstance(found, Saved) else found
+        return await self._serve_snapshot(tenant, found) if isinstance(found, SavedState) else found
 
-    async def _serve_snapshot(self, tenant: str, state: Saved) -> Pending:
+    async def _serve_snapshot(self, tenant: str, state: SavedState) -> Pending:
         loading = Pending(reason="the weights are loaded again", capacity=True)
         async with self._placement.lock:
             if await self.change(lambda tx: tx.models("of_state = ? AND removed = 0", state.path)):
                 return loading
             if not fits(await self._placement.make_room(tenant)):
                 return Pending(reason="no server has a place for the weights at present", capacity=True)
-            name, quota = sessions.snapshot_name(), self._writer.tables.quotas[tenant]
+            name, quota = client_sessions.snapshot_name(), self._writer.tables.quotas[tenant]
             adapter = await asyncio.to_thread(self._accept, name, tenant, state.lora, quota)
-            await self._create(tenant, adapter, lambda tx, row: sessions.insert_snapshot(tx, row, state))
+            await self._create(tenant, adapter, lambda tx, row: client_sessions.insert_snapshot(tx, row, state))
         return loading
 
     async def keep_sample(self, tenant: str, sampler: str, sample: str, fingerprint: str, body: bytes) -> None:
         """A sample is acknowledged: until it is dropped, `sessions.kept_samples` has it."""
         self._active(tenant, sampler)
         self._dropped_samples.discard(sample)
-        await self.change(lambda tx: sessions.keep_sample(tx, tenant, sampler, sample, fingerprint, body))
+        await self.change(lambda tx: client_sessions.keep_sample(tx, tenant, sampler, sample, fingerprint, body))
 
     def drop_sample(self, sample: str) -> None:
         """Soon, not at once: until then a restart may sample it in vain."""
@@ -311,7 +311,7 @@ class RequestQueue:
         fetched, self._fetched = self._fetched, set()
         await self.change(partial(retention.forget, fetched=fetched))
         dropped, self._dropped_samples = self._dropped_samples, set()
-        await self.change(partial(sessions.drop_samples, samples=dropped))
+        await self.change(partial(client_sessions.drop_samples, samples=dropped))
         await self._placement.make_room_for_waiting()
 
     def _failed(self) -> dict[str, str]:

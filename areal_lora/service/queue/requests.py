@@ -1,14 +1,14 @@
-"""Requests of SDK clients and their answers. Both are kept in the service's file.
+"""Requests of SDK clients and their answers. Both are kept in the service's file, and so are their tags.
 
     action          operations of its model        answer
-    CreateModel     none, or LoadState             Created
-    Train           Pass, OptimStep or Poison      Scored, Stepped
-    Save            SaveState                      Stored
-    Refuse          none                           none but `Failed`
-    Load            LoadState                      Loaded
-    SaveForSampler  SaveState + Publish, Publish   Stored, or Opened for a save without a name
+    CreateModel     none, or LoadState             CreatedModel
+    Train           Pass, OptimStep or Poison      PassResult, StepResult
+    Save            SaveState                      StoredState
+    Refuse          none                           none but `OperationFailure`
+    Load            LoadState                      LoadedModel
+    SaveForSampler  SaveState + Publish, Publish   StoredState, or OpenedSampler for a save without a name
 
-Every action may also be answered by `Failed`.
+Every action may also be answered by `OperationFailure`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from areal_lora.operations.messages import Failed, OptimStep, Pass, Poison, Scored, Stepped
+from areal_lora.operations.protocol import OperationFailure, OptimStep, Pass, PassResult, Poison, StepResult
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class CreateModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``Poison`` in place of a pass that cannot be sent: the answer is `Failed`, and so is the step of its window."""
+    """``Poison`` in place of a pass that cannot be sent; `OperationFailure` answers it and the step of its window."""
 
     what: Pass | OptimStep | Poison
 
@@ -87,39 +87,48 @@ ModelAction: TypeAlias = Train | Save | Load | SaveForSampler | Refuse
 """Those with a sequence number of their model."""
 
 
-class Created(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class CreatedModel(msgspec.Struct, frozen=True, kw_only=True, tag="Created"):
     """The model trains. ``path``: what it was loaded from."""
 
     model: str
     path: str | None = None
 
 
-class Stored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class StoredState(msgspec.Struct, frozen=True, kw_only=True, tag="Stored"):
     """A state was saved at ``path``."""
 
     path: str
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class LoadedModel(msgspec.Struct, frozen=True, kw_only=True, tag="Loaded"):
     """The model is what was saved at ``path``."""
 
     model: str
     path: str
 
 
-class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class OpenedSampler(msgspec.Struct, frozen=True, kw_only=True, tag="Opened"):
     """The sampling session that a save without a name has opened."""
 
     sampler: str
 
 
-class Unloaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class UnloadedModel(msgspec.Struct, frozen=True, kw_only=True, tag="Unloaded"):
     """The model leaves."""
 
     model: str
 
 
-Answer: TypeAlias = Scored | Stepped | Created | Loaded | Stored | Opened | Unloaded | Failed
+Answer: TypeAlias = (
+    PassResult
+    | StepResult
+    | CreatedModel
+    | LoadedModel
+    | StoredState
+    | OpenedSampler
+    | UnloadedModel
+    | OperationFailure
+)
 
 
 class Pending(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from areal_lora.operations.messages import DropState
+from areal_lora.operations.protocol import DropState
+from areal_lora.service.queue.client_sessions import end_session, expire, leave
+from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.sequencer import append, fail_open, promote
-from areal_lora.service.queue.sessions import end_session, expire, leave
-from areal_lora.service.queue.store import Transaction
 
 FETCHED_S, ANSWERED_S = 3600.0, 86400.0
 UNUSED_S = 3600.0

@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     DropState,
-    Failed,
     LoadState,
     Operation,
+    OperationFailure,
     Outcome,
     Pass,
+    PassResult,
     Poison,
     Publish,
-    Published,
+    PublishResult,
     SaveState,
-    Scored,
     What,
 )
 from areal_lora.processes.log import get_logger
@@ -26,7 +26,7 @@ from areal_lora.service.queue.ordering import (
     Fate,
     Op,
     OpKind,
-    Waiting,
+    QueueUsage,
     admit,
     fate_of,
     kind_of,
@@ -35,6 +35,8 @@ from areal_lora.service.queue.ordering import (
     spoiled,
     too_long,
 )
+from areal_lora.service.queue.queue_rows import STATE_NAME, Kind, Model
+from areal_lora.service.queue.queue_store import Transaction, unknown
 from areal_lora.service.queue.requests import (
     Action,
     Answer,
@@ -49,11 +51,9 @@ from areal_lora.service.queue.requests import (
     decode_answer,
     encode,
 )
-from areal_lora.service.queue.rows import STATE_NAME, Kind, Model
-from areal_lora.service.queue.store import Transaction, unknown
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 
-LOST = Failed(reason="a restart of the trainer has lost what came of it", by_client=False)
+LOST = OperationFailure(reason="a restart of the trainer has lost what came of it", by_client=False)
 KEPT_FAILED = 512
 MAX_TTL_S = 10 * 366 * 86400.0
 AT_ONCE_BYTES = 32 << 20
@@ -77,7 +77,7 @@ def promote(tx: Transaction, model: Model) -> None:
         )
         match decode_action(action):
             case Refuse(reason=reason):
-                give(tx, request, Failed(reason=reason, by_client=True))
+                give(tx, request, OperationFailure(reason=reason, by_client=True))
             case decoded:
                 for what in _operations(tx, model, decoded):
                     append(tx, model.adapter, request, what)
@@ -106,7 +106,7 @@ def append(tx: Transaction, adapter: str, request: str, what: What) -> int:
 
 
 def load(tx: Transaction, tenant: str, action: Load) -> LoadState:
-    """Raises Refused where nothing is saved at the path."""
+    """Raises RequestError where nothing is saved at the path."""
     state = tx.state(tenant, action.path)
     return LoadState(adapter=state.adapter, label=state.label, optimizer=action.optimizer)
 
@@ -175,7 +175,7 @@ def fail_open(tx: Transaction, model: Model, reason: str) -> None:
 
     A load among them becomes a `Poison`: the trainer must not carry it out later.
     """
-    failed = Failed(reason=reason, by_client=False)
+    failed = OperationFailure(reason=reason, by_client=False)
     for number, what in tx.rows(
         "SELECT number, what FROM client_operations WHERE adapter = ? AND fate IS NULL AND what IS NOT NULL",
         model.adapter,
@@ -216,7 +216,7 @@ def _operations(tx: Transaction, model: Model, action: object) -> list[What]:
         case Load():
             try:
                 return [load(tx, model.tenant, action)]
-            except Refused as refused:  # it was dropped while the request was held
+            except RequestError as refused:  # it was dropped while the request was held
                 return [Poison(reason=refused.reason)]
     raise AssertionError(f"{type(action).__name__} has no number of its model")
 
@@ -239,7 +239,7 @@ def _record(tx: Transaction, model: Model, number: int, outcome: Outcome) -> Non
     if row is None:
         return  # it has one
     request, what = row
-    stored = None if isinstance(outcome, Scored) else encode(outcome)
+    stored = None if isinstance(outcome, PassResult) else encode(outcome)
     tx.do(
         "UPDATE client_operations SET fate = ?, outcome = ? WHERE adapter = ? AND number = ?",
         fate_of(outcome),
@@ -247,13 +247,13 @@ def _record(tx: Transaction, model: Model, number: int, outcome: Outcome) -> Non
         model.adapter,
         number,
     )
-    if isinstance(outcome, Published):
+    if isinstance(outcome, PublishResult):
         tx.do("UPDATE models SET published = ? WHERE adapter = ?", outcome.version, model.adapter)
     if request:
         settle(tx, model, request, outcome)
-    elif what is not None and isinstance(dropped := _what(what), DropState) and isinstance(outcome, Failed):
+    elif what is not None and isinstance(dropped := _what(what), DropState) and isinstance(outcome, OperationFailure):
         drop_label(tx, model.adapter, dropped.label)
-    if model.of_state is not None and isinstance(outcome, Failed):
+    if model.of_state is not None and isinstance(outcome, OperationFailure):
         tx.do("UPDATE models SET broken = ? WHERE adapter = ?", outcome.reason, model.adapter)
 
 
@@ -270,7 +270,7 @@ def _close(tx: Transaction, model: Model, number: int, outcome: Outcome) -> None
         number,
     )
     failed = tx.count("client_operations WHERE adapter = ? AND number <= ?", model.adapter, number)
-    if isinstance(outcome, Failed) and failed <= KEPT_FAILED:
+    if isinstance(outcome, OperationFailure) and failed <= KEPT_FAILED:
         return
     tx.do("DELETE FROM client_operations WHERE adapter = ? AND number <= ?", model.adapter, number)
     tx.do("UPDATE models SET closed = MAX(closed, ?) WHERE adapter = ?", number, model.adapter)
@@ -282,7 +282,7 @@ def _ops(tx: Transaction, adapter: str) -> list[Op]:
 
 
 def submit(tx: Transaction, tenant: str, model_id: str, seq: int, fingerprint: str, action: ModelAction) -> str:
-    """Take a request, or find it taken. Raises Refused for a model or a number that is wrong, or a full queue.
+    """Take a request, or find it taken. Raises RequestError for a model or a number that is wrong, or a full queue.
 
     One that names what cannot be, or is not there, or is a pass too long to keep, is taken and fails in its turn, so
     that those behind it do not wait. A load that fails spoils the window that it starts: its passes were meant for
@@ -292,10 +292,10 @@ def submit(tx: Transaction, tenant: str, model_id: str, seq: int, fingerprint: s
     if known(tx, request, fingerprint):
         return request
     if model.broken:
-        raise Refused(422, "model_id", model.broken, "make another model")
+        raise RequestError(422, "model_id", model.broken, "make another model")
     try:
         _check(tx, model, action)
-    except Refused as refused:
+    except RequestError as refused:
         wrong = str(refused)
         action = Train(what=Poison(reason=wrong, by_client=True)) if isinstance(action, Load) else Refuse(reason=wrong)
     held = [row[0] for row in tx.rows("SELECT seq FROM requests WHERE owner = ? AND held = 1", model_id)]
@@ -311,11 +311,11 @@ def submit(tx: Transaction, tenant: str, model_id: str, seq: int, fingerprint: s
 
 
 def known(tx: Transaction, request: str, fingerprint: str) -> bool:
-    """Whether the request was taken before. Raises Refused if that was another one."""
+    """Whether the request was taken before. Raises RequestError if that was another one."""
     row = tx.row("SELECT fingerprint FROM requests WHERE request = ?", request)
     if row is not None and row[0] != fingerprint:
         reason = "another request came with this number before"
-        raise Refused(422, "seq_id", reason, "use a new number for every request")
+        raise RequestError(422, "seq_id", reason, "use a new number for every request")
     return row is not None
 
 
@@ -337,7 +337,7 @@ def insert(
 
 
 def look(tx: Transaction, tenant: str, request: str) -> tuple[Answer | Pending, str]:
-    """The answer of a request, or why there is none yet, and its adapter. Raises Refused for another tenant's."""
+    """The answer of a request, or why there is none yet, and its adapter. Raises RequestError for another tenant's."""
     row = tx.row("SELECT answer, held, owner FROM requests WHERE request = ? AND tenant = ?", request, tenant)
     if row is None:
         raise unknown("request_id", "request", request)
@@ -350,18 +350,18 @@ def look(tx: Transaction, tenant: str, request: str) -> tuple[Answer | Pending, 
     return Pending(reason="the trainer has not carried it out yet"), model.adapter
 
 
-def waiting(tx: Transaction, tenant: str) -> Waiting:
+def waiting(tx: Transaction, tenant: str) -> QueueUsage:
     row = tx.row(
         "SELECT COUNT(*) FILTER (WHERE answer IS NULL), TOTAL(n_bytes) FROM requests"
         " WHERE tenant = ? AND action IS NOT NULL",
         tenant,
     )
     assert row is not None
-    return Waiting(queued=row[0], n_bytes=int(row[1]))
+    return QueueUsage(queued=row[0], n_bytes=int(row[1]))
 
 
 def _check(tx: Transaction, model: Model, action: Action) -> None:
-    """Raises Refused for names that cannot be, or are not there."""
+    """Raises RequestError for names that cannot be, or are not there."""
     match action:
         case Load():
             load(tx, model.tenant, action)
@@ -371,7 +371,7 @@ def _check(tx: Transaction, model: Model, action: Action) -> None:
         case SaveForSampler(name=name, sampler_seq=seq, ttl_s=ttl_s):
             check_ttl(ttl_s)
             if (name is None) == (seq is None) or (seq is not None and not 0 <= seq < 1 << 53):
-                raise Refused(422, "path", "it needs a path or a sampling_session_seq_id", "give one of the two")
+                raise RequestError(422, "path", "it needs a path or a sampling_session_seq_id", "give one of the two")
             if name is not None:
                 _check_name(tx, model, Kind.SAMPLER, name, overwrite=True)
 
@@ -379,13 +379,13 @@ def _check(tx: Transaction, model: Model, action: Action) -> None:
 def _check_name(tx: Transaction, model: Model, kind: Kind, name: str, overwrite: bool) -> None:
     if not STATE_NAME.fullmatch(name):
         fix = "use up to 100 of A-Z, a-z, 0-9, ., _ and -, the first a letter or a digit"
-        raise Refused(422, "path", f"{name[:64]!r} is no name", fix)
+        raise RequestError(422, "path", f"{name[:64]!r} is no name", fix)
     states = tx.states("tenant = ?", model.tenant)
     if sum(state.named for state in states) >= (limit := tx.quota(model.tenant).saved):
-        raise Refused(422, "path", f"the quota is {limit} saved states", "delete some first")
+        raise RequestError(422, "path", f"the quota is {limit} saved states", "delete some first")
     taken = any((state.model, state.kind, state.name) == (model.model, kind, name) for state in states)
     if taken and not overwrite:
-        raise Refused(422, "path", f"there is a saved state {name!r}", "choose another name, or overwrite it")
+        raise RequestError(422, "path", f"there is a saved state {name!r}", "choose another name, or overwrite it")
 
 
 def set_ttl(tx: Transaction, tenant: str, path: str, ttl_s: float | None) -> None:
@@ -397,4 +397,6 @@ def set_ttl(tx: Transaction, tenant: str, path: str, ttl_s: float | None) -> Non
 
 def check_ttl(ttl_s: float | None) -> None:
     if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
-        raise Refused(422, "ttl_seconds", f"{ttl_s:g} is not between 0 and ten years", "leave it out to keep the state")
+        raise RequestError(
+            422, "ttl_seconds", f"{ttl_s:g} is not between 0 and ten years", "leave it out to keep the state"
+        )

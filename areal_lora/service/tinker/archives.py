@@ -29,11 +29,11 @@ from areal_lora.service.age import SUFFIX
 from areal_lora.service.download import FILES, Downloads, downloaded, open_archive
 from areal_lora.service.http import Caller, Guard, unguarded
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.queue.rows import Saved
-from areal_lora.service.refused import Refused
-from areal_lora.service.tinker.answers import answered
+from areal_lora.service.queue.queue_rows import SavedState
+from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker.checkpoints import STATE, path_of_request
 from areal_lora.service.tinker.exports import keys_in, seen_through
+from areal_lora.service.tinker.sdk_answers import answered
 
 OPEN_S = 900.0
 AT_ONCE = 2
@@ -105,8 +105,8 @@ class Archives:
         return base64.urlsafe_b64encode(self._mac(data) + data).decode().rstrip("=")
 
     def _permitted(self, token: str) -> Permission:
-        """Raises Refused: 404 for an address that this run has not given, 410 for one whose time is over."""
-        unknown = Refused(404, "token", "there is no such archive", "request its address again")
+        """Raises RequestError: 404 for an address that this run has not given, 410 for one whose time is over."""
+        unknown = RequestError(404, "token", "there is no such archive", "request its address again")
         if len(token) > MAX_TOKEN or not token.isascii():
             raise unknown
         try:
@@ -118,13 +118,15 @@ class Archives:
             raise unknown
         may = msgspec.msgpack.decode(data, type=Permission)
         if may.until_s < time.time():
-            raise Refused(410, "token", "the time of this address is over", "request it again")
+            raise RequestError(410, "token", "the time of this address is over", "request it again")
         return may
 
-    async def _still(self, may: Permission) -> Saved:
+    async def _still(self, may: Permission) -> SavedState:
         state = await self._queue.change(lambda tx: tx.state(may.tenant, may.path))
         if state.label != may.label:
-            raise Refused(410, "token", "another state was saved under this name since", "request its address again")
+            raise RequestError(
+                410, "token", "another state was saved under this name since", "request its address again"
+            )
         return state
 
     def _mac(self, data: bytes) -> bytes:

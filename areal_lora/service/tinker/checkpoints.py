@@ -12,14 +12,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_lora.service.http import Caller, Guard, body_of, notes_of, number, sdk_decoded
-from areal_lora.service.queue import sessions
+from areal_lora.service.queue import client_sessions
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.queue.rows import SCHEME, Kind, Model, Saved
+from areal_lora.service.queue.queue_rows import SCHEME, Kind, Model, SavedState
 from areal_lora.service.queue.sequencer import set_ttl
-from areal_lora.service.tinker import bodies
-from areal_lora.service.tinker.answers import answered
-from areal_lora.service.tinker.base import Base
+from areal_lora.service.tinker import sdk_bodies
+from areal_lora.service.tinker.base_model import Base
 from areal_lora.service.tinker.exports import EXTERNAL, seen_through
+from areal_lora.service.tinker.sdk_answers import answered
 
 MAX_OFFSET = 10**6
 PAGE = 100
@@ -45,14 +45,14 @@ class Checkpoints:
         ]
 
     async def list_sessions(self, request: Request, caller: Caller) -> Response:
-        page, _ = _page(request, await self._queue.change(lambda tx: sessions.sessions(tx, caller.tenant)))
+        page, _ = _page(request, await self._queue.change(lambda tx: client_sessions.sessions(tx, caller.tenant)))
         return answered({"sessions": page})
 
     async def session(self, request: Request, caller: Caller) -> Response:
         """Also one that has ended."""
         name = request.path_params["session"]
-        found = await self._queue.change(lambda tx: sessions.session_view(tx, caller.tenant, name))
-        about = msgspec.json.decode(found.session.about or b"{}", type=bodies.CreateSession)
+        found = await self._queue.change(lambda tx: client_sessions.session_view(tx, caller.tenant, name))
+        about = msgspec.json.decode(found.session.about or b"{}", type=sdk_bodies.CreateSession)
         return answered(
             {
                 "training_run_ids": found.models,
@@ -64,7 +64,7 @@ class Checkpoints:
 
     async def runs(self, request: Request, caller: Caller) -> Response:
         """Also those that have left, for as long as the queue has them."""
-        found = await self._queue.change(lambda tx: sessions.models(tx, caller.tenant))
+        found = await self._queue.change(lambda tx: client_sessions.models(tx, caller.tenant))
         saved = await self._saved(caller)
         page, cursor = _page(request, found)
         return answered({"training_runs": [self._run(caller, model, saved) for model in page], "cursor": cursor})
@@ -87,11 +87,11 @@ class Checkpoints:
     async def delete(self, request: Request, caller: Caller) -> Response:
         if not await self._external(request, caller):
             path = path_of_request(request)
-            await self._queue.change(lambda tx: sessions.expire(tx, tx.state(caller.tenant, path)))
+            await self._queue.change(lambda tx: client_sessions.expire(tx, tx.state(caller.tenant, path)))
         return Response(status_code=204)
 
     async def expire(self, request: Request, caller: Caller) -> Response:
-        body = sdk_decoded(await body_of(request, caller), bodies.Ttl)
+        body = sdk_decoded(await body_of(request, caller), sdk_bodies.Ttl)
         if not await self._external(request, caller):
             path = path_of_request(request)
             await self._queue.change(lambda tx: set_ttl(tx, caller.tenant, path, body.ttl_seconds))
@@ -105,7 +105,7 @@ class Checkpoints:
         return True
 
     async def weights_info(self, request: Request, caller: Caller) -> Response:
-        body = sdk_decoded(await body_of(request, caller), bodies.Path)
+        body = sdk_decoded(await body_of(request, caller), sdk_bodies.Path)
         lora = (await self._state(caller, body.tinker_path)).lora
         attention, mlp = self._base.shown(lora)
         return answered(
@@ -119,13 +119,13 @@ class Checkpoints:
             }
         )
 
-    async def _saved(self, caller: Caller, model: str | None = None) -> list[Saved]:
-        return await self._queue.change(lambda tx: sessions.saved(tx, caller.tenant, model))
+    async def _saved(self, caller: Caller, model: str | None = None) -> list[SavedState]:
+        return await self._queue.change(lambda tx: client_sessions.saved(tx, caller.tenant, model))
 
-    async def _state(self, caller: Caller, path: str) -> Saved:
+    async def _state(self, caller: Caller, path: str) -> SavedState:
         return await self._queue.change(lambda tx: tx.state(caller.tenant, path))
 
-    def _run(self, caller: Caller, model: Model, saved: Sequence[Saved]) -> dict[str, Any]:
+    def _run(self, caller: Caller, model: Model, saved: Sequence[SavedState]) -> dict[str, Any]:
         mine = [each for each in saved if each.model == model.model]
         newest = {kind: _checkpoint(max(of, key=_age)) for kind in Kind if (of := [s for s in mine if s.kind is kind])}
         return {
@@ -141,7 +141,7 @@ class Checkpoints:
         }
 
 
-def _checkpoint(saved: Saved) -> dict[str, Any]:
+def _checkpoint(saved: SavedState) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{saved.kind}/{saved.name}",
         "checkpoint_type": "training" if saved.kind is Kind.WEIGHTS else "sampler",
@@ -165,7 +165,7 @@ def path_of_request(request: Request) -> str:
     return f"{SCHEME}{parts['model']}/{parts['kind']}/{parts['name']}"
 
 
-def _age(saved: Saved) -> float:
+def _age(saved: SavedState) -> float:
     return saved.created_s
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from areal_lora.operations.messages import Datum, Loss, LossSettings, Pass, Scored
-from areal_lora.service.refused import Refused
+from areal_lora.operations.protocol import Datum, Loss, LossSettings, Pass, PassResult
+from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import protos
 from areal_lora.service.tinker.tensors import finite, row, token_ids, whole
 
@@ -36,27 +36,27 @@ class PassRequest:
 
     model: str
     seq: int
-    wanted: Pass | Refused
+    wanted: Pass | RequestError
 
 
 def read_pass(body: bytes) -> PassRequest:
-    """Raises Refused for a body that names neither model nor place."""
+    """Raises RequestError for a body that names neither model nor place."""
     message = protos.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError:
         reason = "it is no protobuf message of a forward or backward pass"
-        raise Refused(422, "body", reason, "use an SDK version that the service page names") from None
+        raise RequestError(422, "body", reason, "use an SDK version that the service page names") from None
     model = _text(message.model_id, "model_id")
-    wanted: Pass | Refused
+    wanted: Pass | RequestError
     try:
         wanted = _pass(message)
-    except Refused as refused:
+    except RequestError as refused:
         wanted = refused
     return PassRequest(model=model, seq=message.seq_id, wanted=wanted)
 
 
-def scored_body(scored: Scored) -> bytes:
+def scored_body(scored: PassResult) -> bytes:
     """The answer: log-probabilities of the targets of each datum, and the loss as a sum."""
     message = protos.ForwardBackwardOutput(loss_fn_output_type=b"TargetLogprobs")
     record = message.loss_fn_outputs.add(type_tag=b"TargetLogprobs", num_datums=len(scored.logprobs))
@@ -74,9 +74,9 @@ def _pass(message: Any) -> Pass:
     name = _text(message.loss_fn, "loss_fn")
     if name not in list(Loss):
         reason = f"the loss {name[:64]!r} is not known here"
-        raise Refused(422, "loss_fn", reason, f"use one of {', '.join(Loss)}, or a custom loss at the client")
+        raise RequestError(422, "loss_fn", reason, f"use one of {', '.join(Loss)}, or a custom loss at the client")
     if not message.data:
-        raise Refused(422, "data", "there are no data", "send at least one datum")
+        raise RequestError(422, "data", "there are no data", "send at least one datum")
     loss = Loss(name)
     return Pass(
         data=tuple(_datum(datum, f"data[{i}]", loss) for i, datum in enumerate(message.data)),
@@ -91,20 +91,20 @@ def _datum(message: Any, path: str, loss: Loss) -> Datum:
     for i, chunk in enumerate(message.model_input):
         where = f"{path}.model_input[{i}]"
         if not chunk.HasField("encoded_text"):
-            raise Refused(422, where, "images and sounds are not supported", "send text as tokens")
+            raise RequestError(422, where, "images and sounds are not supported", "send text as tokens")
         parts.append(token_ids(chunk.encoded_text.tokens, where))
     inputs = np.concatenate(parts) if parts else np.zeros(0, "<i4")
     n = len(inputs)
     if not n:
-        raise Refused(422, f"{path}.model_input", "it has no tokens", "send at least one token")
+        raise RequestError(422, f"{path}.model_input", "it has no tokens", "send at least one token")
     given = {_text(each.key, path): each.value for each in message.loss_fn_inputs}
     needed = {TARGETS} if loss is Loss.CROSS_ENTROPY else {TARGETS, LOGPROBS, ADVANTAGES}
     taken = needed | _OPTIONAL.get(loss, set())
     for key in sorted(needed - given.keys()):
-        raise Refused(422, f"{path}.loss_fn_inputs", f"{loss} needs {key}", f"send {key}")
+        raise RequestError(422, f"{path}.loss_fn_inputs", f"{loss} needs {key}", f"send {key}")
     for key in sorted(given.keys() - taken):
         fix = f"leave it out; {loss} takes {', '.join(sorted(taken))}"
-        raise Refused(422, f"{path}.loss_fn_inputs.{key[:64]}", f"{loss} has no such input", fix)
+        raise RequestError(422, f"{path}.loss_fn_inputs.{key[:64]}", f"{loss} has no such input", fix)
 
     def numbers(key: str) -> npt.NDArray[np.float32]:
         where = f"{path}.loss_fn_inputs.{key}"
@@ -116,10 +116,10 @@ def _datum(message: Any, path: str, loss: Loss) -> Datum:
     weights = _weights(loss, read, n)
     if ADVANTAGES in read and (wrong := np.flatnonzero((weights == 0) & (read[ADVANTAGES] != 0))).size:
         reason = f"number {wrong[0]} is not 0, and {RATIO_MASK} is 0 there"
-        raise Refused(422, f"{path}.loss_fn_inputs.{ADVANTAGES}", reason, "send 0, or mark the target in the mask")
+        raise RequestError(422, f"{path}.loss_fn_inputs.{ADVANTAGES}", reason, "send 0, or mark the target in the mask")
     if (wrong := np.flatnonzero((targets[:-1] != inputs[1:]) & (weights[:-1] != 0))).size:
         reason = f"target {wrong[0]} counts, and is not the input token that follows it"
-        raise Refused(422, where, reason, "send inputs tokens[:-1] and targets tokens[1:] of one sequence")
+        raise RequestError(422, where, reason, "send inputs tokens[:-1] and targets tokens[1:] of one sequence")
     return Datum(
         tokens=np.append(inputs, targets[-1:]).astype("<i4").tobytes(),
         weights=weights.tobytes(),
@@ -145,15 +145,15 @@ def _settings(message: Any, loss: Loss) -> LossSettings:
     for each in message.loss_fn_config_v2:
         key = _text(each.key, "loss_fn_config")
         if not each.value.HasField("number"):
-            raise Refused(422, f"loss_fn_config.{key[:64]}", "it is no number", "send a number")
+            raise RequestError(422, f"loss_fn_config.{key[:64]}", "it is no number", "send a number")
         found[key] = each.value.number
     known = _SETTINGS[loss]
     for key, value in found.items():
         if key not in known:
             fix = f"use {', '.join(known)}" if known else "leave it out"
-            raise Refused(422, f"loss_fn_config.{key[:64]}", f"{loss} has no such setting", fix)
+            raise RequestError(422, f"loss_fn_config.{key[:64]}", f"{loss} has no such setting", fix)
         if not np.isfinite(value) or value < 0:
-            raise Refused(422, f"loss_fn_config.{key}", "it is no finite number from 0", "correct it")
+            raise RequestError(422, f"loss_fn_config.{key}", "it is no finite number from 0", "correct it")
     return LossSettings(**{known[key]: value for key, value in found.items()})
 
 
@@ -161,4 +161,4 @@ def _text(data: bytes, path: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise Refused(422, path, "it is no UTF-8", "send UTF-8") from None
+        raise RequestError(422, path, "it is no UTF-8", "send UTF-8") from None

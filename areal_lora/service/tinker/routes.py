@@ -19,17 +19,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_lora.operations.messages import OptimStep, Poison
+from areal_lora.operations.protocol import OptimStep, Poison
 from areal_lora.service.http import SDK_FIX, Caller, Guard, Handler, body_of, fingerprint, notes_of, sdk_decoded
 from areal_lora.service.queue import requests
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.refused import Refused
-from areal_lora.service.tinker import bodies
-from areal_lora.service.tinker.answers import answered, retrieved
-from areal_lora.service.tinker.base import NO_OUTPUT_LAYER, Base, check_optimizer
+from areal_lora.service.refused import RequestError
+from areal_lora.service.tinker import sdk_bodies
+from areal_lora.service.tinker.base_model import NO_OUTPUT_LAYER, Base, check_optimizer
 from areal_lora.service.tinker.exports import Exports, keys_of, notes_with
 from areal_lora.service.tinker.passes import read_pass
-from areal_lora.service.tinker.sampling import Sampling
+from areal_lora.service.tinker.sample_tasks import Sampling
+from areal_lora.service.tinker.sdk_answers import answered, retrieved
 
 WAIT_S = 20.0
 """The SDK waits 45 s for an answer, and repeats the request after ``try_again``."""
@@ -59,16 +59,16 @@ class Routes:
 
     def routes(self, guard: Guard) -> list[Route]:
         json: dict[str, tuple[type[Any], JsonHandler]] = {
-            "create_session": (bodies.CreateSession, self.create_session),
-            "session_heartbeat": (bodies.OfSession, self.heartbeat),
-            "create_model": (bodies.CreateModel, self.create_model),
-            "unload_model": (bodies.OfModel, self.unload),
-            "get_info": (bodies.OfModel, self.info),
-            "optim_step": (bodies.OptimStep, self.optim_step),
-            "save_weights": (bodies.SaveWeights, self.save),
-            "save_weights_for_sampler": (bodies.SaveForSampler, self.save_for_sampler),
-            "save_weights_external": (bodies.SaveExternal, self.save_external),
-            "load_weights": (bodies.LoadWeights, self.load),
+            "create_session": (sdk_bodies.CreateSession, self.create_session),
+            "session_heartbeat": (sdk_bodies.OfSession, self.heartbeat),
+            "create_model": (sdk_bodies.CreateModelBody, self.create_model),
+            "unload_model": (sdk_bodies.OfModel, self.unload),
+            "get_info": (sdk_bodies.OfModel, self.info),
+            "optim_step": (sdk_bodies.OptimStepBody, self.optim_step),
+            "save_weights": (sdk_bodies.SaveWeights, self.save),
+            "save_weights_for_sampler": (sdk_bodies.SaveForSamplerBody, self.save_for_sampler),
+            "save_weights_external": (sdk_bodies.SaveExternal, self.save_external),
+            "load_weights": (sdk_bodies.LoadWeights, self.load),
         }
         posts: dict[str, Handler] = {
             "client/config": self.config,
@@ -102,7 +102,7 @@ class Routes:
 
     # ------------------------------------------------------------ sessions and models
 
-    async def create_session(self, caller: Caller, body: bodies.CreateSession, mark: str) -> Response:
+    async def create_session(self, caller: Caller, body: sdk_bodies.CreateSession, mark: str) -> Response:
         notes_of(body.user_metadata)
         session = await self._queue.open_session(caller.tenant, msgspec.json.encode(body))
         warning = NO_OUTPUT_LAYER
@@ -110,7 +110,7 @@ class Routes:
             warning += f"; a new model waits for a place: {crowded}"
         return answered({"type": "create_session", "session_id": session, "warning_message": warning})
 
-    async def heartbeat(self, caller: Caller, body: bodies.OfSession, mark: str) -> Response:
+    async def heartbeat(self, caller: Caller, body: sdk_bodies.OfSession, mark: str) -> Response:
         await self._queue.heartbeat(caller.tenant, body.session_id)
         return answered({"type": "session_heartbeat"})
 
@@ -119,16 +119,16 @@ class Routes:
         await self._queue.end_session(caller.tenant, request.path_params["session"])
         return answered({})
 
-    async def create_model(self, caller: Caller, body: bodies.CreateModel, mark: str) -> Response:
+    async def create_model(self, caller: Caller, body: sdk_bodies.CreateModelBody, mark: str) -> Response:
         self._base.check(body.base_model)
         lora, notes = self._base.lora(body.lora_config, body.optimizer_config), notes_of(body.user_metadata)
         action = requests.CreateModel(lora=lora, notes=notes)
         return _future(await self._queue.create_model(caller.tenant, body.session_id, body.model_seq_id, mark, action))
 
-    async def unload(self, caller: Caller, body: bodies.OfModel, mark: str) -> Response:
+    async def unload(self, caller: Caller, body: sdk_bodies.OfModel, mark: str) -> Response:
         return _future(await self._queue.unload(caller.tenant, body.model_id))
 
-    async def info(self, caller: Caller, body: bodies.OfModel, mark: str) -> Response:
+    async def info(self, caller: Caller, body: sdk_bodies.OfModel, mark: str) -> Response:
         name = caller.tenant, body.model_id
         exported = self._exports.state(*name)
         lora = exported.lora if exported else await self._queue.change(lambda tx: tx.model(*name).lora)
@@ -149,28 +149,28 @@ class Routes:
     async def forward_backward(self, request: Request, caller: Caller) -> Response:
         body = await body_of(request, caller, long=True)
         if "protobuf" not in request.headers.get("content-type", ""):
-            raise Refused(422, "Content-Type", "passes are read as protobuf, as client/config has it", SDK_FIX)
+            raise RequestError(422, "Content-Type", "passes are read as protobuf, as client/config has it", SDK_FIX)
         found = read_pass(body)
-        what = _poison(found.wanted) if isinstance(found.wanted, Refused) else found.wanted
+        what = _poison(found.wanted) if isinstance(found.wanted, RequestError) else found.wanted
         # Entries of a map come in any order when it is sent again.
         mark = fingerprint("pass", msgspec.msgpack.encode(what))
         return await self._submit(caller, found.model, found.seq, mark, requests.Train(what=what))
 
-    async def optim_step(self, caller: Caller, body: bodies.OptimStep, mark: str) -> Response:
+    async def optim_step(self, caller: Caller, body: sdk_bodies.OptimStepBody, mark: str) -> Response:
         try:
             what: OptimStep | Poison = _step(body)
-        except Refused as refused:
+        except RequestError as refused:
             what = _poison(refused, of_step=True)
         return await self._submit(caller, body.model_id, body.seq_id, mark, requests.Train(what=what))
 
-    async def save(self, caller: Caller, body: bodies.SaveWeights, mark: str) -> Response:
+    async def save(self, caller: Caller, body: sdk_bodies.SaveWeights, mark: str) -> Response:
         def action() -> requests.ModelAction:
             name, notes = body.path or f"{body.seq_id:06d}", notes_of(body.user_metadata)
             return requests.Save(name=name, ttl_s=body.ttl_seconds, overwrite=body.overwrite, notes=notes)
 
         return await self._submit(caller, body.model_id, body.seq_id, mark, _or_refuse(action))
 
-    async def save_for_sampler(self, caller: Caller, body: bodies.SaveForSampler, mark: str) -> Response:
+    async def save_for_sampler(self, caller: Caller, body: sdk_bodies.SaveForSamplerBody, mark: str) -> Response:
         def action() -> requests.ModelAction:
             return requests.SaveForSampler(
                 name=body.path,
@@ -182,7 +182,7 @@ class Routes:
 
         return await self._submit(caller, body.model_id, body.seq_id, mark, _or_refuse(action))
 
-    async def save_external(self, caller: Caller, body: bodies.SaveExternal, mark: str) -> Response:
+    async def save_external(self, caller: Caller, body: sdk_bodies.SaveExternal, mark: str) -> Response:
         if (path := self._exports.save(caller.tenant, body.model_id, body.age_encryption_recipients)) is not None:
             return _future(path)
 
@@ -192,10 +192,10 @@ class Routes:
 
         return await self._submit(caller, body.model_id, body.seq_id, mark, _or_refuse(action))
 
-    async def load(self, caller: Caller, body: bodies.LoadWeights, mark: str) -> Response:
+    async def load(self, caller: Caller, body: sdk_bodies.LoadWeights, mark: str) -> Response:
         """Into a model that there is, or into a new one with the settings of the model that saved the state."""
         if body.weights_access_token is not None:
-            raise Refused(422, "weights_access_token", "states of other accounts cannot be read", "leave it out")
+            raise RequestError(422, "weights_access_token", "states of other accounts cannot be read", "leave it out")
         check_optimizer(body.optimizer_config)
         self._base.check(body.base_model)
         action = requests.Load(path=body.path, optimizer=body.optimizer)
@@ -203,7 +203,7 @@ class Routes:
             return await self._submit(caller, body.model_id, body.seq_id, mark, action)
         if body.session_id is None or body.model_seq_id is None:
             fix = "send model_id and seq_id, or session_id and model_seq_id"
-            raise Refused(422, "model_id", "it names no model", fix)
+            raise RequestError(422, "model_id", "it names no model", fix)
         made = requests.CreateModel(lora=None, load=action, notes=notes_of(body.user_metadata))
         if self._exports.wanted(made.notes):
             await self._queue.heartbeat(caller.tenant, body.session_id)
@@ -212,7 +212,7 @@ class Routes:
         return _future(await self._queue.create_model(caller.tenant, body.session_id, body.model_seq_id, mark, made))
 
     async def retrieve(self, request: Request, caller: Caller) -> Response:
-        name = sdk_decoded(await body_of(request, caller), bodies.Retrieve).request_id
+        name = sdk_decoded(await body_of(request, caller), sdk_bodies.Retrieve).request_id
         if (sample := await self._sampling.retrieve(request, caller, name, WAIT_S)) is not None:
             return sample
         if (exported := self._exports.answer(caller.tenant, name)) is not None:
@@ -240,14 +240,14 @@ async def _constant(answer: dict[str, Any], request: Request, caller: Caller, *,
     return answered(answer)
 
 
-def _step(body: bodies.OptimStep) -> OptimStep:
+def _step(body: sdk_bodies.OptimStepBody) -> OptimStep:
     if body.optimizer_params is not None or body.adam_params is None:
-        raise Refused(422, "optimizer_params", "only AdamW is supported", "send adam_params")
-    values = msgspec.structs.asdict(sdk_decoded(body.adam_params, bodies.AdamParams))
+        raise RequestError(422, "optimizer_params", "only AdamW is supported", "send adam_params")
+    values = msgspec.structs.asdict(sdk_decoded(body.adam_params, sdk_bodies.AdamParams))
     for name, value in values.items():
         below = 1.0 if name.startswith("beta") else math.inf
         if not 0.0 <= value < below:
-            raise Refused(422, f"adam_params.{name}", f"{value} is not from 0.0 to {below}", "correct it")
+            raise RequestError(422, f"adam_params.{name}", f"{value} is not from 0.0 to {below}", "correct it")
     return OptimStep(lr=values.pop("learning_rate"), **values)
 
 
@@ -255,11 +255,11 @@ def _or_refuse(action: Callable[[], requests.ModelAction]) -> requests.ModelActi
     """What is wrong with the content takes its place in the order, so that the requests behind it do not wait."""
     try:
         return action()
-    except Refused as refused:
+    except RequestError as refused:
         return requests.Refuse(reason=str(refused))
 
 
-def _poison(refused: Refused, *, of_step: bool = False) -> Poison:
+def _poison(refused: RequestError, *, of_step: bool = False) -> Poison:
     return Poison(reason=str(refused), by_client=True, of_step=of_step)
 
 

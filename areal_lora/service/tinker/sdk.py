@@ -11,11 +11,11 @@ from areal_lora.service.http import Guard
 from areal_lora.service.inference import Meter
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.tinker.archives import Archives
-from areal_lora.service.tinker.base import Base
+from areal_lora.service.tinker.base_model import Base
 from areal_lora.service.tinker.checkpoints import Checkpoints
 from areal_lora.service.tinker.routes import Routes
-from areal_lora.service.tinker.sampling import Sampling
-from areal_lora.service.tinker.unsupported import Unsupported
+from areal_lora.service.tinker.sample_tasks import Sampling
+from areal_lora.service.tinker.unsupported import UnsupportedRoutes
 
 
 class Sdk:
@@ -31,7 +31,7 @@ class Sdk:
             self._sampling,
             Checkpoints(queue, base),
             Archives(queue, config, run_folder),
-            Unsupported(),
+            UnsupportedRoutes(),
         )
 
     async def __aenter__(self) -> Sdk:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import protos
 
 MAX_ELEMENTS = 1 << 24
@@ -17,31 +17,31 @@ Array = npt.NDArray[Any]
 
 
 def row(tensor: Any, path: str, n: int) -> Array:
-    """The ``n`` elements of a tensor of one dimension, or of one column. Raises Refused."""
+    """The ``n`` elements of a tensor of one dimension, or of one column. Raises RequestError."""
     shape = list(tensor.shape)
     if shape not in ([], [n], [n, 1]):
         reason = f"its shape is {shape[:4]}, not [{n}]: there is one value for each input token"
-        raise Refused(422, path, reason, "send one value per token; several targets per token are not supported")
+        raise RequestError(422, path, reason, "send one value per token; several targets per token are not supported")
     found = _sparse(tensor.sparse_csr, tensor.dtype, path, n) if tensor.HasField("sparse_csr") else None
     values = _elements(tensor.dense, tensor.dtype, path) if found is None else found
     if len(values) != n:
-        raise Refused(422, path, f"it has {len(values)} values for {n} input tokens", "send one value per token")
+        raise RequestError(422, path, f"it has {len(values)} values for {n} input tokens", "send one value per token")
     return values
 
 
 def whole(values: Array, path: str) -> npt.NDArray[np.int32]:
     """``values`` as token ids."""
     if values.dtype.kind != "i":
-        raise Refused(422, path, "its elements are no whole numbers", "send token ids as int64")
+        raise RequestError(422, path, "its elements are no whole numbers", "send token ids as int64")
     if ((values < 0) | (values > np.iinfo(np.int32).max)).any():
-        raise Refused(422, path, "an element is no token id", "send token ids of the base's tokenizer")
+        raise RequestError(422, path, "an element is no token id", "send token ids of the base's tokenizer")
     return values.astype("<i4")
 
 
 def finite(values: Array, path: str) -> npt.NDArray[np.float32]:
     numbers = values.astype("<f4")
     if not np.isfinite(numbers).all():
-        raise Refused(422, path, "an element is not finite", "send finite numbers")
+        raise RequestError(422, path, "an element is not finite", "send finite numbers")
     return numbers
 
 
@@ -52,9 +52,11 @@ def token_ids(data: bytes, path: str) -> Array:
 
 def _elements(data: bytes, dtype: int, path: str) -> Array:
     if (kind := _ELEMENTS.get(dtype)) is None:
-        raise Refused(422, path, f"elements of type {dtype} are not known", "send float32 or int64")
+        raise RequestError(422, path, f"elements of type {dtype} are not known", "send float32 or int64")
     if len(data) % np.dtype(kind).itemsize:
-        raise Refused(422, path, "its bytes are no whole number of elements", "send what its type and shape require")
+        raise RequestError(
+            422, path, "its bytes are no whole number of elements", "send what its type and shape require"
+        )
     return np.frombuffer(data, kind)
 
 
@@ -65,7 +67,9 @@ def _sparse(csr: Any, dtype: int, path: str, n: int) -> Array:
     counts = np.diff(ends)
     sound = len(ends) == n + 1 <= MAX_ELEMENTS and ends[0] == 0 and ends[-1] == len(values) == len(columns)
     if not sound or ((counts < 0) | (counts > 1)).any() or columns.any():
-        raise Refused(422, path, "it is no sparse tensor of this shape", "send what TensorData makes, or a dense one")
+        raise RequestError(
+            422, path, "it is no sparse tensor of this shape", "send what TensorData makes, or a dense one"
+        )
     dense = np.zeros(n, values.dtype)
     dense[counts == 1] = values
     return dense

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_lora.service.http import Caller, Guard, Handler, body_of
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker.checkpoints import STATE
 
 _NO_BILLS, _NO_PROJECTS = "this service keeps no accounts", "sessions of this service are in no projects"
@@ -63,7 +63,7 @@ _CALLS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
 """Name: path, methods, reason, fix."""
 
 
-class Unsupported:
+class UnsupportedRoutes:
     def routes(self, guard: Guard) -> list[Route]:
         return [
             Route(path, guard(_refuses(name, reason, fix)), methods=list(methods))
@@ -74,6 +74,6 @@ class Unsupported:
 def _refuses(name: str, reason: str, fix: str) -> Handler:
     async def handle(request: Request, caller: Caller) -> Response:
         await body_of(request, caller, long=True)
-        raise Refused(422, name, reason, fix)
+        raise RequestError(422, name, reason, fix)
 
     return handle

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.sandbox import seccomp
-from areal_lora.tasks.sandbox.seccomp import Processes
+from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP = 1, 38, 24
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
@@ -67,7 +67,7 @@ class Doors:
     scratch_bytes: int = 0
     network: bool = False
     kept: Path | None = None
-    processes: Processes = Processes.NONE
+    processes: ProcessPolicy = ProcessPolicy.NONE
     readable: tuple[Path, ...] | None = None
 
 
@@ -86,11 +86,11 @@ def raise_fence(hidden: Path | None, parent_pid: int, doors: Doors) -> list[str]
     missing = []
     if not _forbid_files(libc, hidden, doors):
         missing.append("Landlock (Linux 5.13; the reward can read the run folder, as the user can)")
-    if doors.processes is Processes.MANY and _landlock(libc) < _SIGNALS_SINCE:
+    if doors.processes is ProcessPolicy.MANY and _landlock(libc) < _SIGNALS_SINCE:
         missing.append("Landlock's scope of signals (Linux 6.12; the reward can signal other processes of the user)")
-    inherited = doors.processes is not Processes.NONE
+    inherited = doors.processes is not ProcessPolicy.NONE
     _drop_capabilities(libc, inherited=inherited)
-    if doors.processes is Processes.MANY and os.geteuid() == 0 and not _become_another_user(doors.scratch):
+    if doors.processes is ProcessPolicy.MANY and os.geteuid() == 0 and not _become_another_user(doors.scratch):
         missing.append("a user of its own (the number of processes is limited by the time of an answer alone)")
     # Landlock binds capabilities too. The interpreter may be in a folder that only its owner may enter.
     if doors.readable is not None and all(os.access(place, os.R_OK) for place in doors.readable if place.exists()):
@@ -195,7 +195,7 @@ def _forbid_files(libc: ctypes.CDLL, hidden: Path | None, doors: Doors) -> bool:
     if ruleset < 0:
         return False
     try:
-        read = _READ_FILE if doors.processes is Processes.NONE else _READ_FILE | _EXECUTE
+        read = _READ_FILE if doors.processes is ProcessPolicy.NONE else _READ_FILE | _EXECUTE
         if doors.readable is None:
             _allow(libc, ruleset, Path("/"), _READ_DIR)
         for place in _all_but(hidden) if doors.readable is None else doors.readable:

@@ -99,7 +99,7 @@ _PR_SET_SECCOMP, _FILTER_MODE = 22, 2
 Instruction = tuple[int, int, int, int]
 
 
-class Processes(StrEnum):
+class ProcessPolicy(StrEnum):
     """Which processes may be started.
 
     ``none``: no other one. ``exec``: none, but this one may become another program. ``many``: any, which can be
@@ -113,20 +113,20 @@ class Processes(StrEnum):
 
     @property
     def several(self) -> bool:
-        return self in (Processes.MANY, Processes.BOX)
+        return self in (ProcessPolicy.MANY, ProcessPolicy.BOX)
 
 
 def program(
-    machine: str, pid: int, *, network: bool = False, processes: Processes = Processes.NONE
+    machine: str, pid: int, *, network: bool = False, processes: ProcessPolicy = ProcessPolicy.NONE
 ) -> list[Instruction] | None:
     """Build the filter as BPF ``(code, jump if true, jump if false, k)``; None for a machine without known numbers."""
     if machine not in _MACHINES:
         return None
     column, arch = _MACHINES[machine]
     open_calls = {"socket"} if network else set()
-    open_calls |= {"execve"} if processes is Processes.EXEC else set()
+    open_calls |= {"execve"} if processes is ProcessPolicy.EXEC else set()
     open_calls |= {*_STARTS, "tkill"} if processes.several else set()
-    open_calls |= set(_ATTRIBUTES) if processes is Processes.BOX else set()
+    open_calls |= set(_ATTRIBUTES) if processes is ProcessPolicy.BOX else set()
     refuse: Instruction = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     allow: Instruction = (_RETURN, 0, 0, _ALLOW)
     code: list[Instruction] = [
@@ -155,7 +155,7 @@ def program(
     return [*code, allow]
 
 
-def install(*, network: bool = False, processes: Processes = Processes.NONE) -> bool:
+def install(*, network: bool = False, processes: ProcessPolicy = ProcessPolicy.NONE) -> bool:
     """Install the filter in this process; False if the kernel or machine does not support it.
 
     The process must have one thread and PR_SET_NO_NEW_PRIVS set.

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
+from areal_lora.checkpoint.checkpoint_store import leftovers_in, looks_whole
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import verify
 from areal_lora.checkpoint.state import MANIFEST_FILE, Manifest, decode_manifest, files_of, read_files
-from areal_lora.checkpoint.store import leftovers_in, looks_whole
 from areal_lora.distributed.exchange import Exchange, first_problem
 from areal_lora.engine.base import TrainEngine
 from areal_lora.errors import CheckpointError
-from areal_lora.operations.messages import Failed, Kept, LoadState
+from areal_lora.operations.protocol import LoadState, OperationFailure, StateResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import Adapter
 from areal_lora.types import AdapterRef
@@ -53,7 +53,7 @@ def loadable(run_folder: RunFolder, request: LoadState, adapter: Adapter, base: 
 
 def load_saved(
     engine: TrainEngine, run_folder: RunFolder, request: LoadState, adapter: str, exchange: Exchange
-) -> Kept | Failed:
+) -> StateResult | OperationFailure:
     """Set the adapter to a state that is `loadable`. Without the optimizer its moments and its clock start again.
 
     Collective. Failed, and the adapter is as it was, if a rank cannot read it: a shared file system may show rank 0
@@ -68,13 +68,13 @@ def load_saved(
     except (OSError, CheckpointError) as error:
         problem = f"trainer rank {exchange.rank} cannot read the saved state {request.label!r}: {error}"
     if problem := first_problem(problem, exchange):
-        return Failed(reason=f"{problem} (fix: load it again)", by_client=False)
+        return OperationFailure(reason=f"{problem} (fix: load it again)", by_client=False)
     step = saved.clock.step if request.optimizer else 0
     if not request.optimizer:
         empty = {name: np.zeros_like(values) for name, values in parts["weight"].items()}
         parts = {part: values if part == "weight" else empty for part, values in parts.items()}
     engine.load_state(adapter, parts, step)
-    return Kept(step=step, n_bytes=sum(entry.nbytes for entry in entries))
+    return StateResult(step=step, n_bytes=sum(entry.nbytes for entry in entries))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

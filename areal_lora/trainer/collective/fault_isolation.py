@@ -29,8 +29,8 @@ from areal_lora.errors import (
 from areal_lora.processes.log import get_logger
 from areal_lora.trainer import companions
 from areal_lora.trainer.adapter import Adapter, TrainingState
-from areal_lora.trainer.roster.plan import SERVED
-from areal_lora.trainer.state import Trainer
+from areal_lora.trainer.roster.roster_plan import SERVED
+from areal_lora.trainer.training_state import Trainer
 from areal_lora.types import AdapterPhase
 
 CONTAINED = (

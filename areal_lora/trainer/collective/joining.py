@@ -20,10 +20,10 @@ from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState, build_adapter
 from areal_lora.trainer.collective.fault_isolation import CONTAINED, enter, leave, release
 from areal_lora.trainer.collective.waits import join_last
-from areal_lora.trainer.roster import plan
-from areal_lora.trainer.roster.desired import DesiredView, prepared
-from areal_lora.trainer.roster.plan import SERVED, Note, Roster
-from areal_lora.trainer.state import Trainer
+from areal_lora.trainer.roster import roster_plan
+from areal_lora.trainer.roster.desired_adapters import DesiredView, prepared
+from areal_lora.trainer.roster.roster_plan import SERVED, Note, Roster
+from areal_lora.trainer.training_state import Trainer
 from areal_lora.trainer.versions.checkpointing import load
 from areal_lora.trainer.work import AdapterChange, Join
 from areal_lora.types import AdapterPhase, AdapterRef
@@ -39,7 +39,7 @@ def next_change(trainer: Trainer) -> AdapterChange | None:
     view = trainer.rank_0.desired if trainer.rank_0 else None
     if view is None:
         return None
-    while (change := plan.next_change(desired := view.look(), _roster(trainer, view))) is not None:
+    while (change := roster_plan.next_change(desired := view.look(), _roster(trainer, view))) is not None:
         match change:
             case Note(adapter=key, phase=phase, reason=reason):
                 note(trainer, key, phase, reason)

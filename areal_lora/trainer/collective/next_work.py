@@ -16,11 +16,11 @@ from collections.abc import Callable
 from functools import partial
 
 from areal_lora.algorithms.fair_queue import before
-from areal_lora.operations.messages import Operation, Pass, Publish
+from areal_lora.operations.protocol import Operation, Pass, Publish
 from areal_lora.rollout.channel.client import SHORT_POLL_S
 from areal_lora.trainer.collective.waits import RETRY_S, catch_up
-from areal_lora.trainer.roster.plan import SERVED
-from areal_lora.trainer.state import Rank0, Trainer
+from areal_lora.trainer.roster.roster_plan import SERVED
+from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.trainer.work import (
     AdapterChange,
     CatchUp,

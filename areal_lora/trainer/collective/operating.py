@@ -13,25 +13,25 @@ operations and other adapters have their turns (`next_work`). Answers follow eac
 from __future__ import annotations
 
 from areal_lora.engine.base import AdamValues
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     LoadState,
     Operation,
     OptimStep,
     Outcome,
     Pass,
     Publish,
-    Published,
+    PublishResult,
     SaveState,
-    Stepped,
+    StepResult,
     ends_window,
 )
 from areal_lora.processes.faults import reached
 from areal_lora.trainer.adapter import TrainingState
-from areal_lora.trainer.clients.passes import carry_out
+from areal_lora.trainer.clients.client_passes import carry_out
 from areal_lora.trainer.clients.saved_states import load_saved
 from areal_lora.trainer.collective.fault_isolation import contained
 from areal_lora.trainer.collective.waits import controller_state, join_checkpoint, join_publish
-from areal_lora.trainer.state import Trainer
+from areal_lora.trainer.training_state import Trainer
 from areal_lora.trainer.work import Operate
 
 
@@ -90,7 +90,7 @@ def _outcome(trainer: Trainer, state: TrainingState, operation: Operation) -> Ou
     raise AssertionError(f"{type(operation.what).__name__} is done by rank 0 alone")
 
 
-def _step(trainer: Trainer, state: TrainingState, step: OptimStep) -> Stepped:
+def _step(trainer: Trainer, state: TrainingState, step: OptimStep) -> StepResult:
     adam = AdamValues(
         beta1=step.beta1,
         beta2=step.beta2,
@@ -100,7 +100,7 @@ def _step(trainer: Trainer, state: TrainingState, step: OptimStep) -> Stepped:
     )
     stats = trainer.engine.optim_step(state.name, 1.0, step.lr, adam).values
     skipped = stats["skipped"] == 1.0
-    return Stepped(
+    return StepResult(
         step=trainer.engine.step_count(state.name), grad_norm=0.0 if skipped else stats["grad_norm"], skipped=skipped
     )
 
@@ -110,7 +110,7 @@ def _settle(trainer: Trainer, state: TrainingState, operation: Operation, outcom
     before, state.version = state.ref, operation.number
     if trainer.rank_0:
         clients, spans = trainer.rank_0.clients_of(state.adapter), trainer.spans[state.name]
-        if isinstance(operation.what, OptimStep) and isinstance(outcome, Stepped):
+        if isinstance(operation.what, OptimStep) and isinstance(outcome, StepResult):
             # Before the checkpoint, as of a training step: after any crash there is one record per step.
             window = clients.windows[state.name]
             trainer.rank_0.recorder.client_step(before, window, operation.what, outcome, spans)
@@ -126,9 +126,9 @@ def _save(trainer: Trainer, state: TrainingState) -> None:
     assert save is not None, "every version of a client's adapter has a checkpoint"
 
 
-def _publish(trainer: Trainer, state: TrainingState, operation: Operation) -> Published | None:
+def _publish(trainer: Trainer, state: TrainingState, operation: Operation) -> PublishResult | None:
     if trainer.publishing.newest(state.name) == state.version:
-        return Published(version=state.version)
+        return PublishResult(version=state.version)
     if trainer.rank_0:
         trainer.rank_0.clients_of(state.adapter).publishes(operation, state.version)
     with trainer.spans[state.name].span("publish_pack"):

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 
-from areal_lora.checkpoint.saver import Save
+from areal_lora.checkpoint.saver import CheckpointSave
 from areal_lora.data.collate import assert_staleness, collate
 from areal_lora.errors import AlignmentError
 from areal_lora.trainer.adapter import ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.collective.fault_isolation import contained
-from areal_lora.trainer.roster.plan import SERVED
-from areal_lora.trainer.state import Trainer
+from areal_lora.trainer.roster.roster_plan import SERVED
+from areal_lora.trainer.training_state import Trainer
 from areal_lora.types import TrainBatch, TrajectoryGroup
 
 RETRY_S = 1.0
@@ -39,7 +39,7 @@ def controller_state(trainer: Trainer, state: TrainingState) -> ControllerState:
     return trainer.rank_0.driver(state.adapter).state(state.name) if trainer.rank_0 else ControllerState()
 
 
-def join_checkpoint(trainer: Trainer, state: TrainingState) -> Save | None:
+def join_checkpoint(trainer: Trainer, state: TrainingState) -> CheckpointSave | None:
     saved = trainer.checkpointing.join(state.name)
     if trainer.rank_0 and saved is not None and not saved.label:
         trainer.rank_0.recorder.checkpointed(saved)

@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from areal_lora.checkpoint.checkpoint_store import Snapshot
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import ResumePlan, WholeCheckpoint, explain, tidy
-from areal_lora.checkpoint.saver import Save, Saver
+from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.checkpoint.state import (
     MANIFEST_FILE,
     Clock,
@@ -20,7 +21,6 @@ from areal_lora.checkpoint.state import (
     files_of,
     read_files,
 )
-from areal_lora.checkpoint.store import Snapshot
 from areal_lora.config.adapter_run import AdapterRun, adapter_named, adapter_run
 from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import Exchange
@@ -53,7 +53,7 @@ class Checkpointing:
         """An adapter has joined from its checkpoint of ``version``."""
         self._newest[adapter] = version
 
-    def save(self, state: TrainingState, controller: ControllerState) -> Save | None:
+    def save(self, state: TrainingState, controller: ControllerState) -> CheckpointSave | None:
         """Copy the adapter's tensors and start to write them, if its version is due for a checkpoint and has none.
 
         A version whose checkpoint could not be written has none. At most one save per adapter is in progress: call
@@ -65,14 +65,14 @@ class Checkpointing:
         self._newest[adapter.name] = version
         return self._saver.save(self._snapshot(state, controller))
 
-    def keep(self, state: TrainingState, controller: ControllerState, label: str) -> Save:
+    def keep(self, state: TrainingState, controller: ControllerState, label: str) -> CheckpointSave:
         """Copy the adapter's tensors and start to write them as its saved state ``label``, in place of what is there.
 
         It counts as the adapter's save in progress.
         """
         return self._saver.save(self._snapshot(state, controller), label)
 
-    def pending(self, adapter: str) -> Save | None:
+    def pending(self, adapter: str) -> CheckpointSave | None:
         """The adapter's save that was not joined yet (not collective)."""
         return self._saver.pending(adapter)
 
@@ -104,7 +104,7 @@ class Checkpointing:
             ref=ref, state=tensors, companions=others, random=random_state(self._engine.device), manifest=manifest
         )
 
-    def join(self, adapter: str) -> Save | None:
+    def join(self, adapter: str) -> CheckpointSave | None:
         """Wait until the previous checkpoint is written and its step committed, or could not be; see `Saver.join`."""
         save = self._saver.join(adapter)
         if save is not None and save.failed and not save.label:

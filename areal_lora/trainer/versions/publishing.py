@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal
 
 from areal_lora.algorithms.merging import MAX_LOST, CastLoss
-from areal_lora.checkpoint.saver import Save
+from areal_lora.checkpoint.saver import CheckpointSave
 from areal_lora.data.collate import split_rows
 from areal_lora.engine.base import TrainEngine
 from areal_lora.engine.common.adapter_engine import DTYPES
@@ -24,8 +24,8 @@ from areal_lora.trainer.adapter import Adapter
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.trainer.job import PublishHandle
 from areal_lora.weight_sync.trainer.packed_shard import Pack
+from areal_lora.weight_sync.trainer.publish_job import PublishHandle
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.report import PublishReport
 
@@ -89,7 +89,7 @@ class AdapterPublishing:
         self._published: dict[str, _PublishState] = {}
         self._lossy = False
 
-    def publish(self, adapter: Adapter, version: int, save: Save | None) -> None:
+    def publish(self, adapter: Adapter, version: int, save: CheckpointSave | None) -> None:
         """Start to send the adapter as ``version``. One publish per adapter may be in progress: call ``join`` first.
 
         Nothing is sent before ``save``, the checkpoint of this version, is settled: a version that a server

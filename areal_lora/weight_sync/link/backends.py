@@ -18,7 +18,7 @@ _MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class GroupSeat:
     """Place of one member in a group to be formed; ``bind`` is its own address, ``device`` the one it computes on."""
 
     store: dist.Store
@@ -44,11 +44,11 @@ class Backend:
     timed_from_issue: bool = False
 
 
-BackendFactory = Callable[[Seat], Backend]
+BackendFactory = Callable[[GroupSeat], Backend]
 """May block until all members have joined. ``Work.wait`` of the group must block the host, up to its time-out."""
 
 
-def gloo(seat: Seat) -> Backend:
+def gloo(seat: GroupSeat) -> Backend:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = delta(seat.timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=seat.bind)]
@@ -56,7 +56,7 @@ def gloo(seat: Seat) -> Backend:
     return Backend(group, None, same_host=seat.device.type == "cpu")  # page-locked memory cannot be shared
 
 
-def _nccl(seat: Seat) -> Backend:
+def _nccl(seat: GroupSeat) -> Backend:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = delta(seat.timeout_s)
     # A receive that waits for its source spins on the device. One per source, with NCCL's usual number of blocks,

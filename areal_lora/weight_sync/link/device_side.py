@@ -16,14 +16,14 @@ from areal_lora.processes.watched import watched_thread
 
 
 @dataclass(frozen=True, slots=True)
-class Issued:
+class PendingBroadcast:
     """A broadcast that the library has taken, ``at`` (time.monotonic)."""
 
     work: dist.Work
     at: float
 
     @classmethod
-    def now(cls, work: dist.Work) -> Issued:
+    def now(cls, work: dist.Work) -> PendingBroadcast:
         return cls(work, time.monotonic())
 
 
@@ -47,13 +47,13 @@ class DeviceSide:
             held = self._memory[flat.data_ptr()] = self.lane.twin(flat)
         return held[: flat.numel()]
 
-    def issue(self, call: Callable[[], dist.Work]) -> Future[Issued]:
+    def issue(self, call: Callable[[], dist.Work]) -> Future[PendingBroadcast]:
         """Have ``call`` made after all earlier ones."""
-        made: Future[Issued] = Future()
+        made: Future[PendingBroadcast] = Future()
 
         def make() -> None:
             try:
-                made.set_result(Issued.now(call()))
+                made.set_result(PendingBroadcast.now(call()))
             except BaseException as e:  # fault boundary: the waiting caller gets the error  # noqa: BLE001
                 made.set_exception(e)
 

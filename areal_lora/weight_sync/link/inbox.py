@@ -12,7 +12,7 @@ import torch
 
 from areal_lora.errors import PublishError
 from areal_lora.platforms.device import host_buffer
-from areal_lora.weight_sync.link.same_host import SIGNAL_BYTES, Signal, Window
+from areal_lora.weight_sync.link.same_host import SIGNAL_BYTES, MappedSegment, Signal
 
 RING = 3  # parts of one source in flight: one being read, the others on the wire
 POLL_S, LONGEST_POLL_S = 1e-4, 2e-3  # interval of polling how far a source has packed
@@ -97,14 +97,14 @@ class Windows:
     """Mapped segments of one source, which has one for each adapter. Those that it has freed are unmapped."""
 
     def __init__(self) -> None:
-        self._open: dict[bytes, Window] = {}
+        self._open: dict[bytes, MappedSegment] = {}
 
-    def of(self, signal: Signal) -> Window:
+    def of(self, signal: Signal) -> MappedSegment:
         """Map the segment of ``signal``. Raises PublishError if the source's process has ended."""
         if signal.nonce not in self._open:
             self._open = {nonce: window for nonce, window in self._open.items() if window.held}
             try:
-                self._open[signal.nonce] = Window(signal)
+                self._open[signal.nonce] = MappedSegment(signal)
             except OSError as e:
                 raise PublishError(f"the memory of process {signal.pid} can no longer be read: {e}") from e
         return self._open[signal.nonce]

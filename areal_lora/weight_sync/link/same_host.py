@@ -1,7 +1,7 @@
 """Shared memory of a packed shard that receivers on the same machine read in place, without a socket.
 
     source                                                     receiver on the same machine
-    SharedSegment  generation, ready | tensors | trailer       Window, the same pages, read-only
+    SharedSegment  generation, ready | tensors | trailer       MappedSegment, the same pages, read-only
                    renew()  signal() ---- broadcast --->       wait until ready, view, read
                    pack, advance(ready), pack ...              still the same generation?
                    signal() ---- broadcast --->
@@ -116,7 +116,7 @@ class SharedSegment:
         return _place() + self.signal().encode()
 
 
-class Window:
+class MappedSegment:
     """A mapped segment of another process. Raises OSError if it is missing or unreadable."""
 
     def __init__(self, signal: Signal) -> None:
@@ -165,7 +165,7 @@ def readable(card: bytes) -> bool:
         return False  # the process id names another process here
     signal = Signal.decode(card[_PLACE_BYTES:])
     try:
-        return Window(signal).generation == signal.generation
+        return MappedSegment(signal).generation == signal.generation
     except OSError:
         return False  # of another user, or /proc is not accessible
 

@@ -27,10 +27,10 @@ from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.blocks import Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape
-from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, join_group
+from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.manifest import check_layout, check_successor
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.server.reception import PhaseTimer, Reception
 from areal_lora.weight_sync.tables import LayoutTables
 
@@ -76,7 +76,7 @@ class SlotWriter(Protocol):
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownLayout:
     """A layout this worker has received. ``plans`` is None until the layout is checked against the engine."""
 
     tables: LayoutTables
@@ -88,10 +88,10 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True)
-class _Started:
+class _StartedReception:
     """The layout and the posted receives of a ``start``."""
 
-    known: _Known
+    known: _KnownLayout
     reception: Reception
 
 
@@ -124,7 +124,7 @@ class AdapterReceiver:
         self._current: dict[str, AdapterRef] = {}
         self._previous: dict[str, AdapterRef | None] = {}
         self._groups: dict[int, BroadcastGroup] = {}
-        self._known: dict[str, _Known] = {}  # the last used one last
+        self._known: dict[str, _KnownLayout] = {}  # the last used one last
         self._layouts = layouts
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -162,10 +162,10 @@ class AdapterReceiver:
         if not groups:
             raise PublishError(f"{manifest.ref}: the receiver is in no group; the trainer must call /admin/join first")
         timer = PhaseTimer()
-        started: _Started | Exception
+        started: _StartedReception | Exception
         try:
             known = self._layout(manifest, layout)
-            started = _Started(known, Reception(known.tables, groups, time.monotonic() + timeout_s, timer))
+            started = _StartedReception(known, Reception(known.tables, groups, time.monotonic() + timeout_s, timer))
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are  # noqa: BLE001
             started = e
         if self._thread is None:
@@ -209,7 +209,7 @@ class AdapterReceiver:
         manifest: ShardManifest,
         slot: int | None,
         groups: _Groups,
-        started: _Started | Exception,
+        started: _StartedReception | Exception,
         timer: PhaseTimer,
     ) -> None:
         written = False
@@ -236,9 +236,9 @@ class AdapterReceiver:
             result = timer.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
         except PublishError as e:
             _leave_at_once(groups)
-            result = timer.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))
+            result = timer.result(manifest.ref, slot, reason=RefusalReason.WIRE, detail=str(e))
         except Exception as e:  # fault boundary: whatever the engine raises must not leave the publish unanswered  # noqa: BLE001
-            result = timer.result(manifest.ref, slot, reason=Refusal.WRITE, detail=repr(e))
+            result = timer.result(manifest.ref, slot, reason=RefusalReason.WRITE, detail=repr(e))
         if isinstance(started, Exception):  # nothing was received, and how the bytes are cut may not be known
             _leave_at_once(groups)
         if not result.ok and written and slot is not None:
@@ -246,23 +246,25 @@ class AdapterReceiver:
         self._idle.set()
         self._on_staged(result)
 
-    def _layout(self, manifest: ShardManifest, layout: AdapterLayout | None) -> _Known:
+    def _layout(self, manifest: ShardManifest, layout: AdapterLayout | None) -> _KnownLayout:
         """Find the layout a manifest names. A new layout is kept even if ``_check`` refuses it afterwards."""
         known = self._known.pop(manifest.layout, None)
         if known is None and layout is None:
-            raise ManifestError(Refusal.UNKNOWN_LAYOUT, f"{manifest.ref} uses a layout that this server does not hold")
+            raise ManifestError(
+                RefusalReason.UNKNOWN_LAYOUT, f"{manifest.ref} uses a layout that this server does not hold"
+            )
         if layout is not None and layout.digest != manifest.layout:
-            raise ManifestError(Refusal.MALFORMED, f"{manifest.ref} names another layout than it brings")
+            raise ManifestError(RefusalReason.MALFORMED, f"{manifest.ref} names another layout than it brings")
         if known is None and layout is not None:
             while len(self._known) >= self._layouts:
                 del self._known[next(iter(self._known))]
-            known = _Known(LayoutTables(layout))
+            known = _KnownLayout(LayoutTables(layout))
         assert known is not None
         self._known[manifest.layout] = known
         return known
 
     def _check(
-        self, manifest: ShardManifest, known: _Known, slot: int | None, groups: _Groups
+        self, manifest: ShardManifest, known: _KnownLayout, slot: int | None, groups: _Groups
     ) -> tuple[Sequence[TensorBlocks], int]:
         """Check the version and return each shard's plan and the slot. Raises ManifestError."""
         name, layout = manifest.ref.name, known.layout
@@ -275,10 +277,10 @@ class AdapterReceiver:
         sources = {s.source for s in layout.shards}
         if not sources <= groups.keys():
             raise ManifestError(
-                Refusal.MALFORMED, f"shards of source ranks {sorted(sources)}, joined groups {sorted(groups)}"
+                RefusalReason.MALFORMED, f"shards of source ranks {sorted(sources)}, joined groups {sorted(groups)}"
             )
         if slot is None:
-            raise ManifestError(Refusal.SLOT, f"no free adapter slot for {manifest.ref}")
+            raise ManifestError(RefusalReason.SLOT, f"no free adapter slot for {manifest.ref}")
         return known.plans, slot
 
     def _write(

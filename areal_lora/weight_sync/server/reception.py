@@ -12,9 +12,9 @@ from areal_lora.processes.faults import reached
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.blocks import Marks
 from areal_lora.weight_sync.layout import Bucket
-from areal_lora.weight_sync.link.groups import BroadcastGroup
+from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup
 from areal_lora.weight_sync.messages import StageResult
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.seal import SEAL_BYTES, adapter_digest, seal, shard_sum, trailer_part
 from areal_lora.weight_sync.tables import LayoutTables
 
@@ -84,19 +84,21 @@ class _Source:
         total = shard_sum(self._layout, self.index, sent)
         if sealed != seal(ref, self._layout.digest, total):
             raise ManifestError(
-                Refusal.HASH, f"the trailer of source rank {self.shard.source} does not belong to {ref} or is damaged"
+                RefusalReason.HASH,
+                f"the trailer of source rank {self.shard.source} does not belong to {ref} or is damaged",
             )
         changed = np.flatnonzero(sent != self.marks.sums)
         if len(changed):
             name = self.shard.tensors[changed[0]].name
             raise ManifestError(
-                Refusal.HASH, f"{len(changed)} tensors of source rank {self.shard.source} arrived changed, first {name}"
+                RefusalReason.HASH,
+                f"{len(changed)} tensors of source rank {self.shard.source} arrived changed, first {name}",
             )
         bad = np.flatnonzero(self.marks.bad)
         if len(bad):
             name = self.shard.tensors[bad[0]].name
             raise ManifestError(
-                Refusal.NON_FINITE, f"{name} from source rank {self.shard.source} holds NaN or infinity"
+                RefusalReason.NON_FINITE, f"{name} from source rank {self.shard.source} holds NaN or infinity"
             )
         return total
 

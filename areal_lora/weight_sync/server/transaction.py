@@ -19,13 +19,13 @@ from enum import Enum, auto
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, StageResult
-from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.server.slots import Resident
-from areal_lora.weight_sync.server.versions import ServedVersions
+from areal_lora.weight_sync.refusal import RefusalReason
+from areal_lora.weight_sync.server.slot_table import ResidentVersion
+from areal_lora.weight_sync.server.slot_versions import ServedVersions
 
 SLOT_WAIT_S = 1.0
 """Longest wait for a slot in place where other adapters may be waiting behind: the trainer tries again."""
-TAKEN_OFF = (Refusal.DUPLICATE, Refusal.WIRE)
+TAKEN_OFF = (RefusalReason.DUPLICATE, RefusalReason.WIRE)
 """Accepted answers to a repeated version: the worker has drained its bytes, or is in no group and receives none."""
 
 
@@ -41,7 +41,7 @@ class Stage:
 class Retire:
     """Have the engine forget these versions; requests can no longer name them."""
 
-    residents: list[Resident]
+    residents: list[ResidentVersion]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Commit:
 
     lora_id: int
     slot: int
-    retired: list[Resident]
+    retired: list[ResidentVersion]
     staged: Sequence[StageResult]
     staged_at: float
 
@@ -134,7 +134,7 @@ class PublishTransaction:
         try:
             return self._stage(self._versions.slots.reserve(self.ref))
         except ManifestError as e:
-            if e.reason != Refusal.SLOT:
+            if e.reason != RefusalReason.SLOT:
                 return self._stage(None, e)
             # A commit retires most versions. Otherwise a request holds an old one: the oldest unused version goes.
             if retired := self._versions.make_room(self.ref.name):
@@ -207,12 +207,12 @@ class PublishTransaction:
 
     def _check_staged(self, results: Sequence[StageResult]) -> None:
         refused = next((r for r in results if not r.ok), None)
-        if refused is not None and refused.reason == Refusal.SLOT:
+        if refused is not None and refused.reason == RefusalReason.SLOT:
             raise self._versions.slots.full(self.ref)  # a worker does not know what holds them
         if refused is not None:
             raise ManifestError(refused.reason, refused.detail)
         if len({r.digest for r in results}) > 1:
-            raise ManifestError(Refusal.HASH, "workers received different numbers")
+            raise ManifestError(RefusalReason.HASH, "workers received different numbers")
 
     def _require(self, phase: _Phase) -> None:
         if self._phase is not phase:

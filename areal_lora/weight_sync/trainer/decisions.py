@@ -16,7 +16,7 @@ from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.trainer.membership import Judgement, ServerFinding, judge
 from areal_lora.weight_sync.trainer.steps import Sent
 
@@ -118,7 +118,7 @@ def member_faults(
     for server in members:
         reply, error = replies.get(server), errors.get(server)
         if error is not None:
-            stale = isinstance(error, ManifestError) and error.reason == Refusal.STALE_VERSION
+            stale = isinstance(error, ManifestError) and error.reason == RefusalReason.STALE_VERSION
             faults[server] = MemberFault(error, foreign=stale)
         elif reply is None:
             faults[server] = MemberFault(PublishError(f"{ref} was not sent: {what_failed((), results)}"))
@@ -127,7 +127,7 @@ def member_faults(
                 f"server {server} acknowledged {reply.ref} {reply.digest}, published was {ref} {digest}; "
                 "it serves other numbers than were sent"
             )
-            faults[server] = MemberFault(ManifestError(Refusal.HASH, text), foreign=True)
+            faults[server] = MemberFault(ManifestError(RefusalReason.HASH, text), foreign=True)
     return faults
 
 

@@ -17,7 +17,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeResult
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.seal import adapter_digest
 from areal_lora.weight_sync.trainer.decisions import (
     Look,
@@ -31,17 +31,17 @@ from areal_lora.weight_sync.trainer.decisions import (
     what_failed,
 )
 from areal_lora.weight_sync.trainer.fleet import AttemptRequests, Fleet, answers, errors
-from areal_lora.weight_sync.trainer.job import Job
 from areal_lora.weight_sync.trainer.membership import ServerFinding, ServerWatch
+from areal_lora.weight_sync.trainer.publish_job import Job
 from areal_lora.weight_sync.trainer.report import PublishReport, server_acks, slowest_phases
-from areal_lora.weight_sync.trainer.role import Attempted, Event, Started, Waited
-from areal_lora.weight_sync.trainer.roster import Roster
+from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, StartOutcome, WaitOutcome
+from areal_lora.weight_sync.trainer.roster import MemberRoster
 from areal_lora.weight_sync.trainer.steps import (
     Attempt,
     Decision,
     Fail,
     Failure,
-    Finish,
+    FinishPublish,
     Sent,
     Step,
     Wait,
@@ -69,7 +69,7 @@ class Active:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedVersion:
     """The newest version of an adapter: the members that serve it, and the report of its publish."""
 
     members: frozenset[ServerEndpoint]
@@ -112,10 +112,10 @@ class Leader:
         self._on_active, self._on_wait, self._loading = on_active, on_wait, loading
         self._awaited: Sequence[str] = ()  # servers that load their model, as logged
         self._fleet = Fleet(run, secret)
-        self.roster = Roster(self._fleet, servers, ping_s=config.ping_s, watch=watch)
+        self.roster = MemberRoster(self._fleet, servers, ping_s=config.ping_s, watch=watch)
         self._requests = AttemptRequests(self._fleet, config.answer_s)
         self._formed: tuple[ServerEndpoint, ...] | None = None  # None: members may be out of step, form new groups
-        self._served: dict[str, Served] = {}  # by adapter
+        self._served: dict[str, ServedVersion] = {}  # by adapter
         self._next_turn: int | None = None
 
     def changed(self) -> bool:
@@ -169,11 +169,11 @@ class Leader:
 
     def _next(self, job: Job, event: Event) -> Step:
         match event:
-            case Started():
+            case StartOutcome():
                 return self._start(job)
-            case Waited():
+            case WaitOutcome():
                 return self._connect(job)
-            case Attempted(results=results):
+            case AttemptOutcome(results=results):
                 return self._follow(job, results)
 
     def _start(self, job: Job) -> Step:
@@ -183,7 +183,9 @@ class Leader:
         if members and self._in_step(members) and not self.roster.changed():
             served = self._served.get(job.ref.name)
             if job.repeated and served is not None and served.report.ref == job.ref and served.members >= set(members):
-                return Finish(report=msgspec.structs.replace(served.report, lost={}, joined=[], left=[], attempts=0))
+                return FinishPublish(
+                    report=msgspec.structs.replace(served.report, lost={}, joined=[], left=[], attempts=0)
+                )
             if self._fleet.checked(members, job.layout):
                 self._requests.clear()
                 return Attempt()
@@ -281,10 +283,10 @@ class Leader:
 
     def _finish(self, job: Job, report: PublishReport) -> Step:
         self.roster.served()
-        self._served[job.ref.name] = Served(members=frozenset(self.roster.members), report=report)
+        self._served[job.ref.name] = ServedVersion(members=frozenset(self.roster.members), report=report)
         if job.full_s is not None and self._on_wait is not None:
             self._on_wait(job.ref, "")
-        return Finish(report=report)
+        return FinishPublish(report=report)
 
     def _await_slot(self, job: Job, findings: Sequence[ServerFinding]) -> Step:
         """Let the next adapter go ahead if one waits. Raises the servers' refusal when no server had a slot in time."""
@@ -295,7 +297,7 @@ class Leader:
         if job.dropped:
             raise PublishError(f"{job.ref}: its adapter is dropped while it waits for a slot")
         if now >= job.full_s + self._config.slot_s and len(full) == len(findings):
-            raise ManifestError(Refusal.SLOT, f"{job.ref} found no slot within {self._config.slot_s:g} s: {held}")
+            raise ManifestError(RefusalReason.SLOT, f"{job.ref} found no slot within {self._config.slot_s:g} s: {held}")
         log.warning("%s waits for an adapter slot: %s", job.ref, held)
         if self._on_wait is not None:
             self._on_wait(job.ref, held)

@@ -24,7 +24,7 @@ from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_indices, read_endpoint
 from areal_lora.weight_sync.messages import ServerEndpoint
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 
 WATCH_S = 1.0
 MISSES = 2  # one may be a busy moment
@@ -63,7 +63,10 @@ class ServerFinding:
         Neither a broken transfer nor a ``full`` server is a refusal, nor is a layout that a server no longer holds: it
         leaves its groups, and is sent the layout after the next join.
         """
-        again = isinstance(self.error, ManifestError) and self.error.reason in (Refusal.WIRE, Refusal.UNKNOWN_LAYOUT)
+        again = isinstance(self.error, ManifestError) and self.error.reason in (
+            RefusalReason.WIRE,
+            RefusalReason.UNKNOWN_LAYOUT,
+        )
         return isinstance(self.error, (AdapterError, ParityError)) and not again and not self.full
 
     @property
@@ -74,7 +77,7 @@ class ServerFinding:
     @property
     def full(self) -> bool:
         """Whether the server has no free adapter slot: running requests hold older versions."""
-        return isinstance(self.error, ManifestError) and self.error.reason == Refusal.SLOT
+        return isinstance(self.error, ManifestError) and self.error.reason == RefusalReason.SLOT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

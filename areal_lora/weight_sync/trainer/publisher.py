@@ -35,15 +35,15 @@ from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
-from areal_lora.weight_sync.link.groups import CPU
+from areal_lora.weight_sync.link.broadcast_groups import CPU
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.decisions import Progress
-from areal_lora.weight_sync.trainer.job import Budget, Job, JobQueue, PublishHandle
 from areal_lora.weight_sync.trainer.packed_shard import Pack, PackedShard
+from areal_lora.weight_sync.trainer.publish_job import Budget, Job, JobQueue, PublishHandle
 from areal_lora.weight_sync.trainer.report import PublishReport
-from areal_lora.weight_sync.trainer.role import Attempted, Event, Role, Started, Waited
+from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, Role, StartOutcome, WaitOutcome
 from areal_lora.weight_sync.trainer.source_group import SourceGroup
-from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, Finish, Sent, Wait, Yield, agree
+from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, FinishPublish, Sent, Wait, Yield, agree
 
 log = get_logger(__name__)
 
@@ -238,7 +238,7 @@ class Publisher:
 
     def _run(self, job: Job) -> PublishReport | ArealLoraError | Yield:
         """Run ``job`` until it ends or another one goes ahead. Raises where members may be out of step."""
-        event: Event = Waited() if job.met else Started()
+        event: Event = WaitOutcome() if job.met else StartOutcome()
         if not job.met and (failure := self._meet(job)) is not None:
             return failure.error()
         job.budget.restart()
@@ -249,16 +249,16 @@ class Publisher:
                     if not intact:
                         raise failure.error()
                     return failure.error()
-                case Finish(report=report):
+                case FinishPublish(report=report):
                     # The controller may be away for longer than other ranks would wait: they have received the step.
                     self._role.conclude(job)
                     return report
                 case Wait():
-                    event = Waited()
+                    event = WaitOutcome()
                 case Yield() as ahead:
                     return ahead
                 case Attempt() as attempt:
-                    event = Attempted(self._shared(job, self._attempt(job, attempt)))
+                    event = AttemptOutcome(self._shared(job, self._attempt(job, attempt)))
 
     def _meet(self, job: Job) -> Failure | None:
         """Start when the gates of all ranks are open; return one rank's error on all ranks."""

@@ -1,13 +1,13 @@
 """The part of a trainer rank in the decisions about a publish: rank 0 is the leader, the other ranks follow.
 
-publisher thread             Leader (rank 0)                         Follower
-decide(Started)              members? share        the step          receive the step
-Attempt: form groups         invite: POST /admin/join to members     -
-         send the shard      announce: POST /admin/publish           -
-decide(Attempted(results))   judge servers and ranks, share          receive
-Yield: another adapter's publish goes ahead, then decide(Waited)
-Wait: decide(Waited)         look for servers, share                 receive
-Finish                       conclude: report the active version     -
+publisher thread                 Leader (rank 0)                         Follower
+decide(StartOutcome)             members? share        the step          receive the step
+Attempt: form groups             invite: POST /admin/join to members     -
+         send the shard          announce: POST /admin/publish           -
+decide(AttemptOutcome(results))  judge servers and ranks, share          receive
+Yield: another adapter's publish goes ahead, then decide(WaitOutcome)
+Wait: decide(WaitOutcome)        look for servers, share                 receive
+FinishPublish                    conclude: report the active version     -
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ import msgspec
 
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
-from areal_lora.weight_sync.trainer.job import Job
+from areal_lora.weight_sync.trainer.publish_job import Job
 from areal_lora.weight_sync.trainer.steps import Decision, Sent, Step
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartOutcome:
     """A publish started: the gates of all ranks are open."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
+class WaitOutcome:
     """A ``Wait`` step was taken."""
 
 
 @dataclass(frozen=True, slots=True)
-class Attempted:
+class AttemptOutcome:
     """An ``Attempt`` was made; ``results`` of all ranks, in rank order."""
 
     results: Sequence[Sent]
 
 
-Event = Started | Waited | Attempted
+Event = StartOutcome | WaitOutcome | AttemptOutcome
 
 
 class Role(Protocol):

@@ -18,7 +18,7 @@ SCORE_PINGS = 5  # scores of the probe take longer than a ping
 log = get_logger(__name__)
 
 
-class Roster:
+class MemberRoster:
     """``joining`` joined during the publish in progress; ``lost`` has the reasons, by name, since the last report.
 
     ``left`` are the servers that left in order since the last report.

@@ -11,9 +11,9 @@ import torch
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import ManifestError, PublishError
-from areal_lora.weight_sync.link.groups import BroadcastGroup, GroupListener
+from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
-from areal_lora.weight_sync.trainer.job import Job
+from areal_lora.weight_sync.trainer.publish_job import Job
 from areal_lora.weight_sync.trainer.role import Role
 from areal_lora.weight_sync.trainer.steps import Failure, agree
 

@@ -57,7 +57,7 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     cast: CastSums | None = None
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True):
+class FinishPublish(msgspec.Struct, frozen=True, tag=True):
     """The version serves: end the publish with ``report``."""
 
     report: PublishReport
@@ -86,7 +86,7 @@ class Yield(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-Step = Finish | Fail | Wait | Yield | Attempt
+Step = FinishPublish | Fail | Wait | Yield | Attempt
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.base import LossSums, MicroBatch
 from areal_lora.engine.fsdp_engine import FsdpEngine
-from areal_lora.families.engines import PACKED, UNSERVED
+from areal_lora.families.family_engines import PACKED, UNSERVED
 from areal_lora.families.shape import read_shape
 from areal_lora.families.targets import resolve
 from areal_lora.types import AdapterSpec, ExpertLayout

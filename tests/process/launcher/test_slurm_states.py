@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.launcher.slurm.queue import look
+from areal_lora.launcher.slurm.job_query import look
 from areal_lora.launcher.slurm.states import JobRecord, Phase, explain
 from tests.support.cli.command import areal_lora
 from tests.support.launcher.real_slurm import Slurm

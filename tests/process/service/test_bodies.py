@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from areal_lora.config.models import AdapterConfig
 from areal_lora.engine.vllm_ext.server.openai_api import ChatBody, CompletionBody
 from areal_lora.service import bodies as api
-from areal_lora.service.tinker import bodies, protos
-from areal_lora.service.tinker.samples import SampleRequest
+from areal_lora.service.tinker import protos, sdk_bodies
+from areal_lora.service.tinker.sample_bodies import SampleRequest
 from tests.support.edges import CHANGES, MESSAGE_CHANGES, RAW, change_message, changed, written
 from tests.support.service.hostile import typed
 from tests.support.service.running import section
@@ -34,23 +34,23 @@ pytestmark = pytest.mark.slow
 N_REQUESTS = size(2000, 20_000)
 PASS = f"{API}/forward_backward"
 SDK: dict[str, type[msgspec.Struct]] = {
-    "create_session": bodies.CreateSession,
-    "session_heartbeat": bodies.OfSession,
-    "create_model": bodies.CreateModel,
-    "get_info": bodies.OfModel,
-    "unload_model": bodies.OfModel,
-    "optim_step": bodies.OptimStep,
-    "save_weights": bodies.SaveWeights,
-    "save_weights_for_sampler": bodies.SaveForSampler,
-    "save_weights_external": bodies.SaveExternal,
-    "load_weights": bodies.LoadWeights,
-    "create_sampling_session": bodies.CreateSampler,
+    "create_session": sdk_bodies.CreateSession,
+    "session_heartbeat": sdk_bodies.OfSession,
+    "create_model": sdk_bodies.CreateModelBody,
+    "get_info": sdk_bodies.OfModel,
+    "unload_model": sdk_bodies.OfModel,
+    "optim_step": sdk_bodies.OptimStepBody,
+    "save_weights": sdk_bodies.SaveWeights,
+    "save_weights_for_sampler": sdk_bodies.SaveForSamplerBody,
+    "save_weights_external": sdk_bodies.SaveExternal,
+    "load_weights": sdk_bodies.LoadWeights,
+    "create_sampling_session": sdk_bodies.CreateSampler,
     "asample": SampleRequest,
-    "retrieve_future": bodies.Retrieve,
-    "weights_info": bodies.Path,
-    "cancel_future": bodies.Retrieve,
-    "client/config": bodies.CreateSession,
-    "telemetry": bodies.OfSession,
+    "retrieve_future": sdk_bodies.Retrieve,
+    "weights_info": sdk_bodies.Path,
+    "cancel_future": sdk_bodies.Retrieve,
+    "client/config": sdk_bodies.CreateSession,
+    "telemetry": sdk_bodies.OfSession,
 }
 SCHEMAS: dict[str, dict[str, Any]] = {
     **{f"{API}/{path}": msgspec.json.schema(body) for path, body in SDK.items()},
@@ -59,7 +59,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": msgspec.json.schema(ChatBody),
     "/v1/tenants": msgspec.json.schema(api.TenantRequest),
     "/v1/tenants/spare/keys": msgspec.json.schema(api.KeyRequest),
-    "ttl": msgspec.json.schema(bodies.Ttl),
+    "ttl": msgspec.json.schema(sdk_bodies.Ttl),
 }
 NEVER_GRANTED = {f"{API}/unload_model", "/v1/chat/completions"}
 """The model is needed, and the scripted server has no chats."""

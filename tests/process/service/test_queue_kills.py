@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_lora.operations.messages import OptimStep
+from areal_lora.operations.protocol import OptimStep
 from areal_lora.processes.faults import VARIABLE
 from areal_lora.run_folder.desired import read_desired
 from areal_lora.run_folder.paths import RunFolder

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from areal_lora.operations.messages import Datum, OptimStep, Pass, Poison
+from areal_lora.operations.protocol import Datum, OptimStep, Pass, Poison
 from areal_lora.service.tinker import protos
 from tests.support.clocks import wait_until
 from tests.support.operations.scripted_trainer import scores

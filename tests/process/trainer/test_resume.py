@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_lora.checkpoint.checkpoint_store import version_folder, versions_in
 from areal_lora.checkpoint.recover import verify
 from areal_lora.checkpoint.state import Manifest, files_of, read_files
-from areal_lora.checkpoint.store import version_folder, versions_in
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
 from tests.support.distributed.oracle import make_model

@@ -12,7 +12,7 @@ from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import ArealLoraError, PublishError
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.trainer import job as job_module
+from areal_lora.weight_sync.trainer import publish_job as job_module
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.report import PublishReport

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from areal_lora.errors import ConfigError, PublishError
-from areal_lora.weight_sync.link import backends, groups, same_host
+from areal_lora.weight_sync.link import backends, broadcast_groups, same_host
 from areal_lora.weight_sync.link.backends import Backend
-from areal_lora.weight_sync.link.groups import GroupListener, join_group
+from areal_lora.weight_sync.link.broadcast_groups import GroupListener, join_group
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from tests.support.sizes import size
 from tests.support.weight_sync import SOCKETS
@@ -255,7 +255,7 @@ def test_two_threads_may_leave_at_once():
 
 def let_have(members, sizes):
     """What every receiver finds of a segment that rank 0 sends, or shows, in parts of these sizes."""
-    segment = SharedSegment(sum(sizes), groups.CPU)
+    segment = SharedSegment(sum(sizes), broadcast_groups.CPU)
     g = torch.Generator().manual_seed(1)
     segment.bytes[:] = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8, generator=g).numpy()
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -284,7 +284,7 @@ def let_have(members, sizes):
 def test_receivers_on_the_same_machine_find_the_same_parts_as_others(backend, reads):
     members = meet(4, backend=backend, bucket_bytes=1 << 30)
     assert [m.same_host for m in members] == [reads] * 4
-    assert {m.bucket_bytes for m in members} == {groups.READ_BYTES if reads else 1 << 30}
+    assert {m.bucket_bytes for m in members} == {broadcast_groups.READ_BYTES if reads else 1 << 30}
     for sizes in ([5000, 1, 4096, 70_000, 24], [24]):
         sent, got = let_have(members, sizes)
         for parts in got:
@@ -297,7 +297,7 @@ def test_receivers_on_the_same_machine_find_the_same_parts_as_others(backend, re
 @pytest.mark.parametrize("who", ["a receiver elsewhere", "a receiver that may not look", "a source elsewhere"])
 def test_one_member_that_cannot_read_the_source_has_the_bytes_sent_to_all(monkeypatch, who):
     """Each member is a thread here; one of them is told that it is at another place, or may not open the memory."""
-    chosen, place, window = threading.local(), same_host._place, same_host.Window
+    chosen, place, window = threading.local(), same_host._place, same_host.MappedSegment
 
     def other_place():
         return b"another machine!" if vars(chosen) and who != "a receiver that may not look" else place()
@@ -308,7 +308,7 @@ def test_one_member_that_cannot_read_the_source_has_the_bytes_sent_to_all(monkey
         return window(signal)
 
     monkeypatch.setattr(same_host, "_place", other_place)
-    monkeypatch.setattr(same_host, "Window", closed_window)
+    monkeypatch.setattr(same_host, "MappedSegment", closed_window)
 
     def join_oddly(rank):
         chosen.it = True

@@ -20,8 +20,8 @@ from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import AdapterError, ManifestError, PublishError, UnknownVersionError
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.messages import ServerEndpoint
-from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.trainer.job import PublishHandle
+from areal_lora.weight_sync.refusal import RefusalReason
+from areal_lora.weight_sync.trainer.publish_job import PublishHandle
 from tests.support.clocks import wait_until
 from tests.support.weight_sync import processes as ps
 from tests.support.weight_sync.many import (
@@ -78,7 +78,7 @@ def test_a_layout_that_a_server_no_longer_holds_is_sent_again(caplog: pytest.Log
                 )
                 assert report.lost == {}
                 server.assert_serves(made(i), version)
-    assert set(server.refused) == {Refusal.UNKNOWN_LAYOUT}
+    assert set(server.refused) == {RefusalReason.UNKNOWN_LAYOUT}
 
 
 def test_one_adapters_failure_leaves_the_publishes_of_the_other_as_they_are(
@@ -101,7 +101,7 @@ def test_one_adapters_failure_leaves_the_publishes_of_the_other_as_they_are(
             assert (fine.wait().attempts, fine.wait().lost) == (1, {})
             with pytest.raises(ManifestError) as e:
                 broken.wait()
-            assert e.value.reason == Refusal.NON_FINITE
+            assert e.value.reason == RefusalReason.NON_FINITE
             server.assert_serves(bad, 0)
             server.assert_serves(good, version)
         old = adapters.publish(bad, 0, numbers(bad, 7))  # other numbers under a version that serves
@@ -197,7 +197,7 @@ def test_a_publish_without_a_slot_until_its_deadline_is_an_error_of_that_adapter
         began, full = time.monotonic(), adapters.publish(greedy, 2)
         with pytest.raises(ManifestError, match=r"no slot within 3 s.* a0@v0 \(1 running\)") as e:
             full.wait()
-        assert e.value.reason == Refusal.SLOT
+        assert e.value.reason == RefusalReason.SLOT
         assert time.monotonic() - began >= 3.0
         adapters.publish(other, 1).wait()
         held.close()

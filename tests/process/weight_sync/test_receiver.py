@@ -13,8 +13,8 @@ import pytest
 
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.weight_sync.link import same_host
-from areal_lora.weight_sync.link.groups import GroupListener
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.link.broadcast_groups import GroupListener
+from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.seal import adapter_digest
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 from tests.support.weight_sync import SOCKETS
@@ -139,44 +139,44 @@ def faulty(kind, version):
     make = {"version": version}
     if kind in ("flipped bit", "swapped gate and up"):
         shard, announcement = packed(owned, aliases, **make)
-        return tampered(shard, flip if kind == "flipped bit" else swap), announcement, Refusal.HASH
+        return tampered(shard, flip if kind == "flipped bit" else swap), announcement, RefusalReason.HASH
     if kind == "NaN":
         full[LORA_B][0, 0] = float("nan")
-        return *packed(owned, aliases, **make), Refusal.NON_FINITE
+        return *packed(owned, aliases, **make), RefusalReason.NON_FINITE
     if kind == "trailer of another version":
         shard, _ = packed(owned, aliases, version=version + 1)
-        return shard, announce(shard.layout, version=version), Refusal.HASH
+        return shard, announce(shard.layout, version=version), RefusalReason.HASH
     if kind == "missing layer":
         kept = [(n, t) for n, t in owned if ".layers.1." not in n]
         aliases = {a: w for a, w in aliases.items() if ".layers.1." not in a}
-        return *packed(kept, aliases, **make), Refusal.MISSING_TENSOR
+        return *packed(kept, aliases, **make), RefusalReason.MISSING_TENSOR
     if kind == "missing expert":
-        return *packed([(n, t) for n, t in owned if n != LORA_B], aliases, **make), Refusal.MISSING_TENSOR
+        return *packed([(n, t) for n, t in owned if n != LORA_B], aliases, **make), RefusalReason.MISSING_TENSOR
     if kind == "wrong alpha":
-        return *packed(owned, aliases, s=spec(alpha=16.0), **make), Refusal.ALPHA
+        return *packed(owned, aliases, s=spec(alpha=16.0), **make), RefusalReason.ALPHA
     if kind == "wrong targets":
-        return *packed(owned, aliases, s=spec(targets=("linear_qkv",)), **make), Refusal.TARGETS
+        return *packed(owned, aliases, s=spec(targets=("linear_qkv",)), **make), RefusalReason.TARGETS
     if kind == "wrong shape":
         full[LORA_B] = full[LORA_B].t().contiguous()
-        return *packed([(n, full[n]) for n, _ in owned], aliases, **make), Refusal.SHAPE
+        return *packed([(n, full[n]) for n, _ in owned], aliases, **make), RefusalReason.SHAPE
     if kind == "tensors of rank + 1":
-        return *packed(share(values(5, rank=5))[0], aliases, **make), Refusal.RANK
+        return *packed(share(values(5, rank=5))[0], aliases, **make), RefusalReason.RANK
     if kind == "all of rank + 1":
-        return *packed(share(values(5, rank=5))[0], aliases, s=spec(rank=5), **make), Refusal.RANK
+        return *packed(share(values(5, rank=5))[0], aliases, s=spec(rank=5), **make), RefusalReason.RANK
     if kind == "file prefix":
         other = renamed(dict(owned), LORA_B, "base_model.model." + LORA_B)
-        return *packed(list(other.items()), aliases, **make), Refusal.PREFIX
+        return *packed(list(other.items()), aliases, **make), RefusalReason.PREFIX
     if kind == "unknown tensor":
         other = renamed(dict(owned), LORA_B, LORA_B.replace("experts.2", "experts.200"))
-        return *packed(list(other.items()), aliases, **make), Refusal.UNKNOWN_TENSOR
+        return *packed(list(other.items()), aliases, **make), RefusalReason.UNKNOWN_TENSOR
     if kind == "other run":
-        return *packed(owned, aliases, run="run-2", **make), Refusal.WRONG_RUN
+        return *packed(owned, aliases, run="run-2", **make), RefusalReason.WRONG_RUN
     if kind == "other base":
-        return *packed(owned, aliases, base="other", **make), Refusal.WRONG_BASE
+        return *packed(owned, aliases, base="other", **make), RefusalReason.WRONG_BASE
     if kind == "replay":
-        return *packed(owned, aliases, version=version - 1), Refusal.DUPLICATE
+        return *packed(owned, aliases, version=version - 1), RefusalReason.DUPLICATE
     assert kind == "older"
-    return *packed(owned, aliases, version=version - 2), Refusal.STALE_VERSION
+    return *packed(owned, aliases, version=version - 2), RefusalReason.STALE_VERSION
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_known_layout_need_not_come_again_and_an_unknown_one_is_refused(backen
     owned, aliases = share(values(1))
     shard, announcement = packed(owned, aliases)
     bench.receiver.start(announce(shard.layout, known=True).manifest, None, 0, 5.0)
-    assert bench.results.get(timeout=5.0).reason == Refusal.UNKNOWN_LAYOUT
+    assert bench.results.get(timeout=5.0).reason == RefusalReason.UNKNOWN_LAYOUT
     bench.connect()  # it left: how the bytes of an unknown layout are cut is not known
     assert bench.send(shard, announcement).ok
     shard, _ = packed(owned, aliases, version=1)
@@ -229,14 +229,14 @@ def test_a_known_layout_need_not_come_again_and_an_unknown_one_is_refused(backen
     wrong = announce(shard.layout, version=2)
     other = packed(owned, aliases, s=spec(alpha=2.0))[0].layout
     bench.receiver.start(wrong.manifest, other, 0, 5.0)
-    assert bench.results.get(timeout=5.0).reason == Refusal.MALFORMED
+    assert bench.results.get(timeout=5.0).reason == RefusalReason.MALFORMED
     bench.close()
 
 
 def test_without_a_slot_the_transfer_is_drained_and_refused(bench):
     shard, announcement = packed(*share(values(1)), version=bench.version)
     result = bench.send(shard, announcement, slot=None)
-    assert (result.ok, result.reason, result.slot) == (False, Refusal.SLOT, -1)
+    assert (result.ok, result.reason, result.slot) == (False, RefusalReason.SLOT, -1)
     bench.good(bench.version)
     bench.version += 1
 
@@ -252,7 +252,7 @@ def test_the_first_version_declares_the_adapter_if_the_configuration_did_not(bac
     bench = Bench(backend)
     bench.good(0)
     result = bench.send(*packed(*share(values(1)), version=1, s=spec(alpha=4.0)))
-    assert result.reason == Refusal.ALPHA
+    assert result.reason == RefusalReason.ALPHA
     bench.close()
 
 
@@ -267,7 +267,7 @@ def test_a_writer_that_fails_leaves_no_half_written_slot(backend):
 
     bench.writer.on_write = failing
     result = bench.send(*packed(*share(values(1))))
-    assert (result.ok, result.reason) == (False, Refusal.WRITE)
+    assert (result.ok, result.reason) == (False, RefusalReason.WRITE)
     assert "engine says no" in result.detail
     assert bench.writer.slots[0] == {}
     bench.close()
@@ -277,10 +277,10 @@ def test_an_engine_that_cannot_serve_the_rank_refuses(backend):
     bench = Bench(backend)
 
     def expected(s):
-        raise ManifestError(Refusal.RANK, f"rank {s.rank} is above max_lora_rank 2")
+        raise ManifestError(RefusalReason.RANK, f"rank {s.rank} is above max_lora_rank 2")
 
     bench.writer.expected = expected
-    assert bench.send(*packed(*share(values(1)))).reason == Refusal.RANK
+    assert bench.send(*packed(*share(values(1)))).reason == RefusalReason.RANK
     bench.close()
 
 
@@ -293,7 +293,7 @@ def test_a_source_that_stays_silent_is_reported_at_the_deadline_and_rejoining_wo
         bench.receiver.start(announcement.manifest, announcement.layout, 1, 0.5)
     result = bench.results.get(timeout=5.0)
     assert time.monotonic() - began < 5.0
-    assert (result.ok, result.reason) == (False, Refusal.WIRE)
+    assert (result.ok, result.reason) == (False, RefusalReason.WIRE)
     assert not bench.writer.slots[0]
     bench.connect()
     bench.good(0)
@@ -382,7 +382,7 @@ def test_bytes_that_changed_while_they_were_read_are_refused(backend, when):
     if backend == SOCKETS:  # these bytes are the receiver's own
         assert result.ok
     else:
-        assert (result.ok, result.reason) == (False, Refusal.WIRE)
+        assert (result.ok, result.reason) == (False, RefusalReason.WIRE)
         assert "another version" in result.detail
         assert bench.writer.slots[0] == {}
     del bench.writer.write

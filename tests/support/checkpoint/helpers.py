@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore, Snapshot
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.state import PARTS, AdapterState, Clock, Evaluation, Manifest, RankRandom
-from areal_lora.checkpoint.store import Snapshot, Store
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, AdapterSpec
 
@@ -97,12 +97,15 @@ def on_ranks(work: Callable[[int], R], world: int = WORLD) -> list[R | Exception
     return results
 
 
-def stores(run_folder: Path, disks: Sequence[Disk] = (Disk(), Disk())) -> list[Store]:
-    return [Store(RunFolder(run_folder), e, disk) for e, disk in zip(ThreadExchange.make(WORLD), disks, strict=True)]
+def stores(run_folder: Path, disks: Sequence[Disk] = (Disk(), Disk())) -> list[CheckpointStore]:
+    return [
+        CheckpointStore(RunFolder(run_folder), e, disk)
+        for e, disk in zip(ThreadExchange.make(WORLD), disks, strict=True)
+    ]
 
 
 def write(
-    made: Sequence[Store], version: int, evaluations: dict[int, Evaluation] | None = None
+    made: Sequence[CheckpointStore], version: int, evaluations: dict[int, Evaluation] | None = None
 ) -> list[Exception | None]:
     def write_one(rank: int) -> None:
         assert made[rank].write(snapshot_of(version, rank, evaluations)) > 0

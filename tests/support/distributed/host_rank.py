@@ -22,7 +22,7 @@ from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.trainer.main import join_world
-from areal_lora.weight_sync.link.groups import GroupListener, join_group
+from areal_lora.weight_sync.link.broadcast_groups import GroupListener, join_group
 from areal_lora.weight_sync.messages import SourceEndpoint
 from tests.support.paths import EXAMPLES
 

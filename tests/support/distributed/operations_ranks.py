@@ -12,8 +12,8 @@ from areal_lora.algorithms.token_losses import Targets, bounds_of, token_loss
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.engine.base import AdamValues, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
-from areal_lora.operations.messages import Datum, Loss, LossSettings, Pass
-from areal_lora.trainer.clients.passes import batch_of, carry_out
+from areal_lora.operations.protocol import Datum, Loss, LossSettings, Pass
+from areal_lora.trainer.clients.client_passes import batch_of, carry_out
 from tests.support.distributed.engine_ranks import Case, build, make_rows, make_spec
 from tests.support.operations.client import datum, floats
 

@@ -11,9 +11,9 @@ from areal_lora.config.recorded import read_config
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.base import AdamValues
 from areal_lora.engine.megatron_engine import MegatronEngine
-from areal_lora.operations.messages import LoadState, Loss, LossSettings, Pass
+from areal_lora.operations.protocol import LoadState, Loss, LossSettings, Pass
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.trainer.clients.passes import batch_of
+from areal_lora.trainer.clients.client_passes import batch_of
 from areal_lora.trainer.clients.saved_states import load_saved
 from areal_lora.types import AdapterSpec
 from tests.support.distributed.engine_ranks import OPTIMIZER

@@ -21,7 +21,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules.guardrails import resolve_targets
 from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.launcher.supervise import kill_sessions
-from areal_lora.run_folder.desired import Desired, DesiredAdapter, write_desired
+from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, write_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint
 from tests.support.distributed.spawn import forking
@@ -168,7 +168,7 @@ def want_twins(run: CrashRun, config: Config) -> None:
         for key, seed in run.seeds.items()
         if key != NAME
     ]
-    write_desired(RunFolder(run.folder), Desired(generation=1, adapters=tuple(twins), closed=True))
+    write_desired(RunFolder(run.folder), DesiredAdapters(generation=1, adapters=tuple(twins), closed=True))
 
 
 class Processes:

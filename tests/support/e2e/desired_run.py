@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from areal_lora.run_folder.desired import Desired, DesiredAdapter, DesiredPhase, write_desired
+from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase, write_desired
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.e2e.metrics import records
 from tests.support.e2e.several_adapters import REPEATABLE, SEED, Ended, states_of
@@ -58,7 +58,7 @@ class Service:
 
     def want(self, *adapters: DesiredAdapter, closed: bool = False) -> None:
         self._generation += 1
-        write_desired(self.folder, Desired(generation=self._generation, adapters=adapters, closed=closed))
+        write_desired(self.folder, DesiredAdapters(generation=self._generation, adapters=adapters, closed=closed))
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + WAIT_S

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from areal_lora.checkpoint.checkpoint_store import version_folder, versions_in
 from areal_lora.checkpoint.state import MANIFEST_FILE, decode_manifest
-from areal_lora.checkpoint.store import version_folder, versions_in
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.e2e.metrics import records
 from tests.support.launcher.command import forked_roles

@@ -24,7 +24,7 @@ from areal_lora.errors import PublishError
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout
-from areal_lora.weight_sync.link.groups import GroupListener, join_group
+from areal_lora.weight_sync.link.broadcast_groups import GroupListener, join_group
 from areal_lora.weight_sync.link.inbox import Part
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.messages import SourceEndpoint

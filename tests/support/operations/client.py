@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from areal_lora.operations.link import ServiceEnd
-from areal_lora.operations.messages import (
-    Acknowledged,
-    Completed,
+from areal_lora.operations.protocol import (
+    Acknowledgement,
     Datum,
     Expects,
-    Failed,
     Operation,
+    OperationCompletion,
+    OperationFailure,
     Outcome,
     Pass,
     Poison,
@@ -78,21 +78,21 @@ class Client:
                     self.expects[adapter] = number
                     for again in range(number, len(self._script[adapter]) + 1):
                         self._send(adapter, again)
-                case Completed(adapter=adapter, number=number):
-                    self._loop.create_task(self._end.send(Acknowledged(adapter=adapter, number=number)))
+                case OperationCompletion(adapter=adapter, number=number):
+                    self._loop.create_task(self._end.send(Acknowledgement(adapter=adapter, number=number)))
             self._news.notify_all()
 
     def _send(self, adapter: str, number: int) -> None:
         what = self._script[adapter][number - 1]
         failed = self._outcomes(adapter).get(number)
-        if isinstance(what, Pass) and isinstance(failed, Failed):
+        if isinstance(what, Pass) and isinstance(failed, OperationFailure):
             what = Poison(reason=failed.reason, by_client=failed.by_client)
         self._loop.create_task(self._end.send(Operation(adapter=adapter, number=number, what=what)))
 
     def _outcomes(self, adapter: str) -> dict[int, Outcome]:
         found: dict[int, Outcome] = {}
         for m in self.heard:
-            if isinstance(m, Completed) and m.adapter == adapter:
+            if isinstance(m, OperationCompletion) and m.adapter == adapter:
                 found.setdefault(m.number, m.outcome)
         return found
 

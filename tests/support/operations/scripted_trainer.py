@@ -14,23 +14,23 @@ import numpy as np
 
 from areal_lora.operations.backlog import Backlog
 from areal_lora.operations.link import TrainerEnd
-from areal_lora.operations.messages import (
-    Completed,
+from areal_lora.operations.protocol import (
     Datum,
     DropState,
-    Failed,
-    Kept,
     LoadState,
     Operation,
+    OperationCompletion,
+    OperationFailure,
     OptimStep,
     Outcome,
     Pass,
+    PassResult,
     Poison,
     Publish,
-    Published,
+    PublishResult,
     SaveState,
-    Scored,
-    Stepped,
+    StateResult,
+    StepResult,
     ends_window,
 )
 from areal_lora.processes.watched import watched_thread
@@ -50,7 +50,7 @@ class Model:
 class Disk:
     """What survives a crash: the newest checkpoint of each adapter with its outcome, and labelled states."""
 
-    checkpoints: dict[str, tuple[Model, Completed | None]] = field(default_factory=dict)
+    checkpoints: dict[str, tuple[Model, OperationCompletion | None]] = field(default_factory=dict)
     states: dict[tuple[str, str], Model] = field(default_factory=dict)
 
 
@@ -61,7 +61,9 @@ class ScriptedTrainer:
     ``carried_out`` are all operations in order, over crashes as well.
     """
 
-    def __init__(self, run_folder: RunFolder, fault: Callable[[Operation], Failed | None] = lambda _: None) -> None:
+    def __init__(
+        self, run_folder: RunFolder, fault: Callable[[Operation], OperationFailure | None] = lambda _: None
+    ) -> None:
         self.disk, self.fault = Disk(), fault
         self.carried_out: list[Operation] = []
         self._run_folder = run_folder
@@ -123,7 +125,7 @@ class ScriptedTrainer:
         self.carried_out.append(operation)
         outcome = outcome or self._backlog.refused(operation) or self._outcome(operation)
         [completed] = self._backlog.complete(operation, outcome)
-        assert isinstance(completed, Completed)
+        assert isinstance(completed, OperationCompletion)
         if ends_window(operation.what):
             model = replace(self._models[operation.adapter], version=operation.number, window=0)
             self._models[operation.adapter] = model
@@ -139,28 +141,28 @@ class ScriptedTrainer:
                 return scored
             case OptimStep():
                 self._models[name] = replace(model, steps=model.steps + 1)
-                return Stepped(step=model.steps + 1, grad_norm=float(model.window), skipped=False)
+                return StepResult(step=model.steps + 1, grad_norm=float(model.window), skipped=False)
             case SaveState(label=label):
                 self.disk.states[name, label] = model
-                return Kept(step=model.steps, n_bytes=1000)
+                return StateResult(step=model.steps, n_bytes=1000)
             case DropState(label=label):
                 kept = self.disk.states.pop((name, label), None)
-                return Kept(step=kept.steps if kept else 0, n_bytes=0)
+                return StateResult(step=kept.steps if kept else 0, n_bytes=0)
             case LoadState(adapter=source, label=label):
                 if (source, label) not in self.disk.states:
-                    return Failed(reason=f"{source} has no state {label!r}", by_client=True)
+                    return OperationFailure(reason=f"{source} has no state {label!r}", by_client=True)
                 steps = self.disk.states[source, label].steps
                 self._models[name] = replace(model, steps=steps)
-                return Kept(step=steps, n_bytes=1000)
+                return StateResult(step=steps, n_bytes=1000)
             case Publish():
-                return Published(version=model.version)
+                return PublishResult(version=model.version)
             case Poison(reason=reason):
-                return Failed(reason=reason, by_client=False)
+                return OperationFailure(reason=reason, by_client=False)
 
 
-def scores(data: tuple[Datum, ...], steps: int) -> Scored:
+def scores(data: tuple[Datum, ...], steps: int) -> PassResult:
     """The answer of a model with so many steps."""
     rows = [-(1 + np.frombuffer(d.tokens, "<i4")[1:] % 7) / 8 - steps / 64 for d in data]
     weights = [np.frombuffer(d.weights, "<f4").astype(np.float64) for d in data]
     loss = -sum(float((w * row).sum()) for w, row in zip(weights, rows, strict=True))
-    return Scored(logprobs=tuple(row.astype("<f4").tobytes() for row in rows), loss=loss)
+    return PassResult(logprobs=tuple(row.astype("<f4").tobytes() for row in rows), loss=loss)

@@ -18,9 +18,9 @@ from typing import Any
 import yaml
 
 from areal_lora.algorithms.fair_queue import FairQueue
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
-from areal_lora.checkpoint.store import Store
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import joined
@@ -33,12 +33,12 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.trainer.adapter import Adapter, ControllerState, TrainingState, build_adapter
 from areal_lora.trainer.build import _commit
-from areal_lora.trainer.clients.link import Clients
-from areal_lora.trainer.clients.passes import Limits
+from areal_lora.trainer.clients.client_operations import Clients
+from areal_lora.trainer.clients.client_passes import Limits
 from areal_lora.trainer.collective.next_work import next_work
 from areal_lora.trainer.collective.operating import conclude, operate
 from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.state import Rank0, Trainer
+from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.trainer.versions.checkpointing import Checkpointing
 from areal_lora.trainer.work import Conclude, Operate, TrainOn, Work
 from areal_lora.types import AdapterPhase, AdapterRef
@@ -148,7 +148,7 @@ class Side:
         self.servers: Any = Servers(self.clients.active)
         self.recorder = Recorder(self.folder, [], {}, time.monotonic())
         committed = partial(_commit, SimpleNamespace(commit=lambda *_: None), self.clients)  # type: ignore[arg-type]
-        store = Store(self.folder, SoloExchange(), self.disk)
+        store = CheckpointStore(self.folder, SoloExchange(), self.disk)
         self.saver = Saver(store=store, config=self.config.checkpoint, committed=committed, kept=self.clients.kept)
         controller: Any = SimpleNamespace(next_work=self._next_work, end=lambda *_: None)
         rank_0 = Rank0(

@@ -19,7 +19,7 @@ from areal_lora.rollout.controller.pacing import Pacing
 from areal_lora.rollout.controller.staleness import StalenessBudget
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.records import LedgerSnapshot
+from areal_lora.rollout.ledger.ledger_records import LedgerSnapshot
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Sample, Trajectory, TrajectoryGroup
 from tests.support.clocks import Clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.types import AdapterRef
 
@@ -19,7 +19,7 @@ class PatientClient(ControllerClient):
 
     def next_batch(self, adapter: str, *, step: int, version: int) -> m.Batch:
         """Raises RolloutError if the rollouts of ``adapter`` have failed."""
-        wanted = (m.Wanted(adapter=adapter, step=step, version=version),)
+        wanted = (m.StepRequest(adapter=adapter, step=step, version=version),)
         while isinstance(reply := self.poll(wanted), m.NotReady):
             continue
         if isinstance(reply, m.AdapterFailed):

@@ -12,7 +12,7 @@ from functools import partial
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.rollout.controller.admission import Admission, Claim
 from areal_lora.rollout.controller.feed import AdapterFeed
-from areal_lora.rollout.controller.groups import Tally, Ticket
+from areal_lora.rollout.controller.groups import GroupTally, Ticket
 from areal_lora.rollout.controller.pacing import Pacing
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, TrajectoryGroup
@@ -48,7 +48,7 @@ class Sharer:
         return len(self.feed.groups.running)
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> GroupTally:
         return self.feed.groups.tally
 
     @property

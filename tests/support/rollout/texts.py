@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import Prompt
-from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import WorkflowContext
 from areal_lora.tasks.scorer import Score, ScoreItem

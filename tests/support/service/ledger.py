@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from areal_lora.run_folder.desired import DesiredPhase
+from areal_lora.service.queue.client_sessions import insert_model, open_session
+from areal_lora.service.queue.queue_rows import AdapterRow, Quota, Tables
+from areal_lora.service.queue.queue_schema import STEPS
+from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.requests import CreateModel, Lora
-from areal_lora.service.queue.rows import AdapterRow, Quota, Tables
-from areal_lora.service.queue.schema import STEPS
-from areal_lora.service.queue.sessions import insert_model, open_session
-from areal_lora.service.queue.store import Transaction
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 
 QUOTA = Quota(
     adapters=4, rank=8, weight=1.0, operations=9, body_kib=1, sequences=64, problems=9, workers=1, queued=8, saved=3
@@ -40,7 +40,7 @@ class Ledger:
         self.db.execute("BEGIN")
         try:
             result = work(tx)
-        except Refused:
+        except RequestError:
             self.db.execute("ROLLBACK")
             raise
         self.db.execute("COMMIT")

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_lora.operations.messages import Datum, Failed, Loss, Operation, OptimStep, Pass
+from areal_lora.operations.protocol import Datum, Loss, Operation, OperationFailure, OptimStep, Pass
 from areal_lora.run_folder.desired import read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
-from areal_lora.service.observed import Seen
+from areal_lora.service.observed import ObservedAdapter
 from areal_lora.service.queue.lifecycle import AdapterRequest
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
+from areal_lora.service.queue.queue_rows import Quota
+from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.queue.requests import Answer, CreateModel, Load, Lora, ModelAction, Pending, Train
-from areal_lora.service.queue.rows import Quota
-from areal_lora.service.queue.store import Store
-from areal_lora.service.queue.writer import Writer
 from areal_lora.types import AdapterPhase
 from tests.support.operations.scripted_trainer import Disk, ScriptedTrainer
 
@@ -52,7 +52,7 @@ class Town:
     folder: RunFolder
     capacity: int = 4
     now_s: float = field(default_factory=time.time)
-    seen: dict[str, Seen] = field(default_factory=dict)
+    seen: dict[str, ObservedAdapter] = field(default_factory=dict)
     trainer: ScriptedTrainer = field(init=False)
     queue: RequestQueue = field(init=False)
     writer: Writer = field(init=False)
@@ -64,17 +64,17 @@ class Town:
         for key in here:
             if key not in wanted:
                 self.trainer.leave(key)
-                self.seen[key] = Seen(phase=AdapterPhase.DELETED)
+                self.seen[key] = ObservedAdapter(phase=AdapterPhase.DELETED)
                 here = [other for other in here if other != key]
         for key in wanted:
             phase = self.seen[key].phase if key in self.seen else None
             if phase in (None, AdapterPhase.PENDING):
                 if len(here) < self.capacity:
                     self.trainer.join(key)
-                    self.seen[key] = Seen(phase=AdapterPhase.ACTIVE)
+                    self.seen[key] = ObservedAdapter(phase=AdapterPhase.ACTIVE)
                     here.append(key)
                 else:
-                    self.seen[key] = Seen(phase=AdapterPhase.PENDING, reason="waits for a place")
+                    self.seen[key] = ObservedAdapter(phase=AdapterPhase.PENDING, reason="waits for a place")
 
     def phases(self) -> dict[str, AdapterPhase]:
         return {key: seen.phase for key, seen in self.seen.items() if seen.phase is not None}
@@ -108,7 +108,7 @@ async def town(
     *,
     capacity: int = 4,
     quota: Quota = QUOTA,
-    fault: Callable[[Operation], Failed | None] = lambda _: None,
+    fault: Callable[[Operation], OperationFailure | None] = lambda _: None,
     disk: Disk | None = None,
 ) -> AsyncIterator[Town]:
     folder = RunFolder(root)
@@ -123,7 +123,10 @@ async def town(
         store.put_tenant(tenant, quota)
     it.writer = Writer(store, folder, it.phases)
     around = Surroundings(
-        seen=lambda key: it.seen.get(key, Seen()), phases=it.phases, configured=frozenset(), capacity=capacity
+        seen=lambda key: it.seen.get(key, ObservedAdapter()),
+        phases=it.phases,
+        configured=frozenset(),
+        capacity=capacity,
     )
     it.queue = RequestQueue(it.writer, folder, accept, around, now_s=lambda: it.now_s)
 

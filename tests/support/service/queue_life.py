@@ -13,15 +13,15 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.operations.messages import Failed, Stepped
+from areal_lora.operations.protocol import OperationFailure, StepResult
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.service.observed import Seen
+from areal_lora.service.observed import ObservedAdapter
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
+from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.queue.requests import CreateModel, Pending
-from areal_lora.service.queue.store import Store
-from areal_lora.service.queue.writer import Writer
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from areal_lora.types import AdapterPhase
 from tests.support.service.queue import LORA, QUOTA, STEP, WAIT_S, accept, tokens
 
@@ -64,9 +64,9 @@ class Client:
         answer = await queue.outcome("acme", request, WAIT_S)
         assert not isinstance(answer, Pending), answer
         text = type(answer).__name__
-        if isinstance(answer, Stepped):
+        if isinstance(answer, StepResult):
             text = f"step {answer.step} of {answer.grad_norm:g}"
-        if isinstance(answer, Failed):
+        if isinstance(answer, OperationFailure):
             text = f"failed: {answer.reason}"
         assert self.kept.answers.get(seq, text) == text, "an answer has changed"
         self.kept.answers[seq] = text
@@ -77,12 +77,12 @@ async def main(folder: Path, steps: int) -> None:
     store = Store(RunFolder(folder).service_tables, "run")
     store.put_tenant("acme", QUOTA)
     writer = Writer(store, RunFolder(folder), dict)
-    active = Seen(phase=AdapterPhase.ACTIVE)
+    active = ObservedAdapter(phase=AdapterPhase.ACTIVE)
     around = Surroundings(seen=lambda _: active, phases=dict, configured=frozenset(), capacity=4)
     async with RequestQueue(writer, RunFolder(folder), accept, around) as queue:
         try:
             await Client(folder).live(queue, steps)
-        except Refused as refused:
+        except RequestError as refused:
             print(f"refused: {refused}", flush=True)
             os._exit(3)
     writer.close()

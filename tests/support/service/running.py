@@ -24,13 +24,13 @@ from areal_lora.service.acceptance import Acceptance, api_of
 from areal_lora.service.api import Api
 from areal_lora.service.gateway import Gateway
 from areal_lora.service.inference import Meter
-from areal_lora.service.observed import Observed
+from areal_lora.service.observed import RunObserver
 from areal_lora.service.operator_key import admit_operator, read_key
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.queue.rows import Key, Quota, digest_of, new_key
-from areal_lora.service.queue.store import Store
-from areal_lora.service.queue.writer import Writer
+from areal_lora.service.queue.queue_rows import Key, Quota, digest_of, new_key
+from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.tinker.sdk import Sdk
 from tests.support.paths import EXAMPLES
 
@@ -55,7 +55,7 @@ class Running:
     folder: RunFolder
     api: Api
     writer: Writer
-    observed: Observed
+    observed: RunObserver
     queue: RequestQueue
     http: httpx.AsyncClient
     keys: dict[str, str]
@@ -82,7 +82,7 @@ async def running(config: Config, *, raises: bool = True, **limits: float) -> As
     if not folder.secret.exists():
         create_secret(folder)
     quota = msgspec.structs.replace(Quota.of(api_of(config).quota), **limits)
-    store, observed = Store(folder.service_tables, config.run.name), Observed(folder)
+    store, observed = Store(folder.service_tables, config.run.name), RunObserver(folder)
     observed.look()
     admit_operator(store, folder.service_key, quota)
     keys = {"operator": read_key(folder.service_key)}

@@ -24,7 +24,7 @@ from aiohttp import web
 from areal_lora.config.recorded import write_config
 from areal_lora.engine.vllm_ext.server.openai_api import CompletionBody, error_body
 from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, prompts_of
-from areal_lora.operations.messages import Failed, Operation
+from areal_lora.operations.protocol import Operation, OperationFailure
 from areal_lora.run_folder.desired import DesiredPhase, read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint, publish_endpoint, read_endpoint
@@ -43,7 +43,7 @@ class ScriptedRun:
     def __init__(
         self,
         root: Path,
-        fault: Callable[[Operation], Failed | None] = lambda _: None,
+        fault: Callable[[Operation], OperationFailure | None] = lambda _: None,
         limits: Mapping[str, float] = MappingProxyType({}),
         **api: Any,
     ) -> None:

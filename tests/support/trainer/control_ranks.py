@@ -10,8 +10,8 @@ from typing import Any
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.distributed.exchange import GroupExchange
-from areal_lora.operations.messages import LoadState, Outcome
-from areal_lora.rollout.channel import messages as m
+from areal_lora.operations.protocol import LoadState, Outcome
+from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import work
 from areal_lora.trainer.adapter import ControllerState, TrainingState
@@ -32,7 +32,7 @@ class LateRollouts:
     def __init__(self) -> None:
         self._ended_s = time.monotonic() + ROLLOUTS_S
 
-    def poll(self, wanted: Sequence[m.Wanted], wait_s: float) -> m.AdapterFailed | m.NotReady:
+    def poll(self, wanted: Sequence[m.StepRequest], wait_s: float) -> m.AdapterFailed | m.NotReady:
         time.sleep(0.05)
         if time.monotonic() < self._ended_s:
             return m.NotReady(lacking=())

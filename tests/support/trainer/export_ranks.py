@@ -19,7 +19,7 @@ from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Range, ShardedModel
 from areal_lora.engine.common.parallel_layout import ParallelLayout
-from areal_lora.engine.common.plan import wire_layout
+from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import PublishError
 from areal_lora.families.shape import ModelShape

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.algorithms.registry import build_algorithm
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import find
-from areal_lora.checkpoint.saver import Save, Saver
-from areal_lora.checkpoint.store import Store
+from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.load import load_config
 from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
@@ -34,7 +34,7 @@ from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState
 from areal_lora.trainer.controller_link import EvalTracker, evaluation_due
 from areal_lora.trainer.learn import LearnReport, learn
-from areal_lora.trainer.state import Rank0, Trainer
+from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
 from areal_lora.trainer.work import Finish, TrainOn
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
@@ -98,9 +98,9 @@ class Publishing:
     """Sends nothing, and joins what it was given as the publisher does. No version may pass before its checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._pending = folder, list[tuple[AdapterRef, Save | None]]()
+        self._folder, self._pending = folder, list[tuple[AdapterRef, CheckpointSave | None]]()
 
-    def publish(self, adapter: Adapter, version: int, save: Save | None) -> None:
+    def publish(self, adapter: Adapter, version: int, save: CheckpointSave | None) -> None:
         self._pending.append((AdapterRef(name=adapter.name, version=version), save))
 
     def join(self, adapter: str) -> None:
@@ -213,7 +213,9 @@ def live(session: Session) -> dict[str, Any]:
     controller: Any = Controller(folder, engine, begun, config.run.steps)
     commit = partial(_commit, controller) if engine.rank == 0 else None
     saver = Saver(
-        store=Store(RunFolder(folder), GroupExchange(60.0), Disk()), config=config.checkpoint, committed=commit
+        store=CheckpointStore(RunFolder(folder), GroupExchange(60.0), Disk()),
+        config=config.checkpoint,
+        committed=commit,
     )
     trainer = Trainer(
         config=config,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from areal_lora.weight_sync.link.backends import Backend, Seat, gloo, register_backend
+from areal_lora.weight_sync.link.backends import Backend, GroupSeat, gloo, register_backend
 
 SOCKETS = "gloo-sockets"
 
 
-def over_sockets(seat: Seat) -> Backend:
+def over_sockets(seat: GroupSeat) -> Backend:
     """gloo as it is between machines."""
     return replace(gloo(seat), same_host=False)
 

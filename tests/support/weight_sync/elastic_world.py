@@ -22,21 +22,21 @@ from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.rollout import routing
-from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.retries import generation_failure
 from areal_lora.rollout.controller.runtime import Capacity
 from areal_lora.rollout.routing import Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.messages import JoinReply, PingReply, PublishReply, ServerEndpoint
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.seal import adapter_digest
-from areal_lora.weight_sync.trainer import fleet, job, leader, membership, roster
+from areal_lora.weight_sync.trainer import fleet, leader, membership, publish_job, roster
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import WATCH_S
 from areal_lora.weight_sync.trainer.report import PublishReport
-from areal_lora.weight_sync.trainer.role import Attempted, Event, Started, Waited
-from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, Finish, Sent, Wait
+from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, StartOutcome, WaitOutcome
+from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, FinishPublish, Sent, Wait
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, episode, feed, stream
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, share, values
@@ -298,7 +298,7 @@ class World:
     def publish(self, version: int) -> None:
         """The publish of a version, as the publisher's thread does it."""
         config = self.config
-        made = job.Job(
+        made = publish_job.Job(
             manifest=ShardManifest(
                 run=RUN, ref=ref(version, NAME), parent=None, base_digest=BASE, layout=self.layout.digest
             ),
@@ -306,27 +306,27 @@ class World:
             shard=None,  # type: ignore[arg-type]
             probe=None,
             began_s=self.clock.now,
-            budget=job.Budget.start(config),
+            budget=publish_job.Budget.start(config),
         )
-        event: Event = Started()
+        event: Event = StartOutcome()
         crashed = self.happened["crashed"]
         while True:
             match self.leader.decide(made, event, SoloExchange()):
-                case Finish(report=report):
+                case FinishPublish(report=report):
                     self.leader.conclude(made)
                     break
                 case Fail(failure=failure):
                     raise AssertionError(f"v{version} was lost: {failure}")
                 case Wait():
-                    event = Waited()
+                    event = WaitOutcome()
                 case Attempt() as attempt:
-                    event = Attempted([self.attempt(made, attempt)])
+                    event = AttemptOutcome([self.attempt(made, attempt)])
         self.reports.append(report)
         if crashed == self.happened["crashed"]:
             known = any(not self.sessions[s].alive for s in self.leader.roster.members)
             assert report.attempts == 1 or self._crashes, f"v{version}: {report.attempts} attempts, {known}"
 
-    def attempt(self, made: job.Job, attempt: Attempt) -> Sent:
+    def attempt(self, made: publish_job.Job, attempt: Attempt) -> Sent:
         """One transfer, which a member that is dead breaks for the others, too."""
         self.attempts += 1
         members = self.leader.roster.members
@@ -350,7 +350,7 @@ class World:
             if server in broken:
                 post.set_exception(PublishError("no answer"))
             elif broken and self.rng.random() < 0.5:
-                post.set_exception(ManifestError(Refusal.WIRE, "connection closed by peer"))
+                post.set_exception(ManifestError(RefusalReason.WIRE, "connection closed by peer"))
             else:
                 found.refs = [*[r for r in found.refs if r != made.ref][1 - KEEP :], made.ref]
                 post.set_result(PublishReply(ref=str(made.ref), digest=digest, phases={}))
@@ -361,7 +361,7 @@ class World:
         """The whole hour: versions are made as long as servers come and go, and two after that."""
         self.config = WeightSyncConfig(rejoin_s=300.0)
         with pytest.MonkeyPatch.context() as patch:
-            for module in (leader, roster, fleet, job):
+            for module in (leader, roster, fleet, publish_job):
                 patch.setattr(module, "time", Time(self))
             self.fleet = VirtualFleet(self)
             patch.setattr(leader, "Fleet", lambda *_: self.fleet)

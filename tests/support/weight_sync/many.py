@@ -19,8 +19,8 @@ from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.served import covered
-from areal_lora.weight_sync.trainer.job import PublishHandle
 from areal_lora.weight_sync.trainer.leader import Leader
+from areal_lora.weight_sync.trainer.publish_job import PublishHandle
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.role import Follower
 from areal_lora.weight_sync.trainer.source_group import SourceGroup

@@ -26,8 +26,8 @@ from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
+from areal_lora.weight_sync.server.slot_versions import ServedVersions
 from areal_lora.weight_sync.server.transaction import AwaitRelease, PublishTransaction, Stage, check_turn, late_turn
-from areal_lora.weight_sync.server.versions import ServedVersions
 from tests.support.weight_sync.https_server import AdminHttpsServer
 from tests.support.weight_sync.memory_writer import MemoryWriter, Shapes
 

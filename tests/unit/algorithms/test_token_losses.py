@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from areal_lora.algorithms.token_losses import Bounds, Targets, bounds_of, token_loss
-from areal_lora.operations.messages import Loss, LossSettings
+from areal_lora.operations.protocol import Loss, LossSettings
 
 SEED = 5
 LENGTHS = (20, 1, 43)

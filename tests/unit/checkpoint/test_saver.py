@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from areal_lora.checkpoint import saver
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import find
-from areal_lora.checkpoint.saver import Save, Saver
-from areal_lora.checkpoint.store import Store
+from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError, PublishError, RolloutError
@@ -38,9 +38,9 @@ class Saving:
     def __init__(self, folder: Path, **config: int) -> None:
         self.disk, self.committed = Held(), list[str]()
         self.commit_error: Exception | None = None
-        self.kept: list[Save] = []
+        self.kept: list[CheckpointSave] = []
         self.saver = Saver(
-            store=Store(RunFolder(folder), SoloExchange(), self.disk),
+            store=CheckpointStore(RunFolder(folder), SoloExchange(), self.disk),
             config=CheckpointConfig(**config),
             committed=self.commit,
             kept=self.kept.append,

@@ -15,7 +15,7 @@ from areal_lora.checkpoint.versions import aliases_of, pick_version
 from areal_lora.config.models import Config, TrainerConfig
 from areal_lora.engine.common.arena import ShardedModel
 from areal_lora.engine.common.parallel_layout import ParallelLayout
-from areal_lora.engine.common.plan import wire_layout
+from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.errors import CheckpointError, ConfigError
 from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.run_folder.paths import RunFolder

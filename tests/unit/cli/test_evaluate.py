@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.cli.app import main
-from areal_lora.cli.serving import Served
+from areal_lora.cli.serving import ServingEndpoint
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ExitCode
 from tests.support.paths import TINY_MODEL
@@ -34,11 +34,13 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     loop.run(server.__aenter__())
 
     @contextlib.contextmanager
-    def fake(folder: object, made: Config, adapter: AdapterConfig, version: str, port: int) -> Iterator[Served]:
+    def fake(
+        folder: object, made: Config, adapter: AdapterConfig, version: str, port: int
+    ) -> Iterator[ServingEndpoint]:
         assert adapter.name == "math"
         process = subprocess.Popen(["true"])
         process.wait()
-        yield Served(url=f"{server.url}/v1", model="math@v3", process=process, log=tmp_path / "log")
+        yield ServingEndpoint(url=f"{server.url}/v1", model="math@v3", process=process, log=tmp_path / "log")
 
     monkeypatch.setattr("areal_lora.cli.serving.served", fake)
     made = config(str(TINY_MODEL)).model_dump(mode="json")

@@ -9,7 +9,7 @@ import pytest
 from areal_lora.cli import look as module
 from areal_lora.cli.look import look
 from areal_lora.cli.processes import Holder
-from areal_lora.cli.runs import recorded_config
+from areal_lora.cli.recorded_runs import recorded_config
 from areal_lora.cli.status import adapter_rows
 from areal_lora.config.models import Config, ServiceConfig
 from areal_lora.launcher.slurm.allocation import write_hosts
@@ -18,7 +18,7 @@ from areal_lora.library.runs import load_run
 from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
-from areal_lora.run_folder.desired import Desired, DesiredAdapter, write_desired
+from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, write_desired
 from areal_lora.run_folder.events import EndEvent, RestartEvent, StartEvent, now_utc, write_event
 from areal_lora.run_folder.heartbeat import beat
 from areal_lora.run_folder.paths import RunFolder
@@ -191,7 +191,7 @@ def test_adapters_that_joined_have_rows_of_their_own(tmp_path: Path) -> None:
     client = {"rank": 4, "alpha": 4, "target_modules": ["linear_qkv"], "workflow": {"kind": "client"}}
     new = DesiredAdapter(name="new", incarnation=1, adapter=section | {"steps": 5})
     write_desired(
-        folder, Desired(generation=1, adapters=(new, DesiredAdapter(name="sdk", incarnation=1, adapter=client)))
+        folder, DesiredAdapters(generation=1, adapters=(new, DesiredAdapter(name="sdk", incarnation=1, adapter=client)))
     )
     with MetricsWriter(folder) as writer:
         writer.write(AdapterStateRecord(adapter="new.1", state=AdapterPhase.ACTIVE, version=2, steps=5))

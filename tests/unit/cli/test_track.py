@@ -10,7 +10,7 @@ import pytest
 
 from areal_lora.cli import app
 from areal_lora.cli.look import ended
-from areal_lora.cli.runs import recorded_config
+from areal_lora.cli.recorded_runs import recorded_config
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.fake_run import make_run
 

@@ -11,7 +11,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.resume import conflict
-from areal_lora.config.rules.adapters import staleness_fits
+from areal_lora.config.rules.adapter_rules import staleness_fits
 from areal_lora.errors import ConfigError
 from tests.support.paths import EXAMPLES
 

@@ -12,7 +12,7 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import alone, joined, with_joined
 from areal_lora.errors import ConfigError
-from areal_lora.run_folder.desired import Desired, DesiredAdapter, DesiredPhase, write_desired
+from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase, write_desired
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import EXAMPLES
 
@@ -59,7 +59,7 @@ def test_who_looks_at_a_run_sees_those_that_joined(config: Config, section: dict
         DesiredAdapter(name="a", incarnation=2, adapter=section | {"steps": 5}),
         DesiredAdapter(name="bad", incarnation=1, adapter={}),
     )
-    write_desired(folder, Desired(generation=1, adapters=entries))
+    write_desired(folder, DesiredAdapters(generation=1, adapters=entries))
     names = [adapter.name for adapter in with_joined(config, folder).adapters]
     assert names == ["attention", "experts", "shared", "a.1", "a.2"]
     without = config.model_copy(update={"service": None})

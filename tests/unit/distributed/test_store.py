@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from areal_lora.distributed.store import CurveStore
-from areal_lora.distributed.store_server import Await, Put, StoreServer, Table
+from areal_lora.distributed.store_server import Await, KeyTable, Put, StoreServer
 from areal_lora.network.curve import zmq_curve_keys
 from tests.support.weight_sync.helpers import SECRET
 
@@ -196,7 +196,7 @@ def test_nothing_is_left_after_closing(server):
 def test_those_who_gave_up_are_forgotten():
     now = [0.0]
     answers = []
-    table = Table(lambda sender, reply: answers.append(sender[0]), lambda: now[0])
+    table = KeyTable(lambda sender, reply: answers.append(sender[0]), lambda: now[0])
     table.handle([b"early"], Await(["k"], 1.0, True))
     table.handle([b"late"], Await(["k"], 9.0, True))
     now[0] = 2.0

@@ -7,8 +7,16 @@ import pytest
 
 from areal_lora.config.models import Config
 from areal_lora.doctor.checks import check_all, shared_memory_bytes
-from areal_lora.doctor.facts import BandwidthFacts, CanaryFacts, Facts, FolderFacts, GpuFacts, NodeFacts, RoleFacts
-from areal_lora.doctor.findings import Level
+from areal_lora.doctor.doctor_findings import Level
+from areal_lora.doctor.machine_facts import (
+    BandwidthFacts,
+    CanaryFacts,
+    DoctorFacts,
+    FolderFacts,
+    GpuFacts,
+    NodeFacts,
+    RoleFacts,
+)
 from tests.support.obs.fake_run import make_config
 
 NEED_BYTES = 1 << 30
@@ -49,7 +57,7 @@ NODE = NodeFacts(
     folder=FOLDER,
     roles=[TRAINER, ROLLOUT],
 )
-HEALTHY = Facts(
+HEALTHY = DoctorFacts(
     nodes=[NODE, msgspec.structs.replace(NODE, host="n2"), msgspec.structs.replace(NODE, host="n3")],
     bandwidth=[BandwidthFacts(backend="gloo", hosts=["n1", "n2", "n3"], gbit_s=9.0)],
     canary=CanaryFacts(mean_abs=1e-6, max_abs=1e-5, changed_by=0.5, ready_s=15.0, total_s=20.0),
@@ -62,13 +70,13 @@ def config(**cluster: object) -> Config:
     return plain.model_copy(update={"cluster": plain.cluster.model_copy(update=settings)})
 
 
-def node(**values: object) -> Facts:
+def node(**values: object) -> DoctorFacts:
     """Healthy but for the second node."""
     nodes = [one if one.host != "n2" else msgspec.structs.replace(one, **values) for one in HEALTHY.nodes]
     return msgspec.structs.replace(HEALTHY, nodes=nodes)
 
 
-def roles(trainer: RoleFacts = TRAINER, rollout: RoleFacts = ROLLOUT) -> Facts:
+def roles(trainer: RoleFacts = TRAINER, rollout: RoleFacts = ROLLOUT) -> DoctorFacts:
     return node(roles=[trainer, rollout])
 
 
@@ -78,12 +86,12 @@ def with_packages(role: RoleFacts, **packages: str | None) -> RoleFacts:
     return msgspec.structs.replace(role, packages=merged)
 
 
-def canary(who: str, problem: str) -> Facts:
+def canary(who: str, problem: str) -> DoctorFacts:
     return msgspec.structs.replace(HEALTHY, canary=CanaryFacts(side=who, problem=problem))
 
 
 replace = msgspec.structs.replace
-FAULTS: dict[str, tuple[Facts, Level, str, str]] = {
+FAULTS: dict[str, tuple[DoctorFacts, Level, str, str]] = {
     "127.0.1.1": (node(resolved=["127.0.1.1"]), Level.NOTE, "resolves to 127.0.1.1 only", "/etc/hosts"),
     "no address": (
         node(address="", address_problem="cluster.interface: none"),
@@ -194,7 +202,7 @@ FAULTS: dict[str, tuple[Facts, Level, str, str]] = {
 }
 
 
-def problems(facts: Facts, of: Config) -> list[tuple[Level, str, str]]:
+def problems(facts: DoctorFacts, of: Config) -> list[tuple[Level, str, str]]:
     found = check_all(of, facts, NEED_BYTES)
     return [(one.level, one.reason, one.fix) for one in found if one.level is not Level.OK]
 
@@ -215,7 +223,7 @@ def test_a_fault_is_found_with_its_fix(fault: str) -> None:
 
 
 def test_a_host_name_on_loopback_is_no_fault_on_one_node() -> None:
-    alone = Facts(nodes=[replace(NODE, resolved=["127.0.1.1"])], canary=HEALTHY.canary)
+    alone = DoctorFacts(nodes=[replace(NODE, resolved=["127.0.1.1"])], canary=HEALTHY.canary)
     assert [level for level, *_ in problems(alone, config(nodes=1))] == [Level.NOTE]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.launcher.ended import Ended, with_error
+from areal_lora.launcher.ended import ProcessExit, with_error
 from areal_lora.launcher.plan import ProcessSpec
 
 SPEC = ProcessSpec(role="trainer", index=0, argv=("x",), env={})
@@ -31,7 +31,7 @@ RAISED = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nareal
 def test_the_last_error_since_the_start_is_the_cause(tmp_path: Path, log: str, code: int, error: str) -> None:
     path = tmp_path / "trainer-0.log"
     path.write_text(log)
-    ended = with_error(Ended(spec=SPEC, code=code, log=path))
+    ended = with_error(ProcessExit(spec=SPEC, code=code, log=path))
     assert ended.error == error
     assert ended.cause == (f"exited with code {code}: {error}" if error else ended.how())
-    assert with_error(Ended(spec=SPEC, code=code, log=path, why="was ended")).cause == "was ended"
+    assert with_error(ProcessExit(spec=SPEC, code=code, log=path, why="was ended")).cause == "was ended"

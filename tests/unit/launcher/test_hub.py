@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_lora.config.config_snapshot import missing_files, wanted
 from areal_lora.config.load import load_config
-from areal_lora.config.snapshot import missing_files, wanted
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.hub import resolve
 from areal_lora.weight_sync.digests import base_digest

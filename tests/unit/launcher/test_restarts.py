@@ -16,7 +16,7 @@ from areal_lora.errors import (
     RolloutError,
     StalenessError,
 )
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, ProcessSpec
 from areal_lora.launcher.restarts import HEALTHY_S, LAUNCHES, Restarts, to_blame
 from areal_lora.launcher.stalls import Pulse
@@ -26,8 +26,8 @@ def spec(role: str = SERVER, index: int = 0) -> ProcessSpec:
     return ProcessSpec(role=role, index=index, argv=("x",), env={})
 
 
-def ended(code: int = -9, role: str = SERVER, index: int = 0, why: str = "") -> Ended:
-    return Ended(spec=spec(role, index), pid=7, code=code, log=Path("log"), why=why)
+def ended(code: int = -9, role: str = SERVER, index: int = 0, why: str = "") -> ProcessExit:
+    return ProcessExit(spec=spec(role, index), pid=7, code=code, log=Path("log"), why=why)
 
 
 def restarts(servers: int = 2, times: int = 3, trainer_times: int = 3) -> Restarts:
@@ -48,7 +48,9 @@ def names(units: list[tuple[ProcessSpec, ...]]) -> list[list[str]]:
     ],
     ids=["server", "controller", "trainer"],
 )
-def test_a_unit_is_started_again_after_a_while_that_grows_and_so_often(dead: Ended, who: str, unit: list[str]) -> None:
+def test_a_unit_is_started_again_after_a_while_that_grows_and_so_often(
+    dead: ProcessExit, who: str, unit: list[str]
+) -> None:
     made, now = restarts(), 0.0
     for times, wait_s in ((1, 1.0), (2, 4.0), (3, 16.0)):
         verdict = made.take(dead, now, worked_s=5.0)
@@ -213,8 +215,8 @@ def test_a_life_that_hangs_does_not_count_as_healthy() -> None:
     assert verdict.ends_run
 
 
-def lost(role: str = SERVER, index: int = 0) -> Ended:
-    return Ended(spec=spec(role, index), code=1, log=Path("log"), node="n4", lost=True)
+def lost(role: str = SERVER, index: int = 0) -> ProcessExit:
+    return ProcessExit(spec=spec(role, index), code=1, log=Path("log"), node="n4", lost=True)
 
 
 def test_a_server_on_a_lost_node_is_abandoned_while_enough_others_remain() -> None:
@@ -235,7 +237,7 @@ def test_the_run_ends_with_a_lost_node_of_trainer_or_controller(role: str) -> No
 
 def test_a_unit_that_its_node_did_not_start_costs_no_budget_and_is_lost_in_the_end() -> None:
     made, now = restarts(times=1, trainer_times=1), 0.0
-    never = Ended(spec=spec(TRAINER), code=233, log=Path("log"), node="n4", never_started=True)
+    never = ProcessExit(spec=spec(TRAINER), code=233, log=Path("log"), node="n4", never_started=True)
     assert not made.take(ended(role=TRAINER), now, worked_s=5.0).ends_run
     for _ in range(LAUNCHES - 1):
         verdict = made.take(never, now, None)
@@ -249,6 +251,6 @@ def test_a_unit_that_its_node_did_not_start_costs_no_budget_and_is_lost_in_the_e
 def test_a_unit_that_never_started_at_all_fails_soon_and_is_not_lost() -> None:
     """srun may have been called with options that this Slurm does not know."""
     made = restarts()
-    never = Ended(spec=spec(TRAINER), code=1, log=Path("log"), node="n4", never_started=True)
+    never = ProcessExit(spec=spec(TRAINER), code=1, log=Path("log"), node="n4", never_started=True)
     assert [made.take(never, 0.0, None).ends_run for _ in range(3)] == [False, False, True]
     assert not made.take(never, 0.0, None).ended.lost

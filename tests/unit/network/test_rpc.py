@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from areal_lora.errors import EnvironmentError_
-from areal_lora.network.rpc import Connection, ConnectionLost, Server, Subscription, Wire
+from areal_lora.network.rpc import Connection, ConnectionLost, RpcServer, Subscription, Wire
 
 SECRET = "5e" * 32
 WIRE = Wire(server="server", client="client", max_request_bytes=1000, max_reply_bytes=1000)
@@ -22,7 +22,7 @@ class Echo:
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._later: tuple[bytes, bytes, bytes] | None = None
-        self.server = Server(host, SECRET, WIRE, self._take)
+        self.server = RpcServer(host, SECRET, WIRE, self._take)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
 

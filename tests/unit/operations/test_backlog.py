@@ -7,32 +7,32 @@ import random
 import pytest
 
 from areal_lora.operations.backlog import Backlog
-from areal_lora.operations.messages import (
-    Acknowledged,
-    Completed,
+from areal_lora.operations.protocol import (
+    Acknowledgement,
     Expects,
-    Failed,
-    Hello,
-    Kept,
     LoadState,
     Loss,
     Operation,
+    OperationCompletion,
+    OperationFailure,
     OptimStep,
     Outcome,
     Pass,
+    PassResult,
     Poison,
     Publish,
-    Published,
-    Scored,
-    Stepped,
+    PublishResult,
+    ServiceHello,
+    StateResult,
+    StepResult,
     What,
 )
 
 PASS = Pass(data=(), loss=Loss.CROSS_ENTROPY)
 STEP = OptimStep(lr=0.1)
 LOAD = LoadState(adapter="a.1", label="n1", optimizer=True)
-SCORED, STEPPED = Scored(logprobs=(), loss=0.0), Stepped(step=1, grad_norm=1.0, skipped=False)
-BROKEN = Failed(reason="broken", by_client=False)
+SCORED, STEPPED = PassResult(logprobs=(), loss=0.0), StepResult(step=1, grad_norm=1.0, skipped=False)
+BROKEN = OperationFailure(reason="broken", by_client=False)
 
 
 def operation(number: int, what: What = PASS) -> Operation:
@@ -43,16 +43,16 @@ def carried_out(backlog: Backlog, *whats: What | tuple[What, Outcome]) -> list[O
     """Outcomes of operations 1, 2, ... of a new adapter; with a pair, of one that ends in that way."""
     backlog.join("a.1", None)
     found: list[Outcome] = []
-    usual: dict[type, Outcome] = {Pass: SCORED, OptimStep: STEPPED, LoadState: Kept(step=0, n_bytes=1)}
+    usual: dict[type, Outcome] = {Pass: SCORED, OptimStep: STEPPED, LoadState: StateResult(step=0, n_bytes=1)}
     for number, given in enumerate(whats, 1):
         what, outcome = given if isinstance(given, tuple) else (given, None)
         assert backlog.receive(operation(number, what)) == []
         first = backlog.first(["a.1"])
         assert first == operation(number, what)
         [completed] = backlog.complete(
-            first, backlog.refused(first) or outcome or usual.get(type(what), Published(version=0))
+            first, backlog.refused(first) or outcome or usual.get(type(what), PublishResult(version=0))
         )
-        assert isinstance(completed, Completed)
+        assert isinstance(completed, OperationCompletion)
         found.append(completed.outcome)
     return found
 
@@ -70,28 +70,28 @@ def test_numbers_follow_each_other() -> None:
 
 
 def test_an_adapter_that_resumes_has_the_outcome_of_its_checkpoint() -> None:
-    last = Completed(adapter="a.1", number=7, outcome=STEPPED)
+    last = OperationCompletion(adapter="a.1", number=7, outcome=STEPPED)
     backlog = Backlog()
     assert backlog.join("a.1", last) == [last, Expects(adapter="a.1", number=8)]
-    assert backlog.receive(Hello()) == [last, Expects(adapter="a.1", number=8)]
-    assert backlog.receive(Acknowledged(adapter="a.1", number=7)) == []
-    assert backlog.receive(Hello()) == [Expects(adapter="a.1", number=8)]
+    assert backlog.receive(ServiceHello()) == [last, Expects(adapter="a.1", number=8)]
+    assert backlog.receive(Acknowledgement(adapter="a.1", number=7)) == []
+    assert backlog.receive(ServiceHello()) == [Expects(adapter="a.1", number=8)]
 
 
 def test_operations_of_an_adapter_that_left_fail() -> None:
     backlog = Backlog()
     backlog.join("a.1", None)
     backlog.receive(operation(1))
-    failed = Failed(reason="it was deleted", by_client=False)
-    assert backlog.leave("a.1", "it was deleted") == [Completed(adapter="a.1", number=1, outcome=failed)]
-    assert backlog.receive(operation(2)) == [Completed(adapter="a.1", number=2, outcome=failed)]
-    assert backlog.receive(Hello()) == []
+    failed = OperationFailure(reason="it was deleted", by_client=False)
+    assert backlog.leave("a.1", "it was deleted") == [OperationCompletion(adapter="a.1", number=1, outcome=failed)]
+    assert backlog.receive(operation(2)) == [OperationCompletion(adapter="a.1", number=2, outcome=failed)]
+    assert backlog.receive(ServiceHello()) == []
 
 
 def test_a_window_needs_a_pass_with_gradients() -> None:
     score = Pass(data=(), loss=Loss.CROSS_ENTROPY, backward=False)
     step, _, again, _, last = carried_out(Backlog(), STEP, score, STEP, PASS, STEP)
-    assert isinstance(step, Failed)
+    assert isinstance(step, OperationFailure)
     assert step.by_client
     assert step == again
     assert last == STEPPED
@@ -101,16 +101,16 @@ def test_a_window_needs_a_pass_with_gradients() -> None:
 def test_a_fault_poisons_its_window_alone(bad: What | tuple[What, Outcome]) -> None:
     _, fault, after, publish, step, *others = carried_out(Backlog(), PASS, bad, PASS, Publish(), STEP, PASS, STEP)
     assert fault == BROKEN
-    assert after == step == Failed(reason="its window has failed: broken", by_client=False)
-    assert publish == Published(version=0)
+    assert after == step == OperationFailure(reason="its window has failed: broken", by_client=False)
+    assert publish == PublishResult(version=0)
     assert others == [SCORED, STEPPED]
 
 
 def test_a_poison_of_a_step_ends_its_window_and_no_other() -> None:
     poison = Poison(reason="no such rate", by_client=True, of_step=True)
     _, first, step, *others = carried_out(Backlog(), PASS, poison, STEP, PASS, STEP)
-    assert first == Failed(reason="no such rate", by_client=True)
-    assert isinstance(step, Failed)
+    assert first == OperationFailure(reason="no such rate", by_client=True)
+    assert isinstance(step, OperationFailure)
     assert "no pass since the step before it" in step.reason, "the window before it is over"
     assert others == [SCORED, STEPPED]
     _, _, spoiled, *others = carried_out(Backlog(), PASS, Poison(reason="broken"), poison, PASS, STEP)
@@ -130,17 +130,17 @@ def test_outcomes_wait_for_those_before_them() -> None:
     backlog.start(operation(4, Publish()), None)
     assert backlog.refused(operation(5, STEP)) is None, "its window began with the step that is not final"
     backlog.start(operation(5, STEP), STEPPED)
-    assert backlog.end("a.1", 4, Published(version=2)) == []
-    assert backlog.receive(Hello()) == [said(1, SCORED), Expects(adapter="a.1", number=6)]
-    known = [said(2, STEPPED), said(3, SCORED), said(4, Published(version=2))]
+    assert backlog.end("a.1", 4, PublishResult(version=2)) == []
+    assert backlog.receive(ServiceHello()) == [said(1, SCORED), Expects(adapter="a.1", number=6)]
+    known = [said(2, STEPPED), said(3, SCORED), said(4, PublishResult(version=2))]
     assert backlog.end("a.1", 2) == known
     assert backlog.end("a.1", 2) == [], "once"
-    assert backlog.leave("a.1", "gone") == [said(5, Failed(reason="gone", by_client=False))]
+    assert backlog.leave("a.1", "gone") == [said(5, OperationFailure(reason="gone", by_client=False))]
     assert backlog.end("a.1", 5) == [], "what has left is over"
 
 
-def said(number: int, outcome: Outcome) -> Completed:
-    return Completed(adapter="a.1", number=number, outcome=outcome)
+def said(number: int, outcome: Outcome) -> OperationCompletion:
+    return OperationCompletion(adapter="a.1", number=number, outcome=outcome)
 
 
 def test_random_windows() -> None:

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 
 from areal_lora.operations.link import ServiceEnd
-from areal_lora.operations.messages import (
-    Acknowledged,
-    Completed,
+from areal_lora.operations.protocol import (
+    Acknowledgement,
     Datum,
     Expects,
-    Failed,
     Loss,
     Operation,
+    OperationCompletion,
+    OperationFailure,
     OptimStep,
     Pass,
+    PassResult,
     Poison,
     Publish,
-    Published,
-    Scored,
-    Stepped,
+    PublishResult,
+    StepResult,
     ToService,
     What,
 )
@@ -61,7 +61,7 @@ class Service:
                 await self._news.wait()
 
     def outcomes(self, adapter: str) -> dict[int, object]:
-        return {m.number: m.outcome for m in self.heard if isinstance(m, Completed) and m.adapter == adapter}
+        return {m.number: m.outcome for m in self.heard if isinstance(m, OperationCompletion) and m.adapter == adapter}
 
 
 @pytest.fixture
@@ -99,9 +99,9 @@ def test_operations_complete_in_order(run_folder: RunFolder) -> None:
         got = service.outcomes("a.1")
         assert list(got) == [1, 2, 3, 4, 5]
         assert got[1] == got[2] == scores((DATUM,), 0)
-        assert got[3] == Stepped(step=1, grad_norm=2.0, skipped=False)
-        assert got[4] == Published(version=3)
-        assert isinstance(got[5], Scored)
+        assert got[3] == StepResult(step=1, grad_norm=2.0, skipped=False)
+        assert got[4] == PublishResult(version=3)
+        assert isinstance(got[5], PassResult)
         assert got[5] != got[1], "the step shows"
 
     play(run_folder, script)
@@ -116,14 +116,14 @@ def test_after_a_crash_the_operations_after_the_checkpoint_are_expected(run_fold
         service.heard.clear()
         await asyncio.to_thread(trainer.crash)
         await service.until(lambda: Expects(adapter="a.1", number=3) in service.heard)
-        assert service.outcomes("a.1")[2] == Stepped(step=1, grad_norm=1.0, skipped=False), "said again"
-        await service.end.send(Acknowledged(adapter="a.1", number=2))
+        assert service.outcomes("a.1")[2] == StepResult(step=1, grad_norm=1.0, skipped=False), "said again"
+        await service.end.send(Acknowledgement(adapter="a.1", number=2))
         await service.send("a.1", 3, PASS, Poison(reason="lost"), STEP, PASS, STEP)
         await service.until(lambda: 7 in service.outcomes("a.1"))
         poisoned = service.outcomes("a.1")[5]
-        assert isinstance(poisoned, Failed)
+        assert isinstance(poisoned, OperationFailure)
         assert "lost" in poisoned.reason
-        assert service.outcomes("a.1")[7] == Stepped(step=2, grad_norm=1.0, skipped=False)
+        assert service.outcomes("a.1")[7] == StepResult(step=2, grad_norm=1.0, skipped=False)
 
     play(run_folder, script)
 
@@ -134,7 +134,7 @@ def test_a_restarted_service_hears_what_it_has_not_acknowledged(run_folder: RunF
         await service.until(lambda: Expects(adapter="a.1", number=1) in service.heard)
         await service.send("a.1", 1, PASS, STEP)
         await service.until(lambda: len(service.outcomes("a.1")) == 2)
-        await service.end.send(Acknowledged(adapter="a.1", number=1))
+        await service.end.send(Acknowledgement(adapter="a.1", number=1))
         second = Service(run_folder)
         running = asyncio.create_task(second.end.run())
         await second.until(lambda: Expects(adapter="a.1", number=3) in second.heard)

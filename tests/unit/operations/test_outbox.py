@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from areal_lora.operations.outbox import AHEAD, Windows
+from areal_lora.operations.outbox import AHEAD, SendWindows
 
 
 def test_nothing_is_sent_before_the_trainer_expects_it() -> None:
-    windows = Windows()
+    windows = SendWindows()
     assert windows.due("a.1") is None
     windows.completed("a.1", 3)
     assert not windows.sends("a.1", 1)
@@ -17,7 +17,7 @@ def test_nothing_is_sent_before_the_trainer_expects_it() -> None:
 
 
 def test_at_most_so_many_are_ahead_of_the_outcomes() -> None:
-    windows = Windows()
+    windows = SendWindows()
     windows.expected("a.1", 1)
     assert all(windows.sends("a.1", number) for number in range(1, AHEAD + 1))
     assert windows.due("a.1") is None
@@ -26,7 +26,7 @@ def test_at_most_so_many_are_ahead_of_the_outcomes() -> None:
 
 
 def test_an_outcome_of_what_another_connection_sent_is_passed() -> None:
-    windows = Windows()
+    windows = SendWindows()
     windows.expected("a.1", 1)
     windows.completed("a.1", 5)
     assert windows.due("a.1") == (6, AHEAD)

@@ -44,7 +44,7 @@ SHORT = {
     "engine/vllm_ext/worker/extension.py:_WorkerAdapters._handle": "one join request; errors are its answer",
     "trainer/audit.py:Auditor.__init__": "one comparison at a time; the next step waits for its Future",
     "doctor/examine.py:_bandwidth": "two processes of one measurement; their results are the caller's",
-    "rollout/main.py:Shared.open": "one newcomer's rows; the request that joins it awaits them",
+    "rollout/main.py:SharedResources.open": "one newcomer's rows; the request that joins it awaits them",
     "tasks/reward_check.py:_problem": "the scores of a few answers; the caller waits for its Future",
     "service/api.py:Api.take_in": "the checks of one adapter; they are awaited",
     "service/queue/queue.py:RequestQueue.create_model": "the checks of one adapter; they are awaited",
@@ -54,7 +54,7 @@ SHORT = {
     "service/queue/queue.py:RequestQueue.serve": "one look-up; the samples that share it await it",
     "service/download.py:_sent": "one piece of a file; it is awaited",
     "service/tinker/archives.py:Archives.send": "the export of one saved state; it is awaited",
-    "service/tinker/sampling.py:Sampling._start": "one sample; its outcome is kept until it is fetched",
+    "service/tinker/sample_tasks.py:Sampling._start": "one sample; its outcome is kept until it is fetched",
     "tasks/scorer.py:_patient": "one scoring; it is awaited",
     "tasks/scorer.py:_Child.spawn": "one look at what this machine allows; it is awaited",
     "tasks/judge.py:LlmJudge.__call__": "one question to the judge; every answer that asked it awaits it",
@@ -71,7 +71,7 @@ SHORT = {
     "engine/vllm_ext/server/sampling.py:_merged": "the streams of one request; they are awaited",
     "network/http_server.py:unless_disconnected": "one request; it is awaited",
     "network/http_server.py:task_unless_disconnected": "one message of a request; it is awaited",
-    "rollout/gateway.py:AgentGateway._within": "one request; it is awaited",
+    "rollout/agent_gateway.py:AgentGateway._within": "one request; it is awaited",
     "engine/vllm_ext/server/leaving.py:Door.__call__": "one request; it is awaited",
 }
 """Where the package starts a thread or task that ends with one piece of work that a caller waits for."""

@@ -11,9 +11,9 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import AdapterConfig
 from areal_lora.data.collate import collate
 from areal_lora.rollout.agent_api.session import Sessions
-from areal_lora.rollout.client import GenerationFault
-from areal_lora.rollout.loading import build_training
+from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.workflow import Episode, first_fault
+from areal_lora.rollout.workflow_loading import build_training
 from areal_lora.tasks.scorer import Score
 from areal_lora.types import Outcome
 from tests.support.paths import EXAMPLES

@@ -8,14 +8,14 @@ import pytest
 
 from areal_lora.errors import RecordError
 from areal_lora.rollout.agents import AgentTask
-from areal_lora.rollout.client import GenerationFault
-from areal_lora.rollout.conversations import Conversation, ConversationFile, read_conversations
+from areal_lora.rollout.completion_client import GenerationFault
+from areal_lora.rollout.conversations import ConversationFile, ConversationRecord, read_conversations
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.rollout.agent_endpoint import MESSAGES, asked, episode, saying
 
 
-def said(uid: str, text: str = "") -> Conversation:
-    return Conversation(
+def said(uid: str, text: str = "") -> ConversationRecord:
+    return ConversationRecord(
         time=0.0, adapter="math", uid=uid, sample=0, evaluation=False, reward=1.0, detail=text, requests=[], tokens=[]
     )
 

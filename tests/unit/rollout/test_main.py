@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lora.rollout.channel.messages import Batch
+from areal_lora.rollout.channel.channel_messages import Batch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from areal_lora.data.checks import check_alignment
-from areal_lora.rollout.client import GenerationFault
+from areal_lora.data.trajectory_checks import check_alignment
+from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.multi_turn import MultiTurnWorkflow, Reply
 from areal_lora.rollout.workflow import Episode
 from areal_lora.tasks.scorer import Score

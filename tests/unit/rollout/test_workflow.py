@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import (
     Episode,
     SingleTurnWorkflow,

@@ -14,8 +14,8 @@ import pytest
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder import desired as module
 from areal_lora.run_folder.desired import (
-    Desired,
     DesiredAdapter,
+    DesiredAdapters,
     DesiredPhase,
     DesiredWatch,
     read_desired,
@@ -25,12 +25,12 @@ from areal_lora.run_folder.paths import RunFolder
 
 KILLED = """
 import os, signal, sys
-from areal_lora.run_folder.desired import Desired, DesiredAdapter, write_desired
+from areal_lora.run_folder.desired import DesiredAdapters, DesiredAdapter, write_desired
 from areal_lora.run_folder.paths import RunFolder
 real = getattr(os, sys.argv[2])
 def dies(*args): os.kill(os.getpid(), signal.SIGKILL)
 setattr(os, sys.argv[2], dies)
-write_desired(RunFolder.of(sys.argv[1]), Desired(generation=2))
+write_desired(RunFolder.of(sys.argv[1]), DesiredAdapters(generation=2))
 """
 
 
@@ -46,8 +46,8 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_what_is_written_is_read_and_only_this_user_can_read_it(folder: RunFolder) -> None:
-    assert read_desired(folder) == Desired()
-    wanted = Desired(generation=3, adapters=(one(), one("b", 7, "paused", rank=4)), closed=True)
+    assert read_desired(folder) == DesiredAdapters()
+    wanted = DesiredAdapters(generation=3, adapters=(one(), one("b", 7, "paused", rank=4)), closed=True)
     write_desired(folder, wanted)
     assert read_desired(folder) == wanted
     assert [adapter.key for adapter in wanted.adapters] == ["maths.1", "b.7"]
@@ -57,31 +57,31 @@ def test_what_is_written_is_read_and_only_this_user_can_read_it(folder: RunFolde
 
 @pytest.mark.parametrize("at", ["fsync", "replace"])
 def test_a_writer_that_is_killed_leaves_the_old_state(folder: RunFolder, at: str) -> None:
-    write_desired(folder, Desired(generation=1, adapters=(one(),)))
+    write_desired(folder, DesiredAdapters(generation=1, adapters=(one(),)))
     # Path.replace calls os.replace.
     died = subprocess.run([sys.executable, "-c", KILLED, str(folder), at], check=False)
     assert died.returncode == -9
     assert read_desired(folder).generation == 1
-    write_desired(folder, Desired(generation=2))
-    assert read_desired(folder) == Desired(generation=2)
+    write_desired(folder, DesiredAdapters(generation=2))
+    assert read_desired(folder) == DesiredAdapters(generation=2)
 
 
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        (Desired(generation=1), "generation 1 does not follow 1"),
-        (Desired(generation=2, adapters=(one("Maths"),)), "'Maths' is no name"),
-        (Desired(generation=2, adapters=(one("../x"),)), "is no name"),
-        (Desired(generation=2, adapters=(one(incarnation=0),)), "below 1"),
-        (Desired(generation=2, adapters=(one(), one(incarnation=2))), "2 adapters are named 'maths'"),
-        (Desired(generation=2, adapters=(one(), one(phase="deleted"))), "maths.1 is there 2 times"),
-        (Desired(generation=2, adapters=(one(name2="x", name="maths"),)), "the settings of maths.1 changed"),
-        (Desired(generation=2, adapters=(one(rank=4),)), "the settings of maths.1 changed"),
-        (Desired(generation=2, adapters=(one("gone"),)), "gone.1 was deleted"),
+        (DesiredAdapters(generation=1), "generation 1 does not follow 1"),
+        (DesiredAdapters(generation=2, adapters=(one("Maths"),)), "'Maths' is no name"),
+        (DesiredAdapters(generation=2, adapters=(one("../x"),)), "is no name"),
+        (DesiredAdapters(generation=2, adapters=(one(incarnation=0),)), "below 1"),
+        (DesiredAdapters(generation=2, adapters=(one(), one(incarnation=2))), "2 adapters are named 'maths'"),
+        (DesiredAdapters(generation=2, adapters=(one(), one(phase="deleted"))), "maths.1 is there 2 times"),
+        (DesiredAdapters(generation=2, adapters=(one(name2="x", name="maths"),)), "the settings of maths.1 changed"),
+        (DesiredAdapters(generation=2, adapters=(one(rank=4),)), "the settings of maths.1 changed"),
+        (DesiredAdapters(generation=2, adapters=(one("gone"),)), "gone.1 was deleted"),
     ],
 )
-def test_a_state_that_breaks_a_promise_is_refused(folder: RunFolder, state: Desired, says: str) -> None:
-    before = Desired(generation=1, adapters=(one(), one("gone", phase="deleted")))
+def test_a_state_that_breaks_a_promise_is_refused(folder: RunFolder, state: DesiredAdapters, says: str) -> None:
+    before = DesiredAdapters(generation=1, adapters=(one(), one("gone", phase="deleted")))
     write_desired(folder, before)
     with pytest.raises(ConfigError, match=says):
         write_desired(folder, state)
@@ -89,8 +89,8 @@ def test_a_state_that_breaks_a_promise_is_refused(folder: RunFolder, state: Desi
 
 
 def test_a_name_may_be_used_again_while_its_former_bearer_is_being_deleted(folder: RunFolder) -> None:
-    write_desired(folder, Desired(generation=1, adapters=(one(),)))
-    write_desired(folder, Desired(generation=2, adapters=(one(phase="deleted"), one(incarnation=2, rank=4))))
+    write_desired(folder, DesiredAdapters(generation=1, adapters=(one(),)))
+    write_desired(folder, DesiredAdapters(generation=2, adapters=(one(phase="deleted"), one(incarnation=2, rank=4))))
     assert [adapter.key for adapter in read_desired(folder).adapters] == ["maths.1", "maths.2"]
 
 
@@ -108,7 +108,7 @@ def test_a_watch_reads_only_what_was_replaced(folder: RunFolder, monkeypatch: py
     watch = DesiredWatch(folder)
     assert [watch.look().generation for _ in range(3)] == [0, 0, 0]
     for generation in (1, 2, 3):
-        write_desired(folder, Desired(generation=generation))
+        write_desired(folder, DesiredAdapters(generation=generation))
         reads.clear()
         assert [watch.look().generation for _ in range(3)] == [generation] * 3
         assert len(reads) == 1

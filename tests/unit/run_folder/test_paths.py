@@ -13,7 +13,7 @@ FOLDER = RunFolder(Path("runs/x"))
 PACKAGE = ROOT / "areal_lora"
 MODEL_FOLDER = {
     "families/shape.py",
-    "config/snapshot.py",
+    "config/config_snapshot.py",
     "launcher/hub.py",
     "weight_sync/digests.py",
     "checkpoint/merged_folder.py",

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from areal_lora.service.age import CHUNK_BYTES, encrypted, recipient_key
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from tests.support.wheels import installed
 
 KEYS = "import pyrage, json; ids = [pyrage.x25519.Identity.generate() for _ in range(2)];"
@@ -62,5 +62,5 @@ def test_each_recipient_opens_files_of_every_length() -> None:
 )
 def test_what_is_no_key_is_refused(key: str) -> None:
     recipient_key("age1ql3z7hjy54pw3hyww5ayyfg7zqgvc7w3j2elw8zmrj2kg5sfn9aqmcac8p")
-    with pytest.raises(Refused):
+    with pytest.raises(RequestError):
         recipient_key(key)

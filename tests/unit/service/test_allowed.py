@@ -10,8 +10,8 @@ import pytest
 from areal_lora.config.models import AdapterConfig
 from areal_lora.config.sections.service import ApiConfig, QuotaConfig
 from areal_lora.service.allowed import allowed
-from areal_lora.service.queue.rows import Quota
-from areal_lora.service.refused import Refused
+from areal_lora.service.queue.queue_rows import Quota
+from areal_lora.service.refused import RequestError
 from tests.support.service.running import section
 
 CODE, FILTER = "my_rewards:exact", "/srv/filters.py:short"
@@ -99,7 +99,7 @@ def rows(train: str, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_not_offered_is_refused_with_its_key(changes: dict[str, Any], path: str, data: Path) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestError) as refused:
         judged(changes, data)
     assert (refused.value.status, refused.value.path) == (422, path)
     assert refused.value.reason
@@ -130,5 +130,5 @@ def test_files_of_the_tenant_and_shared_ones_get_whole_paths(data: Path) -> None
 
 
 def test_without_a_folder_no_file_can_be_named() -> None:
-    with pytest.raises(Refused, match=r"task\.train"):
+    with pytest.raises(RequestError, match=r"task\.train"):
         judged(rows("own.jsonl"), None)

@@ -17,14 +17,14 @@ import pytest
 from aiohttp import web
 from safetensors.numpy import load
 
-from areal_lora.checkpoint.store import versions_in
+from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.network.http_server import HttpServer
 from areal_lora.run_folder.desired import read_desired, write_desired
 from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.service import http
 from areal_lora.service.main import bound
-from areal_lora.service.queue import writer
-from areal_lora.service.queue.rows import Quota, Tables
+from areal_lora.service.queue import queue_writer
+from areal_lora.service.queue.queue_rows import Quota, Tables
 from areal_lora.service.refused import ErrorBody
 from tests.support.checkpoint import trained_run
 from tests.support.service.running import Running, data_plane, running, section, service_config
@@ -291,7 +291,7 @@ def test_a_full_disk_refuses_until_there_is_space(tmp_path: Path, monkeypatch: p
         await it.queue.keep()
         db.execute("PRAGMA max_page_count = 1073741823")
         with monkeypatch.context() as patch:
-            patch.setattr(writer, "write_desired", no_space)
+            patch.setattr(queue_writer, "write_desired", no_space)
             for _ in range(2):
                 assert (await it.call("acme", "POST", "/v1/adapters", **big)).status_code == 201
             await it.writer.settle()
@@ -300,7 +300,7 @@ def test_a_full_disk_refuses_until_there_is_space(tmp_path: Path, monkeypatch: p
         await it.writer.settle()
         assert desired(it) == {"acme-big.1": "active", "acme-plain.1": "active"}
         with monkeypatch.context() as patch:
-            patch.setattr(writer, "write_desired", lambda *parts: (write_desired(*parts), no_space()))
+            patch.setattr(queue_writer, "write_desired", lambda *parts: (write_desired(*parts), no_space()))
             assert (await it.call("bolt", "POST", "/v1/adapters", json=section())).status_code == 201
         await it.writer.settle()
         assert (await it.call("operator", "POST", "/v1/adapters", json=section())).status_code == 201

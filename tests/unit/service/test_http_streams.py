@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from areal_lora.service import http
 from areal_lora.service.download import MAX_DOWNLOADS, Download, Downloads, downloaded
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 
 
 def test_the_files_of_a_download_are_closed_once_its_client_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_client_that_leaves_during_a_read_is_no_error() -> None:
 def test_downloads_of_one_tenant_are_bounded_and_anothers_are_not() -> None:
     downloads = Downloads()
     held = [downloads.hold("acme") for _ in range(MAX_DOWNLOADS)]
-    with pytest.raises(Refused, match="downloads are in progress"):
+    with pytest.raises(RequestError, match="downloads are in progress"):
         downloads.hold("acme")
     downloads.hold("bolt").close()
     held[0].close()

@@ -8,14 +8,14 @@ from pathlib import Path
 from areal_lora.obs.metrics.records import AdapterStateRecord, CheckpointRecord, EvalRecord, PublishRecord, ResumeRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.service.observed import PAGE, Observed, Seen
+from areal_lora.service.observed import PAGE, ObservedAdapter, RunObserver
 from areal_lora.types import AdapterPhase
 from tests.support.obs.records import step_record
 
 
 def test_each_adapter_has_its_own_records(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a run")
-    observed = Observed(folder)
+    observed = RunObserver(folder)
     assert not observed.look()
     with MetricsWriter(folder) as writer:
         for name in ("acme-a.1", "bolt-a.1"):
@@ -44,7 +44,7 @@ def test_a_base_evaluation_does_not_name_the_adapter_that_it_was_made_with(tmp_p
     folder = RunFolder(tmp_path / "a run")
     with MetricsWriter(folder) as writer:
         writer.write(EvalRecord(adapter="bolt-a.1", version=0, step=0, n=8, accuracy=0.5, measured_with="acme-a.1"))
-    observed = Observed(folder)
+    observed = RunObserver(folder)
     observed.look()
     (record,) = observed.records("bolt-a.1", 0)
     assert record["accuracy"] == 0.5
@@ -53,7 +53,7 @@ def test_a_base_evaluation_does_not_name_the_adapter_that_it_was_made_with(tmp_p
 
 def test_an_adapter_that_left_is_forgotten(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a run")
-    observed = Observed(folder)
+    observed = RunObserver(folder)
     with MetricsWriter(folder) as writer:
         for name in ("acme-a.1", "acme-b.1"):
             for _ in range(PAGE + 5):
@@ -62,7 +62,7 @@ def test_an_adapter_that_left_is_forgotten(tmp_path: Path) -> None:
         pass
     observed.forget(but={"acme-a.1"})
     assert observed.phases() == {"acme-a.1": AdapterPhase.ACTIVE}
-    assert observed.of("acme-b.1") == Seen()
+    assert observed.of("acme-b.1") == ObservedAdapter()
     seen = observed.of("acme-a.1")
     assert (seen.places.itemsize * len(seen.places), len(seen.states)) == (8 * (PAGE + 5), PAGE), "bytes of the index"
     assert len(observed.states("acme-a.1")) == len(observed.records("acme-a.1", 0)) == PAGE
@@ -76,7 +76,7 @@ def test_a_resume_takes_back_what_comes_again(tmp_path: Path) -> None:
             writer.write(step_record(adapter="a.1", step=step, version=step, time_s=1.0))
             writer.write(CheckpointRecord(adapter="a.1", version=step + 1, write_s=0.1, failed=step == 2))
         writer.write(ResumeRecord(adapter="a.1", version=2, time_s=2.0))
-    observed = Observed(folder)
+    observed = RunObserver(folder)
     observed.look()
     assert observed.of("a.1").checkpoint == 2
     assert observed.of("a.1").step is None
@@ -91,7 +91,7 @@ def test_versions_of_a_clients_adapter_do_not_count_its_steps(tmp_path: Path) ->
             )
             writer.write(record)
         writer.write(ResumeRecord(adapter="a.1", version=9, time_s=2.0))
-    observed = Observed(folder)
+    observed = RunObserver(folder)
     observed.look()
     assert observed.of("a.1").step is None, "the step from version 9 comes again"
     found = [record for record in observed.records("a.1", 0) if record["kind"] == "step"]
@@ -105,7 +105,7 @@ def test_versions_of_a_clients_adapter_do_not_count_its_steps(tmp_path: Path) ->
 def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     line = b'{"kind":"state","adapter":"a.1","state":"active","version":0,"reason":"","time_s":0.0}\n'
-    observed = Observed(folder)
+    observed = RunObserver(folder)
     for cut in (1, 40, len(line)):
         folder.metrics.write_bytes(line[:cut])
         observed.look()

@@ -12,7 +12,7 @@ import pytest
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.rollout.channel.messages import EvalResult, EvalSample, EvalSetResult
+from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSample, EvalSetResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import ControllerState
 from areal_lora.trainer.controller_link import ControllerLink, evaluation_due

@@ -15,7 +15,7 @@ from areal_lora.data.collate import collate
 from areal_lora.data.packing import find_trees, plan_microbatches
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.base import LossFn
-from areal_lora.engine.layers.packed import Packed, pack, to_sequences
+from areal_lora.engine.layers.packed import PackedMicroBatch, pack, to_sequences
 from areal_lora.errors import AlignmentError
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer import loop
@@ -63,14 +63,14 @@ class PositionEngine:
         self.dp, self.budget, self.jitter, self.drift = dp, budget, jitter, drift
         self.steps = 0
 
-    def _packed(self, batch: TrainBatch) -> list[Packed]:
+    def _packed(self, batch: TrainBatch) -> list[PackedMicroBatch]:
         tokens, bounds = batch.token_ids.numpy(), batch.cu_seqlens.tolist()
         trees = find_trees(tokens, bounds, batch.group_ids.tolist())
         lengths = batch.cu_seqlens.diff().tolist()
         plans = plan_microbatches(trees, lengths, dp=self.dp, token_budget=self.budget)
         return [pack(batch, plan, rank, torch.device("cpu")) for plan in plans for rank in range(self.dp)]
 
-    def _predict(self, packed: Packed) -> torch.Tensor:
+    def _predict(self, packed: PackedMicroBatch) -> torch.Tensor:
         noise = self.drift * torch.randn(packed.targets.numel(), generator=torch.Generator().manual_seed(1))
         return to_sequences(_logprob(packed.targets.float(), self.jitter) + noise, packed)
 

@@ -18,7 +18,7 @@ from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.report import svg
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.obs.trace import Spans
-from areal_lora.operations.messages import OptimStep, Stepped
+from areal_lora.operations.protocol import OptimStep, StepResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.recording import Recorder
@@ -60,7 +60,7 @@ def test_the_record_of_a_clients_step_has_its_spans_and_nothing_of_rollouts(tmp_
     recorder = Recorder(RunFolder(tmp_path), [], {}, time.monotonic())
     before, window = AdapterRef(name="a.1", version=7), Window(tokens=10, sequences=4, targets=8, loss=4.0)
     for version, skipped in ((7, False), (8, True)):
-        stepped = Stepped(step=3, grad_norm=1.5, skipped=skipped)
+        stepped = StepResult(step=3, grad_norm=1.5, skipped=skipped)
         recorder.client_step(replace(before, version=version), window, OptimStep(lr=0.01), stepped, spans)
     taken, skip = read_metrics(tmp_path).steps
     assert (taken.adapter, taken.version, taken.step, taken.taken, taken.trained_tokens) == ("a.1", 7, 2, True, 8)

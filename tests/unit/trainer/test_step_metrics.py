@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from areal_lora.operations.messages import Loss, OptimStep, Pass, Scored, Stepped
+from areal_lora.operations.protocol import Loss, OptimStep, Pass, PassResult, StepResult
 from areal_lora.trainer.step_metrics import Window, of_client, of_groups
 from areal_lora.types import TrajectoryGroup
 from tests.support.operations.client import datum
@@ -19,12 +19,12 @@ def test_a_window_sums_its_passes_with_gradients() -> None:
     window = Window()
     for loss, backward in ((3.0, True), (9.0, False), (1.0, True)):
         request = Pass(data=DATA, loss=Loss.CROSS_ENTROPY, backward=backward)
-        window.add(request, Scored(logprobs=(), loss=loss))
+        window.add(request, PassResult(logprobs=(), loss=loss))
     assert window == Window(tokens=10, sequences=4, targets=4, loss=4.0)
 
 
 def test_what_is_measured_of_a_clients_step_is_in_its_metrics() -> None:
-    stepped = Stepped(step=3, grad_norm=1.5, skipped=False)
+    stepped = StepResult(step=3, grad_norm=1.5, skipped=False)
     found = of_client(Window(tokens=10, sequences=4, targets=8, loss=4.0), OptimStep(lr=0.01), stepped)
     assert (found["train/loss"], found["train/grad_norm"], found["train/lr"]) == (0.5, 1.5, 0.01)
     assert (found["train/n_tokens"], found["train/n_sequences"]) == (10, 4)
@@ -32,7 +32,7 @@ def test_what_is_measured_of_a_clients_step_is_in_its_metrics() -> None:
 
 @pytest.mark.parametrize("targets", [0, 2])
 def test_a_skipped_step_has_no_norm_and_a_window_without_targets_no_loss(targets: int) -> None:
-    stepped = Stepped(step=3, grad_norm=0.0, skipped=True)
+    stepped = StepResult(step=3, grad_norm=0.0, skipped=True)
     found = of_client(Window(targets=targets, loss=4.0), OptimStep(lr=0.01), stepped)
     assert "train/grad_norm" not in found
     assert found.get("train/loss") == (2.0 if targets else None)

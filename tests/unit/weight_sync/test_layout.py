@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from areal_lora.errors import ManifestError
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout, plan_buckets
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 from tests.support.weight_sync.helpers import layout_of, share, spec, values
 
 ITEM = {"float32": 4, "bfloat16": 2}
@@ -66,10 +66,10 @@ def test_buckets_double_at_the_beginning_and_halve_at_the_end():
 @pytest.mark.parametrize(
     ("owned", "dtype", "aliases", "reason"),
     [
-        ({0: [("x", (1, 2))], 1: [("x", (1, 2))]}, "float32", {}, Refusal.DUPLICATE),
-        ({0: [("x", (1, 2))]}, "float32", {"x": "x"}, Refusal.DUPLICATE),
-        ({0: [("x", (1, 2))]}, "float32", {"y": "z"}, Refusal.UNKNOWN_TENSOR),
-        ({0: []}, "float16", {}, Refusal.DTYPE),
+        ({0: [("x", (1, 2))], 1: [("x", (1, 2))]}, "float32", {}, RefusalReason.DUPLICATE),
+        ({0: [("x", (1, 2))]}, "float32", {"x": "x"}, RefusalReason.DUPLICATE),
+        ({0: [("x", (1, 2))]}, "float32", {"y": "z"}, RefusalReason.UNKNOWN_TENSOR),
+        ({0: []}, "float16", {}, RefusalReason.DTYPE),
     ],
 )
 def test_wrong_parts_are_refused(owned, dtype, aliases, reason):

@@ -12,7 +12,7 @@ from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.manifest import Envelope, check_layout, check_successor, decode, encode
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 from tests.support.weight_sync.adapters import moe_shapes
 from tests.support.weight_sync.helpers import BASE, RUN, announce, layout_of, ref, share, spec, values
 
@@ -73,7 +73,7 @@ def test_encoding_round_trips_and_is_strict(layout):
     for bad in (*wrong, data[:-1], b"XXXX" + data[4:], b""):
         with pytest.raises(ManifestError) as e:
             decode(bad)
-        assert e.value.reason == Refusal.MALFORMED
+        assert e.value.reason == RefusalReason.MALFORMED
 
 
 def test_right_cover_passes(layout):
@@ -83,24 +83,24 @@ def test_right_cover_passes(layout):
 @pytest.mark.parametrize(
     ("reason", "change"),
     [
-        (Refusal.MISSING_TENSOR, without(LAST)),
-        (Refusal.MISSING_TENSOR, without("layers.1.self_attn.o_proj")),
-        (Refusal.UNKNOWN_TENSOR, edit(LAST, name=LAST.replace("layers.1", "layers.9"))),
-        (Refusal.PREFIX, edit(LAST, name="base_model.model." + LAST)),
-        (Refusal.DUPLICATE, edit(LAST, name=B0)),
-        (Refusal.SHAPE, edit(B0, shape=(4, 16))),
-        (Refusal.SHAPE, edit(B0, shape=(64,))),
-        (Refusal.SIZE, edit(LAST, offset=1 << 20)),
-        (Refusal.SIZE, edit(LAST, offset=-64)),
-        (Refusal.SIZE, edit(B0, offset=33)),
-        (Refusal.SIZE, edit(B0, shape=(0, 4))),
-        (Refusal.SIZE, lambda ts: [t for t in ts if t.name != B0]),
+        (RefusalReason.MISSING_TENSOR, without(LAST)),
+        (RefusalReason.MISSING_TENSOR, without("layers.1.self_attn.o_proj")),
+        (RefusalReason.UNKNOWN_TENSOR, edit(LAST, name=LAST.replace("layers.1", "layers.9"))),
+        (RefusalReason.PREFIX, edit(LAST, name="base_model.model." + LAST)),
+        (RefusalReason.DUPLICATE, edit(LAST, name=B0)),
+        (RefusalReason.SHAPE, edit(B0, shape=(4, 16))),
+        (RefusalReason.SHAPE, edit(B0, shape=(64,))),
+        (RefusalReason.SIZE, edit(LAST, offset=1 << 20)),
+        (RefusalReason.SIZE, edit(LAST, offset=-64)),
+        (RefusalReason.SIZE, edit(B0, offset=33)),
+        (RefusalReason.SIZE, edit(B0, shape=(0, 4))),
+        (RefusalReason.SIZE, lambda ts: [t for t in ts if t.name != B0]),
     ],
 )
 def test_wrong_cover_is_refused(layout, reason, change):
     broken = reshard(layout, change)
     end = max(t.offset + 4 * math.prod(t.shape) for t in broken.shards[0].tensors)
-    if reason == Refusal.MISSING_TENSOR:
+    if reason == RefusalReason.MISSING_TENSOR:
         broken = msgspec.structs.replace(
             broken,
             shards=(msgspec.structs.replace(broken.shards[0], nbytes=end),),
@@ -119,11 +119,11 @@ def test_one_rank_more_is_a_rank_error(layout):
 def test_wrong_aliases_are_refused(layout):
     alias = A0.replace("q_proj", "k_proj")
     for aliases, reason in (
-        ({k: v for k, v in layout.aliases.items() if k != alias}, Refusal.MISSING_TENSOR),
-        (layout.aliases | {alias: "nowhere"}, Refusal.UNKNOWN_TENSOR),
-        (layout.aliases | {"model.layers.9.x.lora_A.weight": A0}, Refusal.UNKNOWN_TENSOR),
-        (layout.aliases | {A0: A0}, Refusal.DUPLICATE),
-        (layout.aliases | {alias: A0.replace("self_attn.q", "mlp.experts.0.down")}, Refusal.SHAPE),
+        ({k: v for k, v in layout.aliases.items() if k != alias}, RefusalReason.MISSING_TENSOR),
+        (layout.aliases | {alias: "nowhere"}, RefusalReason.UNKNOWN_TENSOR),
+        (layout.aliases | {"model.layers.9.x.lora_A.weight": A0}, RefusalReason.UNKNOWN_TENSOR),
+        (layout.aliases | {A0: A0}, RefusalReason.DUPLICATE),
+        (layout.aliases | {alias: A0.replace("self_attn.q", "mlp.experts.0.down")}, RefusalReason.SHAPE),
     ):
         with pytest.raises(ManifestError) as e:
             check_layout(msgspec.structs.replace(layout, aliases=aliases), moe_shapes(4))
@@ -133,9 +133,9 @@ def test_wrong_aliases_are_refused(layout):
 def test_shard_level_faults_are_refused(layout):
     shard = layout.shards[0]
     for fields, reason in (
-        ({"shards": (shard, shard)}, Refusal.DUPLICATE),
-        ({"shards": (msgspec.structs.replace(shard, nbytes=shard.nbytes + 64),)}, Refusal.SIZE),
-        ({"dtype": "float16"}, Refusal.DTYPE),
+        ({"shards": (shard, shard)}, RefusalReason.DUPLICATE),
+        ({"shards": (msgspec.structs.replace(shard, nbytes=shard.nbytes + 64),)}, RefusalReason.SIZE),
+        ({"dtype": "float16"}, RefusalReason.DTYPE),
     ):
         with pytest.raises(ManifestError) as e:
             check_layout(msgspec.structs.replace(layout, **fields), moe_shapes(4))
@@ -156,21 +156,21 @@ def test_successor_rules(layout):
     check()
     check_successor(good, spec(), None, RUN, BASE, None)
     check(current=ref(2))  # a version in between was lost: full tensors, so no harm
-    refused(Refusal.DUPLICATE, current=ref(5))
-    refused(Refusal.STALE_VERSION, current=ref(6))
-    refused(Refusal.STALE_VERSION, dataclasses.replace(good, parent=ref(5)))
-    refused(Refusal.STALE_VERSION, dataclasses.replace(good, parent=ref(1, "other")))
-    refused(Refusal.WRONG_RUN, run="run-2")
-    refused(Refusal.WRONG_BASE, base="another")
-    refused(Refusal.RANK, declared=spec(rank=8))
-    refused(Refusal.ALPHA, declared=spec(alpha=16.0))
-    refused(Refusal.ALPHA, declared=replace(spec(), rslora=True))
-    refused(Refusal.ALPHA, declared=replace(spec(), alpha_pattern=(("o_proj", 2.0),)))
-    refused(Refusal.RANK, declared=replace(spec(), rank_pattern=(("o_proj", 2),)))
-    refused(Refusal.RANK, of=replace(spec(), rank_pattern=(("o_proj", 0),)))
-    refused(Refusal.MALFORMED, of=replace(spec(), rank_pattern=(("o_(", 2),)))
-    refused(Refusal.TARGETS, declared=spec(targets=("linear_qkv",)))
-    refused(Refusal.ALPHA, of=spec(alpha=float("nan")))
+    refused(RefusalReason.DUPLICATE, current=ref(5))
+    refused(RefusalReason.STALE_VERSION, current=ref(6))
+    refused(RefusalReason.STALE_VERSION, dataclasses.replace(good, parent=ref(5)))
+    refused(RefusalReason.STALE_VERSION, dataclasses.replace(good, parent=ref(1, "other")))
+    refused(RefusalReason.WRONG_RUN, run="run-2")
+    refused(RefusalReason.WRONG_BASE, base="another")
+    refused(RefusalReason.RANK, declared=spec(rank=8))
+    refused(RefusalReason.ALPHA, declared=spec(alpha=16.0))
+    refused(RefusalReason.ALPHA, declared=replace(spec(), rslora=True))
+    refused(RefusalReason.ALPHA, declared=replace(spec(), alpha_pattern=(("o_proj", 2.0),)))
+    refused(RefusalReason.RANK, declared=replace(spec(), rank_pattern=(("o_proj", 2),)))
+    refused(RefusalReason.RANK, of=replace(spec(), rank_pattern=(("o_proj", 0),)))
+    refused(RefusalReason.MALFORMED, of=replace(spec(), rank_pattern=(("o_(", 2),)))
+    refused(RefusalReason.TARGETS, declared=spec(targets=("linear_qkv",)))
+    refused(RefusalReason.ALPHA, of=spec(alpha=float("nan")))
     moved = AdapterSpec(name="a", base_model="elsewhere", rank=4, alpha=8.0, target_modules=spec().target_modules[::-1])
     check(declared=moved)
 

@@ -29,7 +29,15 @@ import msgspec
 from vllm.lora.request import LoRARequest
 
 from areal_lora.engine.vllm_ext.server.gate import Gate
-from areal_lora.engine.vllm_ext.worker.channel import CommandDone, Forget, Join, Ping, Receive, Staged, WorkerChannel
+from areal_lora.engine.vllm_ext.worker.channel import (
+    CommandDone,
+    Forget,
+    JoinCommand,
+    Ping,
+    Receive,
+    ReceiveResult,
+    WorkerChannel,
+)
 from areal_lora.errors import PublishError, UnknownVersionError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
@@ -37,7 +45,8 @@ from areal_lora.processes.watched import watched_task
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import PING_S, JoinRequest, PublishReply, StageResult
-from areal_lora.weight_sync.server.slots import Resident
+from areal_lora.weight_sync.server.slot_table import ResidentVersion
+from areal_lora.weight_sync.server.slot_versions import ServedVersions
 from areal_lora.weight_sync.server.transaction import (
     AwaitRelease,
     Commit,
@@ -48,7 +57,6 @@ from areal_lora.weight_sync.server.transaction import (
     check_turn,
     late_turn,
 )
-from areal_lora.weight_sync.server.versions import ServedVersions
 
 log = get_logger(__name__)
 
@@ -182,7 +190,7 @@ class ServedAdapters:
         deadline = _deadline(request.timeout_s, came)
         async with self._turn("a join", deadline):
             left = msgspec.structs.replace(request, timeout_s=max(deadline - time.monotonic(), 0.0))
-            answers = await self._channel.call(Join(request=left), CommandDone, left.timeout_s + GRACE_S)
+            answers = await self._channel.call(JoinCommand(request=left), CommandDone, left.timeout_s + GRACE_S)
         errors = [f"worker {w}: {a.error}" for w, a in enumerate(answers) if a.error]
         if errors:
             raise PublishError("; ".join(errors))
@@ -282,7 +290,7 @@ class ServedAdapters:
             deadline=deadline,
             active=tuple(map(str, self.active())),
         )
-        answers = await self._channel.call(receive, Staged, deadline - time.monotonic() + GRACE_S)
+        answers = await self._channel.call(receive, ReceiveResult, deadline - time.monotonic() + GRACE_S)
         return [a.result for a in answers]
 
     @asynccontextmanager
@@ -337,7 +345,7 @@ class ServedAdapters:
         self._leaving.update(*(left for _, left in answers))
         return max(stall for stall, _ in answers)
 
-    async def _forget(self, retired: list[Resident]) -> None:
+    async def _forget(self, retired: list[ResidentVersion]) -> None:
         _log_retired(retired)
         if retired:
             await self._retire([r.lora_id for r in retired])
@@ -364,7 +372,7 @@ class ServedAdapters:
             raise PublishError(f"{method} failed in the engine: {e!r}; see the server's log") from e
 
 
-def _log_retired(retired: list[Resident]) -> None:
+def _log_retired(retired: list[ResidentVersion]) -> None:
     for resident in retired:
         log.info("%s retired from slot %d", resident.ref, resident.slot)
 

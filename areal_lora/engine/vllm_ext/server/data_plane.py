@@ -30,7 +30,7 @@ from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.server.generate import BACKGROUND_S, BadRequest, Generator
 from areal_lora.engine.vllm_ext.server.openai_api import (
-    Answer,
+    AnswerBody,
     ChatBody,
     CompletionBody,
     CompletionChoice,
@@ -142,10 +142,12 @@ class DataPlane:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    def _answer(self, body: Body, parts: Sequence[SampledPart], choices: list[CompletionChoice], suffix: str) -> Answer:
+    def _answer(
+        self, body: Body, parts: Sequence[SampledPart], choices: list[CompletionChoice], suffix: str
+    ) -> AnswerBody:
         chat = isinstance(body, ChatBody)
         newest = max((part.ref for part in parts if part.ref is not None), default=None)
-        return Answer(
+        return AnswerBody(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{next(self._ids)}",
             object=f"chat.completion{suffix}" if chat else "text_completion",
             created=int(time.time()),

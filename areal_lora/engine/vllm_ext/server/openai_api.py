@@ -117,7 +117,7 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: int
 
 
-class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
+class AnswerBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     """An answer body. ``model`` is the version of the newest token."""
 
     id: str

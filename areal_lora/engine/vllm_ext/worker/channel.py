@@ -41,7 +41,7 @@ WIRE = Wire(
 )
 
 
-class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
+class JoinCommand(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
     request: JoinRequest
 
 
@@ -70,20 +70,20 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
 
 
 class CommandDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Answer to ``Join``, ``Forget`` and ``Ping``; ``error`` is empty on success."""
+    """Answer to ``JoinCommand``, ``Forget`` and ``Ping``; ``error`` is empty on success."""
 
     error: str = ""
 
 
-class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
+class ReceiveResult(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
     """Answer to ``Receive``."""
 
     result: StageResult
 
 
-Command = Join | Receive | Forget | Ping
-WorkerAnswer = CommandDone | Staged
-A = TypeVar("A", CommandDone, Staged)
+Command = JoinCommand | Receive | Forget | Ping
+WorkerAnswer = CommandDone | ReceiveResult
+A = TypeVar("A", CommandDone, ReceiveResult)
 
 
 class _Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ RPC; all other work is a command to a background thread (``channel``)::
 
     server                      background thread              between two steps
     al_setup, al_describe       starts
-    Join    ----------------->  thread, low priority: join the trainers' groups
+    JoinCommand ------------->  thread, low priority: join the trainers' groups
     Receive ----------------->  thread: receive, write, verify
     Forget  ----------------->  an adapter was dropped
     Ping    ----------------->  at once
@@ -26,7 +26,8 @@ import msgspec
 
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.vllm_ext.compat.engine import own_logprobs, shared_memory_prefix
-from areal_lora.engine.vllm_ext.compat.slots import (
+from areal_lora.engine.vllm_ext.compat.weights import fused_weights
+from areal_lora.engine.vllm_ext.compat.worker_slots import (
     activate,
     adapter_manager,
     bound_matrices,
@@ -35,17 +36,16 @@ from areal_lora.engine.vllm_ext.compat.slots import (
     in_batch,
     refuse_files,
 )
-from areal_lora.engine.vllm_ext.compat.weights import fused_weights
 from areal_lora.engine.vllm_ext.worker.channel import (
     Command,
     CommandDone,
     CommandThread,
     Forget,
-    Join,
+    JoinCommand,
     Ping,
     Receive,
+    ReceiveResult,
     Respond,
-    Staged,
 )
 from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.engine.vllm_ext.worker.merged_weights import MergedWeights
@@ -58,7 +58,7 @@ from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.layout import Payload
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import JoinRequest, StageResult
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 
 NICE = 10
@@ -175,15 +175,15 @@ class _WorkerAdapters:
                     self._last_staged = None
                 self._receiver.forget(name)
                 respond(CommandDone())
-            case Join() if self._joining:
+            case JoinCommand() if self._joining:
                 respond(CommandDone(error="still joining the groups of the previous request"))
-            case Join(request=request):
+            case JoinCommand(request=request):
                 self._joining = True
                 threading.Thread(target=self._join, args=(request, respond), name="join", daemon=True).start()
             case Receive() if self._joining or self._respond is not None:
-                respond(_unstaged(command, Refusal.WIRE, "this worker is busy with another transfer"))
+                respond(_unstaged(command, RefusalReason.WIRE, "this worker is busy with another transfer"))
             case Receive() if time.monotonic() >= command.deadline:
-                respond(_unstaged(command, Refusal.WIRE, "the command reached this worker after its deadline"))
+                respond(_unstaged(command, RefusalReason.WIRE, "the command reached this worker after its deadline"))
             case Receive():
                 self._respond = respond
                 self._receive(command)
@@ -199,14 +199,14 @@ class _WorkerAdapters:
         except ManifestError as e:
             self._answer(_unstaged(command, e.reason, e.detail))
         except PublishError as e:
-            self._answer(_unstaged(command, Refusal.WIRE, str(e)))
+            self._answer(_unstaged(command, RefusalReason.WIRE, str(e)))
 
     def _staged(self, result: StageResult) -> None:
         if result.ok:
             self._last_staged = AdapterRef.parse(result.ref)
-        self._answer(Staged(result=result))
+        self._answer(ReceiveResult(result=result))
 
-    def _answer(self, staged: Staged) -> None:
+    def _answer(self, staged: ReceiveResult) -> None:
         respond, self._respond = self._respond, None
         if respond is not None:
             respond(staged)
@@ -230,8 +230,8 @@ def lower_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def _unstaged(command: Receive, reason: str, detail: str) -> Staged:
-    return Staged(result=StageResult(ref=command.ref, slot=command.slot, ok=False, reason=reason, detail=detail))
+def _unstaged(command: Receive, reason: str, detail: str) -> ReceiveResult:
+    return ReceiveResult(result=StageResult(ref=command.ref, slot=command.slot, ok=False, reason=reason, detail=detail))
 
 
 class AdapterWorkerExtension:

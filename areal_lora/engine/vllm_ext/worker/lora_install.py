@@ -2,7 +2,7 @@
 
 Runs in the receiver's background thread while the model generates. Destinations are planned once
 per layout; a publish then runs compiled copies only. This module knows wire names and shapes,
-``compat.slots`` knows where vLLM keeps the buffers.
+``compat.worker_slots`` knows where vLLM keeps the buffers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_lora.processes.faults import renamed
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout, WireTensor
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.served import check_targets, served_shapes
 
 _VLLM_MODULES = {
@@ -86,7 +86,7 @@ class StackedSlotWriter:
         """Full names and shapes for ``structure``. Raises ManifestError (``rank``, ``targets``)."""
         if structure.max_rank > self._max_rank:
             raise ManifestError(
-                Refusal.RANK,
+                RefusalReason.RANK,
                 f"the adapter has rank {structure.max_rank}, this server holds up to {self._max_rank}; "
                 "raise rollout.max_lora_rank",
             )
@@ -142,7 +142,7 @@ class StackedSlotWriter:
             for name in (tensor.name, *full_names.get(tensor.name, ())):
                 matrix = self._matrices.get(name)
                 if matrix is None:
-                    raise ManifestError(Refusal.UNKNOWN_TENSOR, f"{name} is nothing this engine serves")
+                    raise ManifestError(RefusalReason.UNKNOWN_TENSOR, f"{name} is nothing this engine serves")
                 if matrix.stacked is None:
                     continue
                 place = self._mirrors.get(id(matrix.stacked), matrix.stacked[0])[matrix.index]
@@ -165,7 +165,7 @@ def _block(tensor: WireTensor, matrix: Matrix, place: torch.Tensor, step: int, l
     fits = rows <= place.shape[0] and cols <= place.shape[1] and place.stride(1) == 1
     if tensor.shape != shape or matrix.start + width > matrix.full or not fits:
         raise ManifestError(
-            Refusal.SHAPE,
+            RefusalReason.SHAPE,
             f"{matrix.name}: {list(tensor.shape)} does not fit {matrix.start} onwards of {matrix.full} "
             f"into {list(place.shape)}",
         )

@@ -21,7 +21,7 @@ from areal_lora.processes.faults import reached
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, Shape, ShardLayout, WireTensor
-from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.served import WEIGHT, check_targets, covered, served_shapes
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -98,7 +98,7 @@ class MergedWeights:
         for tensor in shard.tensors:
             part = self._parts.get(tensor.name)
             if part is None:
-                raise ManifestError(Refusal.UNKNOWN_TENSOR, f"{tensor.name} is nothing this engine serves")
+                raise ManifestError(RefusalReason.UNKNOWN_TENSOR, f"{tensor.name} is nothing this engine serves")
             tensors.append([])
             if part.place is None:
                 continue
@@ -116,7 +116,7 @@ def _block(tensor: WireTensor, part: WeightPart, place: torch.Tensor, dtype: str
     (rows, cols), (outputs, inputs), item = place.shape, part.full, ITEM_BYTES[dtype]
     if tensor.shape != part.full or part.row + rows > outputs or part.col + cols > inputs or place.stride(1) != 1:
         raise ManifestError(
-            Refusal.SHAPE,
+            RefusalReason.SHAPE,
             f"{part.name}: {list(tensor.shape)} does not fit [{part.row}, {part.col}] onwards of {list(part.full)} "
             f"into {list(place.shape)}",
         )

@@ -57,7 +57,7 @@ class Worker:
         self.busy -= 1
         result = self.answer(command)
         if result is not None:
-            respond(ch.Staged(result=result))
+            respond(ch.ReceiveResult(result=result))
 
     def speak(self) -> None:
         """Say what was held back while ``deaf``."""

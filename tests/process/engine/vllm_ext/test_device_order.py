@@ -29,8 +29,8 @@ from areal_lora.run_folder.rendezvous import create_secret, read_secret
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import Payload
 from areal_lora.weight_sync.link import backends
-from areal_lora.weight_sync.link.backends import Backend, Seat
-from areal_lora.weight_sync.link.groups import CPU, GroupListener
+from areal_lora.weight_sync.link.backends import Backend, GroupSeat
+from areal_lora.weight_sync.link.broadcast_groups import CPU, GroupListener
 from areal_lora.weight_sync.manifest import encode
 from areal_lora.weight_sync.messages import JoinRequest
 from tests.support.weight_sync.helpers import BASE, BUCKET_BYTES, RUN, packed, spec
@@ -138,7 +138,7 @@ class Worker:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate()
 
-    def through(seat: Seat) -> Backend:
+    def through(seat: GroupSeat) -> Backend:
         group = Gated(backends.gloo(seat).group, made)
         return Backend(group, RecordedLane([], CPU), timed_from_issue=True)
 

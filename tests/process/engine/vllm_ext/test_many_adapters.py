@@ -28,8 +28,8 @@ from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.served import covered
-from areal_lora.weight_sync.trainer.job import PublishHandle
 from areal_lora.weight_sync.trainer.leader import Leader
+from areal_lora.weight_sync.trainer.publish_job import PublishHandle
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.engine.vllm_ext.serving import ALPHA, PROMPT, RANK, RunningServer, Tensors, connect, start
 from tests.support.weight_sync.adapters import pack_of

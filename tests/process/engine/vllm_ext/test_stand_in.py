@@ -16,8 +16,8 @@ import pytest
 
 from areal_lora.errors import PublishError
 from areal_lora.processes.faults import VARIABLE
-from areal_lora.rollout.channel.messages import EvalResult
-from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.channel.channel_messages import EvalResult
+from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.eval_places import EvalPlaces
 from areal_lora.rollout.controller.eval_sets import HeldOut
 from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator

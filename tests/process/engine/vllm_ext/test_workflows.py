@@ -18,9 +18,15 @@ from areal_lora.config.models import SamplingConfig
 from areal_lora.data.collate import collate
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import Prompt
+from areal_lora.rollout.agent_gateway import AgentGateway
 from areal_lora.rollout.agents import AgentTask, AgentWorkflow
-from areal_lora.rollout.client import CompletionClient, GenerationFault, ParsedCall, ParsedText, ToolCallsRequest
-from areal_lora.rollout.gateway import AgentGateway
+from areal_lora.rollout.completion_client import (
+    CompletionClient,
+    GenerationFault,
+    ParsedCall,
+    ParsedText,
+    ToolCallsRequest,
+)
 from areal_lora.rollout.multi_turn import MultiTurnWorkflow, Reply
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Episode, WorkflowContext

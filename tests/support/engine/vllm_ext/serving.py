@@ -28,7 +28,7 @@ from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secre
 from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
-from areal_lora.weight_sync.link.groups import BroadcastGroup, GroupListener
+from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.manifest import Announcement, encode
 from areal_lora.weight_sync.messages import JoinRequest, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.trainer.admin_client import AdminClient

@@ -43,7 +43,7 @@ from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_
 from areal_lora.engine.vllm_ext.server.guards import guarded
 from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order
 from areal_lora.engine.vllm_ext.server.main import ROLE, bound_sockets, server_tls, tick
-from areal_lora.engine.vllm_ext.server.openai_api import Answer, CompletionBody, CompletionChoice, Usage, error_body
+from areal_lora.engine.vllm_ext.server.openai_api import AnswerBody, CompletionBody, CompletionChoice, Usage, error_body
 from areal_lora.errors import ArealLoraError, UnknownVersionError
 from areal_lora.families.registry import path_of
 from areal_lora.network.http_server import CLOSE_S, HttpServer
@@ -166,7 +166,7 @@ class StandInDataPlane:
         n_out = sum(len(c.versions or ()) for c in choices)
         n_in = sum(map(len, prompts))
         newest = max([ref.version, *(v for c in choices for v in c.versions or ())])
-        answer = Answer(
+        answer = AnswerBody(
             id="cmpl-0",
             object="text_completion",
             created=int(time.time()),

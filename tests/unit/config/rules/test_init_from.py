@@ -17,7 +17,7 @@ from areal_lora.config.load import load_config
 from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.engine.common.arena import ShardedModel
 from areal_lora.engine.common.parallel_layout import ParallelLayout
-from areal_lora.engine.common.plan import wire_layout
+from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.errors import AdapterError
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.families.shape import ModelShape

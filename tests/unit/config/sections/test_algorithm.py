@@ -11,7 +11,7 @@ import pytest
 from areal_lora.algorithms.advantages import ADVANTAGES
 from areal_lora.algorithms.losses import LOSSES
 from areal_lora.config.load import load_config
-from areal_lora.config.rules.algorithm import UNGROUPED
+from areal_lora.config.rules.algorithm_rules import UNGROUPED
 from areal_lora.config.sections.algorithm import PRESETS, AlgorithmConfig, Kind
 from areal_lora.launch import main
 from tests.support.paths import EXAMPLES, ROOT

@@ -13,7 +13,7 @@ from areal_lora.config.sections.reward import BuiltInReward
 from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory, slurm_bytes, staging_bytes
 from areal_lora.engine.common.arena import ShardedModel
 from areal_lora.engine.common.parallel_layout import ParallelLayout
-from areal_lora.engine.common.plan import wire_layout
+from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.families.published import known_config
 from areal_lora.families.shape import ModelShape
 from areal_lora.weight_sync.layout import plan_buckets

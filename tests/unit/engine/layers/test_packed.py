@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from areal_lora.data.packing import MicroPlan, Tree
-from areal_lora.engine.layers.packed import Packed, pack, to_sequences
+from areal_lora.engine.layers.packed import PackedMicroBatch, pack, to_sequences
 from tests.support.distributed.engine_ranks import make_batch
 
 ROWS = [[11, 12, 13], [21], [31, 32, 33, 34], [31, 32, 43]]
@@ -15,7 +15,7 @@ EMPTY = MicroPlan(trees=((Tree(sequences=(0,), shared=0),), ()), n_tokens=4)
 CPU = torch.device("cpu")
 
 
-def packed_on(device: torch.device = CPU) -> Packed:
+def packed_on(device: torch.device = CPU) -> PackedMicroBatch:
     return pack(make_batch(ROWS), PLAN, 0, device)
 
 

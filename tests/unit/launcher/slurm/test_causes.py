@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import SERVER, TRAINER, ProcessSpec
 from areal_lora.launcher.restarts import to_blame
-from areal_lora.launcher.slurm.causes import Records, causes
+from areal_lora.launcher.slurm.causes import TaskRecords, causes
 
 RANKS = tuple(ProcessSpec(role=TRAINER, index=i, argv=("x",), env={}, node=i) for i in range(3))
 ONE = (ProcessSpec(role=SERVER, index=4, argv=("x",), env={}, node=2),)
@@ -22,12 +22,12 @@ def ended(
     srun: int = 137,
     lost: tuple[str, ...] = (),
     started: bool = True,
-) -> list[Ended]:
+) -> list[ProcessExit]:
     names = [spec.name for spec in specs]
     return causes(
         specs,
         {spec.name: f"n{spec.node}" for spec in specs},
-        Records(codes=codes, started=frozenset(names if started else ()), first=first),
+        TaskRecords(codes=codes, started=frozenset(names if started else ()), first=first),
         srun_code=srun,
         lost=lost,
         logs={name: Path(name) for name in names},
@@ -35,7 +35,7 @@ def ended(
     )
 
 
-def blamed(found: list[Ended]) -> Ended:
+def blamed(found: list[ProcessExit]) -> ProcessExit:
     cause = to_blame([e for e in found if not e.why])
     assert cause is not None
     return cause

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.launcher.slurm.outcome import REPLACED, outcome
 
 
-def failed(code: int = -9, lost: bool = False, never_started: bool = False) -> Ended:
+def failed(code: int = -9, lost: bool = False, never_started: bool = False) -> ProcessExit:
     spec = ProcessSpec(role="trainer", index=1, argv=("x",), env={})
-    return Ended(spec=spec, code=code, log=Path("log"), node="n2", lost=lost, never_started=never_started)
+    return ProcessExit(spec=spec, code=code, log=Path("log"), node="n2", lost=lost, never_started=never_started)
 
 
 def test_done() -> None:
@@ -27,7 +27,7 @@ def test_a_signal_of_a_running_job_requeues_it(word: str) -> None:
 
 @pytest.mark.parametrize("state", ["COMPLETING", "PENDING", "CANCELLED", ""])
 @pytest.mark.parametrize("failure", [None, failed(), failed(65)], ids=["none", "killed", "65"])
-def test_a_job_that_slurm_ends_or_requeues_is_not_requeued_once_more(failure: Ended | None, state: str) -> None:
+def test_a_job_that_slurm_ends_or_requeues_is_not_requeued_once_more(failure: ProcessExit | None, state: str) -> None:
     found = outcome(failure, "TERM", state)
     assert (found.code, found.requeue) == (143, "")
     assert f"The job is {state or 'unknown to Slurm'} and is not requeued by itself" in found.text
@@ -40,7 +40,7 @@ def test_a_code_that_would_come_again_is_kept(code: int) -> None:
 
 
 @pytest.mark.parametrize("failure", [failed(), failed(1), failed(75), failed(64, never_started=True)])
-def test_no_restarts_left_ends_the_job_with_70(failure: Ended) -> None:
+def test_no_restarts_left_ends_the_job_with_70(failure: ProcessExit) -> None:
     found = outcome(failure, "", "RUNNING")
     assert (found.code, found.requeue) == (70, "")
     assert found.text.startswith("trainer-1 ")

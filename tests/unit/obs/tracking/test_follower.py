@@ -13,8 +13,8 @@ import pytest
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import CheckpointRecord, EvalRecord, PublishRecord, Record, ResumeRecord, StepRecord
-from areal_lora.obs.tracking.follower import HOLD_S, Follower
-from areal_lora.obs.tracking.tracker import Row
+from areal_lora.obs.tracking.follower import HOLD_S, MetricsFollower
+from areal_lora.obs.tracking.tracker import MetricsRow
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.clocks import Clock
 from tests.support.obs.records import step_record
@@ -43,13 +43,13 @@ def resume(version: int, adapter: str = "a") -> ResumeRecord:
     return ResumeRecord(version=version, time_s=2.0 * version, adapter=adapter)
 
 
-def records(rows: Iterator[Row]) -> list[Record]:
+def records(rows: Iterator[MetricsRow]) -> list[Record]:
     return [row.record for row in rows]
 
 
 def test_a_step_waits_for_its_checkpoint_and_what_follows_waits_with_it(tmp_path: Path) -> None:
     folder, clock = RunFolder(tmp_path), Clock()
-    follower = Follower(folder, clock=clock)
+    follower = MetricsFollower(folder, clock=clock)
     assert records(follower.read_new()) == [], "no file yet"
     publish = PublishRecord(version=0, total_ms=1.0, adapter="a")
     other = step(0, "b")
@@ -65,7 +65,7 @@ def test_a_step_waits_for_its_checkpoint_and_what_follows_waits_with_it(tmp_path
 
 def test_a_step_waits_no_longer_than_two_minutes(tmp_path: Path) -> None:
     folder, clock = RunFolder(tmp_path), Clock()
-    follower = Follower(folder, clock=clock)
+    follower = MetricsFollower(folder, clock=clock)
     append(folder, step(0))
     assert records(follower.read_new()) == []
     clock.now = HOLD_S - 1
@@ -77,7 +77,7 @@ def test_a_step_waits_no_longer_than_two_minutes(tmp_path: Path) -> None:
 
 def test_a_step_that_a_crash_undid_is_never_sent(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    follower = Follower(folder)
+    follower = MetricsFollower(folder)
     append(folder, step(0), saved(1), step(1, loss=1.0))
     assert records(follower.read_new()) == [step(0), saved(1)]
     append(folder, resume(1))
@@ -88,7 +88,7 @@ def test_a_step_that_a_crash_undid_is_never_sent(tmp_path: Path) -> None:
 
 def test_a_half_written_line_waits_for_its_end(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    follower = Follower(folder)
+    follower = MetricsFollower(folder)
     text = line(saved(1))
     with folder.metrics.open("ab", buffering=0) as file:
         file.write(text + text[:20])
@@ -104,16 +104,16 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
     with folder.metrics.open("ab") as file:
         file.write(b'{"kind":"step"}\n')
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:2"):
-        list(Follower(folder).read_new())
+        list(MetricsFollower(folder).read_new())
 
 
 def test_the_time_is_that_of_the_last_record_that_has_one_also_in_a_second_process(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     evaluation = EvalRecord(version=1, step=1, accuracy=0.5, n=4, adapter="a")
     append(folder, saved(1), step(0), step(1), saved(2), evaluation)
-    whole = [(row.line, row.time_s) for row in Follower(folder).read_new()]
+    whole = [(row.line, row.time_s) for row in MetricsFollower(folder).read_new()]
     assert whole == [(1, 0.0), (2, 0.0), (3, 2.0), (4, 2.0), (5, 2.0)]
-    assert [(row.line, row.time_s) for row in Follower(folder, sent=3).read_new()] == whole[3:]
+    assert [(row.line, row.time_s) for row in MetricsFollower(folder, sent=3).read_new()] == whole[3:]
 
 
 def history(rng: random.Random, steps: int) -> Iterator[Record]:
@@ -140,7 +140,7 @@ def test_random_runs_arrive_whole_over_crashes_of_the_run_and_kills_of_the_comma
         folder = RunFolder(tmp_path / str(trial))
         folder.path.mkdir()
         text = b"".join(map(line, history(rng, 12)))
-        follower, got, sent, at = Follower(folder), list[Row](), 0, 0
+        follower, got, sent, at = MetricsFollower(folder), list[MetricsRow](), 0, 0
         while at < len(text):
             more = rng.randrange(1, 900)
             with folder.metrics.open("ab") as file:
@@ -153,8 +153,8 @@ def test_random_runs_arrive_whole_over_crashes_of_the_run_and_kills_of_the_comma
                 sent = row.line
             else:
                 continue
-            follower = Follower(folder, sent)
-        got += Follower(folder, sent).read_new(everything=True)
+            follower = MetricsFollower(folder, sent)
+        got += MetricsFollower(folder, sent).read_new(everything=True)
         assert [row.line for row in got] == sorted({row.line for row in got})
         counted = [record for record in iter_metrics(folder) if not isinstance(record, PublishRecord)]
         assert [row.record for row in got if not isinstance(row.record, PublishRecord)] == counted

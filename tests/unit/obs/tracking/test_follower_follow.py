@@ -12,7 +12,7 @@ import pytest
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.records import CheckpointRecord, StepRecord
 from areal_lora.obs.tracking.follower import ROWS, follow, only_one
-from areal_lora.obs.tracking.tracker import Ending, Row
+from areal_lora.obs.tracking.tracker import Ending, MetricsRow
 from areal_lora.run_folder.jsonl import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.fake_run import make_config
@@ -31,7 +31,7 @@ class Recorder:
     def held(self) -> int:
         return self.holds
 
-    def send(self, rows: Sequence[Row]) -> None:
+    def send(self, rows: Sequence[MetricsRow]) -> None:
         self.rows += [row.line for row in rows]
         self.batches.append(len(rows))
 

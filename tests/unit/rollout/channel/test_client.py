@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from areal_lora.errors import RolloutError
+from areal_lora.rollout.channel import channel_messages as m
+from areal_lora.rollout.channel import channel_session as sessions
 from areal_lora.rollout.channel import client as verbs
-from areal_lora.rollout.channel import messages as m
-from areal_lora.rollout.channel import session as sessions
+from areal_lora.rollout.channel.channel_session import Reminders
 from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.channel.control import ControlSocket
-from areal_lora.rollout.channel.session import Reminders
 from areal_lora.run_folder.rendezvous import Endpoint
 from areal_lora.types import AdapterRef
 from tests.support.rollout.helpers import NAME, episode, stream
@@ -99,7 +99,7 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], ControllerC
     groups = tuple(episode(stream().at(p), version=1).group for p in range(3))
 
     async def handler(request: m.Request) -> m.Reply:
-        wanted = (m.Wanted(adapter=NAME, step=4, version=4),)
+        wanted = (m.StepRequest(adapter=NAME, step=4, version=4),)
         assert request == m.GetBatch(wanted=wanted, timeout_s=verbs.SHORT_POLL_S, session="1")
         return m.Batch(
             adapter=NAME, step=4, groups=groups, stats=STATS, samples=(), snapshot=b"s", events=(result(3, "during"),)
@@ -107,7 +107,7 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], ControllerC
 
     client = connect(handler)
     client._session.reminders.requested(m.Evaluate(adapter=NAME, version=3, tag="during"))
-    batch = client.poll((m.Wanted(adapter=NAME, step=4, version=4),))
+    batch = client.poll((m.StepRequest(adapter=NAME, step=4, version=4),))
     assert isinstance(batch, m.Batch)
     assert batch.groups == groups
     assert batch.stats == STATS
@@ -136,7 +136,7 @@ def test_waiting_is_said_and_ends(
 
     client, lines = connect(handler), verbs.WaitingLines()
     with caplog.at_level(logging.INFO, "areal_lora"):
-        while isinstance(reply := client.poll((m.Wanted(adapter=NAME, step=12, version=12),)), m.NotReady):
+        while isinstance(reply := client.poll((m.StepRequest(adapter=NAME, step=12, version=12),)), m.NotReady):
             lines.report(reply.lacking)
     assert asked == 3
     assert "waiting for rollouts since 0 s: " in caplog.text
@@ -147,7 +147,7 @@ def test_adapters_whose_rollouts_have_failed_are_named(connect: Callable[[Handle
     async def handler(request: m.Request) -> m.Reply:
         return m.AdapterFailed(adapter=NAME, reason="the reward is broken")
 
-    wanted = [m.Wanted(adapter=NAME, step=0, version=0)]
+    wanted = [m.StepRequest(adapter=NAME, step=0, version=0)]
     assert connect(handler).poll(wanted) == m.AdapterFailed(adapter=NAME, reason="the reward is broken")
 
 
@@ -184,7 +184,7 @@ def test_each_evaluation_is_given_out_once(connect: Callable[[Handler], Controll
     replies = [(), (result(1, "during"), result(2, "after")), (result(3, "during"),)]
 
     async def handler(request: m.Request) -> m.Reply:
-        return m.NotReady(lacking=(), events=replies.pop(0)) if isinstance(request, m.GetBatch) else m.Accepted()
+        return m.NotReady(lacking=(), events=replies.pop(0)) if isinstance(request, m.GetBatch) else m.Ack()
 
     client = connect(handler)
     client.request_eval(AdapterRef(name=NAME, version=2), "after")
@@ -209,7 +209,7 @@ def test_a_result_whose_reply_is_lost_is_asked_for_again(
         nonlocal fetched
         if isinstance(request, m.Evaluate):
             asked.append(request)
-            return m.Accepted()
+            return m.Ack()
         fetched += 1
         if fetched == 1:
             await asyncio.sleep(0.6)
@@ -244,7 +244,7 @@ def test_a_silent_controller_is_an_error(
             await asyncio.sleep(0.4)
             return NOT_READY
         await asyncio.sleep(0.6)
-        return m.Accepted()
+        return m.Ack()
 
     client = connect(handler)
     monkeypatch.setattr(sessions, "ANSWER_S", 0.2)
@@ -261,14 +261,14 @@ def test_a_long_poll_of_one_thread_holds_up_no_other(connect: Callable[[Handler]
     async def handler(request: m.Request) -> m.Reply:
         if isinstance(request, m.AnnounceVersion):
             released.set()
-            return m.Accepted()
+            return m.Ack()
         await asyncio.wait_for(released.wait(), 5)
         return m.Batch(adapter=NAME, step=0, groups=(), stats=STATS, samples=(), events=(), snapshot=b"")
 
     client = connect(handler)
     timer = threading.Timer(0.2, client.announce, [AdapterRef(name=NAME, version=0), {}])
     timer.start()
-    assert isinstance(client.poll((m.Wanted(adapter=NAME, step=0, version=0),)), m.Batch)
+    assert isinstance(client.poll((m.StepRequest(adapter=NAME, step=0, version=0),)), m.Batch)
     timer.join()
 
 
@@ -307,7 +307,7 @@ def test_a_restarted_controller_gets_the_reminders_and_the_request_again() -> No
                     events=(),
                     snapshot=b"after %d" % wanted.step,
                 )
-            return m.Accepted()
+            return m.Ack()
 
         return handle
 
@@ -335,8 +335,8 @@ def test_a_restarted_controller_gets_the_reminders_and_the_request_again() -> No
     ref = AdapterRef(name=NAME, version=0)
     client.announce(ref, {"server-0": "http://one"}, ["server-1"])
     client.request_eval(ref, "owed")
-    client.poll((m.Wanted(adapter=NAME, step=0, version=0),))
-    asking = threading.Thread(target=client.poll, args=[(m.Wanted(adapter=NAME, step=1, version=1),)])
+    client.poll((m.StepRequest(adapter=NAME, step=0, version=0),))
+    asking = threading.Thread(target=client.poll, args=[(m.StepRequest(adapter=NAME, step=1, version=1),)])
     asking.start()
     assert polled.wait(5)
     endpoint = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from areal_lora.rollout.controller.admission import Admission, Claim
-from areal_lora.rollout.controller.groups import Tally
+from areal_lora.rollout.controller.groups import GroupTally
 from tests.support.rollout.sharing import Profile, Sharing
 
 ENDLESS = 1 << 30
@@ -24,7 +24,7 @@ class Adapter:
     left: int
     running: int = 0
     idle: bool = False
-    tally: Tally = field(default_factory=Tally)
+    tally: GroupTally = field(default_factory=GroupTally)
 
     def start_one(self) -> bool:
         if not self.left:
@@ -36,7 +36,7 @@ class Adapter:
     def end(self, tokens: int | None = 8) -> None:
         """A group ends, without an answer if ``tokens`` is None."""
         self.running -= 1
-        self.tally = Tally(
+        self.tally = GroupTally(
             ended=self.tally.ended + 1,
             answered=self.tally.answered + (tokens is not None),
             tokens=self.tally.tokens + (tokens or 0),

@@ -12,7 +12,7 @@ import pytest
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.sections.reward import FunctionReward
 from areal_lora.config.sections.task import EvalSetConfig, WordProblemsTask
-from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
+from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
 from areal_lora.rollout.controller.base_evals import BaseEvals
 from areal_lora.rollout.eval_record import eval_record
 from areal_lora.rollout.main import adapter_data

@@ -17,7 +17,7 @@ from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfi
 from areal_lora.config.sections.reward import FunctionReward
 from areal_lora.data.collate import collate
 from areal_lora.errors import ExitCode, RolloutError
-from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller.retries import CODE_TRIES, MIN_LOST_IN_A_ROW
 from areal_lora.rollout.main import adapter_data
 from areal_lora.run_folder.paths import RunFolder
@@ -228,7 +228,7 @@ def test_a_reward_that_fails_on_everything_ends_the_adapter_with_the_users_line(
     run.activate(0)
     reply: object = None
     while not isinstance(reply, m.AdapterFailed):
-        reply = run.client.poll((m.Wanted(adapter=NAME, step=0, version=0),))
+        reply = run.client.poll((m.StepRequest(adapter=NAME, step=0, version=0),))
     assert time.monotonic() - began_s < 10
     assert reply.exit_code == ExitCode.WRONG_INPUT, "a restart of the trainer would fail alike"
     assert f"TypeError: object of type 'NoneType' has no len() ({file}:3)" in reply.reason

@@ -14,12 +14,12 @@ import pytest
 from areal_lora.config.models import MultiTurnWorkflowConfig
 from areal_lora.errors import RolloutError
 from areal_lora.rollout import main as rollout_main
-from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller import controller as controller_module
 from areal_lora.rollout.controller import retries
 from areal_lora.rollout.controller.admission import Claim
-from areal_lora.rollout.controller.controller import Controller, Opened
-from areal_lora.rollout.controller.groups import Tally
+from areal_lora.rollout.controller.controller import Controller, JoinedAdapter
+from areal_lora.rollout.controller.groups import GroupTally
 from areal_lora.rollout.ledger.file import LedgerError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
@@ -37,8 +37,8 @@ class Broken:
 """
 
 
-def wanted(*names: str, step: int = 0) -> list[m.Wanted]:
-    return [m.Wanted(adapter=name, step=step, version=step) for name in names]
+def wanted(*names: str, step: int = 0) -> list[m.StepRequest]:
+    return [m.StepRequest(adapter=name, step=step, version=step) for name in names]
 
 
 def test_the_first_wanted_adapter_that_has_a_batch_is_served(controller: Callable[..., Running]) -> None:
@@ -210,7 +210,7 @@ def test_a_ledger_that_cannot_be_written_is_no_fault_of_the_adapter_whose_lease_
         raise LedgerError("ledger.sqlite: disk is full")
 
     runtime: Any = SimpleNamespace(
-        feed=SimpleNamespace(expire_overdue=expire_overdue, groups=SimpleNamespace(tally=Tally())),
+        feed=SimpleNamespace(expire_overdue=expire_overdue, groups=SimpleNamespace(tally=GroupTally())),
         claim=lambda weight: Claim(sequences=1, groups=1, weight=weight),
         fail=lambda reason: pytest.fail(reason),
     )
@@ -226,7 +226,7 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
 
     def runtime(name: str) -> Any:
         tasks: dict[int, asyncio.Task[None]] = {}
-        groups = SimpleNamespace(tally=Tally(), running=())
+        groups = SimpleNamespace(tally=GroupTally(), running=())
         feed = SimpleNamespace(name=name, newest=-1, groups=groups, end=lambda: None)
         places = SimpleNamespace(trainer_waits=lambda waits: None)
         return SimpleNamespace(
@@ -242,7 +242,7 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
     async def run() -> None:
         stuck, closed = asyncio.Event(), list[str]()
 
-        async def open_adapter(raw: bytes) -> Opened:
+        async def open_adapter(raw: bytes) -> JoinedAdapter:
             name = raw.decode()
             if name == "slow":
                 await stuck.wait()
@@ -253,7 +253,7 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
             async def close() -> None:
                 closed.append(name)
 
-            return Opened(runtime=made, weight=1.0, close=close)
+            return JoinedAdapter(runtime=made, weight=1.0, close=close)
 
         async with asyncio.TaskGroup() as tasks:
             router: Any = SimpleNamespace(servers=())
@@ -265,15 +265,15 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
 
             slow = asyncio.create_task(join("slow"))
             async with asyncio.timeout(0.4):
-                assert await join("busy") == m.Accepted()
+                assert await join("busy") == m.Ack()
                 leaving = asyncio.create_task(one.handle(m.EndAdapter(session=session, adapter="busy")))
                 await asyncio.sleep(0)
-                assert await join("third") == m.Accepted()
-                assert await one.handle(m.EndAdapter(session=session, adapter="third")) == m.Accepted()
+                assert await join("third") == m.Ack()
+                assert await one.handle(m.EndAdapter(session=session, adapter="third")) == m.Ack()
                 assert closed == ["third"]
                 again = asyncio.create_task(join("busy"))
-            assert await again == m.Accepted()
-            assert await leaving == m.Accepted()
+            assert await again == m.Ack()
+            assert await leaving == m.Ack()
             assert closed == ["third", "busy"], "one that joins again waits until its scorers are closed"
             async with asyncio.timeout(0.4):
                 await one.handle(m.Hello(trainer="another", versions={}, snapshots={}))

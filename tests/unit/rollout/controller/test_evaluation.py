@@ -9,8 +9,8 @@ from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import tokenize
 from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.rollout import routing
-from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
-from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
+from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.eval_places import EvalPlaces
 from areal_lora.rollout.controller.eval_sets import HeldOut, fitting
 from areal_lora.rollout.controller.evaluation import CHUNK, MAX_TRIES, SCORED_AT_ONCE, Evaluator

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.pool import MAX_STALE
 from areal_lora.rollout.controller.retries import (
     MAX_TRIES,
@@ -15,7 +15,7 @@ from areal_lora.rollout.controller.retries import (
     generation_failure,
 )
 from areal_lora.rollout.ledger.file import LedgerFile
-from areal_lora.rollout.ledger.records import GroupState
+from areal_lora.rollout.ledger.ledger_records import GroupState
 from areal_lora.types import Cause
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, admit_all, episode, feed, stream

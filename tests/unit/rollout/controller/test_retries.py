@@ -5,7 +5,7 @@ import re
 import pytest
 
 from areal_lora.errors import RolloutError, UserCodeError
-from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.retries import (
     CODE_TRIES,
     MAX_BACK_OFF_S,

@@ -7,14 +7,14 @@ import pytest
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
+from areal_lora.rollout.ledger.ledger_records import GroupState, Head, LedgerRow, LedgerSnapshot
 from areal_lora.rollout.ledger.reconcile import apply, plan, plan_for
-from areal_lora.rollout.ledger.records import GroupState, Head, LedgerSnapshot, Row
 
 S = GroupState
 
 
-def row(seq: int, state: GroupState, *, step: int = -1, version: int = -1, newest: int = -1) -> Row:
-    return Row(
+def row(seq: int, state: GroupState, *, step: int = -1, version: int = -1, newest: int = -1) -> LedgerRow:
+    return LedgerRow(
         seq=seq,
         position=seq,
         issue=1,
@@ -42,7 +42,7 @@ ROWS = [
 ]
 
 
-def seqs(rows: tuple[Row, ...]) -> list[int]:
+def seqs(rows: tuple[LedgerRow, ...]) -> list[int]:
     return [row.seq for row in rows]
 
 

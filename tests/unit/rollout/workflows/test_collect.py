@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_lora.data.checks import check_alignment
+from areal_lora.data.trajectory_checks import check_alignment
 from areal_lora.rollout.workflows.collect import PackedTurns, join
 from areal_lora.tasks.scorer import Score
 from areal_lora.types import Generation, Outcome

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflows import user_code
 from areal_lora.rollout.workflows.user_code import call
 

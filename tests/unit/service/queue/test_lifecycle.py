@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue.lifecycle import AdapterRequest, carried_out, change, create
-from areal_lora.service.queue.rows import Quota, Tables, Verb
-from areal_lora.service.refused import Refused
+from areal_lora.service.queue.queue_rows import Quota, Tables, Verb
+from areal_lora.service.refused import RequestError
 from areal_lora.types import AdapterPhase
 
 QUOTA = Quota(adapters=2, rank=8, weight=1.0, operations=3, body_kib=1, sequences=64, problems=9, workers=1)
@@ -29,7 +29,7 @@ def with_adapters(*names: tuple[str, str], tables: Tables = EMPTY) -> Tables:
 
 
 def refusal(call: object) -> tuple[int, str]:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestError) as refused:
         call()  # type: ignore[operator]
     return refused.value.status, refused.value.path
 
@@ -101,7 +101,7 @@ def test_no_key_of_the_run_recurs_and_no_quota_is_passed(steps: list[tuple[str, 
                 keys.add(row.key)
             else:
                 row = change(tables, running, tenant, name, verb)
-        except Refused as refused:
+        except RequestError as refused:
             status = refused.status
         else:
             status = 0

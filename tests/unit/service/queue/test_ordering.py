@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lora.operations.messages import DropState, LoadState, Loss, OptimStep, Pass, Poison, Publish, SaveState
+from areal_lora.operations.protocol import DropState, LoadState, Loss, OptimStep, Pass, Poison, Publish, SaveState
 from areal_lora.service.queue.ordering import (
     GAP_S,
     Fate,
     Op,
     OpKind,
-    Waiting,
+    QueueUsage,
     admit,
     kind_of,
     ready,
@@ -20,34 +20,36 @@ from areal_lora.service.queue.ordering import (
     spoiled,
     too_long,
 )
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from tests.support.service.ledger import QUOTA
 
-NONE = Waiting(queued=0, n_bytes=0)
+NONE = QueueUsage(queued=0, n_bytes=0)
 MIB = 1 << 20
 
 
-def status(waiting: Waiting, next_seq: int, held: set[int], seq: int, n_bytes: int = 0) -> int:
+def status(waiting: QueueUsage, next_seq: int, held: set[int], seq: int, n_bytes: int = 0) -> int:
     try:
         admit(QUOTA, waiting, next_seq, held, seq, n_bytes)
-    except Refused as refused:
+    except RequestError as refused:
         return refused.status
     return 0
 
 
 def test_what_may_wait() -> None:
-    full = Waiting(queued=QUOTA.queued, n_bytes=0)
+    full = QueueUsage(queued=QUOTA.queued, n_bytes=0)
     heavy = QUOTA.queued_mib * MIB
     assert status(NONE, 3, set(), 3) == 0
     assert status(NONE, 3, set(), 2) == 422, "passed over, or answered long ago"
     assert status(NONE, 3, set(), 3 + QUOTA.queued) == 429, "too far ahead"
     assert status(full, 3, {4}, 5) == 429
     assert status(full, 3, {4}, 3) == 0, "it fills the gap before one that waits"
-    assert status(Waiting(queued=1, n_bytes=heavy), 3, set(), 3, 1) == 429
-    assert status(Waiting(queued=0, n_bytes=heavy), 3, set(), 3, 1) == 0, "no waiting changes it: it fails in its turn"
-    assert too_long(QUOTA, Waiting(queued=0, n_bytes=heavy), 1)
-    assert not too_long(QUOTA, Waiting(queued=0, n_bytes=heavy - 1), 1)
-    assert status(Waiting(queued=0, n_bytes=heavy), 3, set(), 3, 0) == 0, "a step frees them"
+    assert status(QueueUsage(queued=1, n_bytes=heavy), 3, set(), 3, 1) == 429
+    assert status(QueueUsage(queued=0, n_bytes=heavy), 3, set(), 3, 1) == 0, (
+        "no waiting changes it: it fails in its turn"
+    )
+    assert too_long(QUOTA, QueueUsage(queued=0, n_bytes=heavy), 1)
+    assert not too_long(QUOTA, QueueUsage(queued=0, n_bytes=heavy - 1), 1)
+    assert status(QueueUsage(queued=0, n_bytes=heavy), 3, set(), 3, 0) == 0, "a step frees them"
 
 
 @settings(max_examples=200, deadline=None)
@@ -56,12 +58,12 @@ def test_a_queue_is_bounded_and_can_always_become_shorter(arrivals: list[int]) -
     """Any arrivals: at most twice the quota waits, and the next number is always taken."""
     next_seq, held = 1, set[int]()
     for seq in arrivals:
-        queued = Waiting(queued=len(held), n_bytes=0)
+        queued = QueueUsage(queued=len(held), n_bytes=0)
         if seq not in held and status(queued, next_seq, held, seq) == 0:
             held.add(seq)
         assert len(held) <= 2 * QUOTA.queued
         if held:
-            assert next_seq in held or status(Waiting(queued=len(held), n_bytes=0), next_seq, held, next_seq) == 0
+            assert next_seq in held or status(QueueUsage(queued=len(held), n_bytes=0), next_seq, held, next_seq) == 0
         for done in ready(next_seq, held):
             held.remove(done)
             next_seq = done + 1

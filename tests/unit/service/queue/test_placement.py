@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lora.service.queue.placement import OTHERS_IDLE_S, OWN_IDLE_S, Places, Snapshot, abandoned, evicted, fits
+from areal_lora.service.queue.placement import (
+    OTHERS_IDLE_S,
+    OWN_IDLE_S,
+    Places,
+    SnapshotAdapter,
+    abandoned,
+    evicted,
+    fits,
+)
 
 NOW = 1000.0
 
@@ -14,8 +22,8 @@ def places(taken: int = 0, mine: int = 0) -> Places:
     return Places(taken=taken, capacity=4, mine=mine, quota=2)
 
 
-def snapshot(model: str, tenant: str = "acme", idle_s: float = 100.0) -> Snapshot:
-    return Snapshot(model=model, tenant=tenant, used_s=NOW - idle_s)
+def snapshot(model: str, tenant: str = "acme", idle_s: float = 100.0) -> SnapshotAdapter:
+    return SnapshotAdapter(model=model, tenant=tenant, used_s=NOW - idle_s)
 
 
 def test_none_leaves_while_there_is_room() -> None:
@@ -50,7 +58,10 @@ def test_a_silent_session_ends_where_its_place_helps() -> None:
 
 SNAPSHOTS = st.lists(
     st.builds(
-        Snapshot, model=st.text("abc", min_size=1), tenant=st.sampled_from(["acme", "bolt"]), used_s=st.floats(0, NOW)
+        SnapshotAdapter,
+        model=st.text("abc", min_size=1),
+        tenant=st.sampled_from(["acme", "bolt"]),
+        used_s=st.floats(0, NOW),
     ),
     max_size=6,
 )
@@ -59,7 +70,7 @@ SNAPSHOTS = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(SNAPSHOTS, st.integers(0, 5), st.integers(0, 3))
 def test_what_leaves_is_not_in_use_and_of_the_tenant_where_its_quota_is_full(
-    rows: list[Snapshot], taken: int, mine: int
+    rows: list[SnapshotAdapter], taken: int, mine: int
 ) -> None:
     found = evicted(places(taken, mine), rows, "acme", NOW)
     if found is not None:

@@ -10,28 +10,28 @@ from typing import TypeVar
 
 import pytest
 
-from areal_lora.operations.messages import Failed, Operation, OptimStep, Pass, Poison, Scored, Stepped
+from areal_lora.operations.protocol import Operation, OperationFailure, OptimStep, Pass, PassResult, Poison, StepResult
+from areal_lora.service.queue.client_sessions import expire, models, open_sampler, saved, session_view
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.placement import DEAD_S, SILENT_S
 from areal_lora.service.queue.queue import SHARED_S
+from areal_lora.service.queue.queue_rows import Tables
+from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.requests import (
     CreateModel,
     Load,
-    Loaded,
-    Opened,
+    LoadedModel,
+    OpenedSampler,
     Pending,
     Save,
     SaveForSampler,
     Serve,
-    Stored,
+    StoredState,
     Train,
 )
 from areal_lora.service.queue.retention import UNUSED_S
-from areal_lora.service.queue.rows import Tables
 from areal_lora.service.queue.sequencer import set_ttl
-from areal_lora.service.queue.sessions import expire, models, open_sampler, saved, session_view
-from areal_lora.service.queue.store import Transaction
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from tests.support.operations.scripted_trainer import scores
 from tests.support.service.queue import LORA, QUOTA, STEP, Town, tokens, town, until
 
@@ -52,9 +52,9 @@ def test_requests_arrive_in_any_order_and_are_carried_out_in_theirs(tmp_path: Pa
                 what = actions[seq].what
                 assert isinstance(what, Pass)
                 assert answers[seq] == scores(what.data, 0)
-            assert answers[4] == Stepped(step=1, grad_norm=3.0, skipped=False)
+            assert answers[4] == StepResult(step=1, grad_norm=3.0, skipped=False)
             assert [operation.number for operation in it.trainer.carried_out] == [1, 2, 3, 4]
-            with pytest.raises(Refused, match="another request") as refused:
+            with pytest.raises(RequestError, match="another request") as refused:
                 await it.queue.submit("acme", model, 2, "other", tokens(1, 1))
             assert refused.value.status == 422
 
@@ -69,11 +69,11 @@ def test_a_number_that_never_comes_fails_its_window_only(tmp_path: Path) -> None
             assert isinstance(await it.queue.outcome("acme", held, 0.0), Pending)
             it.now_s += GAP_S + 1
             answer = await it.answer("acme", held)
-            assert isinstance(answer, Failed)
+            assert isinstance(answer, OperationFailure)
             assert "request 1 of its window never came" in answer.reason
-            assert isinstance(await it.asked(model, 3, tokens(1, 2)), Scored)
-            assert isinstance(await it.asked(model, 4, STEP), Stepped)
-            with pytest.raises(Refused, match="passed over"):
+            assert isinstance(await it.asked(model, 3, tokens(1, 2)), PassResult)
+            assert isinstance(await it.asked(model, 4, STEP), StepResult)
+            with pytest.raises(RequestError, match="passed over"):
                 await it.queue.submit("acme", model, 1, "print", tokens(1, 2))
 
     asyncio.run(run())
@@ -86,25 +86,25 @@ def test_save_load_and_begin_from_what_was_saved(tmp_path: Path) -> None:
             await it.asked(model, 1, tokens(1, 2))
             await it.asked(model, 2, STEP)
             stored = await it.asked(model, 3, Save(name="one"))
-            assert stored == Stored(path=f"tinker://{model}/weights/one")
+            assert stored == StoredState(path=f"tinker://{model}/weights/one")
             await it.asked(model, 4, tokens(1, 2))
-            assert await it.asked(model, 5, STEP) == Stepped(step=2, grad_norm=1.0, skipped=False)
-            assert await it.asked(model, 6, Load(path=stored.path, optimizer=True)) == Loaded(
+            assert await it.asked(model, 5, STEP) == StepResult(step=2, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 6, Load(path=stored.path, optimizer=True)) == LoadedModel(
                 model=model, path=stored.path
             )
             await it.asked(model, 7, tokens(1, 2))
-            assert await it.asked(model, 8, STEP) == Stepped(step=2, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 8, STEP) == StepResult(step=2, grad_norm=1.0, skipped=False)
             other = await it.model(load=Load(path=stored.path, optimizer=False))
             await it.asked(other, 1, tokens(1, 2))
-            assert await it.asked(other, 2, STEP) == Stepped(step=2, grad_norm=1.0, skipped=False)
+            assert await it.asked(other, 2, STEP) == StepResult(step=2, grad_norm=1.0, skipped=False)
             [state] = await it.queue.change(lambda tx: saved(tx, "acme"))
             assert (state.path, state.step, state.n_bytes) == (stored.path, 1, 1000)
             taken = await it.asked(model, 9, Save(name="one"))
-            assert isinstance(taken, Failed)
+            assert isinstance(taken, OperationFailure)
             assert "there is a saved state" in taken.reason
             await it.queue.change(lambda tx: expire(tx, tx.state("acme", stored.path)))
             await until(lambda: gone(it))
-            with pytest.raises(Refused, match="no saved state"):
+            with pytest.raises(RequestError, match="no saved state"):
                 await it.queue.change(lambda tx: tx.state("acme", stored.path))
 
     async def gone(it: Town) -> bool:
@@ -124,12 +124,12 @@ def test_sampling_sessions(tmp_path: Path) -> None:
             base = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 50, None))
             assert await it.queue.serve("acme", base) == Serve(model=None)
             opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
-            assert isinstance(opened, Opened)
+            assert isinstance(opened, OpenedSampler)
             assert await it.queue.serve("acme", opened.sampler) == Serve(model=f"{adapter}@v0")
             await it.asked(model, 2, tokens(1, 2))
             await it.asked(model, 3, STEP)
             flying = await it.asked(model, 4, SaveForSampler(sampler_seq=1, in_flight=True))
-            assert isinstance(flying, Opened)
+            assert isinstance(flying, OpenedSampler)
             assert await it.queue.serve("acme", flying.sampler) == Serve(model=adapter)
             await asyncio.sleep(2 * SHARED_S)
             first = await it.queue.serve("acme", opened.sampler)
@@ -156,7 +156,7 @@ def test_a_snapshot_leaves_for_a_model_and_is_loaded_again(tmp_path: Path) -> No
             model = await it.model()
             session = model.partition(":")[0]
             stored = await it.asked(model, 1, Save(name="one"))
-            assert isinstance(stored, Stored)
+            assert isinstance(stored, StoredState)
             sampler = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 0, stored.path))
 
             async def served() -> bool:
@@ -193,7 +193,7 @@ def test_crashes_of_the_trainer_lose_no_step(tmp_path: Path) -> None:
                 ]
                 await asyncio.to_thread(it.trainer.crash)
                 made.append([await it.answer("acme", request) for request in requests][1])
-            assert made == [Stepped(step=step + 1, grad_norm=2.0, skipped=False) for step in range(6)]
+            assert made == [StepResult(step=step + 1, grad_norm=2.0, skipped=False) for step in range(6)]
 
     asyncio.run(run())
 
@@ -207,9 +207,9 @@ def test_a_restart_of_the_service_continues(tmp_path: Path) -> None:
             disk = it.trainer.disk
         async with town(tmp_path / "run", disk=disk) as it:
             assert await it.queue.submit("acme", model, 3, "print 3", STEP) == held
-            assert isinstance(await it.answer("acme", f"{model}:1"), Scored)
-            assert isinstance(await it.asked(model, 2, tokens(1, 2)), Scored)
-            assert await it.answer("acme", held) == Stepped(step=1, grad_norm=2.0, skipped=False)
+            assert isinstance(await it.answer("acme", f"{model}:1"), PassResult)
+            assert isinstance(await it.asked(model, 2, tokens(1, 2)), PassResult)
+            assert await it.answer("acme", held) == StepResult(step=1, grad_norm=2.0, skipped=False)
 
     asyncio.run(run())
 
@@ -222,7 +222,7 @@ def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
             model = await it.model()
             session = model.partition(":")[0]
             stored = await it.asked(model, 1, Save(name="one"))
-            assert isinstance(stored, Stored)
+            assert isinstance(stored, StoredState)
             sampler = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 0, stored.path))
             own = await it.queue.open_session("bolt")
             mine = await it.model("bolt", own)
@@ -254,7 +254,7 @@ def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
             for what, (name, call) in calls.items():
                 reasons = []
                 for asked in (name, odd := name.replace(session, "s" + "0" * 12)):
-                    with pytest.raises(Refused) as refused:
+                    with pytest.raises(RequestError) as refused:
                         await call(asked)
                     assert refused.value.status == 404, what
                     reasons.append(refused.value.body().decode().replace(asked, "NAME"))
@@ -266,7 +266,7 @@ def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
             reasons = []
             for seq, path in enumerate((stored.path, odd_path := stored.path.replace(session, "s" + "0" * 12)), 1):
                 answer = await it.asked(mine, seq, Load(path=path, optimizer=True), "bolt")
-                assert isinstance(answer, Failed)
+                assert isinstance(answer, OperationFailure)
                 reasons.append(answer.reason.replace(path, "NAME"))
             assert odd_path != stored.path
             assert reasons[0] == reasons[1]
@@ -279,7 +279,7 @@ def test_a_silent_session_ends_and_its_states_stay(tmp_path: Path) -> None:
         async with town(tmp_path / "run") as it:
             model, other = await it.model(), await it.model()
             stored = await it.asked(model, 1, Save(name="one"))
-            assert isinstance(stored, Stored)
+            assert isinstance(stored, StoredState)
             it.now_s += SILENT_S - 10
             await it.queue.heartbeat("acme", other.partition(":")[0])
             it.now_s += 20
@@ -289,11 +289,11 @@ def test_a_silent_session_ends_and_its_states_stay(tmp_path: Path) -> None:
                 return [each.removed for each in left] == [False, True]
 
             await until(ended)
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(RequestError) as refused:
                 await it.queue.heartbeat("acme", model.partition(":")[0])
             assert refused.value.status == 410
             again = await it.model(load=Load(path=stored.path, optimizer=True))
-            assert isinstance(await it.asked(again, 1, tokens(1, 2)), Scored)
+            assert isinstance(await it.asked(again, 1, tokens(1, 2)), PassResult)
 
     asyncio.run(run())
 
@@ -334,7 +334,7 @@ def test_a_silent_session_gives_its_place_to_a_client_that_waits_and_only_then(t
             await it.queue.heartbeat("bolt", second.partition(":")[0])
             await it.queue.heartbeat("bolt", third.partition(":")[0])
             await it.answer("bolt", third)
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(RequestError) as refused:
                 await it.queue.heartbeat("acme", first.partition(":")[0])
             assert refused.value.status == 410
             await it.queue.heartbeat("bolt", second.partition(":")[0])
@@ -346,14 +346,14 @@ def test_a_full_quota_of_silent_sessions_takes_a_new_model_at_once(tmp_path: Pat
     async def run() -> None:
         async with town(tmp_path / "run", capacity=9) as it:
             models = [await it.model() for _ in range(QUOTA.adapters)]
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(RequestError) as refused:
                 await it.model()
             assert refused.value.status == 429
             it.now_s += DEAD_S + 1
             for model in models[1:]:
                 await it.queue.heartbeat("acme", model.partition(":")[0])
             await it.model()
-            with pytest.raises(Refused):
+            with pytest.raises(RequestError):
                 await it.queue.heartbeat("acme", models[0].partition(":")[0])
 
     asyncio.run(run())
@@ -367,7 +367,7 @@ def test_a_client_that_trains_is_not_silent_without_heartbeats(tmp_path: Path) -
             for model in models:
                 await it.asked(model, 1, tokens(1, 2))
             it.now_s += DEAD_S - 1
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(RequestError) as refused:
                 await it.model()
             assert refused.value.status == 429
 
@@ -386,7 +386,9 @@ def test_a_session_does_not_wait_for_its_own_models(tmp_path: Path) -> None:
             crowded = await it.queue.crowded("bolt")
             assert crowded == "all 2 places of the servers are taken", "no names of other tenants"
             assert f"; yours are {session}-0, {session}-1 (fix: " in await it.queue.crowded("acme")
-            with pytest.raises(Refused, match=f"the 2 models of this session .* delete RUN {session}-0") as refused:
+            with pytest.raises(
+                RequestError, match=f"the 2 models of this session .* delete RUN {session}-0"
+            ) as refused:
                 await it.model(session=session, seq=2)
             assert refused.value.status == 422
             await it.queue.unload("acme", f"{session}:train:0")
@@ -410,7 +412,7 @@ def test_sessions_that_end_leave_nothing_that_grows(tmp_path: Path, monkeypatch:
                 model = await it.model()
                 session = model.partition(":")[0]
                 opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
-                assert isinstance(opened, Opened)
+                assert isinstance(opened, OpenedSampler)
                 await it.queue.serve("acme", opened.sampler)
                 await it.queue.end_session("acme", session)
                 if n % 4 == 3:
@@ -428,7 +430,7 @@ def test_samples_that_wait_share_one_look_up(tmp_path: Path) -> None:
         async with town(tmp_path / "run", capacity=1) as it:
             model = await it.model()
             stored = await it.asked(model, 1, Save(name="one"))
-            assert isinstance(stored, Stored)
+            assert isinstance(stored, StoredState)
             sampler = await it.queue.change(
                 lambda tx: open_sampler(tx, "acme", model.partition(":")[0], 0, stored.path)
             )
@@ -459,30 +461,32 @@ def test_a_refused_step_ends_its_window(tmp_path: Path) -> None:
             model = await it.model()
             await it.asked(model, 1, tokens(1, 2))
             refused = Train(what=Poison(reason="no such rate", by_client=True, of_step=True))
-            assert await it.asked(model, 2, refused) == Failed(reason="no such rate", by_client=True)
+            assert await it.asked(model, 2, refused) == OperationFailure(reason="no such rate", by_client=True)
             await it.asked(model, 3, tokens(1, 2))
-            assert await it.asked(model, 4, STEP) == Stepped(step=1, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 4, STEP) == StepResult(step=1, grad_norm=1.0, skipped=False)
 
     asyncio.run(run())
 
 
 def test_a_failed_pass_fails_its_step(tmp_path: Path) -> None:
-    def fault(operation: Operation) -> Failed | None:
+    def fault(operation: Operation) -> OperationFailure | None:
         bad = isinstance(operation.what, Pass) and len(operation.what.data[0].tokens) == 20
-        return Failed(reason="too long", by_client=True) if bad else None
+        return OperationFailure(reason="too long", by_client=True) if bad else None
 
     async def run() -> None:
         async with town(tmp_path / "run", fault=fault) as it:
             model = await it.model()
-            assert await it.asked(model, 1, tokens(1, 2, 3, 4, 5)) == Failed(reason="too long", by_client=True)
+            assert await it.asked(model, 1, tokens(1, 2, 3, 4, 5)) == OperationFailure(
+                reason="too long", by_client=True
+            )
             step = await it.asked(model, 2, STEP)
-            assert isinstance(step, Failed)
+            assert isinstance(step, OperationFailure)
             assert step.by_client
             refused = Train(what=Poison(reason="no such loss", by_client=True))
-            assert await it.asked(model, 3, refused) == Failed(reason="no such loss", by_client=True)
-            assert isinstance(await it.asked(model, 4, Train(what=OptimStep(lr=1.0))), Failed)
+            assert await it.asked(model, 3, refused) == OperationFailure(reason="no such loss", by_client=True)
+            assert isinstance(await it.asked(model, 4, Train(what=OptimStep(lr=1.0))), OperationFailure)
             await it.asked(model, 5, tokens(1, 2))
-            assert await it.asked(model, 6, STEP) == Stepped(step=1, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 6, STEP) == StepResult(step=1, grad_norm=1.0, skipped=False)
 
     asyncio.run(run())
 
@@ -496,17 +500,17 @@ def test_what_is_wrong_with_a_save_fails_it_alone_and_with_a_load_its_window(tmp
             await it.asked(model, 1, tokens(1, 2))
             for seq, action in ((2, Save(name="no/name")), (3, SaveForSampler(name="a" * 101))):
                 answer = await it.asked(model, seq, action)
-                assert isinstance(answer, Failed)
+                assert isinstance(answer, OperationFailure)
                 assert answer.by_client
                 assert "is no name" in answer.reason
-            assert await it.asked(model, 4, STEP) == Stepped(step=1, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 4, STEP) == StepResult(step=1, grad_norm=1.0, skipped=False)
             answer = await it.asked(model, 5, Load(path=f"tinker://{model}/weights/never", optimizer=True))
-            assert isinstance(answer, Failed)
+            assert isinstance(answer, OperationFailure)
             assert answer.by_client
             assert "there is no saved state" in answer.reason
             await it.asked(model, 6, tokens(1, 2))
-            assert isinstance(await it.asked(model, 7, STEP), Failed), "it was meant for other weights"
+            assert isinstance(await it.asked(model, 7, STEP), OperationFailure), "it was meant for other weights"
             await it.asked(model, 8, tokens(1, 2))
-            assert await it.asked(model, 9, STEP) == Stepped(step=2, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 9, STEP) == StepResult(step=2, grad_norm=1.0, skipped=False)
 
     asyncio.run(run())

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     Datum,
-    Failed,
-    Kept,
     LoadState,
     Loss,
+    OperationFailure,
     OptimStep,
     Pass,
+    PassResult,
     Poison,
-    Published,
-    Scored,
-    Stepped,
+    PublishResult,
+    StateResult,
+    StepResult,
 )
-from areal_lora.service.queue import retention, sessions
-from areal_lora.service.queue.requests import CreateModel, Load, Save, SaveForSampler, Train, Unloaded
+from areal_lora.service.queue import client_sessions, retention
+from areal_lora.service.queue.client_sessions import end_session, open_sampler, served, unload
+from areal_lora.service.queue.requests import CreateModel, Load, Save, SaveForSampler, Train, UnloadedModel
 from areal_lora.service.queue.sequencer import completed, expected, look, submit, to_send
-from areal_lora.service.queue.sessions import end_session, open_sampler, served, unload
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from tests.support.service.ledger import QUOTA, Ledger
 
 PASS = Train(what=Pass(data=(), loss=Loss.DRO))
 STEP = Train(what=OptimStep(lr=1.0))
-SCORED, KEPT = Scored(logprobs=(b"x" * 1000,), loss=0.0), Kept(step=1, n_bytes=9)
-STEPPED = Stepped(step=1, grad_norm=1.0, skipped=False)
+SCORED, KEPT = PassResult(logprobs=(b"x" * 1000,), loss=0.0), StateResult(step=1, n_bytes=9)
+STEPPED = StepResult(step=1, grad_norm=1.0, skipped=False)
 
 
 class World:
@@ -43,7 +43,7 @@ class World:
         self.seq += 1
         return self.ledger.change(lambda tx: submit(tx, "acme", self.model, self.seq, "f", action))
 
-    def done(self, *outcomes: Scored | Stepped | Kept | Published | Failed) -> None:
+    def done(self, *outcomes: PassResult | StepResult | StateResult | PublishResult | OperationFailure) -> None:
         for outcome in outcomes:
             self.number += 1
             self.ledger.change(lambda tx, o=outcome: completed(tx, self.adapter, self.number, o))
@@ -77,7 +77,7 @@ def test_of_a_failed_window_no_data_are_kept() -> None:
     it = World()
     it.submit(PASS)
     it.submit(STEP)
-    it.done(Failed(reason="bad", by_client=True), Failed(reason="bad", by_client=True))
+    it.done(OperationFailure(reason="bad", by_client=True), OperationFailure(reason="bad", by_client=True))
     assert it.count("requests WHERE n_bytes > 0 AND action IS NOT NULL AND seq > 0") == 0
     it.submit(PASS)
     it.submit(STEP)
@@ -92,10 +92,10 @@ def test_answers_are_kept_for_an_hour_after_they_were_fetched_and_else_for_a_day
     it.forget(first)
     it.ledger.now_s += retention.FETCHED_S + 1
     it.forget()
-    with pytest.raises(Refused):
+    with pytest.raises(RequestError):
         it.ledger.change(lambda tx: look(tx, "acme", first))
     assert it.ledger.change(lambda tx: look(tx, "acme", second))[0] == STEPPED
-    with pytest.raises(Refused, match="answered long ago"):
+    with pytest.raises(RequestError, match="answered long ago"):
         it.ledger.change(lambda tx: submit(tx, "acme", it.model, 1, "f", PASS))
     it.ledger.now_s += retention.ANSWERED_S
     it.forget()
@@ -118,7 +118,7 @@ def test_the_oldest_answers_of_a_tenant_leave_when_they_are_too_long_together() 
 def test_states_of_sampling_sessions_expire_and_named_ones_stay() -> None:
     it = World()
     it.submit(SaveForSampler(sampler_seq=0))
-    it.done(KEPT, Published(version=0))
+    it.done(KEPT, PublishResult(version=0))
     it.submit(Save(name="named"))
     it.done(KEPT)
     it.submit(Save(name="for-a-while", ttl_s=10.0))
@@ -132,7 +132,7 @@ def test_states_of_sampling_sessions_expire_and_named_ones_stay() -> None:
     it.ledger.now_s += retention.UNUSED_S
     it.ledger.change(lambda tx: retention.expire_states(tx, {}, begin))
     assert [row[0] for row in it.ledger.db.execute("SELECT name FROM saved_states")] == ["named"]
-    with pytest.raises(Refused):
+    with pytest.raises(RequestError):
         it.ledger.change(lambda tx: served(tx, "acme", f"{session}:sample:0", None))
     assert it.ledger.change(retention.drop_states) == []
     dropped = it.ledger.change(lambda tx: to_send(tx, it.adapter, it.number + 1, 9))
@@ -157,7 +157,7 @@ def test_saved_states_have_a_quota() -> None:
         it.done(KEPT)
     above = it.submit(Save(name="another"))
     answer, _ = it.ledger.change(lambda tx: look(tx, "acme", above))
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, OperationFailure)
     assert "saved states" in answer.reason
 
 
@@ -169,7 +169,7 @@ def test_requests_of_an_adapter_that_failed_have_an_answer_and_its_load_is_not_m
     load = it.submit(Load(path=f"tinker://{it.model}/weights/one", optimizer=True))
     it.ledger.change(lambda tx: retention.follow(tx, {it.adapter: "its disk is full"}))
     answer, _ = it.ledger.change(lambda tx: look(tx, "acme", load))
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, OperationFailure)
     assert "its disk is full" in answer.reason
     again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 2, 9))
     assert not [operation for operation in again if isinstance(operation.what, LoadState)]
@@ -183,8 +183,8 @@ def test_a_trainer_that_has_lost_steps_ends_the_model() -> None:
     waits = it.submit(PASS)
     assert not it.ledger.change(lambda tx: expected(tx, it.adapter, 1))
     answer, _ = it.ledger.change(lambda tx: look(tx, "acme", waits))
-    assert isinstance(answer, Failed)
-    with pytest.raises(Refused, match="newest checkpoint"):
+    assert isinstance(answer, OperationFailure)
+    with pytest.raises(RequestError, match="newest checkpoint"):
         it.submit(PASS)
 
 
@@ -196,7 +196,7 @@ def test_a_deleted_adapter_ends_its_model_and_its_states_stay() -> None:
     it.ledger.tables = Ledger().tables
     it.ledger.change(lambda tx: retention.follow(tx, {}))
     answer, _ = it.ledger.change(lambda tx: look(tx, "acme", waits))
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, OperationFailure)
     _, adapter = it.ledger.model(
         action=CreateModel(lora=None, load=Load(path=f"tinker://{it.model}/weights/one", optimizer=True))
     )
@@ -209,19 +209,19 @@ def test_a_sample_is_kept_until_it_is_dropped_its_session_ends_or_a_day_is_over(
     session = it.model.partition(":")[0]
     sampler = it.ledger.change(lambda tx: open_sampler(tx, "acme", session, 0, None))
     for name in ("one", "two"):
-        it.ledger.change(lambda tx, name=name: sessions.keep_sample(tx, "acme", sampler, name, "print", b"body"))
-    it.ledger.change(lambda tx: sessions.keep_sample(tx, "acme", sampler, "one", "print", b"body"))
-    with pytest.raises(Refused, match="another request"):
-        it.ledger.change(lambda tx: sessions.keep_sample(tx, "acme", sampler, "one", "another print", b"body"))
-    it.ledger.change(lambda tx: sessions.drop_samples(tx, ["one"]))
-    [kept] = it.ledger.change(sessions.kept_samples)
+        it.ledger.change(lambda tx, name=name: client_sessions.keep_sample(tx, "acme", sampler, name, "print", b"body"))
+    it.ledger.change(lambda tx: client_sessions.keep_sample(tx, "acme", sampler, "one", "print", b"body"))
+    with pytest.raises(RequestError, match="another request"):
+        it.ledger.change(lambda tx: client_sessions.keep_sample(tx, "acme", sampler, "one", "another print", b"body"))
+    it.ledger.change(lambda tx: client_sessions.drop_samples(tx, ["one"]))
+    [kept] = it.ledger.change(client_sessions.kept_samples)
     assert (kept.sample, kept.tenant, kept.fingerprint, kept.body) == ("two", "acme", "print", b"body")
-    it.ledger.now_s += sessions.UNFETCHED_S + 1
-    it.ledger.change(lambda tx: sessions.keep_sample(tx, "acme", sampler, "three", "print", b"body"))
-    it.ledger.change(lambda tx: sessions.drop_samples(tx, []))
-    assert [each.sample for each in it.ledger.change(sessions.kept_samples)] == ["three"]
+    it.ledger.now_s += client_sessions.UNFETCHED_S + 1
+    it.ledger.change(lambda tx: client_sessions.keep_sample(tx, "acme", sampler, "three", "print", b"body"))
+    it.ledger.change(lambda tx: client_sessions.drop_samples(tx, []))
+    assert [each.sample for each in it.ledger.change(client_sessions.kept_samples)] == ["three"]
     it.ledger.change(lambda tx: end_session(tx, session))
-    assert it.ledger.change(sessions.kept_samples) == []
+    assert it.ledger.change(client_sessions.kept_samples) == []
 
 
 def test_a_model_that_is_unloaded_leaves_once_and_what_it_saved_stays() -> None:
@@ -231,11 +231,11 @@ def test_a_model_that_is_unloaded_leaves_once_and_what_it_saved_stays() -> None:
     waits = it.submit(PASS)
     requests = {it.ledger.change(lambda tx: unload(tx, "acme", it.model)) for _ in range(2)}
     assert requests == {f"{it.model}:unload"}
-    assert it.ledger.change(lambda tx: look(tx, "acme", f"{it.model}:unload"))[0] == Unloaded(model=it.model)
+    assert it.ledger.change(lambda tx: look(tx, "acme", f"{it.model}:unload"))[0] == UnloadedModel(model=it.model)
     answer, _ = it.ledger.change(lambda tx: look(tx, "acme", waits))
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, OperationFailure)
     assert it.ledger.change(lambda tx: tx.state("acme", f"tinker://{it.model}/weights/one"))
-    with pytest.raises(Refused):
+    with pytest.raises(RequestError):
         it.ledger.change(lambda tx: unload(tx, "bolt", it.model))
 
 
@@ -246,9 +246,9 @@ def test_a_pass_above_the_quota_of_bytes_fails_its_window_and_the_next_one_begin
     [sent] = it.ledger.change(lambda tx: to_send(tx, it.adapter, 1, 9))
     assert isinstance(sent.what, Poison)
     assert "optim_step, or fewer data" in sent.what.reason
-    it.done(Failed(reason=sent.what.reason, by_client=True))
-    assert isinstance(it.ledger.change(lambda tx: look(tx, "acme", waits))[0], Failed)
+    it.done(OperationFailure(reason=sent.what.reason, by_client=True))
+    assert isinstance(it.ledger.change(lambda tx: look(tx, "acme", waits))[0], OperationFailure)
     it.submit(STEP)
-    it.done(Failed(reason="its window has failed", by_client=True))
+    it.done(OperationFailure(reason="its window has failed", by_client=True))
     it.submit(PASS)
     assert it.count("client_operations WHERE fate IS NULL") == 1

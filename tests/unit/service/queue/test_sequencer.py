@@ -15,33 +15,33 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from areal_lora.operations.backlog import Backlog
-from areal_lora.operations.messages import (
-    Acknowledged,
-    Completed,
+from areal_lora.operations.outbox import SendWindows
+from areal_lora.operations.protocol import (
+    Acknowledgement,
     Expects,
-    Failed,
-    Hello,
-    Kept,
     Loss,
     LossSettings,
     Operation,
+    OperationCompletion,
+    OperationFailure,
     OptimStep,
     Outcome,
     Pass,
+    PassResult,
     Poison,
     SaveState,
-    Scored,
-    Stepped,
+    ServiceHello,
+    StateResult,
+    StepResult,
     ToService,
     ToTrainer,
     ends_window,
 )
-from areal_lora.operations.outbox import Windows
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.requests import Answer, ModelAction, Pending, Save, Train
 from areal_lora.service.queue.retention import seal
 from areal_lora.service.queue.sequencer import completed, expected, look, submit, to_send
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import RequestError
 from tests.support.service.ledger import Ledger
 from tests.support.sizes import NIGHTLY, size
 
@@ -59,7 +59,7 @@ class Executor:
     backlog: Backlog = field(default_factory=Backlog)
     history: tuple[tuple[float, ...], ...] = ()
     window: tuple[float, ...] = ()
-    checkpoint: tuple[tuple[tuple[float, ...], ...], Completed | None] = ((), None)
+    checkpoint: tuple[tuple[tuple[float, ...], ...], OperationCompletion | None] = ((), None)
     faulted: set[float] = field(default_factory=set)
 
     def begin(self, adapter: str) -> list[ToService]:
@@ -72,7 +72,7 @@ class Executor:
         if ends_window(operation.what):
             self.window = ()
             [done] = sent
-            assert isinstance(done, Completed)
+            assert isinstance(done, OperationCompletion)
             self.checkpoint = (self.history, done)
         return sent
 
@@ -80,15 +80,15 @@ class Executor:
         match operation.what:
             case Pass(settings=marked) if fault:
                 self.faulted.add(marked.beta or 0.0)
-                return Failed(reason="a fault that passes", by_client=False)
+                return OperationFailure(reason="a fault that passes", by_client=False)
             case Pass(settings=marked):
                 self.window += (marked.beta or 0.0,)
-                return Scored(logprobs=(), loss=marked.beta or 0.0)
+                return PassResult(logprobs=(), loss=marked.beta or 0.0)
             case OptimStep():
                 self.history += (self.window,)
-                return Stepped(step=len(self.history), grad_norm=0.0, skipped=False)
+                return StepResult(step=len(self.history), grad_norm=0.0, skipped=False)
             case SaveState():
-                return Kept(step=len(self.history), n_bytes=1)
+                return StateResult(step=len(self.history), n_bytes=1)
             case what:
                 raise AssertionError(what)
 
@@ -98,7 +98,7 @@ class Exchange(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger, self.trainer, self.windows = Ledger(), Executor(), Windows()
+        self.ledger, self.trainer, self.windows = Ledger(), Executor(), SendWindows()
         self.model, self.adapter = self.ledger.model()
         self.script: dict[int, ModelAction] = {}
         self.answers: dict[int, Answer] = {}
@@ -129,7 +129,7 @@ class Exchange(RuleBasedStateMachine):
     def retry(self, pick: int) -> None:
         seq = sorted(self.script)[pick % len(self.script)]
         assert self._asked(seq, self.script[seq], "print") == f"{self.model}:{seq}"
-        with pytest.raises(Refused, match="another request"):
+        with pytest.raises(RequestError, match="another request"):
             self._asked(seq, self.script[seq], "another print")
 
     @rule()
@@ -150,9 +150,9 @@ class Exchange(RuleBasedStateMachine):
     @rule()
     def service_hears(self) -> None:
         match self.to_service.popleft():
-            case Completed(adapter=adapter, number=number, outcome=outcome):
+            case OperationCompletion(adapter=adapter, number=number, outcome=outcome):
                 self.ledger.change(lambda tx: completed(tx, adapter, number, outcome))
-                self.to_trainer.append(Acknowledged(adapter=adapter, number=number))
+                self.to_trainer.append(Acknowledgement(adapter=adapter, number=number))
                 self.windows.completed(adapter, number)
             case Expects(adapter=adapter, number=number):
                 assert self.ledger.change(lambda tx: expected(tx, adapter, number)), "nothing covered is asked for"
@@ -161,8 +161,8 @@ class Exchange(RuleBasedStateMachine):
     @rule()
     def service_is_killed(self) -> None:
         """Its file stays. What was on the way is lost in both directions."""
-        self.windows = Windows()
-        self.to_trainer, self.to_service = deque([Hello()]), deque()
+        self.windows = SendWindows()
+        self.to_trainer, self.to_service = deque([ServiceHello()]), deque()
 
     # ------------------------------------------------------------ both
 
@@ -195,10 +195,10 @@ class Exchange(RuleBasedStateMachine):
     @rule(told=st.booleans())
     def trainer_is_killed(self, told: bool) -> None:
         """The service connects to the next one, and greets it; it may also have received what that sent at once."""
-        self.to_trainer, self.to_service = deque([Hello()]), deque()
+        self.to_trainer, self.to_service = deque([ServiceHello()]), deque()
         begun = self.trainer.begin(self.adapter)
         self.to_service.extend(begun if told else [])
-        self.windows = Windows() if not told else self.windows
+        self.windows = SendWindows() if not told else self.windows
 
     # ------------------------------------------------------------ what must hold
 
@@ -234,7 +234,7 @@ class Exchange(RuleBasedStateMachine):
         self.answers_stay()
         assert self.script.keys() == self.answers.keys(), "everything acknowledged is answered"
         self._check_windows()
-        if self.script and isinstance(self.answers[self.top], Stepped):
+        if self.script and isinstance(self.answers[self.top], StepResult):
             assert self.ledger.db.execute("SELECT COUNT(*) FROM client_operations").fetchone() == (0,)
             assert self.ledger.db.execute("SELECT COUNT(*) FROM requests WHERE action IS NOT NULL").fetchone() == (0,)
         self.ledger.db.close()
@@ -246,24 +246,24 @@ class Exchange(RuleBasedStateMachine):
             spoiled, before = spoiled or seq != before + 1, seq
             match action:
                 case Train(what=Pass(settings=marked)):
-                    lost = isinstance(answer, Failed) and answer.reason.startswith(LOST)
-                    spoiled = spoiled or (isinstance(answer, Failed) and not lost)
+                    lost = isinstance(answer, OperationFailure) and answer.reason.startswith(LOST)
+                    spoiled = spoiled or (isinstance(answer, OperationFailure) and not lost)
                     # The trainer died with the outcome, or a pass that was answered failed when it was repeated after
                     # a crash: the step may fail, and then makes no version.
                     unsure = unsure or lost or marked.beta in self.trainer.faulted
                     window.append(marked.beta or 0.0)
-                    if isinstance(answer, Scored):
+                    if isinstance(answer, PassResult):
                         assert answer.loss == marked.beta
                 case Train(what=Poison(of_step=True)):
-                    assert isinstance(answer, Failed)
+                    assert isinstance(answer, OperationFailure)
                     window, spoiled, unsure = [], False, False
                 case Train(what=Poison()):
-                    assert isinstance(answer, Failed)
+                    assert isinstance(answer, OperationFailure)
                     spoiled = True
                 case Train(what=OptimStep()):
-                    failed = isinstance(answer, Failed)
+                    failed = isinstance(answer, OperationFailure)
                     assert failed == (spoiled or not window) or (unsure and failed), (seq, answer)
-                    if isinstance(answer, Stepped):
+                    if isinstance(answer, StepResult):
                         made.append(tuple(window))
                         assert answer.step == len(made)
                     window, spoiled, unsure = [], False, False
@@ -283,7 +283,7 @@ class Exchange(RuleBasedStateMachine):
                 return Save(name=f"at{seq}", overwrite=True)
 
     def _submit(self, seq: int, action: ModelAction) -> None:
-        with suppress(Refused):  # too many, too far ahead, passed over
+        with suppress(RequestError):  # too many, too far ahead, passed over
             self._asked(seq, action, "print")
             self.script[seq] = action
             self.top = max(self.top, seq)
@@ -305,7 +305,7 @@ def test_a_pass_that_failed_fails_again_after_a_restart() -> None:
     it.send(skip=0, kind="pass")
     it.all_work(n=20, fault=0)
     it.answers_stay()
-    assert isinstance(it.answers[1], Failed)
+    assert isinstance(it.answers[1], OperationFailure)
     it.trainer_is_killed(told=True)
     it.teardown()
-    assert isinstance(it.answers[3], Failed)
+    assert isinstance(it.answers[3], OperationFailure)

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 from safetensors.numpy import load, load_file
 
+from areal_lora.service.queue.client_sessions import expire
 from areal_lora.service.queue.requests import Lora, encode
-from areal_lora.service.queue.sessions import expire
 from areal_lora.service.tinker import archives
 from areal_lora.service.tinker.archives import Archives, Permission
 from tests.support.checkpoint import trained_run

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_lora.operations.messages import Loss, LossSettings, Pass, Scored
-from areal_lora.service.refused import Refused
+from areal_lora.operations.protocol import Loss, LossSettings, Pass, PassResult
+from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker.passes import PassRequest, read_pass, scored_body
 from areal_lora.service.tinker.protos import INT64, ForwardBackwardRequest
-from areal_lora.service.tinker.samples import read_sample, sampled_body
+from areal_lora.service.tinker.sample_bodies import read_sample, sampled_body
 from tests.support.paths import ROOT
 from tests.support.tinker.sdk import VERSIONS, environment
 
@@ -66,7 +66,7 @@ def ids(*values: int) -> bytes:
 @pytest.fixture(scope="module", params=VERSIONS)
 def both_ways(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any], dict[str, PassRequest]]:
     """Version, what the SDK read of our answers, and what we read of its requests."""
-    scored = scored_body(Scored(logprobs=(floats(-0.5, -0.25), floats(-3.0)), loss=1.5))
+    scored = scored_body(PassResult(logprobs=(floats(-0.5, -0.25), floats(-3.0)), loss=1.5))
     sampled = sampled_body(read_sample(SAMPLE), json.dumps(ANSWER).encode())
     answers = {"scored": base64.b64encode(scored).decode(), "sampled": base64.b64encode(sampled).decode()}
     done = subprocess.run(
@@ -142,7 +142,7 @@ def test_targets_that_do_not_count_may_be_anything(both_ways: Any) -> None:
             "stable_reinforce": (Loss.STABLE_REINFORCE, LossSettings(beta=0.01)),
         }
         outside = written["gspo, outside"].wanted
-        assert isinstance(outside, Refused)
+        assert isinstance(outside, RequestError)
         assert outside.path == "data[0].loss_fn_inputs.advantages"
     for name, (loss, settings) in losses.items():
         wanted = written[name].wanted
@@ -171,7 +171,7 @@ def test_what_is_not_served_is_named_and_keeps_its_place(both_ways: Any, case: s
     _, _, written = both_ways
     assert written[case].seq == 3
     refused = written[case].wanted
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RequestError)
     assert (refused.status, refused.path) == (422, path), str(refused)
     assert refused.fix
 
@@ -185,8 +185,8 @@ def test_random_bytes_are_refused_or_read_and_never_an_error() -> None:
         for _ in range(random.integers(1, 6)):
             body[random.integers(len(body))] = random.integers(256)
         body = body[: random.integers(len(body) + 1)] if i % 3 == 0 else body
-        with contextlib.suppress(Refused):
-            assert isinstance(read_pass(bytes(body)).wanted, Pass | Refused), seed
+        with contextlib.suppress(RequestError):
+            assert isinstance(read_pass(bytes(body)).wanted, Pass | RequestError), seed
 
 
 def _request(chunks: list[bytes], inputs: dict[str, tuple[int, bytes]]) -> bytes:
@@ -211,7 +211,7 @@ def test_a_sparse_tensor_may_not_claim_more_than_it_is() -> None:
     value.sparse_csr.values = value.sparse_csr.col_indices = b""
     value.sparse_csr.crow_indices = np.zeros(3, "<i8").tobytes()
     wanted = read_pass(message.SerializeToString()).wanted
-    assert isinstance(wanted, Refused)
+    assert isinstance(wanted, RequestError)
     value.shape[0] = 2
     value.sparse_csr.crow_indices = np.array([0, 2, 1], "<i8").tobytes()
-    assert isinstance(read_pass(message.SerializeToString()).wanted, Refused)
+    assert isinstance(read_pass(message.SerializeToString()).wanted, RequestError)

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.state import MANIFEST_FILE, PARTS
-from areal_lora.checkpoint.store import Store
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError
-from areal_lora.operations.messages import Failed, Kept, LoadState
+from areal_lora.operations.protocol import LoadState, OperationFailure, StateResult
 from areal_lora.processes import faults
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.clients.saved_states import leftovers, load_saved, loadable, named, tidy_states
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def save(folder: RunFolder, version: int = 1, label: str = "one", disk: Disk | None = None) -> int:
-    return Store(folder, SoloExchange(), disk or Disk()).keep(snapshot_of(version, 0), label)
+    return CheckpointStore(folder, SoloExchange(), disk or Disk()).keep(snapshot_of(version, 0), label)
 
 
 def step_of(folder: RunFolder, label: str = "one") -> int:
@@ -54,7 +54,7 @@ def step_of(folder: RunFolder, label: str = "one") -> int:
     asked = LoadState(adapter=SPEC.name, label=label, optimizer=True)
     assert loadable(folder, asked, adapter(), BASE) == ""
     loaded = load_saved(engine, folder, asked, "b", SoloExchange())
-    assert isinstance(loaded, Kept)
+    assert isinstance(loaded, StateResult)
     return loaded.step
 
 
@@ -76,7 +76,7 @@ def test_a_state_is_loaded_with_moments_and_clock_or_without(folder: RunFolder) 
     n_bytes = save(folder)
     engine: Any = Engine()
     own = (folder.saved_state(SPEC.name, "one") / "rank-0000.safetensors").stat().st_size
-    assert load_saved(engine, folder, ASKED, "b", SoloExchange()) == Kept(step=3, n_bytes=own)
+    assert load_saved(engine, folder, ASKED, "b", SoloExchange()) == StateResult(step=3, n_bytes=own)
     assert own < n_bytes, "its companion's file is none of it"
     name, parts, step = engine.found
     assert (name, step) == ("b", 3)
@@ -130,10 +130,10 @@ def test_a_state_that_one_rank_cannot_read_fails_on_every_rank(tmp_path: Path) -
     mine, others = run_ranks(load, 2, tmp_path, (folders,), timeout_s=60.0)
     assert mine == others
     for outcome, loaded in mine[:3]:
-        assert isinstance(outcome, Failed)
+        assert isinstance(outcome, OperationFailure)
         assert outcome.reason.startswith("trainer rank 1 cannot read the saved state 'one': ")
         assert not loaded
-    assert isinstance(mine[3][0], Kept)
+    assert isinstance(mine[3][0], StateResult)
     assert mine[3][1] == [3]
 
 

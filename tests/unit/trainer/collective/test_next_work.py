@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from areal_lora.checkpoint.saver import Save
+from areal_lora.checkpoint.saver import CheckpointSave
 from areal_lora.errors import PublishError
-from areal_lora.operations.messages import (
+from areal_lora.operations.protocol import (
     DropState,
     LoadState,
     Loss,
@@ -36,8 +36,10 @@ SAVES: list[What] = [
 ]
 
 
-def save(*, ended: bool = False, failed: bool = False, label: str = "", ago_s: float = 0.0, **values: Any) -> Save:
-    made = Save(ref=AdapterRef(name="a", version=1), failed=failed, label=label, **values)
+def save(
+    *, ended: bool = False, failed: bool = False, label: str = "", ago_s: float = 0.0, **values: Any
+) -> CheckpointSave:
+    made = CheckpointSave(ref=AdapterRef(name="a", version=1), failed=failed, label=label, **values)
     made.ended_s = time.monotonic() - ago_s
     if ended:
         made.ended.set()
@@ -45,7 +47,7 @@ def save(*, ended: bool = False, failed: bool = False, label: str = "", ago_s: f
 
 
 def trainer(
-    saving: Save | None = None,
+    saving: CheckpointSave | None = None,
     publishing: bool = False,
     published: bool = False,
     phase: AdapterPhase = AdapterPhase.ACTIVE,

@@ -13,23 +13,23 @@ import numpy as np
 import pytest
 
 from areal_lora.checkpoint.recover import find
-from areal_lora.operations.messages import (
-    Completed,
+from areal_lora.operations.protocol import (
     Datum,
-    Failed,
-    Kept,
     LoadState,
     Loss,
+    OperationCompletion,
+    OperationFailure,
     OptimStep,
     Pass,
+    PassResult,
     Poison,
     Publish,
-    Published,
+    PublishResult,
     SaveState,
-    Scored,
-    Stepped,
+    StateResult,
+    StepResult,
 )
-from areal_lora.trainer.clients.link import _decode
+from areal_lora.trainer.clients.client_operations import _decode
 from areal_lora.trainer.collective import next_work
 from areal_lora.types import AdapterPhase
 from tests.support.operations.client import datum, floats
@@ -75,8 +75,8 @@ def test_passes_and_steps_are_those_of_a_plain_loop(side: Side) -> None:
     weights, losses = by_hand([[targets, targets], [targets]])
     mine = side.engine.residents["a.1"]
     np.testing.assert_allclose(mine.parts["weight"].numpy(), weights, atol=1e-5)
-    assert [scored.loss for scored in found if isinstance(scored, Scored)][:3] == pytest.approx(losses, rel=1e-5)
-    assert [stepped.step for stepped in found if isinstance(stepped, Stepped)] == [1, 2]
+    assert [scored.loss for scored in found if isinstance(scored, PassResult)][:3] == pytest.approx(losses, rel=1e-5)
+    assert [stepped.step for stepped in found if isinstance(stepped, StepResult)] == [1, 2]
     logits = weights - np.log(np.exp(weights).sum())
     assert floats(found[-1].logprobs[1]) == pytest.approx([logits[3], logits[17]], abs=1e-5)
     assert not side.engine.residents["b.1"].parts["weight"].any(), "the adapter beside it"
@@ -87,7 +87,7 @@ def test_others_train_while_a_checkpoint_is_written_and_while_servers_take_a_ver
     side.client.begin("a.1", SFT, STEP)
     side.wait(lambda: side.state("a.1").version == 2, "the step")
     trained = side.beside_steps
-    assert isinstance(side.client.do("b.1", SFT)[0], Scored), "another client"
+    assert isinstance(side.client.do("b.1", SFT)[0], PassResult), "another client"
     side.wait(lambda: side.beside_steps > trained + 20, "steps beside it")
     assert list(side.client.outcomes("a.1")) == [1], "nothing is said before it is durable"
     assert find(side.folder, "a.1").newest is None
@@ -95,7 +95,7 @@ def test_others_train_while_a_checkpoint_is_written_and_while_servers_take_a_ver
     side.client.wait(lambda: 2 in side.client.outcomes("a.1"))
     newest = find(side.folder, "a.1").newest
     assert newest is not None
-    assert _decode(newest.manifest.ledger) == Completed(
+    assert _decode(newest.manifest.ledger) == OperationCompletion(
         adapter="a.1", number=2, outcome=side.client.outcomes("a.1")[2]
     ), "the outcome is in the checkpoint that it waited for"
 
@@ -107,7 +107,7 @@ def test_others_train_while_a_checkpoint_is_written_and_while_servers_take_a_ver
     assert last not in side.client.outcomes("a.1")
     side.servers.answer("a.1")
     side.client.wait(lambda: last in side.client.outcomes("a.1"))
-    assert side.client.outcomes("a.1")[last] == Published(version=2)
+    assert side.client.outcomes("a.1")[last] == PublishResult(version=2)
 
 
 def test_a_pass_overtakes_the_disk_and_its_outcome_does_not(side: Side) -> None:
@@ -120,9 +120,9 @@ def test_a_pass_overtakes_the_disk_and_its_outcome_does_not(side: Side) -> None:
     assert list(side.client.outcomes("a.1")) == [1]
     side.disk.release()  # type: ignore[attr-defined]
     side.client.wait(lambda: 4 in side.client.outcomes("a.1"))
-    said = [m.number for m in side.client.heard if isinstance(m, Completed)]
+    said = [m.number for m in side.client.heard if isinstance(m, OperationCompletion)]
     assert said == [1, 2, 3, 4]
-    assert side.client.outcomes("a.1")[4] == Stepped(
+    assert side.client.outcomes("a.1")[4] == StepResult(
         step=2,
         grad_norm=side.client.outcomes("a.1")[4].grad_norm,
         skipped=False,  # type: ignore[union-attr]
@@ -138,7 +138,7 @@ def test_a_version_is_sent_once_and_not_before_it_is_durable(side: Side) -> None
     assert side.servers.began == []
     side.disk.release()  # type: ignore[attr-defined]
     side.client.wait(lambda: last in side.client.outcomes("a.1"))
-    assert [side.client.outcomes("a.1")[n] for n in (3, 4)] == [Published(version=2)] * 2
+    assert [side.client.outcomes("a.1")[n] for n in (3, 4)] == [PublishResult(version=2)] * 2
     assert [str(ref) for ref in side.servers.began] == ["a.1@v2"]
 
 
@@ -146,7 +146,7 @@ def test_a_version_is_sent_once_and_not_before_it_is_durable(side: Side) -> None
 def test_a_step_that_cannot_be_taken_ends_its_window_alone(side: Side, poison: Poison | OptimStep) -> None:
     """Its gradients are forgotten, no weight changes, and what follows is another window."""
     bad = side.client.do("a.1", SFT, poison)[1]
-    assert isinstance(bad, Failed)
+    assert isinstance(bad, OperationFailure)
     assert bad.by_client
     other = side.client.do("b.1", SFT, STEP)[1]
     assert side.client.do("a.1", SFT, STEP)[1] == other
@@ -161,15 +161,15 @@ def test_a_full_disk_fails_the_state_that_is_saved_and_nothing_else(side: Side) 
     assert isinstance(side.disk, HeldDisk)
     side.disk.full = {"states"}
     failed, stepped, again = side.client.do("a.1", SaveState(label="first"), LOOK, SaveState(label="second"))
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, OperationFailure)
     assert not failed.by_client
     assert f"{side.folder.path}/states/a.1/.first." in failed.reason
     assert "No space left on device (fix: free disk space" in failed.reason
-    assert isinstance(stepped, Scored)
-    assert isinstance(again, Failed)
-    assert isinstance(side.client.do("b.1", SFT, STEP)[1], Stepped)
+    assert isinstance(stepped, PassResult)
+    assert isinstance(again, OperationFailure)
+    assert isinstance(side.client.do("b.1", SFT, STEP)[1], StepResult)
     side.disk.full = set()
-    assert isinstance(side.client.do("a.1", SFT, STEP, SaveState(label="second"))[2], Kept)
+    assert isinstance(side.client.do("a.1", SFT, STEP, SaveState(label="second"))[2], StateResult)
     loaded = side.client.do("b.1", LoadState(adapter="a.1", label="first", optimizer=True))[0]
     assert loaded.step == 1
     assert [side.state(key).phase for key in ("a.1", "b.1")] == [AdapterPhase.ACTIVE] * 2
@@ -183,7 +183,7 @@ def test_a_checkpoint_is_tried_again_while_others_train(side: Side, monkeypatch:
     side.client.begin("a.1", SFT, STEP)
     side.wait(lambda: (save := side.saver.pending("a.1")) is not None and save.failed, "a failed checkpoint")
     trained = side.beside_steps
-    assert isinstance(side.client.do("b.1", SFT, STEP)[1], Stepped)
+    assert isinstance(side.client.do("b.1", SFT, STEP)[1], StepResult)
     side.wait(lambda: side.beside_steps > trained + 5, "steps beside it")
     side.disk.full = set()
     monkeypatch.setattr(next_work, "RETRY_S", 0.0)
@@ -196,11 +196,11 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_adapter_alone(side: Side, monk
     assert isinstance(side.disk, HeldDisk)
     side.disk.full = {"a.1"}
     step, later = side.client.do("a.1", SFT, STEP, SFT)[1:]
-    assert isinstance(step, Failed)
+    assert isinstance(step, OperationFailure)
     assert "could not be written" in step.reason
-    assert isinstance(later, Failed)
+    assert isinstance(later, OperationFailure)
     assert side.state("a.1").phase is AdapterPhase.FAILED
-    assert isinstance(side.client.do("b.1", SFT, STEP)[1], Stepped)
+    assert isinstance(side.client.do("b.1", SFT, STEP)[1], StepResult)
 
 
 def test_each_step_has_one_record_with_what_is_known(side: Side) -> None:
@@ -210,7 +210,7 @@ def test_each_step_has_one_record_with_what_is_known(side: Side) -> None:
     side.quiet()
     first, skipped, last = side.records.steps
     scored = side.client.outcomes("a.1")[1]
-    assert isinstance(scored, Scored)
+    assert isinstance(scored, PassResult)
     assert (first.adapter, first.step, first.version, first.by_client) == ("a.1", 0, 0, True)
     assert (first.metrics["train/n_tokens"], first.metrics["train/n_sequences"], first.n_targets) == (14, 4, 8)
     assert first.metrics["train/loss"] == pytest.approx(2 * scored.loss / 8)
@@ -232,6 +232,6 @@ def test_an_adapter_that_leaves_while_it_is_saved_fails_what_it_was_asked(side: 
     side.wait(lambda: not side.later, "the end of the adapter")
     side.disk.release()  # type: ignore[attr-defined]
     side.client.wait(lambda: 4 in side.client.outcomes("a.1"))
-    gone = Failed(reason="it was deleted", by_client=False)
+    gone = OperationFailure(reason="it was deleted", by_client=False)
     assert [side.client.outcomes("a.1")[n] for n in (2, 3, 4)] == [gone] * 3
     side.quiet()

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from areal_lora.algorithms.fair_queue import FairQueue
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import find
-from areal_lora.checkpoint.saver import Save, Saver
-from areal_lora.checkpoint.store import Store
+from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder
@@ -51,7 +51,7 @@ class Trainer:
     def __init__(self, folder: Path, full_for: int) -> None:
         self.log: list[str] = []
         self.config, self.control, self.run_folder = config("m", steps=STEPS), SoloExchange(), RunFolder(folder)
-        store = Store(self.run_folder, self.control, FullFor(full_for))
+        store = CheckpointStore(self.run_folder, self.control, FullFor(full_for))
         saver = Saver(
             store=store, config=self.config.checkpoint, committed=lambda ref: self.log.append(f"commit {ref}")
         )
@@ -75,7 +75,7 @@ class Trainer:
     def _phase(self, ref: AdapterRef, phase: AdapterPhase, reason: str) -> None:
         self.log.append(f"{ref} {phase}")
 
-    def _checkpointed(self, save: Save) -> None:
+    def _checkpointed(self, save: CheckpointSave) -> None:
         self.log.append("not written" if save.failed else "written")
 
     @property

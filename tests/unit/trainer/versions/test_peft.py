@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areal_lora.distributed.exchange import SoloExchange
-from areal_lora.engine.common.plan import wire_layout
+from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.versions import peft as peft_module

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link import backends
-from areal_lora.weight_sync.link.backends import Backend, Seat
-from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, join_group
+from areal_lora.weight_sync.link.backends import Backend, GroupSeat
+from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.messages import SourceEndpoint
 from tests.support.weight_sync.recorded_lane import RecordedLane
 
@@ -74,7 +74,9 @@ def test_nccl_waits_on_the_host_and_takes_few_blocks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(backends.dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(backends, "StreamLane", partial(RecordedLane, []))
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    seat = Seat(store=dist.HashStore(), rank=0, world=2, bind="127.0.0.1", timeout_s=4.0, device=torch.device("meta"))
+    seat = GroupSeat(
+        store=dist.HashStore(), rank=0, world=2, bind="127.0.0.1", timeout_s=4.0, device=torch.device("meta")
+    )
     backend = backends.backend_of("nccl")(seat)
     assert backend.through is not None
     assert (backend.through.device, backend.timed_from_issue, backend.same_host) == (seat.device, True, False)

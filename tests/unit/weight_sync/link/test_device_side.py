@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.errors import PublishError
-from areal_lora.weight_sync.link import backends, device_side, groups
-from areal_lora.weight_sync.link.backends import Backend, Seat
-from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, GroupListener, join_group
+from areal_lora.weight_sync.link import backends, broadcast_groups, device_side
+from areal_lora.weight_sync.link.backends import Backend, GroupSeat
+from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, GroupListener, join_group
 from areal_lora.weight_sync.messages import SourceEndpoint
 from tests.support.weight_sync.recorded_lane import RecordedLane
 
@@ -109,7 +109,7 @@ def test_a_wait_ends_at_the_deadline_though_the_library_took_long_to_issue(monke
     """The library counts from the issue. What it spent before is no more there to be waited."""
     calls: list[str] = []
     clock = SimpleNamespace(now=100.0)
-    for module in (groups, device_side):
+    for module in (broadcast_groups, device_side):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def form_a_communicator() -> None:
@@ -133,7 +133,7 @@ def test_a_communicator_that_does_not_form_is_left_at_the_deadline(monkeypatch: 
     made: dict[int, Library] = {}
     end = threading.Event()
 
-    def lazy(seat: Seat) -> Backend:
+    def lazy(seat: GroupSeat) -> Backend:
         library = made[seat.rank] = Library([])
         library._first = lambda: (library.aborted if seat.rank == 0 else end).wait(LONG_S)
         return Backend(library, RecordedLane(library.calls, CPU), timed_from_issue=True)

@@ -13,7 +13,7 @@ import torch
 
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link import same_host
-from areal_lora.weight_sync.link.same_host import NO_CARD, SIGNAL_BYTES, SharedSegment, Signal, Window, readable
+from areal_lora.weight_sync.link.same_host import NO_CARD, SIGNAL_BYTES, MappedSegment, SharedSegment, Signal, readable
 from tests.support import shared_memory
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def segment_of(nbytes=5000):
 
 def test_a_window_shows_what_the_segment_holds_and_cannot_change_it():
     segment = segment_of()
-    view = Window(segment.signal()).view(100, 2100)
+    view = MappedSegment(segment.signal()).view(100, 2100)
     np.testing.assert_array_equal(view, segment.bytes[100:2100])
     segment.bytes[100] = 255
     assert view[0] == 255
@@ -49,7 +49,7 @@ def test_a_window_shows_what_the_segment_holds_and_cannot_change_it():
 def test_a_new_version_shows_in_the_generation_and_nothing_of_it_is_ready():
     segment = segment_of()
     signal = segment.signal()
-    window = Window(signal)
+    window = MappedSegment(signal)
     segment.advance(77)
     assert (window.generation, window.ready) == (signal.generation, 77)
     segment.renew()
@@ -61,7 +61,7 @@ def test_a_new_version_shows_in_the_generation_and_nothing_of_it_is_ready():
 def test_a_part_that_leaves_the_segment_is_refused(begin, end):
     segment = segment_of()
     with pytest.raises(PublishError, match="5000"):
-        Window(segment.signal()).view(begin, end)
+        MappedSegment(segment.signal()).view(begin, end)
 
 
 def test_a_segment_never_becomes_shorter_under_its_readers():
@@ -106,7 +106,7 @@ def test_another_process_is_read_until_it_is_killed_and_leaves_nothing():
     assert readable(card)
     signal = Signal.decode(card[-SIGNAL_BYTES:])
     assert signal.pid == child.pid
-    window = Window(signal)
+    window = MappedSegment(signal)
     child.kill()
     child.wait()
     assert (window.view(0, 10_000) == 3).all()

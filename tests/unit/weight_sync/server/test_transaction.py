@@ -10,8 +10,9 @@ import pytest
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, StageResult
-from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.server.slots import Resident
+from areal_lora.weight_sync.refusal import RefusalReason
+from areal_lora.weight_sync.server.slot_table import ResidentVersion
+from areal_lora.weight_sync.server.slot_versions import ServedVersions
 from areal_lora.weight_sync.server.transaction import (
     SLOT_WAIT_S,
     AwaitRelease,
@@ -22,7 +23,6 @@ from areal_lora.weight_sync.server.transaction import (
     Stage,
     check_turn,
 )
-from areal_lora.weight_sync.server.versions import ServedVersions
 
 SEED = int(os.environ.get("AREAL_LORA_TEST_SEED", "20240607"))
 
@@ -133,11 +133,11 @@ def test_steps_out_of_order_are_errors() -> None:
 @pytest.mark.parametrize(
     ("results", "error", "reason"),
     [
-        ([ok(a(1), 1), no(a(1), Refusal.ALPHA)], ManifestError, Refusal.ALPHA),
-        ([no(a(1), Refusal.WIRE), no(a(1), Refusal.ALPHA)], ManifestError, Refusal.WIRE),
-        ([no(a(1), Refusal.SLOT)], ManifestError, Refusal.SLOT),
-        ([no(a(1), Refusal.DUPLICATE)], ManifestError, Refusal.DUPLICATE),
-        ([ok(a(1), 1), ok(a(1), 1, digest="e")], ManifestError, Refusal.HASH),
+        ([ok(a(1), 1), no(a(1), RefusalReason.ALPHA)], ManifestError, RefusalReason.ALPHA),
+        ([no(a(1), RefusalReason.WIRE), no(a(1), RefusalReason.ALPHA)], ManifestError, RefusalReason.WIRE),
+        ([no(a(1), RefusalReason.SLOT)], ManifestError, RefusalReason.SLOT),
+        ([no(a(1), RefusalReason.DUPLICATE)], ManifestError, RefusalReason.DUPLICATE),
+        ([ok(a(1), 1), ok(a(1), 1, digest="e")], ManifestError, RefusalReason.HASH),
         ([ok(a(1), 1)], PublishError, ""),
     ],
 )
@@ -176,7 +176,7 @@ def test_the_newest_version_again_gets_its_first_reply_and_no_slot() -> None:
     versions = ServedVersions(3, keep=2)
     published(versions, a(0))
     reply = published(versions, a(1))
-    for reasons in ((Refusal.DUPLICATE, Refusal.DUPLICATE), (Refusal.WIRE, Refusal.DUPLICATE)):
+    for reasons in ((RefusalReason.DUPLICATE, RefusalReason.DUPLICATE), (RefusalReason.WIRE, RefusalReason.DUPLICATE)):
         publish = opened(versions, a(1))
         assert publish.next_step(0.0) == Stage(slot=None)
         assert publish.staged([no(a(1), reason) for reason in reasons], 99.0) is reply, "late or not: it is active"
@@ -184,8 +184,8 @@ def test_the_newest_version_again_gets_its_first_reply_and_no_slot() -> None:
     publish = opened(versions, a(1))
     publish.next_step(0.0)
     with pytest.raises(ManifestError, match="as told") as e:
-        publish.staged([no(a(1), Refusal.DUPLICATE), no(a(1), Refusal.WRONG_BASE)], 0.0)
-    assert e.value.reason == Refusal.WRONG_BASE
+        publish.staged([no(a(1), RefusalReason.DUPLICATE), no(a(1), RefusalReason.WRONG_BASE)], 0.0)
+    assert e.value.reason == RefusalReason.WRONG_BASE
     assert publish.end() is None
     assert refs(versions) == [0, 1]
 
@@ -197,10 +197,10 @@ def test_an_older_active_version_is_drained_and_its_refusal_is_the_workers() -> 
     publish = opened(versions, a(0))
     step = publish.next_step(0.0)
     assert isinstance(step, Stage)
-    assert (step.slot, step.refusal and step.refusal.reason) == (None, Refusal.DUPLICATE)
+    assert (step.slot, step.refusal and step.refusal.reason) == (None, RefusalReason.DUPLICATE)
     with pytest.raises(ManifestError) as e:
-        publish.staged([no(a(0), Refusal.STALE_VERSION)], 0.0)
-    assert e.value.reason == Refusal.STALE_VERSION
+        publish.staged([no(a(0), RefusalReason.STALE_VERSION)], 0.0)
+    assert e.value.reason == RefusalReason.STALE_VERSION
     assert publish.end() is None
     assert refs(versions) == [0, 1]
 
@@ -230,7 +230,7 @@ def test_a_publish_waits_half_of_its_time_for_a_slot_and_then_says_what_holds_th
     assert step.slot is None
     assert "held by a@v0 (1 running), a@v1 (1 running)" in str(step.refusal)
     with pytest.raises(ManifestError, match="held by a@v0"):
-        publish.staged([no(a(2), Refusal.SLOT)], 7.5)
+        publish.staged([no(a(2), RefusalReason.SLOT)], 7.5)
     assert publish.end() is None
 
 
@@ -322,7 +322,7 @@ class Model:
 
     def __init__(self) -> None:
         self.active: dict[AdapterRef, PublishReply] = {}
-        self.running: list[Resident] = []
+        self.running: list[ResidentVersion] = []
 
     def newest(self, name: str) -> AdapterRef | None:
         return max((ref for ref in self.active if ref.name == name), default=None)
@@ -365,7 +365,7 @@ class Walk:
             return
         publish = opened(self.versions, ref, self.now + 1.0, self.now)
         assert publish.next_step(self.now) == Stage(slot=None)
-        assert publish.staged([no(ref, Refusal.DUPLICATE)], self.now) is self.model.active[ref]
+        assert publish.staged([no(ref, RefusalReason.DUPLICATE)], self.now) is self.model.active[ref]
         assert publish.end() is None
         self.done["repeated"] += 1
 
@@ -415,12 +415,12 @@ class Walk:
         if step.slot is None:
             assert step.refusal is not None
             self.done["drained"] += 1
-            publish.staged([no(ref, Refusal.SLOT)], self.now)
+            publish.staged([no(ref, RefusalReason.SLOT)], self.now)
             raise AssertionError("a version without a slot was not refused")
         assert step.slot not in {self.slot(other) for other in self.model.active}, "a slot in use was given away"
         if self.rng.random() < 0.1:
             return "cancelled"
-        result = ok(ref, step.slot) if self.rng.random() < 0.7 else no(ref, Refusal.HASH)
+        result = ok(ref, step.slot) if self.rng.random() < 0.7 else no(ref, RefusalReason.HASH)
         self.now += self.rng.choice((0.0, 0.1, 2.0))
         commit = publish.staged([ok(ref, step.slot), result], self.now)
         assert isinstance(commit, Commit)
@@ -434,7 +434,7 @@ class Walk:
         self.model.active[ref] = reply
         return "activated"
 
-    def forget(self, gone: list[Resident]) -> None:
+    def forget(self, gone: list[ResidentVersion]) -> None:
         for resident in gone:
             ref = resident.ref
             assert not any(resident is used for used in self.model.running), "a version in use was retired"

@@ -13,7 +13,7 @@ from areal_lora.errors import ManifestError, PublishError
 from areal_lora.network.keys import Plane, authorization, bearer_key
 from areal_lora.network.tls import client_context, server_context
 from areal_lora.weight_sync import messages as tp
-from areal_lora.weight_sync.manifest import Refusal
+from areal_lora.weight_sync.manifest import RefusalReason
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of
 from tests.support.weight_sync.memory_server import MemoryServer
@@ -88,7 +88,7 @@ def test_a_body_beyond_the_limit_is_not_read(server):
 def test_a_manifest_that_cannot_be_read_is_a_refusal(server):
     with pytest.raises(ManifestError) as e:
         AdminClient(server.endpoint, SECRET).publish(b"nonsense", 5.0)
-    assert e.value.reason == Refusal.MALFORMED
+    assert e.value.reason == RefusalReason.MALFORMED
 
 
 def test_a_server_that_is_not_there_and_one_that_is_silent_are_errors_in_time():

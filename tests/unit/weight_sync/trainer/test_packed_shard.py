@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areal_lora.errors import PublishError
-from areal_lora.weight_sync.link.same_host import Window
+from areal_lora.weight_sync.link.same_host import MappedSegment
 from areal_lora.weight_sync.seal import seal, trailer_part
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 from tests.support.weight_sync.adapters import pack_of
@@ -101,7 +101,7 @@ def test_receivers_on_this_machine_are_told_twice_and_see_how_far_packing_is():
     sender.start()
     packer.start()
     assert half.wait(5)
-    window = Window(shard._segment.signal())
+    window = MappedSegment(shard._segment.signal())
     assert window.ready == tensors[middle].offset
     assert reader.sent == [shard._segment.signal()]
     go.set()

@@ -6,9 +6,9 @@ import msgspec
 
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.types import AdapterRef, ShardManifest
-from areal_lora.weight_sync.trainer.job import SLACK_S, Budget, Job
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
-from areal_lora.weight_sync.trainer.role import Follower, Started
+from areal_lora.weight_sync.trainer.publish_job import SLACK_S, Budget, Job
+from areal_lora.weight_sync.trainer.role import Follower, StartOutcome
 from areal_lora.weight_sync.trainer.steps import Attempt, Decision
 from tests.support.weight_sync.helpers import BASE, RUN, layout_of, share, values
 
@@ -40,7 +40,7 @@ def test_a_follower_takes_rank_0s_step_and_remaining_time():
         budget=Budget.start(config),
     )
     exchange = Leading(Decision(step=Attempt(), left_s=7.0))
-    assert Follower().decide(job, Started(), exchange) == Attempt()
+    assert Follower().decide(job, StartOutcome(), exchange) == Attempt()
     assert abs(exchange.patience_s - (config.publish_s + SLACK_S)) < 1.0
     assert abs(job.budget.left_s - 7.0) < 1.0
     assert abs(job.budget.deadline - (time.monotonic() + 7.0 - config.verdict_s)) < 1.0

@@ -7,7 +7,7 @@ from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishE
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer.report import PublishReport
-from areal_lora.weight_sync.trainer.steps import Attempt, Decision, Fail, Failure, Finish, Wait
+from areal_lora.weight_sync.trainer.steps import Attempt, Decision, Fail, Failure, FinishPublish, Wait
 
 SERVER = ServerEndpoint(name="server-0", host="h", admin_port=1, data_port=2, workers=1)
 REPORT = PublishReport(ref=AdapterRef(name="a", version=1), digest="d", nbytes=8, phases={"ack": 1.0}, acks=[])
@@ -16,7 +16,7 @@ REPORT = PublishReport(ref=AdapterRef(name="a", version=1), digest="d", nbytes=8
 @pytest.mark.parametrize(
     "step",
     [
-        Finish(report=REPORT),
+        FinishPublish(report=REPORT),
         Fail(failure=Failure(kind="failed", message="x")),
         Wait(),
         Attempt(),

@@ -1,0 +1,270 @@
+"""Write checkpoints: folders, order of the writes, deletion of old checkpoints.
+
+    <run folder>/checkpoints/<adapter>/
+        v000012/  rank-0000.safetensors  rank-0001.safetensors  manifest.json
+                  critic-rank-0000.safetensors ...    where the adapter has a critic or a reference
+        v000013/  ...
+        newest                  the last complete version, so that the loss of its folder is detected
+        .v000014.4f1c9a2b/      in progress, or a crash leftover: removed at the next start
+        broken-v000013/         damaged; a start set it aside and used an older checkpoint
+
+A checkpoint gets its name only when all its files are durable. It is never changed afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from areal_lora.checkpoint.files import Disk
+from areal_lora.checkpoint.state import (
+    MANIFEST_FILE,
+    AdapterState,
+    Evaluation,
+    FileEntry,
+    Manifest,
+    RankRandom,
+    best_version,
+    decode_manifest,
+    encode_manifest,
+    file_parts,
+    rank_file,
+)
+from areal_lora.config.models import CheckpointConfig
+from areal_lora.errors import CheckpointError
+from areal_lora.processes.faults import reached
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.types import AdapterRef
+
+if TYPE_CHECKING:  # the launcher reads checkpoints without torch
+    from areal_lora.distributed.exchange import Exchange
+
+NEWEST_FILE = "newest"
+BROKEN_PREFIX = "broken-"
+_VERSION = re.compile(r"v(\d{6,})")
+
+
+def version_folder(root: Path, version: int) -> Path:
+    return root / f"v{version:06d}"
+
+
+def versions_in(root: Path) -> list[int]:
+    """Return the versions with a folder below ``root``, complete or not, ascending."""
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := _VERSION.fullmatch(name)))
+
+
+def leftovers_in(root: Path) -> list[Path]:
+    """Return the unfinished files and folders of processes that died."""
+    return sorted(root.glob(".*")) if root.is_dir() else []
+
+
+def note_newest(disk: Disk, root: Path, version: int) -> None:
+    scratch = root / f".{NEWEST_FILE}.{secrets.token_hex(4)}"
+    disk.write(scratch, [f"{version}\n".encode()])
+    disk.rename(scratch, root / NEWEST_FILE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One rank's data of a checkpoint. ``manifest`` lacks files and random states; that of rank 0 is used.
+
+    ``companions`` are by role.
+    """
+
+    ref: AdapterRef
+    state: AdapterState
+    companions: Mapping[str, AdapterState] = field(default_factory=dict)
+    random: RankRandom
+    manifest: Manifest
+
+
+class _Rank0Report(msgspec.Struct, frozen=True):
+    """Broadcast of rank 0 to all ranks: the folder to write to, or the reason of a failure."""
+
+    folder: str = ""
+    failure: str = ""
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """The files that a rank has written, none for a rank without tensors."""
+
+    entries: tuple[FileEntry, ...]
+    random: RankRandom
+    failure: str = ""
+
+
+class CheckpointStore:
+    """One rank's part in writing the checkpoints of a run. Not thread-safe."""
+
+    def __init__(self, run_folder: RunFolder, exchange: Exchange, disk: Disk) -> None:
+        self._run_folder, self._exchange, self._disk = run_folder, exchange, disk
+
+    def write(self, snapshot: Snapshot) -> int:
+        """Write one durable checkpoint and return its size in bytes. Collective over all ranks.
+
+        Raises CheckpointError on every rank, with path and reason, if a rank could not write; PublishError
+        if a rank is lost.
+        """
+        root = self._run_folder.adapter_checkpoints(snapshot.ref.name)
+        return self._write(snapshot, version_folder(root, snapshot.ref.version))
+
+    def keep(self, snapshot: Snapshot, label: str) -> int:
+        """Write ``snapshot`` as the saved state ``label`` of its adapter, in place of what is there; like `write`."""
+        return self._write(snapshot, self._run_folder.saved_state(snapshot.ref.name, label), label)
+
+    def _write(self, snapshot: Snapshot, to: Path, label: str = "") -> int:
+        opened = self._broadcast(self._open(to) if self._exchange.rank == 0 else None)
+        if opened.failure:
+            raise CheckpointError(opened.failure)
+        scratch = Path(opened.folder)
+        parts = [
+            msgspec.msgpack.decode(raw, type=_Part)
+            for raw in self._exchange.all_gather_bytes(msgspec.msgpack.encode(self._write_own(snapshot, scratch)))
+        ]
+        closed = self._broadcast(self._close(snapshot, scratch, to, parts, label) if self._exchange.rank == 0 else None)
+        if closed.failure:
+            raise CheckpointError(closed.failure)
+        return sum(entry.nbytes for part in parts for entry in part.entries)
+
+    def _broadcast(self, mine: _Rank0Report | None) -> _Rank0Report:
+        raw = self._exchange.broadcast_bytes(None if mine is None else msgspec.msgpack.encode(mine))
+        return msgspec.msgpack.decode(raw, type=_Rank0Report)
+
+    def _open(self, to: Path) -> _Rank0Report:
+        root = to.parent
+        scratch = root / f".{to.name}.{secrets.token_hex(4)}"
+        try:
+            for folder in (root.parent, root):
+                if not folder.is_dir():
+                    self._disk.make_folder(folder)
+                    self._disk.fsync_folder(folder.parent)
+            self._disk.make_folder(scratch)
+        except OSError as e:
+            return _Rank0Report(failure=_reason(e, scratch))
+        return _Rank0Report(folder=str(scratch))
+
+    def _write_own(self, snapshot: Snapshot, scratch: Path) -> _Part:
+        entries: list[FileEntry] = []
+        for role, state in {"": snapshot.state, **snapshot.companions}.items():
+            if not state.shapes:
+                continue
+            path = scratch / rank_file(self._exchange.rank, role)
+            try:
+                entries.append(self._disk.write(path, file_parts(state)))
+            except OSError as e:
+                return _Part(entries=(), random=snapshot.random, failure=_reason(e, path))
+        return _Part(entries=tuple(entries), random=snapshot.random)
+
+    def _close(self, snapshot: Snapshot, scratch: Path, to: Path, parts: list[_Part], label: str) -> _Rank0Report:
+        """Write the manifest, then rename the folder (rank 0)."""
+        failures = [part.failure for part in parts if part.failure]
+        root = scratch.parent
+        try:
+            reached("trainer.checkpoint.files_written")
+            if not failures:
+                manifest = msgspec.structs.replace(
+                    snapshot.manifest,
+                    files=tuple(entry for part in parts for entry in part.entries),
+                    random=tuple(part.random for part in parts),
+                    written_s=time.time(),
+                )
+                self._disk.write(scratch / MANIFEST_FILE, [encode_manifest(manifest)])
+                self._disk.fsync_folder(scratch)
+                reached("trainer.checkpoint.manifest_written")
+                self._name(scratch, to, replace=bool(label))
+                reached("trainer.checkpoint.renamed")
+                if not label:
+                    note_newest(self._disk, root, snapshot.ref.version)
+        except OSError as e:
+            failures = [_reason(e, scratch)]
+        if failures:
+            self._clear(scratch)
+        return _Rank0Report(failure="; ".join(failures))
+
+    def _name(self, scratch: Path, to: Path, *, replace: bool) -> None:
+        """Give the finished folder its name. What had the name stays if that fails, and is beside it after a crash."""
+        aside = scratch.with_name(f".{to.name}.{secrets.token_hex(4)}") if replace and to.is_dir() else None
+        if aside is not None:
+            self._disk.rename(to, aside)
+        try:
+            reached("trainer.checkpoint.replacing")
+            self._disk.rename(scratch, to)
+        except OSError:
+            if aside is not None:
+                self._disk.rename(aside, to)
+            raise
+        self._disk.fsync_folder(to.parent)
+        if aside is not None:
+            self._clear(aside)
+
+    def _clear(self, scratch: Path) -> None:
+        try:
+            self._disk.remove(scratch)
+        except OSError:
+            return  # the next start removes it as a leftover
+
+    def delete_old(self, snapshot: Snapshot, config: CheckpointConfig) -> list[int]:
+        """Delete what `plan_deletions` selects, after ``snapshot`` is written (rank 0). Raises OSError."""
+        root = self._run_folder.adapter_checkpoints(snapshot.ref.name)
+        present = versions_in(root)
+        sound: list[int] = []
+        for version in reversed(present):
+            if looks_whole(version_folder(root, version)):
+                sound.append(version)
+            if len(sound) == config.keep_last:
+                break
+        manifest = snapshot.manifest
+        old = plan_deletions(present, sound, config, manifest.evaluations, manifest.awaited)
+        for version in old:
+            self._disk.remove(version_folder(root, version))
+        return old
+
+
+def plan_deletions(
+    present: Collection[int],
+    sound: Collection[int],
+    config: CheckpointConfig,
+    evaluations: Mapping[int, Evaluation],
+    awaited: Collection[int],
+) -> list[int]:
+    """Select the versions of ``present`` to delete. ``sound`` are the newest that look complete, at most ``keep_last``.
+
+    Kept in addition: every ``keep_every``-th version, the best of ``evaluations`` (see `best_version`), and the
+    versions ``awaited``, because their evaluation is pending. While fewer than two are sound, nothing is deleted.
+    No version from the second newest sound one on is deleted.
+    """
+    if len(sound) < 2:
+        return []
+    known = {version: evaluations[version] for version in present if version in evaluations}
+    best = best_version(known) if config.keep_best else None
+    second_newest = sorted(sound)[-2]
+    return [
+        version
+        for version in sorted(present)
+        if version < second_newest
+        and version not in sound
+        and version != best
+        and not (config.keep_best and version in awaited)
+        and not (config.keep_every and version and version % config.keep_every == 0)
+    ]
+
+
+def looks_whole(folder: Path) -> bool:
+    """Return whether the manifest is readable and all files have their sizes. `recover.verify` checks the contents."""
+    try:
+        manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
+        return all((folder / entry.name).stat().st_size == entry.nbytes for entry in manifest.files)
+    except (OSError, CheckpointError):
+        return False
+
+
+def _reason(error: OSError, path: Path) -> str:
+    return f"{error.filename or path}: {error.strerror or error}"

@@ -1,0 +1,169 @@
+"""The rule about memory: what the estimate of `config.sizing.memory` finds about devices and hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from areal_lora.config.facts import Facts
+from areal_lora.config.models import Config
+from areal_lora.config.rules.findings import Finding, Severity, canonical, shape_of
+from areal_lora.config.rules.layout_rules import trainer_layout
+from areal_lora.config.sizing.memory import (
+    GIB,
+    JOINING,
+    LEAST_KV,
+    STAGING,
+    JobMemory,
+    Memory,
+    device_bytes,
+    job_memory,
+    kv_bytes,
+    kv_part,
+    slurm_bytes,
+)
+from areal_lora.config.sizing.pools import Pool, pools_of, shared_devices
+from areal_lora.errors import ConfigError
+from areal_lora.families.shape import ModelShape, base_bytes
+
+EXACT = (
+    "base weights",
+    "gathered layer",
+    "adapter slots",
+    "adapter weights and gradients",
+    "optimizer moments",
+    LEAST_KV,
+    "KV cache",
+    STAGING,
+)
+"""Parts that follow from sizes alone. Where these do not fit, it is an error; else a warning."""
+
+
+def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
+    shape = shape_of(facts)
+    if shape is None or list(trainer_layout(config, facts)):
+        return
+    try:
+        config = canonical(config, shape)
+        memory = job_memory(config, shape)
+    except ConfigError:
+        return  # other rules report it
+    yield from _hosts(config, facts, memory)
+    limit = device_bytes(config, facts.device_bytes)
+    if config.cluster.device == "cpu" or limit is None:
+        return
+    rank = max((m for m in memory.processes if m.role == "trainer"), key=lambda m: m.device)
+    replica = next(m for m in memory.processes if m.role == "rollout")
+    if shared_devices(config):
+        yield from _both(config, rank, replica, limit)
+    else:
+        yield from _rank(rank, limit)
+    yield from _replica(config, shape, replica, limit)
+
+
+def shared_base_fits(config: Config, facts: Facts) -> Iterator[Finding]:
+    """Files keep the type in which they were saved, so a file may be larger than the base in ``model.dtype``."""
+    shape, have = shape_of(facts), facts.shared_bytes
+    if not config.model.shared_memory or shape is None or have is None:
+        return
+    need = base_bytes(shape, config.model.dtype)
+    if need > have:
+        yield Finding(
+            path="model.shared_memory",
+            reason=f"the base takes {need / GIB:.1f} GiB and /dev/shm holds {have / GIB:.1f}",
+            fix="mount it larger (docker run --shm-size, or mount -o remount,size=...), or set it to false",
+        )
+
+
+def _hosts(config: Config, facts: Facts, memory: JobMemory) -> Iterator[Finding]:
+    for i, pool in enumerate(pools_of(config.cluster)):
+        limit, path, fix = _node_memory(config, facts, i)
+        nodes = range(pool.first_node, pool.first_node + pool.nodes)
+        node = max(nodes, key=memory.host_of)
+        needed = memory.host_of(node)
+        if limit is None or needed <= limit:
+            continue
+        pinned = sum(
+            part.host * m.nodes.count(node) for m in memory.processes for part in m.parts if part.name == STAGING
+        )
+        if pinned > needed / 2:
+            fix = f"lower weight_sync.bucket_mib, or {fix}"
+        yield Finding(
+            path=path,
+            reason=f"about {needed / GIB:.0f} GiB of host memory are needed on a node{_of(pool)}, {pinned / GIB:.0f} "
+            f"of them for the staging of publishes, and {_has(config)} {limit / GIB:.0f}",
+            fix=fix,
+            severity=Severity.WARNING,
+        )
+
+
+def _node_memory(config: Config, facts: Facts, pool: int) -> tuple[int | None, str, str]:
+    """Host memory of a node of a pool, bytes, None if unknown; the key that sets it; a fix."""
+    cluster = config.cluster
+    if cluster.kind == "slurm":
+        fix = "raise it, or use fewer processes on a node"
+        if cluster.slurm.components and (own := cluster.slurm.components[pool].mem) is not None:
+            return slurm_bytes(own), f"cluster.slurm.components.{pool}.mem", fix
+        return slurm_bytes(cluster.slurm.mem), "cluster.slurm.mem", fix
+    path = "rollout.kv_cache_gib" if cluster.device == "cpu" else "cluster.nodes"
+    return facts.memory_bytes, path, "use a smaller model, fewer processes or a smaller rollout.kv_cache_gib"
+
+
+def _of(pool: Pool) -> str:
+    return "" if pool.name == "all" else f" of {pool.name}"
+
+
+def _has(config: Config) -> str:
+    return "cluster.slurm.mem is" if config.cluster.kind == "slurm" else "this machine has"
+
+
+def _rank(rank: Memory, limit: int) -> Iterator[Finding]:
+    if rank.device <= limit:
+        return
+    largest = max(rank.parts, key=lambda part: part.device)
+    reason = f"a {rank.name} needs about {rank.device / GIB:.0f} GiB and a device has {limit / GIB:.0f}"
+    if largest.name == JOINING:
+        path, fix = "rollout.max_adapters", "lower it or rollout.max_lora_rank, or use more ranks"
+    elif largest.name in ("activations", "logits"):
+        path, fix = "trainer.max_tokens_per_microbatch", "lower it, set trainer.recompute=true, or raise trainer.tp"
+    else:
+        path, fix = "trainer.world_size", "use more ranks with larger trainer.tp, trainer.pp or trainer.ep"
+    yield Finding(
+        path=path,
+        reason=f"{reason}; the largest part is {largest.name} with {largest.device / GIB:.0f}",
+        fix=fix,
+        severity=_severity(rank, limit),
+    )
+
+
+def _replica(config: Config, shape: ModelShape, replica: Memory, limit: int) -> Iterator[Finding]:
+    used, configured = config.rollout.gpu_memory_utilization, config.rollout.kv_cache_gib
+    if kv_bytes(config, shape, replica, limit) < kv_part(config, shape):
+        lower = "rollout.max_model_len" if configured is None else "rollout.kv_cache_gib"
+        why = "for one sequence" if configured is None else f"with a KV cache of {configured:g}"
+        yield Finding(
+            path="rollout.tp",
+            reason=f"a device of a server needs about {replica.device / GIB:.0f} GiB {why} and gets "
+            f"{used * limit / GIB:.0f} ({used:g} of {limit / GIB:.0f})",
+            fix=f"raise rollout.tp or rollout.gpu_memory_utilization, or lower {lower}",
+            severity=_severity(replica, int(used * limit)),
+        )
+
+
+def _both(config: Config, rank: Memory, replica: Memory, limit: int) -> Iterator[Finding]:
+    """One device that a trainer rank and a server share: vLLM claims its fraction of all memory at its start."""
+    used = config.rollout.gpu_memory_utilization
+    free = int((1 - used) * limit)
+    if rank.device > free:
+        yield Finding(
+            path="rollout.gpu_memory_utilization",
+            reason=f"{used:g} leaves {free / GIB:.0f} of {limit / GIB:.0f} GiB to the {rank.name} on the same device, "
+            f"which needs about {rank.device / GIB:.0f}",
+            fix=f"lower it to the {replica.device / limit:.2f} that a server needs, lower "
+            "trainer.max_tokens_per_microbatch, or set trainer.recompute=true",
+            severity=_severity(rank, free),
+        )
+
+
+def _severity(memory: Memory, limit: int) -> Severity:
+    exact = sum(part.device for part in memory.parts if part.name in EXACT)
+    return Severity.ERROR if exact > limit else Severity.WARNING

@@ -1,0 +1,242 @@
+"""The processes of a run as steps of its Slurm job: one step for each unit, so that each can end and start alone.
+
+An `arbitrary` distribution puts every task on the node that the plan chose. Steps are signalled with scancel: srun,
+when signalled, kills its tasks without a grace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from areal_lora.config.models import Config
+from areal_lora.errors import EnvironmentError_, ExitCode
+from areal_lora.launcher.ended import ProcessExit
+from areal_lora.launcher.plan import JobPlan, ProcessSpec
+from areal_lora.launcher.restarts import unit_of
+from areal_lora.launcher.slurm import commands, request_stacks
+from areal_lora.launcher.slurm.allocation import Allocation, write_hosts
+from areal_lora.launcher.slurm.causes import TaskRecords, causes
+from areal_lora.launcher.slurm.directives import step_options
+from areal_lora.launcher.slurm.script import STEP
+from areal_lora.launcher.slurm.task_script import FIRST, STARTED, task_script
+from areal_lora.launcher.supervise import STOP_GRACE_S
+from areal_lora.launcher.watch import EARLY_END_S
+
+POLL_S = 0.2
+RECORD_S = 1.0
+"""A code may be seen so long after srun has ended: file systems keep old views of folders."""
+KILL_S, SRUN_S = 15.0, 5.0
+ASK_S = 15.0
+# Meant for a step of as many tasks on each node as sbatch was given.
+_OF_THE_JOB = ("SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_DISTRIBUTION", "SLURM_HOSTFILE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    name: str
+    specs: tuple[ProcessSpec, ...]
+    folder: Path
+    srun: subprocess.Popen[bytes]
+
+
+class SlurmSteps:
+    """Implements ``watch.Processes``. Use as a context manager: leaving it stops everything."""
+
+    def __init__(self, config: Config, plan: JobPlan, job: Allocation) -> None:
+        self._config, self._plan, self._job = config, plan, job
+        self._folder = plan.run_folder
+        self._steps: list[_Step] = []
+        self._starts: Counter[str] = Counter()
+
+    def __enter__(self) -> SlurmSteps:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def start(self, specs: Sequence[ProcessSpec]) -> None:
+        units: dict[str, list[ProcessSpec]] = {}
+        for spec in specs:
+            units.setdefault(unit_of(spec), []).append(spec)
+        for unit, members in units.items():
+            self._start(unit, tuple(members))
+
+    def poll(self) -> list[ProcessExit]:
+        over = [step for step in self._steps if step.srun.poll() is not None]
+        self._steps = [step for step in self._steps if step not in over]
+        return [ended for step in over for ended in self._ended(step)]
+
+    def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[ProcessExit]:
+        mine = [step for step in self._steps if any(spec in specs for spec in step.specs)]
+        _wait(mine, grace_s)
+        alive = {spec.name for step in mine if step.srun.poll() is None for spec in step.specs}
+        self._kill([step for step in mine if step.srun.poll() is None])
+        self._steps = [step for step in self._steps if step not in mine]
+        ended = [e for step in mine for e in self._ended(step)]
+        return [replace(e, why=why) if e.spec.name in alive and not e.lost else e for e in ended]
+
+    def clear(self, ended: Collection[ProcessExit]) -> None:
+        """Slurm kills what the tasks of a step leave."""
+
+    def running(self) -> list[ProcessSpec]:
+        return [spec for step in self._steps for spec in step.specs]
+
+    def look_after(self) -> None:
+        """Nothing: a node's shared memory is out of reach."""
+
+    def ask_stacks(self) -> int:
+        """One task on each node; a component of a heterogeneous job has an srun of its own."""
+        pools: dict[int, set[str]] = {}
+        for spec in self.running():
+            pools.setdefault(self._plan.pool_of(spec.node), set()).add(self._job.hosts[spec.node])
+        return sum(self._ask(pool, hosts - commands.lost_nodes(hosts)) for pool, hosts in pools.items())
+
+    def _ask(self, pool: int, hosts: Collection[str]) -> int:
+        if not hosts:
+            return 0
+        het = [f"--het-group={pool}"] if len(self._plan.pools) > 1 else []
+        nodes = [f"--nodelist={','.join(sorted(hosts))}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]
+        command = ["srun", "--overlap", *het, *nodes, "--ntasks-per-node=1", "--job-name=stacks"]
+        try:
+            done = subprocess.run(
+                [*command, sys.executable, "-m", request_stacks.__name__],
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=ASK_S,
+            )
+        except subprocess.TimeoutExpired:
+            return 0
+        return sum(int(word) for word in done.stdout.split() if word.isdecimal())
+
+    def stop(self) -> None:
+        """Have every process end, wait up to `STOP_GRACE_S`, then kill the remaining ones."""
+        self._signal("TERM", self._steps)
+        _wait(self._steps, STOP_GRACE_S)
+        self._kill([step for step in self._steps if step.srun.poll() is None])
+        self._steps = []
+
+    def _start(self, unit: str, specs: tuple[ProcessSpec, ...]) -> None:
+        self._starts[unit] += 1
+        name = f"{unit}.{self._starts[unit]}"
+        folder = self._folder.step(name)
+        folder.mkdir(parents=True)
+        script = folder / "task.sh"
+        script.write_text(task_script(specs, self._config.cluster.slurm.setup, self._folder, folder), encoding="utf-8")
+        hosts = [self._job.hosts[spec.node] for spec in specs]
+        hosts_file = write_hosts(folder, hosts)
+        if self._starts[unit] > 1:
+            self._note_restart(specs)
+        command = [
+            "srun",
+            *STEP,
+            f"--wait={EARLY_END_S:.0f}",
+            f"--nodes={len(set(hosts))}",
+            f"--ntasks={len(specs)}",
+            f"--job-name={name}",
+            f"--output={self._output(specs)}",
+            *step_options(self._config, self._plan, specs[0].role),
+            "bash",
+            str(script),
+        ]
+        environment = _environment() | {"SLURM_HOSTFILE": str(hosts_file)}
+        with self._srun_log(unit).open("ab") as log:
+            try:
+                srun = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                )
+            except FileNotFoundError:
+                raise EnvironmentError_("srun is not on this node (fix: add Slurm's programs to PATH)") from None
+        self._steps.append(_Step(name=name, specs=specs, folder=folder, srun=srun))
+
+    def _output(self, specs: Sequence[ProcessSpec]) -> str:
+        """srun's pattern for the logs of ``specs``, whose indices count from 0 or are one."""
+        role, first = specs[0].role, specs[0].index
+        mark = "PROCESS"
+        pattern = str(self._folder.log(mark)).replace("%", "%%")
+        return pattern.replace(mark, f"{role}-{first}" if len(specs) == 1 else f"{role}-%t")
+
+    def _srun_log(self, unit: str) -> Path:
+        return self._folder.log(f"srun-{unit}")
+
+    def _note_restart(self, specs: Sequence[ProcessSpec]) -> None:
+        when = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        for spec in specs:
+            with self._folder.log(spec.name).open("a", encoding="utf-8") as log:
+                log.write(f"---- {spec.name} starts again, {when} ----\n")
+
+    def _ended(self, step: _Step) -> list[ProcessExit]:
+        code = step.srun.poll()
+        records = _read_records(step)
+        hosts = {spec.name: self._job.hosts[spec.node] for spec in step.specs}
+        failed = any(records.codes.get(name) != ExitCode.DONE for name in hosts)
+        return causes(
+            step.specs,
+            hosts,
+            records,
+            srun_code=ExitCode.FAILED if code is None else abs(code),
+            lost=commands.lost_nodes(set(hosts.values())) if failed else (),
+            logs={name: self._folder.log(name) for name in hosts},
+            srun_log=self._srun_log(unit_of(step.specs[0])),
+        )
+
+    def _signal(self, signal: str, steps: Sequence[_Step]) -> None:
+        if not any(step.srun.poll() is None for step in steps):
+            return
+        ids = commands.step_ids(self._job.components)
+        targets = [ids[step.name] for step in steps if step.name in ids]
+        if targets:
+            # Slurm refuses it for a step that has ended meanwhile.
+            with contextlib.suppress(EnvironmentError_):
+                commands.run("scancel", f"--signal={signal}", *targets)
+
+    def _kill(self, steps: Sequence[_Step]) -> None:
+        self._signal("KILL", steps)
+        _wait(steps, KILL_S if steps else 0.0)
+        for step in steps:
+            # It waits for a node that does not answer, or has not started.
+            for end in (step.srun.terminate, step.srun.kill):
+                if step.srun.poll() is None:
+                    end()
+                    _wait([step], SRUN_S)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _OF_THE_JOB}
+
+
+def _wait(steps: Sequence[_Step], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(step.srun.poll() is None for step in steps) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _read_records(step: _Step) -> TaskRecords:
+    """What the tasks have recorded; waits a moment for tasks that have not."""
+    deadline = time.monotonic() + RECORD_S
+    while True:
+        # A change of our own makes a network file system look at the folder again.
+        mark = step.folder / ".look"
+        mark.touch()
+        mark.unlink()
+        names = [path.name for path in step.folder.iterdir()]
+        codes = {name: int(code) for name, _, code in (n.rpartition(".") for n in names) if name and code.isdecimal()}
+        if len(codes) >= len(step.specs) or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    first = None
+    with contextlib.suppress(FileNotFoundError):
+        first = os.readlink(step.folder / FIRST).rpartition(".")[0]
+    started = frozenset(name.removesuffix(STARTED) for name in names if name.endswith(STARTED))
+    return TaskRecords(codes=codes, started=started, first=first)

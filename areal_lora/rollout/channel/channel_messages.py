@@ -1,0 +1,308 @@
+"""Messages between trainer and controller: tagged msgspec structs over zmq, no pickle.
+
+Every request frame is ``[request id (8 bytes), payload]``; the reply repeats the request id.
+Each request has exactly one reply, ``ErrorReply`` if it could not be served. Every message about
+a policy names its adapter.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from areal_lora.errors import ExitCode
+from areal_lora.types import TrajectoryGroup
+
+PROTOCOL = 9
+
+
+class ChannelMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all messages; the class name travels as the tag."""
+
+
+# ---------------------------------------------------------------- trainer -> controller
+
+
+class Hello(ChannelMessage, frozen=True):
+    """Open a session. Reply: Welcome, whose ``session`` every later request carries.
+
+    ``versions`` are by adapter the next version to consume at. A ``trainer`` (random, one per process)
+    not seen before has loaded them from its checkpoints: what was consumed or leased at or after
+    them is undone. A known trainer greets a restarted controller: nothing is undone.
+    ``snapshots`` are the newest the trainer holds (``Batch.snapshot``), for a controller whose ledger is lost.
+    All are of the configuration's adapters; others join again after it.
+    """
+
+    trainer: str
+    versions: dict[str, int]
+    snapshots: dict[str, bytes]
+    protocol: int = PROTOCOL
+
+
+class SessionMessage(ChannelMessage, frozen=True):
+    """Base of all requests but Hello. Reply to a ``session`` that has ended: StaleSession."""
+
+    session: str = ""
+
+
+class AnnounceVersion(SessionMessage, frozen=True, kw_only=True):
+    """``adapter@v{version}`` is active on ``servers`` (data-plane URL by name) and nowhere else. Reply: Ack.
+
+    Since the previous announcement ``lost`` were excluded, and ``left`` have left in order: they end what they run.
+    The newest version may be announced again, with other servers.
+    """
+
+    adapter: str
+    version: int
+    servers: dict[str, str]
+    lost: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups of the adapter's ``step``, consumed at ``version``."""
+
+    adapter: str
+    step: int
+    version: int
+
+
+class GetBatch(SessionMessage, frozen=True, kw_only=True):
+    """Long poll for a batch of the first of ``wanted`` that has one. Reply: Batch, AdapterFailed or NotReady.
+
+    A step that is not committed is served again unchanged. NotReady comes before ``timeout_s`` where evaluation
+    results wait to be delivered; with nothing wanted the request waits for these only.
+    """
+
+    wanted: tuple[StepRequest, ...]
+    timeout_s: float
+
+
+class CommitStep(SessionMessage, frozen=True, kw_only=True):
+    """A checkpoint that contains ``step`` and all steps before it is durable. Idempotent. Reply: Ack."""
+
+    adapter: str
+    step: int
+
+
+class Evaluate(SessionMessage, frozen=True, kw_only=True):
+    """Start an evaluation of ``adapter@v{version}`` on all its sets, in the background. Reply: Ack.
+
+    Idempotent while the evaluation runs, or its result waits to be fetched.
+    """
+
+    adapter: str
+    version: int
+    tag: str
+
+
+class JoinAdapter(SessionMessage, frozen=True, kw_only=True):
+    """An adapter that the configuration does not list starts at ``version``: ``config`` is its entry as JSON.
+
+    ``snapshot`` is that of its checkpoint. Of one that has joined only ``paused`` counts: whether groups are issued.
+    Reply: Ack, or AdapterFailed if nothing can be rolled out for it.
+    """
+
+    adapter: str
+    config: bytes
+    version: int
+    snapshot: bytes = b""
+    paused: bool = False
+
+
+class EndAdapter(SessionMessage, frozen=True, kw_only=True):
+    """Nothing more is needed of ``adapter`` in this session: issue no groups, drop those in flight. Reply: Ack.
+
+    One that has joined is forgotten.
+    """
+
+    adapter: str
+
+
+class GetStats(SessionMessage, frozen=True, kw_only=True):
+    """Reply: Stats."""
+
+    adapter: str
+
+
+class Shutdown(SessionMessage, frozen=True, kw_only=True):
+    """End the controller. Reply: Ack."""
+
+
+# ---------------------------------------------------------------- controller -> trainer
+
+
+class Welcome(ChannelMessage, frozen=True):
+    """``session`` identifies one controller process in contact with one trainer process."""
+
+    adapters: tuple[str, ...]
+    session: str
+    protocol: int = PROTOCOL
+
+
+class StaleSession(ChannelMessage, frozen=True):
+    """The request carries another session: the controller was restarted, or another trainer has greeted it."""
+
+
+class Ack(ChannelMessage, frozen=True):
+    pass
+
+
+class ErrorReply(ChannelMessage, frozen=True):
+    reason: str
+
+
+class Stats(ChannelMessage, frozen=True):
+    """Counters of one adapter since the start of the run; groups unless the name differs.
+
+    ``issued = consumed + leased + ready + running + waiting + sum(dropped)``; ``running`` includes
+    groups that wait for a retry, ``waiting`` are issued (again) and not admitted yet. ``rolled_back``
+    is part of ``reissued``, and both are of ``dropped``.
+    """
+
+    newest_version: int
+    waiting: int
+    ready: int
+    running: int
+    leased: int
+    leased_steps: int  # handed over and not committed
+    issued: int
+    consumed: int
+    dropped: dict[str, int]
+    reissued: int  # issues of a prompt after its first
+    rolled_back: int
+    retried: dict[str, int]
+    late: int  # answers to requests that were abandoned or answered before
+    staleness: dict[int, int]  # consume version - oldest token version, at hand-over
+    tokens_generated: int
+    idle_s: float  # nothing in flight
+    generation_s: float  # summed over finished groups
+    ahead: int  # this and the next two: see `controller.pacing.PacingStatus`
+    margin_s: float
+    spare_s: float | None
+    faults: dict[str, str] = {}  # the last one of each kind in this process
+
+
+class RolloutSample(msgspec.Struct, frozen=True, kw_only=True):
+    """A readable example for reports."""
+
+    uid: str
+    prompt: str
+    completion: str
+    answer: str
+    reward: float
+    version: int
+
+
+class EvalSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of an evaluation. ``reward`` is None if it could not be scored, ``correct`` too without a rule."""
+
+    uid: str
+    prompt: str
+    completion: str
+    answer: str
+    reward: float | None
+    correct: bool | None
+    version: int
+
+
+class EvalSetResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers to ``n`` problems of one set, ``n_samples`` each; ``error`` is set, and ``n`` is 0, if there are none.
+
+    ``accuracy`` and what follows from it is None where correctness is not defined. The ``unscored`` answers are not
+    correct, and not in ``reward_mean``. ``left_out`` further problems have prompts that are too long; some are named.
+    ``measured_with`` is another adapter, whose version 0 equals this one's and was measured in its place; then no time
+    was taken. For the other figures see `tasks.estimates`.
+    """
+
+    name: str
+    accuracy: float | None
+    reward_mean: float | None
+    n: int
+    wall_s: float
+    n_samples: int = 1
+    temperature: float = 0.0
+    unscored: int = 0
+    left_out: int = 0
+    left_out_first: tuple[str, ...] = ()
+    accuracy_95: tuple[float, float] | None = None
+    reward_95: tuple[float, float] | None = None
+    interval: str = ""
+    pass_at: dict[int, float] = {}
+    majority: float | None = None
+    answer_tokens: float = 0.0
+    truncated: float = 0.0
+    samples: tuple[EvalSample, ...] = ()
+    measured_with: str = ""
+    error: str = ""
+
+
+class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation of ``adapter@v{version}``: the results of all sets, in the order of the configuration."""
+
+    adapter: str
+    version: int
+    tag: str
+    sets: tuple[EvalSetResult, ...]
+    wall_s: float
+
+
+class Batch(ChannelMessage, frozen=True):
+    """The groups of one step, oldest issue first; ``events`` are evaluation results not yet delivered, of any adapter.
+
+    ``snapshot`` is the ledger as it will be once this step is consumed: opaque, for the checkpoint.
+    ``reward_components`` are means over the batch's samples of the parts that the reward names. ``reward_costs`` is
+    what the rewards spent since the previous batch, also for evaluations and for groups that were dropped.
+    """
+
+    adapter: str
+    step: int
+    groups: tuple[TrajectoryGroup, ...]
+    stats: Stats
+    samples: tuple[RolloutSample, ...]
+    events: tuple[EvalResult, ...]
+    snapshot: bytes
+    reward_components: dict[str, float] = {}
+    reward_costs: dict[str, float] = {}
+
+
+class Lacking(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch of ``adapter`` lacks, in groups; ``note`` names a likely reason."""
+
+    adapter: str
+    ready: int
+    needed: int
+    running: int
+    dropped: int
+    note: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.adapter} {self.ready}/{self.needed} groups ready, {self.running} running, {self.dropped} dropped"
+        return f"{text}; {self.note}" if self.note else text
+
+
+class NotReady(ChannelMessage, frozen=True):
+    """No full batch of a wanted adapter; ``events`` are evaluation results not yet delivered, of any adapter."""
+
+    lacking: tuple[Lacking, ...]
+    events: tuple[EvalResult, ...] = ()
+
+
+class AdapterFailed(ChannelMessage, frozen=True):
+    """The rollouts of ``adapter`` have ended with an error of ``exit_code``; those of the others continue."""
+
+    adapter: str
+    reason: str
+    exit_code: int = ExitCode.TEMPORARY
+
+
+SessionRequest: TypeAlias = (
+    AnnounceVersion | GetBatch | CommitStep | Evaluate | JoinAdapter | EndAdapter | GetStats | Shutdown
+)
+Request: TypeAlias = Hello | SessionRequest
+Reply: TypeAlias = Welcome | StaleSession | Ack | ErrorReply | Stats | Batch | NotReady | AdapterFailed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode

@@ -1,0 +1,421 @@
+"""HTTP client of the rollout servers' data plane: OpenAI completions with token ids.
+
+Failures are typed (contract C8): :class:`GenerationFault` names the kind of failure and whether
+a retry can succeed. This module never retries; the controller retries whole groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from areal_lora.errors import RolloutError
+from areal_lora.network.headers import LEAVING_HEADER
+from areal_lora.network.keys import Plane, authorization
+from areal_lora.network.tls import client_context
+from areal_lora.rollout.routing import Router, Server, VersionRetired
+from areal_lora.types import AdapterRef, Cause, Generation, Outcome
+
+# Shorter than uvicorn's 5 s, so that the server never closes a connection we are about to use.
+KEEP_ALIVE_S = 4.0
+
+
+class FaultKind(StrEnum):
+    """Reason of a retry or drop of a group; the words appear in metrics and ledger."""
+
+    RETIRED = "version_retired"
+    CONNECTION = "connection"
+    SERVER_ERROR = "server_error"
+    TIMEOUT = "timeout"
+    ABORTED = "aborted"
+    PROTOCOL = "protocol"
+    REJECTED = "rejected"
+    SCORER = "scorer"
+    ENVIRONMENT = "environment"
+    AGENT = "agent"
+    WORKFLOW = "workflow"
+
+
+_OUTCOMES = {FaultKind.TIMEOUT: Outcome.TIMEOUT, FaultKind.ABORTED: Outcome.ABORTED}
+
+
+class GenerationFault(RolloutError):
+    """A rollout request did not give an answer that may be trained on."""
+
+    def __init__(self, kind: FaultKind, detail: str, cause: Cause = Cause.OTHER) -> None:
+        self.kind, self.detail, self.cause = kind, detail, cause
+        super().__init__(f"{kind}: {detail}")
+
+    @property
+    def outcome(self) -> Outcome:
+        return _OUTCOMES.get(self.kind, Outcome.ERROR)
+
+    @property
+    def retryable(self) -> bool:
+        """False where the same request would be refused again."""
+        return self.kind is not FaultKind.REJECTED
+
+
+class HandedBack(Exception):
+    """The server is leaving: another one has to answer the request. No fault."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingLimits:
+    """Restrictions of sampling: only the ``top_k`` likeliest tokens (0: all), only those with at least ``min_p`` of
+    the likeliest one's probability, and no end within ``min_tokens``.
+    """
+
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+
+
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of ``POST /v1/completions``; ``prompt`` is one prompt's token ids, or those of several."""
+
+    model: str
+    prompt: list[int] | list[list[int]]
+    max_tokens: int
+    temperature: float
+    top_p: float
+    n: int = 1
+    logprobs: int | None = None
+    return_token_ids: bool = False
+    seed: int | None = None
+    stop: list[str] | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    echo: bool = False
+    pin_version: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GreedyAnswer:
+    """A greedy answer; ``n_tokens`` counts its tokens."""
+
+    text: str
+    n_tokens: int
+    finish_reason: str
+
+
+class ToolCallsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /v1/tool_calls``. ``tools`` are in OpenAI's chat format."""
+
+    parser: str
+    tools: list[dict[str, Any]]
+    texts: list[str]
+
+
+class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """``arguments`` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ParsedText(msgspec.Struct, frozen=True, kw_only=True):
+    """What a text says beside its tool calls."""
+
+    content: str
+    calls: list[ParsedCall]
+
+
+class ParsedTexts(msgspec.Struct, frozen=True, kw_only=True):
+    answers: list[ParsedText]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    token_logprobs: list[float]
+    top_ids: list[dict[int, float]] | None = None
+
+
+class SampledChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    finish_reason: str | None
+    text: str = ""
+    token_ids: list[int] | None = None
+    versions: list[int] | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a completion answer that is used; ``model`` is the ref that was really asked.
+
+    ``versions`` of a choice has the adapter version of each token.
+    """
+
+    model: str
+    choices: list[SampledChoice]
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Completion).decode
+_decode_parsed = msgspec.json.Decoder(ParsedTexts).decode
+
+
+class CompletionClient:
+    """One session with keep-alive to all rollout servers. Use as an async context manager.
+
+    ``pins``: requests are answered by the version that they name, or fail; a newer version never takes over.
+    """
+
+    def __init__(self, router: Router, secret: str) -> None:
+        self.router, self._secret, self.pins = router, secret, False
+        # An open data plane on loopback needs no key, and another process may have taken its port.
+        self._plain = {"Content-Type": "application/json"}
+        self._keyed = self._plain | authorization(secret, Plane.DATA)
+        self._session: aiohttp.ClientSession
+
+    async def __aenter__(self) -> CompletionClient:
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=client_context(self._secret, Plane.DATA)
+        )
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        await self._session.close()
+
+    def pinned(self) -> CompletionClient:
+        """The same session, for evaluations; this client has been entered."""
+        pinned = copy.copy(self)
+        pinned.pins = True
+        return pinned
+
+    def newest(self, ref: AdapterRef) -> AdapterRef:
+        """The version of ``ref``'s adapter to ask: the newest that a server holds; ``ref`` if requests are pinned."""
+        return ref if self.pins else self.router.newest(ref)
+
+    async def sample(
+        self,
+        ref: AdapterRef,
+        token_ids: list[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        timeout_s: float,
+        stop: list[str] | None = None,
+        limits: SamplingLimits | None = None,
+        ignore_eos: bool = False,
+        top_logprobs: int = 0,
+    ) -> list[Generation]:
+        """``n`` sampled answers with per-token logprobs; raises GenerationFault.
+
+        An answer that ends at one of ``stop`` has the stop's tokens, but not its text. ``top_logprobs``: so many of the
+        likeliest tokens come with each token.
+        """
+        limits = limits or SamplingLimits()
+        request = CompletionRequest(
+            model=str(ref),
+            prompt=token_ids,
+            n=n,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            logprobs=top_logprobs,
+            return_token_ids=True,
+            seed=seed,
+            stop=stop,
+            top_k=limits.top_k,
+            min_p=limits.min_p,
+            min_tokens=limits.min_tokens,
+            ignore_eos=ignore_eos,
+            pin_version=self.pins,
+        )
+        completion = await self._post(ref, request, n, timeout_s)
+        _served_ref(completion, ref, exactly=self.pins)
+        return [_generation(choice, ref if self.pins else None) for choice in completion.choices]
+
+    async def score(
+        self, ref: AdapterRef, prompt_ids: list[int], answer_ids: list[int], *, temperature: float, timeout_s: float
+    ) -> Generation:
+        """``answer_ids`` as if they had been sampled after ``prompt_ids``; raises GenerationFault.
+
+        Log-probabilities at ``temperature`` and versions are those of the version that the server asks.
+        """
+        token_ids = [*prompt_ids, *answer_ids]
+        request = CompletionRequest(
+            model=str(ref),
+            prompt=token_ids,
+            max_tokens=1,  # a server samples at least one
+            temperature=temperature,
+            top_p=1.0,
+            logprobs=0,
+            echo=True,
+            pin_version=self.pins,
+        )
+        completion = await self._post(ref, request, 1, timeout_s)
+        served, (choice,) = _served_ref(completion, ref, exactly=self.pins), completion.choices
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
+        if len(logprobs) != len(token_ids) + 1:
+            detail = f"{len(logprobs)} log-probabilities for {len(token_ids)} scored tokens and a sampled one"
+            raise GenerationFault(FaultKind.PROTOCOL, detail)
+        return Generation(
+            token_ids=answer_ids,
+            logprobs=logprobs[len(prompt_ids) : -1],
+            versions=[served.version] * len(answer_ids),
+            finish_reason="stop",
+        )
+
+    async def tool_calls(self, ref: AdapterRef, request: ToolCallsRequest, *, timeout_s: float) -> list[ParsedText]:
+        """What each text says and which tools it calls, by a server that serves ``ref``; raises GenerationFault."""
+        server, payload = await self._request(ref, "/v1/tool_calls", _encode(request), 0, timeout_s)
+        try:
+            answers = _decode_parsed(payload).answers
+        except msgspec.DecodeError as error:
+            raise GenerationFault(FaultKind.PROTOCOL, f"{server.url}: no parsed texts: {error}") from None
+        if len(answers) != len(request.texts):
+            n = len(request.texts)
+            raise GenerationFault(FaultKind.PROTOCOL, f"{server.url}: {len(answers)} parsed texts for {n}")
+        return answers
+
+    async def greedy(
+        self,
+        ref: AdapterRef,
+        prompts: Sequence[list[int]],
+        *,
+        max_tokens: int,
+        timeout_s: float,
+        stop: list[str] | None = None,
+    ) -> list[GreedyAnswer]:
+        """The greedy answer to every prompt, in order; raises GenerationFault."""
+        request = CompletionRequest(
+            model=str(ref),
+            prompt=list(prompts),
+            max_tokens=max_tokens,
+            temperature=0.0,
+            top_p=1.0,
+            stop=stop,
+            return_token_ids=True,
+            pin_version=True,
+        )
+        completion = await self._post(ref, request, len(prompts), timeout_s)
+        _served_ref(completion, ref, exactly=True)
+        return [
+            GreedyAnswer(text=c.text, n_tokens=len(c.token_ids or ()), finish_reason=c.finish_reason or "")
+            for c in completion.choices
+        ]
+
+    async def _request(
+        self, ref: AdapterRef, path: str, body: bytes, sequences: int, timeout_s: float
+    ) -> tuple[Server, bytes]:
+        """One request to the least loaded server; who answered, and what."""
+        server: Server | None = None
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        try:
+            while True:
+                try:
+                    async with (
+                        asyncio.timeout_at(deadline) as clock,
+                        self.router.lease(ref, sequences, clock) as server,
+                    ):
+                        return server, await self._exchange(server, ref, path, body)
+                except HandedBack:
+                    if server is not None:
+                        self.router.leaves(server)
+                    server = None
+        except TimeoutError:
+            if server is not None and server.lost:
+                raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: excluded by the trainer") from None
+            if server is None:
+                detail = f"no server could be asked within {timeout_s:g} s"
+                raise GenerationFault(FaultKind.CONNECTION, detail) from None
+            # A long answer is no sign of a bad server; the trainer's pings find one that hangs.
+            raise GenerationFault(FaultKind.TIMEOUT, f"no answer within {timeout_s:g} s") from None
+        except VersionRetired as error:
+            raise GenerationFault(FaultKind.RETIRED, str(error)) from None
+
+    async def _post(self, ref: AdapterRef, request: CompletionRequest, sequences: int, timeout_s: float) -> Completion:
+        """The choices of one request, complete and ordered by index."""
+        server, payload = await self._request(ref, "/v1/completions", _encode(request), sequences, timeout_s)
+        try:
+            completion = _decode(payload)
+        except msgspec.DecodeError as error:
+            raise GenerationFault(FaultKind.PROTOCOL, f"{server.url}: answer is not a completion: {error}") from None
+        completion.choices.sort(key=lambda choice: choice.index)
+        if [choice.index for choice in completion.choices] != list(range(sequences)):
+            raise GenerationFault(
+                FaultKind.PROTOCOL, f"{server.url}: {len(completion.choices)} answers for {sequences} asked"
+            )
+        if any(choice.finish_reason not in ("stop", "length") for choice in completion.choices):
+            raise GenerationFault(FaultKind.ABORTED, f"{server.url}: generation was cut off")
+        return completion
+
+    async def _exchange(self, server: Server, ref: AdapterRef, path: str, body: bytes) -> bytes:
+        headers = self._keyed if server.url.startswith("https:") else self._plain
+        try:
+            async with self._session.post(f"{server.url}{path}", data=body, headers=headers) as response:
+                payload = await response.read()
+        except aiohttp.ClientError as error:
+            if server.leaving:
+                raise HandedBack from error
+            self.router.failed(server)
+            raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: {error}") from error
+        if response.status == 200:
+            self.router.succeeded(server)
+            return payload
+        if LEAVING_HEADER in response.headers:
+            raise HandedBack
+        detail = f"{server.url}: HTTP {response.status}: {payload[:200].decode(errors='replace')}"
+        if response.status == 404:
+            self.router.retired(server, ref)
+            raise GenerationFault(FaultKind.RETIRED, detail)
+        if response.status >= 500 or response.status == 429:
+            self.router.failed(server)
+            raise GenerationFault(FaultKind.SERVER_ERROR, detail)
+        raise GenerationFault(FaultKind.REJECTED, detail)
+
+
+def _served_ref(completion: Completion, asked: AdapterRef, *, exactly: bool) -> AdapterRef:
+    """The version that the server reports: it may differ from the requested one unless ``exactly``.
+
+    The adapter may not.
+    """
+    try:
+        ref = AdapterRef.parse(completion.model)
+    except ValueError as error:
+        raise GenerationFault(FaultKind.PROTOCOL, str(error)) from None
+    if ref.name != asked.name or (exactly and ref != asked):
+        raise GenerationFault(FaultKind.PROTOCOL, f"asked for {asked}, answered by {ref}")
+    return ref
+
+
+def _generation(choice: SampledChoice, pinned: AdapterRef | None) -> Generation:
+    """Tokens carry the version that the server reports (contract C2).
+
+    A server of one version, as `areal-lora eval` asks, reports none for tokens: they are of the ``pinned`` one.
+    """
+    versions = choice.versions
+    if versions is None and pinned is not None:
+        versions = [pinned.version] * len(choice.token_ids or ())
+    if not choice.token_ids or choice.logprobs is None or versions is None:
+        raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} lacks token ids, logprobs or versions")
+    logprobs = choice.logprobs.token_logprobs
+    lengths = (len(choice.token_ids), len(logprobs), len(versions))
+    if len(set(lengths)) != 1:
+        raise GenerationFault(
+            FaultKind.PROTOCOL, f"answer {choice.index}: lengths of tokens, logprobs and versions differ: {lengths}"
+        )
+    if min(versions) < 0:
+        raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} was sampled from the base model")
+    return Generation(
+        token_ids=choice.token_ids,
+        logprobs=logprobs,
+        versions=versions,
+        finish_reason=choice.finish_reason or "",
+        text=choice.text,
+        top_logprobs=choice.logprobs.top_ids,
+    )

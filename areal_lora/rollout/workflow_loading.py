@@ -1,0 +1,140 @@
+"""From a configuration's ``workflow`` to the workflow itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from areal_lora.config import models as config
+from areal_lora.data.prompts import Prompt
+from areal_lora.data.trajectory_checks import check_alignment, check_rewards
+from areal_lora.errors import AlignmentError, ConfigError
+from areal_lora.rollout.agent_api.session import Sessions
+from areal_lora.rollout.agents import AgentWorkflow
+from areal_lora.rollout.baseline import WithBaseline, greedy
+from areal_lora.rollout.completion_client import FaultKind
+from areal_lora.rollout.conversations import ConversationFile
+from areal_lora.rollout.given_answers import GivenFirst, GivenWorkflow
+from areal_lora.rollout.multi_turn import MultiTurnWorkflow
+from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, Workflow, WorkflowContext, first_fault, given_score
+from areal_lora.rollout.workflows.user_code import call
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.tasks.loading import load_import_path
+from areal_lora.tasks.user_errors import describe
+from areal_lora.types import AdapterRef, Outcome, Trajectory
+
+
+def build_training(
+    adapter: config.AdapterConfig, context: WorkflowContext, sessions: Sessions, folder: RunFolder | None = None
+) -> Workflow:
+    """The adapter's workflow for training: given answers for the first versions, then its own. Raises ConfigError.
+
+    Its groups have the baseline that the algorithm compares with, if it does.
+    """
+    rollouts = build_workflow(adapter.workflow, context, sessions, folder)
+    if adapter.algorithm.has_baseline:
+        alone = replace(context, sampling=greedy(context.sampling))
+        rollouts = WithBaseline(answers=rollouts, greedy=build_workflow(adapter.workflow, alone, sessions, folder))
+    if not adapter.sft.steps:
+        return rollouts
+    return GivenFirst(
+        given=GivenWorkflow(context=context, column=adapter.sft.column), then=rollouts, steps=adapter.sft.steps
+    )
+
+
+def build_workflow(
+    chosen: config.WorkflowConfig, context: WorkflowContext, sessions: Sessions, folder: RunFolder | None = None
+) -> Workflow:
+    """Import what ``chosen`` names and build it. Raises ConfigError.
+
+    ``sessions`` are the agents' endpoint's; what agents say is kept in ``folder``.
+    """
+    match chosen:
+        case config.SingleTurnWorkflowConfig():
+            return SingleTurnWorkflow(context=context)
+        case config.MultiTurnWorkflowConfig():
+            return MultiTurnWorkflow(
+                context=context,
+                environment=_callable(chosen.environment),
+                arguments=chosen.arguments,
+                max_turns=chosen.max_turns,
+                stop=chosen.stop,
+            )
+        case config.CustomWorkflowConfig():
+            return CheckedWorkflow(inner=_custom(chosen, context), context=context)
+        case config.AgentWorkflowConfig():
+            return AgentWorkflow(
+                context=context,
+                sessions=sessions,
+                agent=_callable(chosen.path),
+                tool_parser=chosen.tool_parser,
+                kept=ConversationFile(folder, chosen.conversations_mib << 20) if folder else None,
+            )
+        case config.ClientWorkflowConfig():
+            raise ConfigError("workflow.kind", "a client drives the adapter: it has no rollouts", "choose another kind")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedWorkflow:
+    """A user's workflow: what it raises is a fault of the group, what it returns obeys contract C10."""
+
+    inner: Workflow
+    context: WorkflowContext
+
+    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
+        """Raises AlignmentError for an episode that cannot be trained on: code to correct, not a fault to retry."""
+        episode = await call(FaultKind.WORKFLOW, ref.name, self.inner.run, prompt, ref, seed)
+        if not isinstance(episode, Episode):
+            raise AlignmentError(f"{prompt.uid}: the workflow returned {type(episode).__name__}, not an Episode")
+        checked: Episode = await call(FaultKind.WORKFLOW, ref.name, self._checked, episode, prompt, ref)
+        return checked
+
+    async def _checked(self, episode: Episode, prompt: Prompt, ref: AdapterRef) -> Episode:
+        """Return the episode as the ledger will decode it, with float rewards. A wrong type may raise any exception."""
+        graded = tuple(map(_graded, episode.group.trajectories))
+        episode = Episode(group=replace(episode.group, trajectories=graded), texts=tuple(episode.texts))
+        episode = msgspec.msgpack.decode(msgspec.msgpack.encode(episode), type=Episode)
+        if episode.group.uid != prompt.uid:
+            raise AlignmentError(f"{prompt.uid}: the workflow returned an Episode of {episode.group.uid}")
+        if not graded or len(episode.texts) != len(graded):
+            raise AlignmentError(f"{prompt.uid}: {len(graded)} trajectories and {len(episode.texts)} texts")
+        for trajectory in episode.group.trajectories:
+            check_alignment(trajectory)
+            if not any(trajectory.loss_mask) or trajectory.adapter.name != ref.name:
+                raise AlignmentError(f"trajectory {trajectory.uid}: nothing in it was sampled by {ref.name}")
+            if len(trajectory.token_ids) > self.context.max_model_len:
+                raise AlignmentError(
+                    f"trajectory {trajectory.uid}: {len(trajectory.token_ids)} tokens are more than "
+                    f"rollout.max_model_len = {self.context.max_model_len}"
+                )
+        if first_fault(episode.group) is None:
+            check_rewards([(0, trajectory) for trajectory in episode.group.trajectories])
+        return episode
+
+
+def _graded(trajectory: Trajectory) -> Trajectory:
+    if trajectory.outcome is not Outcome.OK:
+        return trajectory
+    score = given_score(trajectory.reward)
+    return replace(trajectory, reward=score.reward, outcome=score.outcome, detail=score.detail or trajectory.detail)
+
+
+def _callable(text: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = load_import_path(text)
+    if not callable(found):
+        raise ConfigError(text, f"is a {type(found).__name__}, which cannot be called", "name a class or function")
+    return found
+
+
+def _custom(chosen: config.CustomWorkflowConfig, context: WorkflowContext) -> Workflow:
+    factory = _callable(chosen.path)
+    try:
+        workflow: Workflow = factory(context, **chosen.arguments)
+        _ = workflow.run  # a workflow without it is found here, not at the first prompt
+    except Exception as error:  # fault boundary: a user's factory may fail in any way
+        fix = "correct the factory or workflow.arguments"
+        raise ConfigError(chosen.path, f"building the workflow fails: {describe(error)}", fix) from error
+    return workflow

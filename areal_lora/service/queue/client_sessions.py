@@ -1,0 +1,263 @@
+"""Sessions, models, sampling sessions and samples of clients; and the adapters that serve snapshots."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from areal_lora.operations.protocol import LoadState, Publish
+from areal_lora.service.queue.answers import forget, give
+from areal_lora.service.queue.queue_rows import (
+    AdapterRow,
+    ClientSession,
+    Model,
+    PendingSample,
+    SamplingSession,
+    SavedState,
+    model_id,
+    sampler_id,
+)
+from areal_lora.service.queue.queue_store import MODELS, SAMPLERS, SAMPLES, SESSIONS, Transaction, unknown
+from areal_lora.service.queue.requests import CreateModel, Lora, Pending, Serve, UnloadedModel, encode
+from areal_lora.service.queue.sequencer import append, fail_open, insert, load
+from areal_lora.service.refused import RequestError
+
+MAX_SESSIONS, MAX_SAMPLERS = 256, 4096
+"""Of a tenant, at a time."""
+UNFETCHED_S = 86400.0
+
+
+def open_session(tx: Transaction, tenant: str, about: bytes) -> str:
+    if tx.count("sessions WHERE tenant = ? AND ended = 0", tenant) >= MAX_SESSIONS:
+        raise RequestError(429, "session_id", f"{MAX_SESSIONS} sessions are open", "end some, or wait until they end")
+    session = f"s{secrets.token_hex(6)}"
+    SESSIONS.insert(tx.db, ClientSession(session=session, tenant=tenant, about=about, created_s=tx.now_s))
+    return session
+
+
+def end_session(tx: Transaction, session: str) -> None:
+    """Its models leave; what they saved stays."""
+    tx.do("UPDATE sessions SET ended = 1 WHERE session = ?", session)
+    tx.ended.add(session)
+    for model in tx.models("session = ? AND removed = 0", session):
+        leave(tx, model, "its session has ended")
+    tx.do("DELETE FROM samples WHERE sampler IN (SELECT sampler FROM samplers WHERE session = ?)", session)
+    tx.do("DELETE FROM samplers WHERE session = ?", session)
+
+
+def sessions_with_models(tx: Transaction) -> dict[str, str]:
+    """Open sessions that have models, with their tenants."""
+    return dict(tx.rows("SELECT DISTINCT session, tenant FROM models WHERE removed = 0 AND of_state IS NULL"))
+
+
+def leave(tx: Transaction, model: Model, reason: str) -> None:
+    """The model is removed; its adapter is to leave."""
+    tx.do("UPDATE models SET removed = 1 WHERE model = ?", model.model)
+    fail_open(tx, model, reason)
+    tx.do("DELETE FROM client_operations WHERE adapter = ?", model.adapter)
+    tx.do("UPDATE requests SET action = NULL WHERE owner = ?", model.model)
+
+
+def unload(tx: Transaction, tenant: str, model_id: str) -> str:
+    """The model leaves, what it saved stays; returns the request, which is answered at once."""
+    request = f"{model_id}:unload"
+    if not tx.count("requests WHERE request = ? AND tenant = ?", request, tenant):
+        leave(tx, tx.model(tenant, model_id), "the model was unloaded")
+        insert(tx, tenant, request, model_id, 0, "", b"", held=False)
+        give(tx, request, UnloadedModel(model=model_id))
+    return request
+
+
+def evict(tx: Transaction, model: str) -> None:
+    for each in tx.models("model = ? AND removed = 0", model):
+        leave(tx, each, "its place is needed")
+
+
+def snapshot_name() -> str:
+    """Name of an adapter that serves a saved state."""
+    return f"snapshot-{secrets.token_hex(6)}"
+
+
+def name_of(session: str, model_seq: int) -> str:
+    """Name of a model's adapter among those of its tenant."""
+    return f"{session}-{model_seq}"
+
+
+def insert_model(
+    tx: Transaction,
+    row: AdapterRow,
+    session: str,
+    model_seq: int,
+    request: str,
+    fingerprint: str,
+    action: CreateModel,
+    lora: Lora,
+) -> None:
+    """The model whose adapter is ``row``, and the request that made it."""
+    model = model_id(session, model_seq)
+    _insert(tx, row, model, session, lora, None, action.notes)
+    insert(tx, row.tenant, request, model, 0, fingerprint, encode(action), held=False)
+    if action.load is not None:
+        append(tx, row.key, request, load(tx, row.tenant, action.load))
+
+
+def insert_snapshot(tx: Transaction, row: AdapterRow, state: SavedState) -> None:
+    """The model that serves ``state``."""
+    _insert(tx, row, f"{row.name}:snapshot", "", state.lora, state.path, {})
+    append(tx, row.key, "", LoadState(adapter=state.adapter, label=state.label, optimizer=False))
+    append(tx, row.key, "", Publish())
+
+
+def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str | None) -> str:
+    tx.session(tenant, session)
+    if not 0 <= seq < 1 << 53:
+        raise RequestError(422, "sampling_session_seq_id", f"{seq} is no number of a sampling session", "count from 0")
+    if path is not None:
+        tx.state(tenant, path)
+    sampler = sampler_id(session, seq)
+    row = tx.row("SELECT path, model FROM samplers WHERE sampler = ?", sampler)
+    if row is not None and row != (path, None):
+        reason = "another sampling session came with this number before"
+        raise RequestError(422, "sampling_session_seq_id", reason, "use a new number for every session")
+    if row is None:
+        if tx.count("samplers WHERE tenant = ?", tenant) >= MAX_SAMPLERS:
+            reason = f"{MAX_SAMPLERS} sampling sessions are open"
+            raise RequestError(422, "sampling_session_seq_id", reason, "open another session, and end this one")
+        made = SamplingSession(
+            sampler=sampler, tenant=tenant, session=session, path=path, model=None, created_s=tx.now_s
+        )
+        SAMPLERS.insert(tx.db, made)
+    return sampler
+
+
+def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -> Serve | Pending | SavedState:
+    """Under which name servers have what the sampling session samples; the state if that needs an adapter of its own.
+
+    ``missing``: no server has this name any more.
+    """
+    sampler = tx.sampler(tenant, sampler_id)
+    if sampler.model is not None:
+        return _newest(tx, sampler.model)
+    if sampler.path is None:
+        return Serve(model=None)
+    state = tx.state(tenant, sampler.path)
+    owner = tx.of_adapter(state.adapter)
+    if owner is not None and not owner.removed and state.version is not None and owner.published == state.version:
+        if (name := f"{owner.adapter}@v{state.version}") != missing:
+            return Serve(model=name)
+        tx.do("UPDATE saved_states SET version = NULL WHERE adapter = ? AND label = ?", state.adapter, state.label)
+    for snapshot in tx.models("of_state = ? AND removed = 0", state.path):
+        if snapshot.broken:
+            leave(tx, snapshot, snapshot.broken)
+            raise RequestError(422, "sampling_session_id", snapshot.broken, "save the weights again")
+        name = f"{snapshot.adapter}@v{snapshot.published}"
+        if snapshot.published is not None and name != missing:
+            return Serve(model=name)
+        return Pending(reason="the weights are loaded again", capacity=True)
+    return state
+
+
+def expire(tx: Transaction, state: SavedState) -> None:
+    """Forget the state, the model that serves it and the sampling sessions that only it keeps."""
+    forget(tx, state)
+    for snapshot in tx.models("of_state = ? AND removed = 0", state.path):
+        leave(tx, snapshot, "its weights were deleted")
+    tx.do("DELETE FROM samplers WHERE path = ?", state.path)
+
+
+def _newest(tx: Transaction, model_id: str) -> Serve | Pending:
+    found = tx.models("model = ? AND removed = 0", model_id)
+    if not found:
+        raise unknown("model_id", "model", model_id)
+    if found[0].published is None:
+        return Pending(reason="no server has the model yet")
+    return Serve(model=found[0].adapter)
+
+
+def _insert(
+    tx: Transaction, row: AdapterRow, model: str, session: str, lora: Lora, of_state: str | None, notes: dict[str, str]
+) -> None:
+    MODELS.insert(
+        tx.db,
+        Model(
+            model=model,
+            tenant=row.tenant,
+            session=session,
+            name=row.name,
+            incarnation=row.incarnation,
+            adapter=row.key,
+            lora=lora,
+            created_s=row.created_s,
+            of_state=of_state,
+            notes=notes,
+        ),
+    )
+
+
+# ---------------------------------------------------------------- lists, also of what has ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionView:
+    """A session with the names of its models and sampling sessions."""
+
+    session: ClientSession
+    models: list[str]
+    samplers: list[str]
+
+
+def sessions(tx: Transaction, tenant: str) -> list[str]:
+    """Newest first."""
+    return [each.session for each in reversed(tx.sessions("tenant = ?", tenant))]
+
+
+def session_view(tx: Transaction, tenant: str, name: str) -> SessionView:
+    """Raises RequestError."""
+    session = tx.session(tenant, name, ended=True)
+    samplers = tx.rows("SELECT sampler FROM samplers WHERE session = ? ORDER BY rowid", name)
+    models = tx.models("session = ? AND of_state IS NULL", name)
+    return SessionView(session=session, models=[each.model for each in models], samplers=[row[0] for row in samplers])
+
+
+def models(tx: Transaction, tenant: str) -> list[Model]:
+    """Newest first."""
+    return tx.models("tenant = ? AND of_state IS NULL", tenant)[::-1]
+
+
+def saved(tx: Transaction, tenant: str, model: str | None = None) -> list[SavedState]:
+    """The tenant's named states, oldest first; with ``model`` of this one, which may have left."""
+    where = "tenant = ? AND named = 1 AND (expires_s IS NULL OR expires_s > ?) AND model = COALESCE(?, model)"
+    return tx.states(where, tenant, tx.now_s, model)
+
+
+# ---------------------------------------------------------------- samples
+#
+# Samples that were acknowledged and that no client has fetched are kept over restarts of the service; their outcomes
+# are not. After a restart they are sampled again, which no client can see: with a seed the outcome is the same, and
+# without one it is as good as the one that no client received.
+
+
+def keep_sample(tx: Transaction, tenant: str, sampler: str, sample: str, fingerprint: str, body: bytes) -> None:
+    """Take a sample of the tenant's sampling session, or find it taken. Raises RequestError."""
+    tx.sampler(tenant, sampler)
+    row = tx.row("SELECT fingerprint FROM samples WHERE sample = ?", sample)
+    if row is None:
+        new = PendingSample(
+            sample=sample, tenant=tenant, sampler=sampler, fingerprint=fingerprint, body=body, at_s=tx.now_s
+        )
+        SAMPLES.insert(tx.db, new)
+    elif row[0] != fingerprint:
+        raise RequestError(422, "seq_id", "another request came under this number", "use a new number")
+
+
+def kept_samples(tx: Transaction) -> list[PendingSample]:
+    """Oldest first."""
+    return SAMPLES.select(tx.db, "1")
+
+
+def drop_samples(tx: Transaction, samples: Iterable[str]) -> None:
+    """Forget samples that are no longer needed, and those that were not fetched for a day."""
+    for sample in samples:
+        tx.do("DELETE FROM samples WHERE sample = ?", sample)
+    tx.do("DELETE FROM samples WHERE at_s < ?", tx.now_s - UNFETCHED_S)

@@ -1,0 +1,298 @@
+"""What the service keeps: tenants, keys, adapters, operations. An adapter's row has its desired phase."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from areal_lora.config.sections.service import QuotaConfig
+from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase
+from areal_lora.service.queue.requests import Lora
+
+TENANT = re.compile(r"[a-z][a-z0-9]{0,15}")
+"""Has no ``-``: the first one in a name of the run ends the tenant."""
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,46}")
+SCHEME = "tinker://"
+STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+LOCAL = "local"
+"""The operator's own tenant: the inbox, and requests with the key in the run folder."""
+
+
+class Verb(StrEnum):
+    CREATE = "create"
+    PAUSE = "pause"
+    RESUME = "resume"
+    DELETE = "delete"
+
+
+class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of one tenant. `QuotaConfig` describes those without a default, ``tokens`` and ``requests``.
+
+    ``weight`` is that of an adapter, ``operations`` are acknowledged and not carried out yet, ``body_kib`` and
+    ``pass_kib`` bound the body of a request and of a pass of an SDK client, ``problems`` a generated split,
+    ``workers`` the scorer processes of an adapter. Of SDK clients: ``queued`` requests that are not answered,
+    ``queued_mib`` of data kept for them and since the last step, ``saved`` states.
+    """
+
+    adapters: int
+    rank: int
+    sequences: int
+    tokens: int = 1 << 23
+    requests: int = 12_000
+    weight: float = 1.0
+    operations: int = 64
+    body_kib: int = 256
+    problems: int = 100_000
+    workers: int = 4
+    queued: int = 256
+    queued_mib: int = 256
+    pass_kib: int = 8192
+    saved: int = 64
+
+    @classmethod
+    def of(cls, config: QuotaConfig) -> Quota:
+        return msgspec.convert(config.model_dump(), cls)
+
+    @property
+    def body_bytes(self) -> int:
+        return self.body_kib << 10
+
+    @property
+    def pass_bytes(self) -> int:
+        return self.pass_kib << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A key that admits requests of ``tenant``; the key itself is not kept. ``operator``: may make tenants and keys."""
+
+    digest: str
+    tenant: str
+    label: str
+    operator: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRow:
+    """One adapter of a tenant. ``settings`` are its section of the configuration as data, without ``name``."""
+
+    tenant: str
+    name: str
+    incarnation: int
+    wanted: DesiredPhase
+    settings: dict[str, Any]
+    created_s: float
+
+    @property
+    def desired(self) -> DesiredAdapter:
+        return DesiredAdapter(
+            name=f"{self.tenant}-{self.name}", incarnation=self.incarnation, phase=self.wanted, adapter=self.settings
+        )
+
+    @property
+    def key(self) -> str:
+        """What the run calls it: no two adapters of any tenants, nor two bearers of one name, share it."""
+        return self.desired.key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOperation:
+    """An operation to acknowledge. ``request`` is the tenant's idempotency key; None without one."""
+
+    tenant: str
+    name: str
+    incarnation: int
+    verb: Verb
+    request: str | None
+    fingerprint: str
+    answer: bytes
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOperation:
+    """An acknowledged operation that the run has not carried out yet."""
+
+    number: int
+    tenant: str
+    name: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """Everything that decisions need, as of one commit. ``adapters`` has no deleted ones; ``highest`` is the last
+    incarnation of each name, deleted ones included, and ``forgotten`` that of each tenant's names that are not in it.
+    """
+
+    quotas: MappingProxyType[str, Quota] = field(default_factory=lambda: MappingProxyType({}))
+    keys: MappingProxyType[str, Key] = field(default_factory=lambda: MappingProxyType({}))
+    adapters: MappingProxyType[tuple[str, str], AdapterRow] = field(default_factory=lambda: MappingProxyType({}))
+    highest: MappingProxyType[tuple[str, str], int] = field(default_factory=lambda: MappingProxyType({}))
+    forgotten: MappingProxyType[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    open: tuple[OpenOperation, ...] = ()
+    generation: int = 0
+
+    def of(self, tenant: str) -> list[AdapterRow]:
+        """The tenant's adapters, oldest first."""
+        return [row for row in self.adapters.values() if row.tenant == tenant]
+
+    def next_incarnation(self, tenant: str, name: str) -> int:
+        return max(self.highest.get((tenant, name), 0), self.forgotten.get(tenant, 0)) + 1
+
+    def after(self, row: AdapterRow, number: int) -> Tables:
+        """The tables once operation ``number`` has made its adapter ``row``."""
+        at = (row.tenant, row.name)
+        adapters = dict(self.adapters) | {at: row}
+        if row.wanted is DesiredPhase.DELETED:
+            del adapters[at]
+        opened = OpenOperation(number=number, tenant=row.tenant, name=row.name, incarnation=row.incarnation)
+        return replace(
+            self,
+            adapters=MappingProxyType(adapters),
+            highest=MappingProxyType(dict(self.highest) | {at: row.incarnation}),
+            open=(*self.open, opened),
+            generation=self.generation + 1,
+        )
+
+    def desired(self) -> DesiredAdapters:
+        """What the run is to have: deleted adapters are not in it."""
+        return DesiredAdapters(
+            generation=self.generation, adapters=tuple(row.desired for row in self.adapters.values())
+        )
+
+
+class Kind(StrEnum):
+    """Of a saved state, as it stands in its path."""
+
+    WEIGHTS = "weights"
+    SAMPLER = "sampler_weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientSession:
+    """``about`` is the face's own. A session that has ended has no models."""
+
+    session: str
+    tenant: str
+    about: bytes
+    created_s: float
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """An adapter whose operations the queue orders. ``adapter`` is what the run calls it; the service's table of
+    adapters has it as ``name``.
+
+    ``of_state`` is the path that a model serves which the queue made for samplers; clients cannot address that one.
+    ``next_seq`` is the client's next number, ``next_number`` the queue's; a checkpoint covers the operations up to
+    ``closed``. ``published`` is the newest version that servers had. ``removed``: the adapter leaves, or has left.
+    ``broken`` is the reason why no operation of it can be carried out. ``notes`` are the client's own.
+    """
+
+    model: str
+    tenant: str
+    session: str
+    name: str
+    incarnation: int
+    adapter: str
+    lora: Lora
+    created_s: float
+    of_state: str | None = None
+    removed: bool = False
+    joined: bool = False
+    next_seq: int = 1
+    next_number: int = 1
+    closed: int = 0
+    published: int | None = None
+    broken: str = ""
+    notes: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """A saved state: ``label`` of ``adapter`` on the disk. Without ``named`` it belongs to a sampling session.
+
+    ``version`` is the one that servers had it as, None for a state that was not published.
+    """
+
+    model: str
+    tenant: str
+    adapter: str
+    kind: Kind
+    name: str
+    label: str
+    named: bool
+    version: int | None
+    step: int
+    n_bytes: int
+    lora: Lora
+    created_s: float
+    expires_s: float | None
+    notes: dict[str, str]
+
+    @property
+    def path(self) -> str:
+        return path_of(self.model, self.kind, self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSession:
+    """A sampling session: of the saved state ``path``, of the newest version of ``model``, or of the base."""
+
+    sampler: str
+    tenant: str
+    session: str
+    path: str | None
+    model: str | None
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingSample:
+    """A sample that was acknowledged and that no client has fetched. ``body`` is the request of the client."""
+
+    sample: str
+    tenant: str
+    sampler: str
+    fingerprint: str
+    body: bytes
+    at_s: float
+
+
+def path_of(model: str, kind: Kind, name: str) -> str:
+    return f"{SCHEME}{model}/{kind}/{name}"
+
+
+def parse_path(path: str) -> tuple[str, Kind, str] | None:
+    """Model, kind and name of a saved state; None for what is no path."""
+    parts = path.removeprefix(SCHEME).split("/")
+    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in list(Kind):
+        return None
+    return parts[0], Kind(parts[1]), parts[2]
+
+
+def model_id(session: str, model_seq: int) -> str:
+    return f"{session}:train:{model_seq}"
+
+
+def sampler_id(session: str, sampler_seq: int) -> str:
+    return f"{session}:sample:{sampler_seq}"
+
+
+def digest_of(key: str) -> str:
+    """What is kept of a key. Keys are 256 random bits, so that no slow hash is needed."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
+
+
+def new_key() -> str:
+    """SDK clients take keys with this prefix only."""
+    return f"tml-{secrets.token_hex(32)}"

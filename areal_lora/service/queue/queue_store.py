@@ -1,0 +1,359 @@
+"""The file ``service.sqlite``: what was acknowledged survives any end of the process. One connection, one thread.
+
+Every change is one transaction, synced before it is acknowledged; any exception rolls it back. A full disk, a lock
+or an input/output error is `Unavailable`, and the file is used again afterwards.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar, get_origin, get_type_hints
+
+import msgspec
+
+from areal_lora.errors import ConfigError, RecordError
+from areal_lora.processes.faults import reached
+from areal_lora.run_folder.sqlite import connect
+from areal_lora.service.queue.queue_rows import (
+    AdapterOperation,
+    AdapterRow,
+    ClientSession,
+    Key,
+    Model,
+    OpenOperation,
+    PendingSample,
+    Quota,
+    SamplingSession,
+    SavedState,
+    Tables,
+    parse_path,
+)
+from areal_lora.service.queue.queue_schema import SCHEMA_VERSION, STEPS
+from areal_lora.service.refused import RequestError, Unavailable
+
+MAX_DELETED, MAX_OPERATIONS = 1024, 1 << 14
+"""Deleted adapters, and operations that were carried out, that are kept of a tenant."""
+R = TypeVar("R")
+T = TypeVar("T")
+_PASSING = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+)
+
+
+class Table(Generic[R]):
+    """Rows of one table as dataclasses of ``kind``, whose fields are columns. Structs are msgpack, dicts JSON."""
+
+    def __init__(self, name: str, kind: type[R]) -> None:
+        self._name, self._kind, self._hints = name, kind, get_type_hints(kind)
+        self._columns = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # R is a dataclass
+
+    def select(self, db: sqlite3.Connection, where: str, *values: object) -> list[R]:
+        """In the order in which the rows were made."""
+        found = db.execute(f"SELECT {', '.join(self._columns)} FROM {self._name} WHERE {where} ORDER BY rowid", values)
+        return [
+            self._kind(**{name: self._read(name, value) for name, value in zip(self._columns, row, strict=True)})
+            for row in found
+        ]
+
+    def insert(self, db: sqlite3.Connection, row: R, conflict: str = "") -> int:
+        """The rowid."""
+        names, marks = ", ".join(self._columns), ", ".join("?" * len(self._columns))
+        values = [_stored(getattr(row, name)) for name in self._columns]
+        cursor = db.execute(f"INSERT INTO {self._name} ({names}) VALUES ({marks}) {conflict}", values)
+        return int(cursor.lastrowid or 0)
+
+    def _read(self, name: str, value: Any) -> Any:
+        hint = self._hints[name]
+        if get_origin(hint) is dict:
+            return msgspec.json.decode(value, type=hint)
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            return msgspec.msgpack.decode(value, type=hint)
+        return hint(value) if hint is bool or (isinstance(hint, type) and issubclass(hint, StrEnum)) else value
+
+
+def _stored(value: object) -> object:
+    if isinstance(value, dict):
+        return msgspec.json.encode(value).decode()
+    return msgspec.msgpack.encode(value) if isinstance(value, msgspec.Struct) else value
+
+
+KEYS, ADAPTERS, OPERATIONS = Table("keys", Key), Table("adapters", AdapterRow), Table("operations", AdapterOperation)
+OPEN = Table("operations", OpenOperation)
+SESSIONS, MODELS, STATES = Table("sessions", ClientSession), Table("models", Model), Table("saved_states", SavedState)
+SAMPLERS, SAMPLES = Table("samplers", SamplingSession), Table("samples", PendingSample)
+
+
+@dataclass(slots=True, kw_only=True)
+class Transaction:
+    """Rows in and out, and what changed for callers that wait. ``tables`` are the service's.
+
+    ``answered`` requests have their answer, ``moved`` adapters new operations. ``ended`` sessions and the saved states
+    at ``forgotten`` paths are no longer there.
+    """
+
+    db: sqlite3.Connection
+    now_s: float
+    tables: Tables
+    answered: set[str] = field(default_factory=set)
+    moved: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+    forgotten: set[str] = field(default_factory=set)
+
+    def quota(self, tenant: str) -> Quota:
+        return self.tables.quotas[tenant]
+
+    def do(self, sql: str, *values: object) -> None:
+        self.db.execute(sql, values)
+
+    def rows(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        return self.db.execute(sql, values).fetchall()
+
+    def row(self, sql: str, *values: object) -> tuple[Any, ...] | None:
+        found: tuple[Any, ...] | None = self.db.execute(sql, values).fetchone()
+        return found
+
+    def count(self, sql: str, *values: object) -> int:
+        return int(self.db.execute(f"SELECT COUNT(*) FROM {sql}", values).fetchone()[0])
+
+    def insert(self, table: str, **values: object) -> None:
+        names = ", ".join(values)
+        marks = ", ".join("?" * len(values))
+        self.do(f"INSERT INTO {table} ({names}) VALUES ({marks})", *values.values())
+
+    # ------------------------------------------------------------ rows of one tenant; others' are unknown
+
+    def session(self, tenant: str, session: str, *, ended: bool = False) -> ClientSession:
+        """Raises RequestError for one that is not the tenant's, and for one that has ended unless ``ended``."""
+        found = self.sessions("session = ? AND tenant = ?", session, tenant)
+        if not found:
+            raise unknown("session_id", "session", session)
+        if found[0].ended and not ended:
+            raise RequestError(410, "session_id", f"session {session!r} has ended", "open another one")
+        return found[0]
+
+    def model(self, tenant: str, model: str, *, removed: bool = False) -> Model:
+        """Raises RequestError for one that is not the tenant's, and for one that has left unless ``removed``."""
+        found = self.models("model = ? AND tenant = ? AND of_state IS NULL", model, tenant)
+        if not found or (found[0].removed and not removed):
+            raise unknown("model_id", "model", model)
+        return found[0]
+
+    def sampler(self, tenant: str, sampler: str) -> SamplingSession:
+        found = SAMPLERS.select(self.db, "sampler = ? AND tenant = ?", sampler, tenant)
+        if not found:
+            raise unknown("sampling_session_id", "sampling session", sampler)
+        return found[0]
+
+    def state(self, tenant: str, path: str) -> SavedState:
+        """The saved state at ``path``, unless it has expired."""
+        parts = parse_path(path)
+        found = parts and self.states("tenant = ? AND model = ? AND kind = ? AND name = ?", tenant, *parts)
+        if not found or (found[0].expires_s is not None and found[0].expires_s <= self.now_s):
+            raise unknown("path", "saved state", path)
+        return found[0]
+
+    # ------------------------------------------------------------ lists
+
+    def sessions(self, where: str, *values: object) -> list[ClientSession]:
+        return SESSIONS.select(self.db, where, *values)
+
+    def models(self, where: str, *values: object) -> list[Model]:
+        return MODELS.select(self.db, where, *values)
+
+    def states(self, where: str, *values: object) -> list[SavedState]:
+        return STATES.select(self.db, where, *values)
+
+    def of_adapter(self, adapter: str) -> Model | None:
+        return next(iter(self.models("adapter = ?", adapter)), None)
+
+
+def unknown(path: str, what: str, name: str) -> RequestError:
+    """Also for rows of another tenant: that they exist is not shown."""
+    return RequestError(404, path, f"there is no {what} {name[:128]!r}", "use an id that the service gave to this key")
+
+
+class Store:
+    """The only connection to the file.
+
+    Raises ConfigError for the file of another run, RecordError for a damaged one, Unavailable where it cannot be read
+    or written at present.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path = path
+        try:
+            self._db = connect(str(path), synchronous="FULL", autocommit=True)
+            self._db.execute("PRAGMA foreign_keys=ON")
+            self._begin(run)
+        except sqlite3.Error as error:
+            raise self._broken(error) from error
+
+    def _begin(self, run: str) -> None:
+        self._db.execute("BEGIN EXCLUSIVE")
+        if not self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
+            self._create(STEPS[0])
+            self._db.execute("INSERT INTO meta VALUES (1, ?, 0)", (run,))
+        found = self._db.execute("SELECT schema_version, run FROM meta").fetchone()
+        if found[1] == run and found[0] in range(1, SCHEMA_VERSION):
+            for tables in STEPS[found[0] :]:
+                self._create(tables)
+            self._db.execute("UPDATE meta SET schema_version = ?", (SCHEMA_VERSION,))
+            found = (SCHEMA_VERSION, run)
+        self._db.execute("COMMIT")
+        if found != (SCHEMA_VERSION, run):
+            reason = f"it is of run {found[1]!r} in schema {found[0]}, not of {run!r} in schema {SCHEMA_VERSION}"
+            self._db.close()
+            raise ConfigError(str(self.path), reason, "put the run's own file back")
+
+    def _create(self, tables: str) -> None:
+        for statement in tables.split(";\n"):
+            self._db.execute(statement)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def change(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """``work``'s result once its changes are durable. An exception leaves the file as it was."""
+        with self._transaction():
+            result = work(self._db)
+            reached("queue.changed")
+        reached("queue.committed")
+        return result
+
+    def load(self) -> Tables:
+        """Everything that decisions need."""
+        db = self._db
+        try:
+            adapters = ADAPTERS.select(db, "wanted != 'deleted'")
+            highest = db.execute("SELECT tenant, name, MAX(incarnation) FROM adapters GROUP BY tenant, name")
+            return Tables(
+                quotas=MappingProxyType(
+                    {
+                        tenant: msgspec.json.decode(quota, type=Quota)
+                        for tenant, quota in db.execute("SELECT tenant, quota FROM tenants ORDER BY tenant")
+                    }
+                ),
+                keys=MappingProxyType({key.digest: key for key in KEYS.select(db, "1")}),
+                adapters=MappingProxyType({(row.tenant, row.name): row for row in adapters}),
+                highest=MappingProxyType({(tenant, name): incarnation for tenant, name, incarnation in highest}),
+                forgotten=MappingProxyType(dict(db.execute("SELECT tenant, incarnation FROM forgotten"))),
+                open=tuple(OPEN.select(db, "carried_out = 0")),
+                generation=db.execute("SELECT generation FROM meta").fetchone()[0],
+            )
+        except sqlite3.Error as error:
+            raise self._broken(error) from error
+
+    def answered(self, tenant: str, request: str) -> tuple[str, bytes] | None:
+        """Fingerprint and answer of the tenant's operation under this idempotency key."""
+        try:
+            found = self._db.execute(
+                "SELECT fingerprint, answer FROM operations WHERE tenant = ? AND request = ?", (tenant, request)
+            ).fetchone()
+        except sqlite3.Error as error:
+            raise self._broken(error) from error
+        return (found[0], found[1]) if found else None
+
+    def record(
+        self, row: AdapterRow, operation: AdapterOperation, also: Callable[[sqlite3.Connection], None] = lambda _: None
+    ) -> int:
+        """Make the adapter ``row``, remember the operation, and do ``also``; all or nothing. Returns the operation's
+        number.
+        """
+        with self._transaction():
+            conflict = "ON CONFLICT (tenant, name, incarnation) DO UPDATE SET wanted = excluded.wanted"
+            ADAPTERS.insert(self._db, row, conflict)
+            reached("service.half_recorded")
+            number = OPERATIONS.insert(self._db, operation)
+            self._db.execute("UPDATE meta SET generation = generation + 1")
+            also(self._db)
+            reached("service.recorded")
+        return number
+
+    def carried_out(self, numbers: Iterable[int]) -> None:
+        """Mark operations; losing this at a crash costs nothing."""
+        self._write([("UPDATE operations SET carried_out = 1 WHERE number = ?", (n,)) for n in numbers])
+
+    def prune(self) -> None:
+        """Remove what is above `MAX_DELETED` and `MAX_OPERATIONS`, and operations that no request can name again."""
+        adapters = _oldest("adapters", "wanted = 'deleted'")
+        operations = _oldest("operations", "carried_out = 1")
+        with self._transaction():
+            self._db.execute("UPDATE adapters SET settings = '{}' WHERE wanted = 'deleted' AND settings != '{}'")
+            self._db.execute("DELETE FROM operations WHERE carried_out = 1 AND request IS NULL")
+            for (tenant,) in self._db.execute("SELECT tenant FROM tenants").fetchall():
+                old = (tenant, tenant, MAX_DELETED)
+                self._db.execute(
+                    "INSERT INTO forgotten SELECT tenant, MAX(incarnation) FROM adapters"
+                    f" WHERE {adapters} GROUP BY tenant"
+                    " ON CONFLICT (tenant) DO UPDATE SET incarnation = MAX(incarnation, excluded.incarnation)",
+                    old,
+                )
+                self._db.execute(f"DELETE FROM adapters WHERE {adapters}", old)
+                self._db.execute(f"DELETE FROM operations WHERE {operations}", (tenant, tenant, MAX_OPERATIONS))
+
+    def put_tenant(self, tenant: str, quota: Quota) -> None:
+        sql = "INSERT INTO tenants VALUES (?, ?) ON CONFLICT (tenant) DO UPDATE SET quota = excluded.quota"
+        self._write([(sql, (tenant, msgspec.json.encode(quota).decode()))])
+
+    def put_key(self, key: Key) -> None:
+        """Admit the key; another one of the tenant with this label is no longer valid."""
+        self._write(
+            [
+                ("DELETE FROM keys WHERE tenant = ? AND label = ?", (key.tenant, key.label)),
+                ("INSERT INTO keys VALUES (?, ?, ?, ?)", (key.digest, key.tenant, key.label, key.operator)),
+            ]
+        )
+
+    def drop_key(self, tenant: str, label: str) -> None:
+        self._write([("DELETE FROM keys WHERE tenant = ? AND label = ?", (tenant, label))])
+
+    def set_generation(self, generation: int) -> None:
+        self._write([("UPDATE meta SET generation = ?", (generation,))])
+
+    def _write(self, statements: list[tuple[str, tuple[object, ...]]]) -> None:
+        with self._transaction():
+            for sql, arguments in statements:
+                self._db.execute(sql, arguments)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All of it or nothing."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # SQLite rolls back by itself where the disk is full
+                    self._db.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: sqlite3.Error) -> Exception:
+        """The error to raise: RecordError for damage, Unavailable for what passes, else a fault of the statement."""
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the low byte names the class
+        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            return RecordError(f"{self.path}: the service's file is damaged: {error} (fix: restore it from a copy)")
+        if code in _PASSING:
+            status = 507 if code == sqlite3.SQLITE_FULL else 503
+            return Unavailable(status, f"{self.path.name} cannot be read or written: {error}")
+        return error
+
+
+def _oldest(table: str, where: str) -> str:
+    """The condition of a tenant's rows but the newest; its arguments are the tenant, again, and how many stay."""
+    newest = f"SELECT number FROM {table} WHERE tenant = ? AND {where} ORDER BY number DESC LIMIT 1 OFFSET ?"
+    return f"tenant = ? AND {where} AND number <= ({newest})"

@@ -1,0 +1,206 @@
+"""The one thread that changes the service's file: decide, commit, write the desired state, then answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import queue
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from areal_lora.errors import RecordError
+from areal_lora.processes.faults import reached
+from areal_lora.processes.log import get_logger
+from areal_lora.processes.watched import watched_thread
+from areal_lora.run_folder.desired import read_desired, write_desired
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.service.queue.lifecycle import Phases, carried_out
+from areal_lora.service.queue.queue_rows import AdapterOperation, AdapterRow, Key, Quota, Tables, Verb
+from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.refused import RequestError, Unavailable, internal_error
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+Decide = Callable[[Tables, Phases], AdapterRow]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterChange:
+    """One operation of a tenant; ``decide`` plans it, ``answer`` is what is acknowledged.
+
+    ``request`` is the idempotency key, or empty; the same key with another ``fingerprint`` is refused. ``also`` is done
+    in the same transaction.
+    """
+
+    tenant: str
+    verb: Verb
+    fingerprint: str
+    decide: Decide
+    answer: Callable[[AdapterRow], bytes]
+    request: str = ""
+    also: Callable[[sqlite3.Connection, AdapterRow], None] = lambda *_: None
+
+
+class Writer:
+    """Owns the store. ``tables`` are those of the last commit, readable from any thread; ``phases`` gives the run's.
+
+    Making one rewrites the desired state from the tables: an earlier process may have ended between the two.
+    """
+
+    def __init__(self, store: Store, run_folder: RunFolder, phases: Callable[[], Phases]) -> None:
+        self._store, self._folder, self._phases = store, run_folder, phases
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.tables = store.load()
+        self._undesired = False
+        self._repair()
+        self._thread = watched_thread("service-writer", self._run)
+
+    def close(self) -> None:
+        """Finish the jobs in the queue, then end."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._store.close()
+
+    async def operate(self, change: AdapterChange) -> bytes:
+        """The answer, once the operation is durable. The run can read it then, or once its disk takes it.
+
+        Raises RequestError.
+        """
+        return await self._in_thread(lambda: self._operate(change))
+
+    async def answered(self, tenant: str, request: str, fingerprint: str) -> bytes | None:
+        """The answer that the tenant's idempotency key had; None without. Raises RequestError for another request."""
+        return await self._in_thread(lambda: self._answered(tenant, request, fingerprint))
+
+    async def change(self, work: Callable[[sqlite3.Connection, Tables], T]) -> T:
+        """``work``'s result once its changes are durable. Raises RequestError, and then nothing has changed."""
+        return await self._in_thread(lambda: self._store.change(lambda db: work(db, self.tables)))
+
+    async def put_tenant(self, tenant: str, quota: Quota) -> None:
+        await self._in_thread(lambda: self._administer(lambda: self._store.put_tenant(tenant, quota)))
+
+    async def put_key(self, key: Key) -> None:
+        await self._in_thread(lambda: self._administer(lambda: self._store.put_key(key)))
+
+    async def drop_key(self, tenant: str, label: str) -> None:
+        await self._in_thread(lambda: self._administer(lambda: self._store.drop_key(tenant, label)))
+
+    async def prune(self) -> None:
+        """Remove what is no longer needed of deleted adapters and operations."""
+        with contextlib.suppress(Unavailable):  # the next call repeats it
+            await self._in_thread(lambda: self._administer(self._store.prune))
+
+    async def settle(self) -> None:
+        """Stop counting the operations that the run has carried out, and write a desired state that is missing."""
+        if self._undesired or carried_out(self.tables, self._phases()):
+            with contextlib.suppress(Unavailable):  # the next call repeats it
+                await self._in_thread(self._settle)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """``work``'s result in this thread. Raises RequestError, with status 500 for an unexpected exception.
+
+        RecordError ends the process: the file is damaged.
+        """
+        loop, answered = asyncio.get_running_loop(), asyncio.Event()
+        results: list[T | RequestError] = []
+
+        def job() -> None:
+            try:
+                results.append(work())
+            except RequestError as refused:
+                results.append(refused)
+            except RecordError:
+                raise
+            except Exception:  # fault boundary: the request of one caller
+                log.exception("a request failed and was rolled back")
+                with contextlib.suppress(Unavailable):  # the exception may have come after the commit
+                    self.tables, self._undesired = self._store.load(), True
+                results.append(internal_error())
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits any more
+                loop.call_soon_threadsafe(answered.set)
+
+        self._jobs.put(job)
+        await answered.wait()
+        (result,) = results
+        if isinstance(result, RequestError):
+            raise result
+        return result
+
+    def _operate(self, change: AdapterChange) -> bytes:
+        if change.request:
+            before = self._answered(change.tenant, change.request, change.fingerprint)
+            if before is not None:
+                return before
+        row = change.decide(self.tables, self._phases())
+        answer = change.answer(row)
+        reached("service.decided")
+        number = self._store.record(
+            row,
+            AdapterOperation(
+                tenant=row.tenant,
+                name=row.name,
+                incarnation=row.incarnation,
+                verb=change.verb,
+                request=change.request or None,
+                fingerprint=change.fingerprint,
+                answer=answer,
+                at_s=time.time(),
+            ),
+            lambda db: change.also(db, row),
+        )
+        reached("service.committed")
+        self.tables, self._undesired = self.tables.after(row, number), True
+        with contextlib.suppress(Unavailable):  # the operation is durable; `settle` repeats it
+            self._write_desired()
+        reached("service.desired")
+        return answer
+
+    def _write_desired(self) -> None:
+        """Write the desired state of the tables unless the file has it. Raises Unavailable."""
+        if not self._undesired:
+            return
+        wanted = self.tables.desired()
+        try:
+            if read_desired(self._folder) != wanted:  # else an attempt failed after the file was in its place
+                write_desired(self._folder, wanted)
+        except OSError as error:
+            log.warning("%s cannot be written, repeated soon: %s", self._folder.desired, error)
+            status = 507 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 503
+            raise Unavailable(status, f"{self._folder.desired.name} cannot be written: {error.strerror}") from error
+        self._undesired = False
+
+    def _answered(self, tenant: str, request: str, fingerprint: str) -> bytes | None:
+        known = self._store.answered(tenant, request)
+        if known is not None and known[0] != fingerprint:
+            reason = "this key came with another request before"
+            raise RequestError(422, "Idempotency-Key", reason, "use a new key for every operation")
+        return None if known is None else known[1]
+
+    def _administer(self, write: Callable[[], None]) -> None:
+        write()
+        self.tables = self._store.load()
+
+    def _settle(self) -> None:
+        self._write_desired()
+        done = {each.number for each in carried_out(self.tables, self._phases())}
+        self._store.carried_out(done)
+        self.tables = replace(self.tables, open=tuple(o for o in self.tables.open if o.number not in done))
+
+    def _repair(self) -> None:
+        """Make the desired state that of the tables."""
+        wanted, there = self.tables.desired(), read_desired(self._folder)
+        if there.adapters == wanted.adapters and self._folder.desired.exists():
+            return
+        generation = max(there.generation, wanted.generation) + 1
+        self._store.set_generation(generation)
+        self.tables = replace(self.tables, generation=generation)
+        write_desired(self._folder, self.tables.desired())

@@ -1,0 +1,240 @@
+"""Sampling sessions and samples. A server of the run answers a sample; what comes of it is kept until it is fetched.
+
+    asample --> the queue keeps the request --> its id     retrieve_future --> the outcome; the queue may forget
+
+What comes of samples is in memory: a service that starts samples again what no client has fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from areal_lora.operations.protocol import OperationFailure
+from areal_lora.processes.log import get_logger
+from areal_lora.service.gateway import Gateway, Names
+from areal_lora.service.http import Caller, Guard, as_object, body_of, fingerprint, sdk_decoded
+from areal_lora.service.inference import Meter, n_tokens
+from areal_lora.service.queue.client_sessions import kept_samples, open_sampler
+from areal_lora.service.queue.queue import RequestQueue
+from areal_lora.service.queue.requests import Pending
+from areal_lora.service.refused import RequestError, Unavailable
+from areal_lora.service.tinker import sdk_bodies
+from areal_lora.service.tinker.base_model import Base
+from areal_lora.service.tinker.sample_bodies import SampleRequest, completion, read_sample, sampled_body
+from areal_lora.service.tinker.sdk_answers import PROTOBUF, answered, retrieved
+
+BASE = "base"
+PAUSE_S = 0.25
+PATIENCE_S = 900.0
+"""A sample waits this long for a server that holds what it samples; servers restart in that time."""
+KEPT = 4
+"""Samples of a tenant, answered ones included, as a multiple of those in progress that its quota allows."""
+GRACE_S, UNFETCHED_S = 60.0, 900.0
+"""An answer is kept so long after it was fetched, for a client that repeats the fetch, and so long without one."""
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sample:
+    """``found`` is the SDK's message, or why there is none. ``waits`` is why it has not started.
+
+    ``n_bytes`` are those of the request while the queue keeps it, and those of the answer. ``metered``: its tokens
+    count as in progress.
+    """
+
+    tenant: str
+    mark: str
+    n_bytes: int
+    tokens: int
+    metered: bool = True
+    task: asyncio.Task[None] | None = None
+    found: bytes | OperationFailure | None = None
+    waits: Pending | None = None
+    fetched: bool = False
+    leaves: asyncio.TimerHandle | None = None
+
+
+class Sampling:
+    def __init__(self, queue: RequestQueue, base: Base, gateway: Gateway, meter: Meter) -> None:
+        self._queue, self._base, self._gateway, self._meter = queue, base, gateway, meter
+        self._samples: dict[str, _Sample] = {}
+
+    def routes(self, guard: Guard) -> list[Route]:
+        return [
+            Route("/api/v1/create_sampling_session", guard(self.create), methods=["POST"]),
+            Route("/api/v1/asample", guard(self.sample), methods=["POST"]),
+            Route("/api/v1/samplers/{sampler}", guard(self.show), methods=["GET"]),
+        ]
+
+    async def start(self) -> None:
+        """Sample again what an earlier process has acknowledged."""
+        for each in await self._queue.change(kept_samples):
+            try:
+                tokens = self._tokens(read_sample(as_object(each.body)))
+            except RequestError:  # an earlier release took it; it fails in its turn
+                tokens = 0
+            sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.body), tokens=tokens)
+            self._meter.start(each.tenant, tokens)
+            self._start(each.sample, sample, each.body)
+
+    async def close(self) -> None:
+        tasks = [sample.task for sample in self._samples.values() if sample.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def create(self, request: Request, caller: Caller) -> Response:
+        parsed = sdk_decoded(await body_of(request, caller), sdk_bodies.CreateSampler)
+        self._base.check(parsed.base_model)
+        if parsed.base_model is None and parsed.model_path is None:
+            raise RequestError(
+                422, "model_path", "neither a state nor a base is named", "send model_path or base_model"
+            )
+        session, seq, path = parsed.session_id, parsed.sampling_session_seq_id, parsed.model_path
+        sampler = await self._queue.change(lambda tx: open_sampler(tx, caller.tenant, session, seq, path))
+        return answered({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    async def show(self, request: Request, caller: Caller) -> Response:
+        name = request.path_params["sampler"]
+        sampler = await self._queue.change(lambda tx: tx.sampler(caller.tenant, name))
+        return answered({"sampler_id": sampler.sampler, "base_model": self._base.name, "model_path": sampler.path})
+
+    async def sample(self, request: Request, caller: Caller) -> Response:
+        """The same request again has the id of the first one."""
+        body = await body_of(request, caller, long=True)
+        parsed, mark = read_sample(as_object(body)), fingerprint("sample", body)
+        session = parsed.sampling_session_id
+        sampler = (await self._queue.change(lambda tx: tx.sampler(caller.tenant, session))).sampler
+        name = f"{sampler}:{parsed.seq_id}"
+        if (sample := self._samples.get(name)) is None:
+            tokens = self._tokens(parsed)
+            self._make_room(caller, len(body))
+            self._meter.start(caller.tenant, tokens, caller.quota)
+            sample = self._samples[name] = _Sample(tenant=caller.tenant, mark=mark, n_bytes=len(body), tokens=tokens)
+        if sample.mark != mark:
+            raise RequestError(422, "seq_id", "another request came under this number", "use a new number")
+        if sample.task is None:
+            try:
+                await self._queue.keep_sample(caller.tenant, sampler, name, mark, body)
+                if sample.task is None:  # the same request may have come twice meanwhile
+                    self._start(name, sample, body)
+            finally:
+                if sample.task is None:
+                    self._samples.pop(name, None)
+                    self._unmeter(sample)
+        ids = [f"{name}:{k}" for k in range(parsed.num_samples)]
+        return answered({"request_id": name, "sample_sequence_ids": ids})
+
+    async def retrieve(self, request: Request, caller: Caller, name: str, wait_s: float) -> Response | None:
+        """The answer of a sample; None for the id of something else. Raises RequestError."""
+        sample = self._samples.get(name)
+        if sample is None or sample.tenant != caller.tenant:
+            if ":sample:" in name:
+                raise RequestError(410, "request_id", "this sample is no longer kept", "sample again")
+            return None
+        if sample.task is not None:
+            await asyncio.wait({sample.task}, timeout=wait_s)
+        if sample.found is not None and not sample.fetched and not await request.is_disconnected():
+            sample.fetched, sample.n_bytes = True, _length(sample.found)
+            self._queue.drop_sample(name)
+            self._keep(name, sample, GRACE_S)
+        match sample.found:
+            case bytes(body):
+                return Response(body, media_type=PROTOBUF)
+            case OperationFailure() as failed:
+                return retrieved(failed, name)
+            case None:
+                return retrieved(sample.waits or Pending(reason="it is being sampled"), name)
+
+    def _tokens(self, parsed: SampleRequest) -> int:
+        return n_tokens(completion(parsed, BASE, self._base.context, pinned=False), self._base.context)
+
+    def _make_room(self, caller: Caller, n_bytes: int) -> None:
+        """Forget samples of a tenant that were fetched, oldest first, if they are many. Raises RequestError (429)."""
+        mine = {name: sample for name, sample in self._samples.items() if sample.tenant == caller.tenant}
+        in_progress = sum(sample.found is None for sample in mine.values())
+        total, count = n_bytes + sum(sample.n_bytes for sample in mine.values()), len(mine)
+        most_bytes, most = caller.quota.queued_mib << 20, KEPT * caller.quota.queued
+        for name in [name for name, sample in mine.items() if sample.fetched]:
+            if total <= most_bytes and count < most:
+                break
+            total, count = total - mine[name].n_bytes, count - 1
+            self._forget(name, mine[name])
+        if in_progress >= caller.quota.queued or total > most_bytes or count >= most:
+            reason = f"{caller.quota.queued} samples, or {caller.quota.queued_mib} MiB of them, are the quota"
+            raise RequestError(429, "asample", reason, "fetch some, or wait for those in progress", retry_s=1)
+
+    def _keep(self, name: str, sample: _Sample, for_s: float) -> None:
+        if sample.leaves is not None:
+            sample.leaves.cancel()
+        sample.leaves = asyncio.get_running_loop().call_later(for_s, self._forget, name, sample)
+
+    def _forget(self, name: str, sample: _Sample) -> None:
+        if sample.leaves is not None:
+            sample.leaves.cancel()
+        if self._samples.get(name) is sample:
+            del self._samples[name]
+            self._queue.drop_sample(name)
+
+    def _start(self, name: str, sample: _Sample, body: bytes) -> None:
+        self._samples[name] = sample
+        sample.task = asyncio.create_task(self._answer(sample, name, body))
+
+    async def _answer(self, sample: _Sample, name: str, body: bytes) -> None:
+        try:
+            sample.found = await self._sampled(sample, read_sample(as_object(body)))
+        except RequestError as refused:
+            sample.found = OperationFailure(reason=str(refused), by_client=refused.status < 500)
+        except Exception as error:  # fault boundary: one sample must not end the service
+            log.error("sample %s failed", name, exc_info=error)
+            sample.found = OperationFailure(reason="an unexpected error; the service's log has it", by_client=False)
+        finally:
+            self._unmeter(sample)
+        if isinstance(sample.found, OperationFailure):
+            self._queue.drop_sample(name)  # nor does a restart of the service repeat it
+            sample.n_bytes = 0
+        sample.n_bytes += _length(sample.found)
+        self._keep(name, sample, UNFETCHED_S)
+
+    def _unmeter(self, sample: _Sample) -> None:
+        if sample.metered:
+            sample.metered = False
+            self._meter.end(sample.tenant, sample.tokens)
+
+    async def _sampled(self, sample: _Sample, parsed: SampleRequest) -> bytes:
+        """Raises RequestError, also where no server can answer for a long time."""
+        until, missing = time.monotonic() + PATIENCE_S, None
+        while True:
+            try:
+                served = await self._queue.serve(sample.tenant, parsed.sampling_session_id, missing)
+            except Unavailable as unavailable:
+                if time.monotonic() > until:
+                    raise
+                served = Pending(reason=unavailable.reason)
+            if isinstance(served, Pending):
+                sample.waits = served
+            else:
+                sample.waits = None
+                inner = served.model or BASE
+                names = Names(BASE, BASE, BASE) if inner == BASE else Names("it", "it", inner)
+                body = completion(parsed, inner, self._base.context, pinned="@" in inner)
+                try:
+                    return sampled_body(parsed, await self._gateway.answer("/v1/completions", body, names))
+                except RequestError as refused:
+                    if refused.status not in (404, 503):
+                        raise
+                    missing = inner if refused.status == 404 else None
+                    if time.monotonic() > until:
+                        raise
+            await asyncio.sleep(PAUSE_S)
+
+
+def _length(found: bytes | OperationFailure) -> int:
+    return len(found) if isinstance(found, bytes) else len(found.reason)

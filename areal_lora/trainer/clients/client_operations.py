@@ -1,0 +1,239 @@
+"""Rank 0's side of adapters that clients drive: which operation is next, and the answers to the service.
+
+    service -> link -> `Backlog` -> `Clients.first`: the next operation that all ranks carry out
+                           ^             | what cannot be carried out ends here
+                           |-- complete <- outcome of a pass
+                           |-- durable, kept <- saver thread: a checkpoint, a saved state
+                           '-- active <- publisher thread: a version
+
+It takes the place that `ControllerLink` has for adapters with rollouts. Answers leave from whichever thread has them:
+the main thread may be in the middle of another adapter's step.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from areal_lora.checkpoint.files import Disk
+from areal_lora.checkpoint.saver import CheckpointSave
+from areal_lora.operations.backlog import Backlog
+from areal_lora.operations.link import TrainerEnd
+from areal_lora.operations.protocol import (
+    DropState,
+    LoadState,
+    Operation,
+    OperationCompletion,
+    OperationFailure,
+    OptimStep,
+    Outcome,
+    Pass,
+    PassResult,
+    PublishResult,
+    SaveState,
+    StateResult,
+    ToService,
+    encode,
+    ends_window,
+)
+from areal_lora.processes.faults import reached
+from areal_lora.processes.log import get_logger
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.trainer.adapter import Adapter, ControllerState
+from areal_lora.trainer.clients.client_passes import Limits, problem
+from areal_lora.trainer.clients.saved_states import loadable, named
+from areal_lora.trainer.step_metrics import Window
+from areal_lora.trainer.work import Operate
+from areal_lora.types import AdapterRef
+
+log = get_logger(__name__)
+_decode = msgspec.msgpack.Decoder(OperationCompletion).decode
+
+
+class Clients:
+    """One per run with a service. ``base`` is the digest of the base model.
+
+    The saver's and the publisher's thread call `durable`, `kept` and `active`, the main thread everything else.
+    """
+
+    def __init__(self, run_folder: RunFolder, end: TrainerEnd, limits: Limits, base: str) -> None:
+        self._run_folder, self._end, self._limits, self._base = run_folder, end, limits, base
+        self.known: set[str] = set()
+        """Adapters that a client drives or has driven. Other threads read it, too."""
+        self.windows: dict[str, Window] = {}
+        """By adapter, what the passes of its window were about."""
+        self._adapters: dict[str, Adapter] = {}
+        self._settled: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        """Of the following, and of the order in which messages leave."""
+        self._backlog = Backlog()
+        self._saves: dict[str, int] = {}
+        self._publishes: dict[str, tuple[int, int]] = {}
+        """By adapter, number of the operation that the save in progress answers; that of the publish, and version."""
+
+    # ------------------------------------------------------------ as ControllerLink
+
+    def join(self, adapter: Adapter, version: int, kept: ControllerState) -> str:
+        """The service receives the expected number of an operation; nothing prevents it."""
+        self.known.add(adapter.name)
+        self._adapters[adapter.name], self._settled[adapter.name] = adapter, kept.ledger
+        self.windows[adapter.name] = Window()
+        with self._lock:
+            self._send(self._backlog.join(adapter.name, _decode(kept.ledger) if kept.ledger else None))
+        return ""
+
+    def state(self, adapter: str) -> ControllerState:
+        """What a checkpoint keeps: the outcome of the operation that made it."""
+        return ControllerState(ledger=self._settled[adapter])
+
+    def pause(self, adapter: str, paused: bool) -> None:
+        """Its operations wait."""
+
+    def end(self, adapter: str, reason: str) -> None:
+        """Its operations fail from now on."""
+        for by_adapter in (self._adapters, self._settled, self.windows):
+            by_adapter.pop(adapter, None)
+        with self._lock:
+            self._saves.pop(adapter, None)
+            self._publishes.pop(adapter, None)
+            self._send(self._backlog.leave(adapter, reason))
+
+    def evaluate_if_due(self, ref: AdapterRef) -> None:
+        """There are no evaluations."""
+
+    # ------------------------------------------------------------ operations
+
+    def listen(self, wait_s: float = 0.0) -> None:
+        """Take in what the service has sent, after at most ``wait_s`` if that is nothing."""
+        received = self._end.take(wait_s)
+        with self._lock:
+            for message in received:
+                self._send(self._backlog.receive(message))
+
+    def first(self, adapters: Sequence[str], may_start: Callable[[Operation], bool]) -> Operate | None:
+        """The next operation of the first of ``adapters`` that has one that ``may_start``.
+
+        Those for rank 0 alone are done here.
+        """
+        for adapter in adapters:
+            while (operation := self._next(adapter)) is not None and may_start(operation):
+                with self._lock:
+                    refused = self._backlog.refused(operation)
+                refused = refused or self._refused(operation)
+                if ends_window(operation.what) or not (refused or self._own(operation)):
+                    return Operate(adapter=adapter, operation=operation, refused=refused)
+                self.complete(operation, refused or self._dropped(operation))
+        return None
+
+    def _next(self, adapter: str) -> Operation | None:
+        with self._lock:
+            return self._backlog.first([adapter])
+
+    def complete(self, operation: Operation, outcome: Outcome) -> None:
+        """An operation was carried out, and its outcome is final."""
+        _log(operation.adapter, operation.number, outcome)
+        if isinstance(operation.what, Pass) and isinstance(outcome, PassResult):
+            self.windows[operation.adapter].add(operation.what, outcome)
+        with self._lock:
+            self._send(self._backlog.complete(operation, outcome))
+
+    def settle(self, operation: Operation, outcome: Outcome) -> None:
+        """The next checkpoint of the adapter is that of ``operation``; once it is durable, ``outcome`` is final."""
+        completed = OperationCompletion(adapter=operation.adapter, number=operation.number, outcome=outcome)
+        self._settled[operation.adapter] = encode(completed)
+        self.windows[operation.adapter] = Window()
+        _log(operation.adapter, operation.number, outcome)
+        with self._lock:
+            self._backlog.start(operation, outcome)
+            self._saves[operation.adapter] = operation.number
+
+    def keeps(self, operation: Operation) -> None:
+        """The next save of the adapter is the saved state of ``operation``."""
+        with self._lock:
+            self._backlog.start(operation, None)
+            self._saves[operation.adapter] = operation.number
+
+    def publishes(self, operation: Operation, version: int) -> None:
+        """The publish of ``version``, which starts now, is that of ``operation``."""
+        with self._lock:
+            self._backlog.start(operation, None)
+            self._publishes[operation.adapter] = (operation.number, version)
+
+    # ------------------------------------------------------------ other threads
+
+    def durable(self, ref: AdapterRef) -> None:
+        """The checkpoint ``ref`` is on the disk: the operation that made it has its outcome."""
+        with self._lock:
+            if self._saves.get(ref.name) == ref.version:
+                reached("trainer.operation.durable")
+                del self._saves[ref.name]
+                self._send(self._backlog.end(ref.name, ref.version))
+
+    def kept(self, save: CheckpointSave) -> None:
+        """A saved state is on the disk, or could not be written."""
+        outcome: Outcome = StateResult(step=save.step, n_bytes=save.nbytes)
+        if save.failed:
+            fix = "free disk space or repair the disk, then save again"
+            outcome = OperationFailure(reason=f"{save.reason} (fix: {fix})", by_client=False)
+        with self._lock:
+            if (number := self._saves.pop(save.ref.name, None)) is not None:
+                _log(save.ref.name, number, outcome)
+                self._send(self._backlog.end(save.ref.name, number, outcome))
+
+    def active(self, ref: AdapterRef) -> None:
+        """Servers serve ``ref``."""
+        with self._lock:
+            number, version = self._publishes.get(ref.name, (0, -1))
+            if version == ref.version:
+                del self._publishes[ref.name]
+                self._send(self._backlog.end(ref.name, number, PublishResult(version=version)))
+
+    def close(self) -> None:
+        self._end.close()
+
+    def _send(self, messages: Sequence[ToService]) -> None:
+        for message in messages:
+            self._end.send(message)
+
+    def _refused(self, operation: Operation) -> OperationFailure | None:
+        """What is wrong with the operation itself."""
+        wrong = ""
+        match operation.what:
+            case Pass() as request:
+                wrong = problem(request, self._limits)
+            case OptimStep() as step:
+                wrong = _bad_step(step)
+            case SaveState(label=label) | DropState(label=label):
+                wrong = named(label)
+            case LoadState() as request:
+                wrong = loadable(self._run_folder, request, self._adapters[operation.adapter], self._base)
+        return OperationFailure(reason=wrong, by_client=True) if wrong else None
+
+    def _own(self, operation: Operation) -> bool:
+        """Whether rank 0 needs no other rank for it."""
+        return isinstance(operation.what, DropState)
+
+    def _dropped(self, operation: Operation) -> Outcome:
+        assert isinstance(operation.what, DropState)
+        folder = self._run_folder.saved_state(operation.adapter, operation.what.label)
+        try:
+            Disk().remove(folder)
+        except OSError as error:
+            return OperationFailure(reason=f"{error.filename or folder}: {error.strerror}", by_client=False)
+        return StateResult(step=0, n_bytes=0)
+
+
+def _log(adapter: str, number: int, outcome: Outcome) -> None:
+    if isinstance(outcome, OperationFailure):
+        log.warning("operation %d of %s failed: %s", number, adapter, outcome.reason)
+
+
+def _bad_step(step: OptimStep) -> str:
+    """What no AdamW step can take."""
+    values = (step.lr, step.beta1, step.beta2, step.eps, step.weight_decay, step.grad_clip_norm)
+    if not all(math.isfinite(value) and value >= 0 for value in values):
+        return "a number of the step is negative or not finite"
+    return "" if step.beta1 < 1 and step.beta2 < 1 else "beta1 and beta2 must be below 1"

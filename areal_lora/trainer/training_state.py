@@ -1,0 +1,77 @@
+"""State of a trainer rank for a whole run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from areal_lora.algorithms.fair_queue import FairQueue
+from areal_lora.config.models import Config
+from areal_lora.distributed.exchange import Exchange
+from areal_lora.engine.base import TrainEngine
+from areal_lora.obs.trace import Spans
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.trainer.adapter import Adapter, TrainingState
+from areal_lora.trainer.audit import Auditor
+from areal_lora.trainer.clients.client_operations import Clients
+from areal_lora.trainer.controller_link import ControllerLink
+from areal_lora.trainer.recording import Recorder
+from areal_lora.trainer.roster.desired_adapters import DesiredView
+from areal_lora.trainer.versions.checkpointing import Checkpointing
+from areal_lora.trainer.versions.publishing import AdapterPublishing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank0:
+    """State of rank 0 only: the controller link, the recorder, the auditor, and whose turn it is to train.
+
+    ``desired`` and ``clients`` are there where adapters join and leave.
+    """
+
+    controller: ControllerLink
+    recorder: Recorder
+    auditor: Auditor
+    turns: FairQueue
+    desired: DesiredView | None = None
+    clients: Clients | None = None
+
+    def driver(self, adapter: Adapter) -> ControllerLink | Clients:
+        """What decides what the adapter does next: the controller, which has its rollouts, or its client."""
+        return self.clients_of(adapter) if adapter.config.is_client else self.controller
+
+    def clients_of(self, adapter: Adapter) -> Clients:
+        """The clients, of whose adapters ``adapter`` is one."""
+        assert self.clients is not None, f"{adapter.name} has no client: the run has no service"
+        return self.clients
+
+    def close(self) -> None:
+        if self.clients:
+            self.clients.close()
+        self.controller.close()
+        self.recorder.close()
+        self.auditor.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """``states`` and ``spans`` are by adapter; ``spans`` are the phases since the previous version was made.
+
+    ``control`` is the exchange in which the other ranks wait for rank 0. ``rank_0`` is None on the others.
+    """
+
+    config: Config
+    run_folder: RunFolder
+    engine: TrainEngine
+    states: dict[str, TrainingState]
+    checkpointing: Checkpointing
+    publishing: AdapterPublishing
+    control: Exchange
+    rank_0: Rank0 | None
+    spans: dict[str, Spans] = field(default_factory=lambda: defaultdict(Spans))
+
+    def close(self) -> None:
+        """End the background threads, leave the servers' groups, disconnect from the controller."""
+        self.checkpointing.close()
+        self.publishing.close()
+        if self.rank_0:
+            self.rank_0.close()

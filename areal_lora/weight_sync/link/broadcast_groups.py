@@ -1,0 +1,329 @@
+"""Broadcast groups, one per source rank: the source is rank 0, the receivers are 1..n.
+
+Each group is a process group on a store of its own, independent of any default group. Trainer and
+servers, which share no launcher, can form and leave groups at any time. The store runs at the source
+and requires the run secret (``distributed.store``). gloo's own connections do not: see "Security"
+in docs/en/cluster.md. Every wait has a deadline.
+
+When all members have joined they agree whether every receiver can read the source's memory (``same_host``).
+If so, broadcasts carry only signals about its versions. If one cannot, the bytes are sent to all.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from areal_lora.distributed.store import CurveStore
+from areal_lora.distributed.store_server import StoreServer
+from areal_lora.errors import ConfigError, PublishError
+from areal_lora.processes.log import get_logger
+from areal_lora.weight_sync.link.backends import Backend, GroupSeat, backend_of, delta, library_of
+from areal_lora.weight_sync.link.device_side import DeviceSide, PendingBroadcast
+from areal_lora.weight_sync.link.inbox import Inbox, Part, Ring, RingInbox, WindowInbox, Windows
+from areal_lora.weight_sync.link.same_host import NO_CARD, SharedSegment, readable
+from areal_lora.weight_sync.messages import SourceEndpoint
+
+READ_BYTES = 2 << 20  # largest bucket if receivers read memory: small buckets cost nothing there
+CPU = torch.device("cpu")
+
+log = get_logger(__name__)
+
+
+class Broadcast:
+    """One broadcast in progress. The buffer must stay untouched until ``wait`` has returned or raised."""
+
+    def __init__(self, group: BroadcastGroup, flat: torch.Tensor, deadline: float) -> None:
+        self._group, self._flat, self._deadline = group, flat, deadline
+        with _named(group):
+            self._issued = group.issue(flat, deadline)
+
+    def wait(self) -> None:
+        """Block until all bytes are received (or handed over). Raises PublishError at the deadline, for a dead peer."""
+        with _named(self._group):
+            try:
+                issued = self._issued.result(max(self._deadline - time.monotonic(), 0.0))
+            except TimeoutError:
+                raise RuntimeError("the library did not start it in time") from None
+            self._group.land(issued, self._flat, self._deadline)
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return or raise at once, apart from copies of a device."""
+        if not self._issued.done():
+            return False
+        return self._issued.exception() is not None or bool(self._issued.result().work.is_completed())
+
+
+class BroadcastGroup:
+    """Membership in the group of one source. After any failure it must be closed and a new group formed.
+
+    All members start the same broadcasts, of equal sizes, in the same order. All members have the same
+    ``bucket_bytes``, the largest part of a shard in one broadcast, and the same ``same_host``: receivers read
+    the source's memory.
+    """
+
+    def __init__(
+        self,
+        endpoint: SourceEndpoint,
+        rank: int,
+        backend: Backend,
+        device: torch.device = CPU,
+        *,
+        leave: Callable[[], None],
+    ) -> None:
+        self.source, self.rank, self._leave_store = endpoint.source, rank, leave
+        self.bucket_bytes, self.same_host = endpoint.bucket_bytes, False
+        self._group: dist.ProcessGroup | None = backend.group
+        self._leaving = threading.Lock()
+        self._timed_from_issue = backend.timed_from_issue
+        self._device = DeviceSide(backend.through) if backend.through is not None else None
+        self._ring, self._windows = Ring(device), Windows()
+
+    def agree(self, willing: bool, deadline: float) -> None:
+        """Agree whether all receivers can read the source's memory. All members call this first.
+
+        One member that is not ``willing``, or cannot, decides for all. A backend of a device connects its members
+        in the first broadcast: it takes place here, where the caller waits for members anyway, and not in a publish.
+        Raises PublishError.
+        """
+        if self._device is not None:
+            self.start(torch.zeros(1, dtype=torch.uint8), deadline).wait()
+            return
+        if (group := self._group) is None:
+            return
+        probe = SharedSegment(0, CPU) if willing and self.rank == 0 else None
+        card = np.frombuffer(probe.card() if probe is not None and probe.shared else NO_CARD, dtype=np.uint8).copy()
+        self.start(torch.from_numpy(card), deadline).wait()
+        vote = torch.tensor([willing and readable(card.tobytes())], dtype=torch.uint8)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        options.timeout = delta(deadline - time.monotonic())
+        with _named(self):
+            group.allreduce([vote], options).wait(delta(deadline - time.monotonic()))
+        self.same_host = bool(vote.item())
+        if self.same_host:
+            self.bucket_bytes = min(self.bucket_bytes, READ_BYTES)
+
+    def signal(self, segment: SharedSegment, deadline: float) -> Broadcast:
+        """Signal to receivers that read memory: the version in ``segment`` starts, or is complete (source)."""
+        return self.start(torch.frombuffer(bytearray(segment.signal().encode()), dtype=torch.uint8), deadline)
+
+    def receive(self, parts: Sequence[Part], deadline: float) -> Inbox:
+        """Receive one version, from the wire or from the source's memory; invalidates the previous inbox (receiver)."""
+        start = partial(self.start, deadline=deadline)
+        if self.same_host:
+            return WindowInbox(self._windows, parts, start, deadline)
+        return RingInbox(self._ring, parts, start)
+
+    def start(self, flat: torch.Tensor, deadline: float) -> Broadcast:
+        """Send (rank 0) or receive (others) ``flat`` (uint8 [nbytes], host) by ``deadline`` (time.monotonic)."""
+        return Broadcast(self, flat, deadline)
+
+    def issue(self, flat: torch.Tensor, deadline: float) -> Future[PendingBroadcast]:
+        """Start a broadcast; never waits for a library that works on a device."""
+        if (group := self._group) is None:
+            raise PublishError(f"the group of source rank {self.source} is closed; form a new group")
+        if self._device is not None:
+            return self._device.issue(partial(self._through, group, flat, deadline))
+        made: Future[PendingBroadcast] = Future()
+        made.set_result(PendingBroadcast.now(group.broadcast([flat], self._options(deadline))))
+        return made
+
+    def _through(self, group: dist.ProcessGroup, flat: torch.Tensor, deadline: float) -> dist.Work:
+        assert self._device is not None
+        twin, lane = self._device.twin(flat), self._device.lane
+        if self.rank == 0:
+            lane.copy(twin, flat)
+        with lane.queue():
+            return group.broadcast([twin], self._options(deadline))
+
+    def land(self, issued: PendingBroadcast, flat: torch.Tensor, deadline: float) -> None:
+        """Wait for a broadcast; data received through a device is on the host afterwards."""
+        left = delta(deadline - (issued.at if self._timed_from_issue else time.monotonic()))
+        if self._device is None:
+            issued.work.wait(left)
+            return
+        lane = self._device.lane
+        with lane.queue():
+            issued.work.wait(left)
+        if self.rank != 0:
+            lane.copy(flat, self._device.twin(flat))
+        lane.synchronize()
+
+    def close(self) -> None:
+        """Leave. Members that wait for this one fail at once; own transfers in progress end at their deadline first.
+
+        Any thread may call it; the first call leaves, later ones do nothing.
+        """
+        with self._leaving:
+            group, self._group = self._group, None
+        if group is None:
+            return
+        group.abort()
+        del group  # gloo's abort does nothing: its connections close with the last reference
+        if self._device is not None:
+            self._device.close()
+        self._leave_store()
+
+    @staticmethod
+    def _options(deadline: float) -> dist.BroadcastOptions:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = delta(deadline - time.monotonic())
+        return options
+
+
+class GroupListener:
+    """The source's side before the group exists: it binds and has an ``endpoint``, then ``accept``s or is closed."""
+
+    def __init__(
+        self,
+        *,
+        source: int,
+        bind: str,
+        world: int,
+        bucket_bytes: int,
+        backend: str,
+        timeout_s: float,
+        secret: str,
+        device: torch.device = CPU,
+    ) -> None:
+        _check_bind(bind)
+        self._bind, self._deadline, self._secret, self._device = bind, time.monotonic() + timeout_s, secret, device
+        self._server = StoreServer(bind, secret)
+        self.endpoint = SourceEndpoint(
+            source=source,
+            host=bind,
+            port=self._server.port,
+            world=world,
+            token=secrets.token_hex(16),
+            bucket_bytes=bucket_bytes,
+            backend=backend,
+            library=library_of(backend),
+        )
+
+    def accept(self) -> BroadcastGroup:
+        """Block until all receivers are members. The group closes the listener.
+
+        Raises PublishError ``timeout_s`` after the listener was created.
+        """
+        return _join(self.endpoint, 0, self._bind, self._deadline, self._secret, self._device, closing=self.close)
+
+    def close(self) -> None:
+        """Stop listening; members that wait to join fail at once."""
+        self._server.close()
+
+
+def join_group(
+    endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float, secret: str, device: torch.device = CPU
+) -> BroadcastGroup:
+    """Become receiver ``rank`` (1..world-1). ``bind`` is this machine's address towards the source.
+
+    Raises PublishError if the group is not complete within ``timeout_s``, or if the source has another version of the
+    backend's library.
+    """
+    _check_bind(bind)
+    if (own := library_of(endpoint.backend)) != endpoint.library:
+        raise PublishError(
+            f"source rank {endpoint.source} has {endpoint.library or 'no version'}, member {rank} has {own}: one "
+            "communicator takes one version; install the same in both roles (requirements/gpu-trainer.txt, "
+            "requirements/gpu-rollout.txt)"
+        )
+    return _join(endpoint, rank, bind, time.monotonic() + timeout_s, secret, device)
+
+
+def _join(
+    endpoint: SourceEndpoint,
+    rank: int,
+    bind: str,
+    deadline: float,
+    secret: str,
+    device: torch.device,
+    closing: Callable[[], None] = lambda: None,
+) -> BroadcastGroup:
+    """Join at the source's store. ``closing`` is called on leaving the group, or if it cannot be formed."""
+    leave = ExitStack()
+    leave.callback(closing)
+    try:
+        store = _reach(endpoint, delta(deadline - time.monotonic()).total_seconds(), secret)
+        leave.callback(store.close)
+        return _member(store, endpoint, rank, bind, deadline, device, leave.close)
+    except BaseException:
+        leave.close()
+        raise
+
+
+def _reach(endpoint: SourceEndpoint, timeout_s: float, secret: str) -> CurveStore:
+    """Connect to the source's store. A refused connection is an error at once: a source listens before it invites."""
+    try:
+        return CurveStore(endpoint.host, endpoint.port, secret, timeout_s)
+    except dist.DistError as e:
+        raise PublishError(
+            f"source rank {endpoint.source} cannot be reached at {endpoint.host}:{endpoint.port} "
+            f"within {timeout_s:.1f} s: {str(e).splitlines()[0]}"
+        ) from e
+
+
+def _member(
+    store: CurveStore,
+    endpoint: SourceEndpoint,
+    rank: int,
+    bind: str,
+    deadline: float,
+    device: torch.device,
+    leave: Callable[[], None],
+) -> BroadcastGroup:
+    factory = backend_of(endpoint.backend)
+    left_s = max(deadline - time.monotonic(), 0.0)
+    store.set_timeout(delta(left_s))
+    seat = GroupSeat(
+        store=dist.PrefixStore(endpoint.token, store),
+        rank=rank,
+        world=endpoint.world,
+        bind=bind,
+        timeout_s=left_s,
+        device=device,
+    )
+    try:
+        backend = factory(seat)
+    except (dist.DistError, RuntimeError) as e:
+        raise PublishError(
+            f"group of source rank {endpoint.source} ({endpoint.world} members) was not complete within "
+            f"{left_s:.1f} s at member {rank}: {str(e).splitlines()[0]}; see the servers' logs"
+        ) from e
+    group = BroadcastGroup(endpoint, rank, backend, device, leave=leave)
+    try:
+        group.agree(backend.same_host, deadline)
+    except BaseException:  # also torch's own errors: an open group would keep its connections
+        group.close()
+        raise
+    if rank == 0:
+        how = "read its memory" if group.same_host else "get its bytes over the network"
+        log.info("the %d receivers of source rank %d %s", endpoint.world - 1, endpoint.source, how)
+    return group
+
+
+@contextmanager
+def _named(group: BroadcastGroup) -> Iterator[None]:
+    """Turn what torch raises into a PublishError that names the group."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError) as e:
+        raise PublishError(
+            f"broadcast of source rank {group.source} failed at member {group.rank}: {str(e).splitlines()[0]}; "
+            "a receiver or the source has ended or is late, see the servers' logs"
+        ) from e
+
+
+def _check_bind(bind: str) -> None:
+    if bind in ("", "0.0.0.0", "::"):
+        raise ConfigError("cluster.bind", f"{bind!r} would listen on all interfaces", "give this machine's own address")

@@ -1,0 +1,191 @@
+"""Pack and load plans as data: every rank of a layout simulated in one process, against whole matrices.
+
+A whole lora_A and lora_B per site are cut for each rank by slices written down here, packed by
+the plans and compared with `to_hf`; loading goes the other way. Real ranks: tests/distributed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from areal_lora.config.models import TrainerConfig
+from areal_lora.engine.common import transfer_plan as plans
+from areal_lora.engine.common.arena import Arena, ShardedModel, arrange
+from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.families.family import Scope
+from areal_lora.families.sites import SiteKey
+from areal_lora.types import AdapterSpec, ExpertLayout
+from areal_lora.weight_sync.layout import AdapterLayout
+from tests.support.families.conversion import to_hf
+from tests.support.families.shapes import make_shape
+from tests.support.sizes import sample
+
+TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+SIZES = {"layers": 4, "hidden": 24, "heads": 24, "head_dim": 2, "ffn": 24, "expert_ffn": 24}
+SHAPES = {
+    "qwen3_moe": make_shape("qwen3_moe", **SIZES, kv_heads=2, experts=8, dense={1}),
+    "qwen3": make_shape("qwen3", **SIZES, kv_heads=8),
+    "qwen2_moe": make_shape("qwen2_moe", **SIZES, kv_heads=24, experts=8, shared_ffn=48),
+    "mixtral": make_shape("mixtral", **SIZES, kv_heads=4, experts=8),
+}
+
+
+def worlds() -> Iterator[tuple[int, int, int, int, int]]:
+    sizes = ((1, 2, 4, 6, 8), (1, 2, 3, 4, 8), (1, 2, 3), (1, 2, 4, 8), (1, 2, 3))
+    for world, tp, pp, ep, etp in itertools.product(*sizes):
+        if world % (tp * pp) == 0 and world % (ep * etp * pp) == 0:
+            yield world, tp, pp, ep, etp
+
+
+def model(kind: str, world: int, tp: int, pp: int, ep: int, etp: int) -> ShardedModel:
+    config = TrainerConfig(world_size=world, tp=tp, pp=pp, ep=ep, etp=etp)
+    shape = SHAPES[kind]
+    return ShardedModel(shape=shape, layout=ParallelLayout.of(config, layers=4, experts=shape.experts))
+
+
+def whole(model: ShardedModel, key: SiteKey, rank: int) -> tuple[Tensor, Tensor]:
+    pieces = model.pieces(key)
+    n_out = sum(p.out_features for p in pieces)
+
+    def numbers(side: str, *shape: int) -> Tensor:
+        expert = 0 if key.shared == side else key.expert or 0
+        place = (TARGETS.index(key.linear) * 100 + expert) * 100 + key.layer
+        seed = (place * 10 + list(Scope).index(key.scope)) * 2 + (side == "lora_B")
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+    return numbers("lora_A", rank, pieces[0].in_features), numbers("lora_B", n_out, rank)
+
+
+def own(model: ShardedModel, key: SiteKey, rank: int) -> dict[str, Tensor]:
+    """Wire tensors of a site; what experts share is the first one's."""
+    tensors = to_hf(model.pieces(key), *whole(model, key, rank))
+    return {n: t for n, t in tensors.items() if not (key.expert and key.shared and f".{key.shared}." in n)}
+
+
+def memory(model: ShardedModel, spec: AdapterSpec, rank: int, arena: Arena) -> np.ndarray:
+    """What a rank holds, cut by hand."""
+    values = np.full(arena.size, np.nan, dtype=np.float32)
+    for bank in arena.banks:
+        routed = bank.scope in (Scope.EXPERT, Scope.ALL_EXPERTS)
+        size = model.layout.etp if routed else model.layout.tp
+        mine = rank % size
+        for i, key in enumerate(bank.keys):
+            a, b = whole(model, key, spec.rank)
+            if key.linear in ("linear_proj", "linear_fc2"):
+                a = a.chunk(size, 1)[mine]
+            elif key.linear == "linear_fc1":
+                b = torch.cat([half.chunk(size)[mine] for half in b.chunk(2)])
+            else:
+                b = b.chunk(size)[mine]
+            for side, begin, part in (("lora_A", bank.a, a), ("lora_B", bank.b, b)):
+                start = begin if key.shared == side else begin + i * part.numel()
+                if key.shared == side and i:
+                    assert np.array_equal(values[start : start + part.numel()], part.flatten().numpy())
+                    continue
+                assert np.isnan(values[start : start + part.numel()]).all(), "two sites share memory"
+                values[start : start + part.numel()] = part.flatten().numpy()
+    assert not np.isnan(values).any(), "memory that no site uses"
+    return values
+
+
+def pack(
+    model: ShardedModel, spec: AdapterSpec, layout: AdapterLayout, held: list[np.ndarray], rank: int
+) -> np.ndarray:
+    found = plans.pack_plan(model, spec, rank, layout)
+    space = np.full(found.space, np.nan, dtype=np.float32)
+    space[: found.own] = held[rank]
+    for t in found.transfers:
+        assert t.receiver == rank
+        space[t.to : t.to + t.end - t.start] = held[t.sender][t.start : t.end]
+    (shard,) = [s for s in layout.shards if s.source == rank] or [None]
+    flat = np.zeros(shard.nbytes if shard else 0, dtype=np.uint8)
+    first = 0
+    for end in found.ends:
+        found.blocks.copy(space.ctypes.data, flat.ctypes.data, tensors=(first, end))
+        first = end
+    assert first == (len(shard.tensors) if shard else 0)
+    return flat
+
+
+@pytest.mark.parametrize("experts", list(ExpertLayout))
+@pytest.mark.parametrize("kind", list(SHAPES))
+def test_every_rank_packs_and_loads_its_part(kind: str, experts: ExpertLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "SECTION_BYTES", 2000)  # several sections of several sites
+    spec = AdapterSpec(name="a", base_model="b", rank=3, alpha=1.0, target_modules=TARGETS, expert_layout=experts)
+    count = 0
+    kv_heads, dense = SHAPES[kind].kv_heads, SHAPES[kind].experts == 0
+    fit = [s for s in worlds() if not (kv_heads % s[1] and s[1] % kv_heads) and not (dense and s[3:] != (1, 1))]
+    for sizes in sample(fit, 16, enumerate):
+        it = model(kind, *sizes)
+        layout = plans.wire_layout(it, spec, "float32")
+        held = [memory(it, spec, rank, arrange(it, spec, rank)) for rank in range(it.layout.world)]
+        expected: dict[str, Tensor] = {}
+        for key in it.sites(spec):
+            expected |= own(it, key, spec.rank)
+        assert {s.source for s in layout.shards} <= plans.wire_sources(it)
+        packed: dict[str, Tensor] = {}
+        for rank in range(it.layout.world):
+            flat = torch.from_numpy(pack(it, spec, layout, held, rank)).clone()
+            for shard in [s for s in layout.shards if s.source == rank]:
+                values = flat.view(torch.float32)
+                for t in shard.tensors:
+                    n = t.shape[0] * t.shape[1]
+                    packed[t.name] = values[t.offset // 4 : t.offset // 4 + n].view(t.shape)
+        assert packed.keys() == expected.keys()
+        assert all(torch.equal(packed[n], expected[n]) for n in expected), sizes
+        for rank in range(it.layout.world):
+            loading = plans.load_plan(it, spec, rank)
+            filled = np.full_like(held[rank], np.nan)
+            tensors = [expected[n].contiguous() for n in loading.names]
+            starts = np.repeat([t.data_ptr() for t in tensors], np.diff(loading.blocks.first))
+            loading.blocks.moved(src_by=starts).copy(0, filled.ctypes.data)
+            assert np.array_equal(filled, held[rank]), (sizes, rank)
+        count += 1
+    assert count > 10
+    digests = {plans.wire_layout(model(kind, *sizes), spec, "float32").digest for sizes in fit}
+    assert len(digests) > 3  # layouts differ in their senders
+
+
+def test_bfloat16_is_rounded_like_torch() -> None:
+    it = model("qwen3_moe", 4, 2, 1, 2, 2)
+    spec = AdapterSpec(name="a", base_model="b", rank=12, alpha=1.0, target_modules=TARGETS)
+    layout = plans.wire_layout(it, spec, "bfloat16")
+    held = [memory(it, spec, rank, arrange(it, spec, rank)) for rank in range(4)]
+    expected: dict[str, Tensor] = {}
+    for key in it.sites(spec):
+        expected |= own(it, key, spec.rank)
+    for shard in layout.shards:
+        values = torch.from_numpy(pack(it, spec, layout, held, shard.source)).view(torch.bfloat16)
+        for t in shard.tensors:
+            n = t.shape[0] * t.shape[1]
+            found = values[t.offset // 2 : t.offset // 2 + n].view(t.shape)
+            assert torch.equal(found, expected[t.name].bfloat16()), t.name
+
+
+def test_shared_experts_have_one_adapter_with_every_expert_as_alias() -> None:
+    it = model("qwen3_moe", 8, 2, 1, 4, 2)
+    spec = AdapterSpec(
+        name="a",
+        base_model="b",
+        rank=4,
+        alpha=1.0,
+        target_modules=("expert.linear_fc1",),
+        expert_layout=ExpertLayout.SHARED,
+    )
+    layout = plans.wire_layout(it, spec, "float32")
+    assert [s.source for s in layout.shards] == [0]
+    names = {t.name for t in layout.shards[0].tensors}
+    base = "model.layers.{}.mlp.experts.{}.{}_proj.lora_{}.weight"
+    sparse = (0, 2, 3)
+    assert names == {
+        base.format(layer, 0, *leaf) for layer in sparse for leaf in (("gate", "A"), ("gate", "B"), ("up", "B"))
+    }
+    assert len(layout.aliases) == len(sparse) * (8 * 4 - 3)
+    assert layout.aliases[base.format(2, 5, "up", "A")] == base.format(2, 0, "gate", "A")
+    assert layout.aliases[base.format(2, 5, "up", "B")] == base.format(2, 0, "up", "B")

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from areal_lora.network.headers import LEAVING_HEADER
+from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
+from areal_lora.rollout.routing import Router
+from areal_lora.types import AdapterRef, Generation, Outcome
+from tests.support.rollout.fake_server import FakeServer, Fault
+
+V3 = AdapterRef(name="math", version=3)
+
+
+async def ask(server: FakeServer, *, n: int = 2, timeout_s: float = 5.0) -> list[Generation]:
+    server.models.add(str(V3))
+    async with server:
+        router = Router()
+        router.announce(V3, {"server-0": server.url})
+        async with CompletionClient(router, "secret") as client:
+            try:
+                return await client.sample(
+                    V3, [5, 6], n=n, max_tokens=8, temperature=0.7, top_p=0.9, seed=11, timeout_s=timeout_s
+                )
+            finally:
+                assert router.servers["server-0"].outstanding == 0
+
+
+def edited(edit: Callable[[dict[str, Any]], None]) -> FakeServer:
+    return FakeServer(fault=lambda _: Fault(edit=edit))
+
+
+def test_request_and_answer() -> None:
+    server = FakeServer()
+    first, second = asyncio.run(ask(server))
+    assert server.requests == [
+        {
+            "model": "math@v3",
+            "prompt": [5, 6],
+            "n": 2,
+            "max_tokens": 8,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "seed": 11,
+        }
+    ]
+    assert (first.token_ids, second.token_ids) == ([1000, 2], [1001, 2])
+    assert first.logprobs == [-0.5, -1.0]
+    assert first.versions == [3, 3]
+    assert (first.text, first.finish_reason) == ("11", "stop")
+
+
+def test_tokens_carry_the_version_that_the_server_says() -> None:
+    answers = asyncio.run(ask(FakeServer(served_as=lambda _: "math@v2")))
+    assert [a.versions for a in answers] == [[2, 2], [2, 2]]
+
+
+def swap(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda reply: reply["choices"][1].__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    ("server", "kind"),
+    [
+        (FakeServer(fault=lambda _: Fault(status=503)), FaultKind.SERVER_ERROR),
+        (FakeServer(fault=lambda _: Fault(status=429)), FaultKind.SERVER_ERROR),
+        (FakeServer(fault=lambda _: Fault(status=404)), FaultKind.RETIRED),
+        (FakeServer(fault=lambda _: Fault(status=400)), FaultKind.REJECTED),
+        (FakeServer(fault=lambda _: Fault(disconnect=True)), FaultKind.CONNECTION),
+        (FakeServer(delay_s=lambda _: 3.0), FaultKind.TIMEOUT),
+        (FakeServer(served_as=lambda _: "other@v3"), FaultKind.PROTOCOL),
+        (edited(lambda reply: reply["choices"].pop()), FaultKind.PROTOCOL),
+        (edited(lambda reply: reply.pop("choices")), FaultKind.PROTOCOL),
+        (edited(lambda reply: reply.update(model="base")), FaultKind.PROTOCOL),
+        (edited(swap("index", 0)), FaultKind.PROTOCOL),
+        (edited(swap("token_ids", [])), FaultKind.PROTOCOL),
+        (edited(swap("token_ids", None)), FaultKind.PROTOCOL),
+        (edited(swap("logprobs", {"token_logprobs": [-0.5]})), FaultKind.PROTOCOL),
+        (edited(swap("logprobs", {"token_logprobs": [-0.5, None]})), FaultKind.PROTOCOL),
+        (edited(swap("versions", [3])), FaultKind.PROTOCOL),
+        (edited(swap("versions", [-1, -1])), FaultKind.PROTOCOL),
+        (edited(swap("finish_reason", "abort")), FaultKind.ABORTED),
+        (edited(swap("finish_reason", None)), FaultKind.ABORTED),
+    ],
+)
+def test_whatever_goes_wrong_is_typed(server: FakeServer, kind: FaultKind) -> None:
+    with pytest.raises(GenerationFault) as caught:
+        asyncio.run(ask(server, timeout_s=0.3 if kind is FaultKind.TIMEOUT else 5.0))
+    assert caught.value.kind is kind
+    assert caught.value.outcome is not Outcome.OK
+    assert caught.value.retryable == (kind is not FaultKind.REJECTED)
+
+
+def test_a_request_on_a_server_that_is_given_up_fails_over_at_once() -> None:
+    async def run() -> None:
+        async with FakeServer(models={str(V3)}, delay_s=lambda _: 30.0) as hung:
+            router = Router()
+            router.announce(V3, {"server-0": hung.url})
+            async with CompletionClient(router, "") as client:
+                task = asyncio.create_task(
+                    client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=60)
+                )
+                while not hung.open_requests:
+                    await asyncio.sleep(0.01)
+                router.announce(V3, {"server-1": "http://127.0.0.1:9"}, lost=["server-0"])
+                async with asyncio.timeout(2):
+                    await task
+
+    with pytest.raises(GenerationFault, match="excluded by the trainer") as caught:
+        asyncio.run(run())
+    assert caught.value.kind is FaultKind.CONNECTION
+    assert caught.value.retryable
+
+
+def test_a_deadline_of_the_client_says_nothing_about_the_server() -> None:
+    async def run() -> None:
+        async with FakeServer(models={str(V3)}, delay_s=lambda _: 30.0) as slow:
+            router = Router()
+            router.announce(V3, {"server-0": slow.url})
+            async with CompletionClient(router, "") as client:
+                with pytest.raises(GenerationFault, match="no answer within"):
+                    await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=0.3)
+            assert router.servers["server-0"].failures == 0
+
+    asyncio.run(run())
+
+
+def test_a_request_that_no_server_ever_got_says_nothing_about_the_answer() -> None:
+    """All servers cool down until its deadline: a connection fault, after which the same answer is asked for."""
+
+    async def run() -> None:
+        router = Router()
+        router.announce(V3, {"server-0": "http://127.0.0.1:9"})
+        router.failed(router.servers["server-0"])
+        async with CompletionClient(router, "") as client:
+            await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=0.1)
+
+    with pytest.raises(GenerationFault, match=r"no server could be asked within 0\.1 s") as caught:
+        asyncio.run(run())
+    assert caught.value.kind is FaultKind.CONNECTION
+
+
+def test_a_server_that_is_not_there() -> None:
+    async def run() -> None:
+        async with FakeServer() as gone:
+            url = gone.url
+        router = Router()
+        router.announce(V3, {"server-0": url})
+        async with CompletionClient(router, "") as client:
+            await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=5)
+
+    with pytest.raises(GenerationFault) as caught:
+        asyncio.run(run())
+    assert caught.value.kind is FaultKind.CONNECTION
+
+
+def test_a_cancelled_request_ends_on_the_server_too() -> None:
+    async def run() -> int:
+        async with FakeServer(models={str(V3)}, delay_s=lambda _: 30.0) as server:
+            router = Router()
+            router.announce(V3, {"server-0": server.url})
+            async with CompletionClient(router, "") as client:
+                task = asyncio.create_task(
+                    client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=60)
+                )
+                while not server.open_requests:
+                    await asyncio.sleep(0.01)
+                task.cancel()
+                for _ in range(200):
+                    await asyncio.sleep(0.01)
+                    if not server.open_requests:
+                        break
+                assert router.servers["server-0"].outstanding == 0
+                return server.open_requests
+
+    assert asyncio.run(run()) == 0
+
+
+def test_greedy_answers_come_in_the_order_of_the_prompts() -> None:
+    async def run(server: FakeServer) -> list[GreedyAnswer]:
+        async with server:
+            router = Router()
+            router.announce(V3, {"server-0": server.url})
+            async with CompletionClient(router, "") as client:
+                return await client.greedy(V3, [[1], [2, 3], [4]], max_tokens=8, timeout_s=5)
+
+    shuffled = FakeServer(models={str(V3)}, fault=lambda _: Fault(edit=lambda reply: reply["choices"].reverse()))
+    answers = asyncio.run(run(shuffled))
+    assert [(a.text, a.n_tokens, a.finish_reason) for a in answers] == [(text, 2, "stop") for text in "154"]
+    assert shuffled.requests[0]["temperature"] == 0.0
+    assert "seed" not in shuffled.requests[0]
+    with pytest.raises(GenerationFault, match="answered by math@v2"):
+        asyncio.run(run(FakeServer(models={str(V3)}, served_as=lambda _: "math@v2")))
+
+
+def test_what_a_leaving_server_hands_back_another_one_answers() -> None:
+    """No fault, no cool-down: the group does not notice. Nothing more is sent to the server that leaves."""
+
+    async def ask_both() -> None:
+        handed_back = Fault(status=503, headers={LEAVING_HEADER: "1"})
+        leaver, other = FakeServer(fault=lambda _: handed_back), FakeServer()
+        async with leaver, other:
+            for server in (leaver, other):
+                server.models.add(str(V3))
+            router = Router()
+            router.announce(V3, {"server-0": leaver.url, "server-1": other.url})
+            async with CompletionClient(router, "secret") as client:
+                for _ in range(4):
+                    answers = await client.sample(
+                        V3, [5, 6], n=2, max_tokens=8, temperature=1.0, top_p=1.0, seed=11, timeout_s=5.0
+                    )
+                    assert len(answers) == 2
+        assert (len(leaver.requests), len(other.requests)) == (1, 4)
+        assert router.servers["server-0"].failures == 0
+
+    asyncio.run(ask_both())
+
+
+def test_a_leaving_server_that_breaks_off_hands_back_and_alone_it_is_no_server() -> None:
+    async def alone() -> None:
+        leaver = FakeServer(fault=lambda _: Fault(disconnect=True), delay_s=lambda _: 0.2)
+        async with leaver:
+            leaver.models.add(str(V3))
+            router = Router()
+            router.announce(V3, {"server-0": leaver.url})
+            async with CompletionClient(router, "secret") as client:
+                asked = asyncio.ensure_future(
+                    client.sample(V3, [5], n=1, max_tokens=8, temperature=1.0, top_p=1.0, seed=1, timeout_s=1.0)
+                )
+                await asyncio.sleep(0.05)
+                router.leaves(router.servers["server-0"])
+                with pytest.raises(GenerationFault, match="no server could be asked") as fault:
+                    await asked
+        assert fault.value.kind is FaultKind.CONNECTION, "counted as an outage, not as a failure of the group"
+        assert router.servers["server-0"].failures == 0
+
+    asyncio.run(alone())
