@@ -86,29 +86,29 @@ def add_servers(
 
 def remove_servers(run_folder: RunFolder, *, job: str = "", console: Console) -> int:
     """Have the spare servers of ``job``, or all, leave in order. Does not wait for them. Returns how many starts."""
-    told = 0
+    stopped = 0
     for start in starts(run_folder):
         if job and start.id != job:
             continue
         if start.kind == JOB:
             # To the batch process alone: it ends the servers in order. A plain scancel signals vLLM's processes, too.
             done = _slurm("scancel", "--batch", "--signal=TERM", start.id)
-            text = f"job {start.id}: " + ("told to leave" if not done.returncode else " ".join(done.stderr.split()))
-            told += not done.returncode
+            text = f"job {start.id}: " + ("stopping" if not done.returncode else " ".join(done.stderr.split()))
+            stopped += not done.returncode
             start.path.unlink(missing_ok=True)
         elif start.over:
             start.path.unlink(missing_ok=True)
             continue
         elif is_here(start):
             os.kill(int(start.id), signal.SIGTERM)
-            text = f"process {start.id}: told to leave"
-            told += 1
+            text = f"process {start.id}: stopping"
+            stopped += 1
         else:
             text = f"process {start.id} is on {start.host}: end it there with kill {start.id}"
         print_line(console, text)
-    if not told:
+    if not stopped:
         print_line(console, "no spare servers of this run were found")
-    return told
+    return stopped
 
 
 def _submit(config: Config, folder: RunFolder, job: SpareJob) -> str:

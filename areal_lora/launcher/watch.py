@@ -77,7 +77,7 @@ class Watch:
         self._next_tick = 0.0
 
     def until_end(self, asked_to_stop: Callable[[], bool]) -> ProcessExit | None:
-        """The failure that ends the run, or None: done, or told to stop."""
+        """The failure that ends the run, or None: done, or stopped on request."""
         while not asked_to_stop():
             ended, now = self._processes.poll(), time.monotonic()
             if any(e.spec.role == TRAINER and e.spec.index == 0 and e.code == ExitCode.DONE for e in ended):

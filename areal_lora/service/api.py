@@ -24,7 +24,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service import bodies
 from areal_lora.service.acceptance import Acceptance, api_of
-from areal_lora.service.download import downloaded, open_download
+from areal_lora.service.download import Downloads, downloaded, open_download
 from areal_lora.service.gateway import Gateway, Names, split
 from areal_lora.service.http import (
     Caller,
@@ -71,6 +71,7 @@ class Api:
         self._acceptance, self._gateway, self._meter, self._sdk = acceptance, gateway, meter, sdk
         self._quota = Quota.of(api_of(config).quota)
         self._heavy = asyncio.Semaphore(CHECKS)
+        self._downloads = Downloads()
 
     def app(self) -> Starlette:
         one, guarded = "/v1/adapters/{name}", guard(lambda: self._writer.tables, self._meter.request)
@@ -152,10 +153,14 @@ class Api:
     async def download(self, request: Request, caller: Caller) -> Response:
         """``?version=N``, ``newest`` or ``best``: a tar of the PEFT folder."""
         row, version = self._row(request, caller), request.query_params.get("version", "newest")
-        async with self._heavy:
-            opened = await asyncio.to_thread(open_download, self._folder, self._config, row.desired, row.name, version)
         headers = {"Content-Disposition": f'attachment; filename="{row.name}.tar"'}
-        return downloaded(opened, opened.chunks(), "application/x-tar", headers)
+        with self._downloads.hold(caller.tenant) as held:
+            async with self._heavy:
+                opened = await asyncio.to_thread(
+                    open_download, self._folder, self._config, row.desired, row.name, version
+                )
+            held.callback(opened.close)
+            return downloaded(opened.chunks(), held.pop_all(), "application/x-tar", headers)
 
     async def models(self, request: Request, caller: Caller) -> Response:
         rows = self._writer.tables.of(caller.tenant)

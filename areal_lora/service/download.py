@@ -10,6 +10,7 @@ import io
 import secrets
 import shutil
 import tarfile
+from collections import Counter
 from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 COMPLETE = "checkpoint_complete"
 """An empty file at the end of an archive; the SDK's command line requires it."""
 CHUNK_BYTES = 1 << 20
+MAX_DOWNLOADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +92,31 @@ def open_archive(run_folder: RunFolder, config: Config, adapter: str, label: str
     return Download(files=(*files, (COMPLETE, io.BytesIO())))
 
 
+class Downloads:
+    """Downloads in progress by tenant, at most `MAX_DOWNLOADS`: each holds files of an adapter's size open."""
+
+    def __init__(self) -> None:
+        self._open: Counter[str] = Counter()
+
+    def hold(self, tenant: str) -> ExitStack:
+        """A place of ``tenant`` until the stack closes. Raises RequestError (429) where all are taken."""
+        if self._open[tenant] >= MAX_DOWNLOADS:
+            raise RequestError(429, "download", f"{MAX_DOWNLOADS} downloads are in progress", "wait for one", retry_s=5)
+        self._open[tenant] += 1
+        held = ExitStack()
+        held.callback(self._leave, tenant)
+        return held
+
+    def _leave(self, tenant: str) -> None:
+        self._open[tenant] -= 1
+        if not self._open[tenant]:
+            del self._open[tenant]
+
+
 def downloaded(
-    opened: Download, chunks: Generator[bytes, None, None], media_type: str, headers: Mapping[str, str] | None = None
+    chunks: Generator[bytes, None, None], held: ExitStack, media_type: str, headers: Mapping[str, str] | None = None
 ) -> Stream:
-    """``chunks`` of ``opened``, whose files are closed where the client does not read them in time."""
-    held = ExitStack()
-    held.callback(opened.close)
+    """``chunks``; closes ``held`` at the end, also where the client does not read them in time."""
     return Stream(_sent(chunks), held, media_type, headers)
 
 

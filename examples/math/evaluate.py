@@ -22,7 +22,7 @@ from areal_lora.config.recorded import read_config
 from areal_lora.config.sections.reward import RewardConfig
 from areal_lora.data.formatting import Formatter
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.tasks.datasets import load_samples, prompt_format
+from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.reward_sum import RewardSum
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.tasks.tally import tally
@@ -47,7 +47,7 @@ def main() -> None:
     model = model.to(device).eval()
     longest = config.rollout.max_model_len - adapter.sampling.max_new_tokens
     samples = load_samples(adapter.task, "eval")
-    formatter = Formatter(tokenizer=tokenizer, how=prompt_format(adapter.task))
+    formatter = Formatter(tokenizer=tokenizer, how=adapter.task.format)
     fitting = [s for s in samples if len(formatter.token_ids(s)) <= longest]
     items = []
     remaining = iter(fitting)

@@ -32,7 +32,7 @@ def outcome(failure: ProcessExit | None, word: str, state: str) -> JobOutcome:
     """Decide about the job.
 
     Args:
-        failure: The process that ended the run; None where it is done or was told to stop.
+        failure: The process that ended the run; None where it is done or stopped on request.
         word: The request from outside; empty for none.
         state: The job's state. RUNNING also after USR1 and before a preemption with a grace time.
             COMPLETING or PENDING: Slurm ends or requeues the job by itself, after scancel or a preemption.

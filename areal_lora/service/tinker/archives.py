@@ -26,7 +26,7 @@ from areal_lora.network.keys import derived_key
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.service.age import SUFFIX
-from areal_lora.service.download import FILES, downloaded, open_archive
+from areal_lora.service.download import FILES, Downloads, downloaded, open_archive
 from areal_lora.service.http import Caller, Guard, unguarded
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import SavedState
@@ -59,6 +59,7 @@ class Archives:
         self._queue, self._config, self._folder = queue, config, run_folder
         self._key = derived_key(read_secret(run_folder), "archive addresses")
         self._heavy = asyncio.Semaphore(AT_ONCE)
+        self._downloads = Downloads()
 
     def routes(self, guard: Guard) -> list[Route]:
         return [
@@ -87,12 +88,14 @@ class Archives:
     async def send(self, request: Request) -> Response:
         may = self._permitted(request.path_params["token"])
         state = await self._still(may)
-        async with self._heavy:
-            opened = await asyncio.to_thread(open_archive, self._folder, self._config, state.adapter, state.label)
-        if may.file:
-            return downloaded(opened, opened.one(may.file, may.keys), "application/octet-stream")
-        headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
-        return downloaded(opened, opened.chunks(), "application/x-tar", headers)
+        with self._downloads.hold(may.tenant) as held:
+            async with self._heavy:
+                opened = await asyncio.to_thread(open_archive, self._folder, self._config, state.adapter, state.label)
+            held.callback(opened.close)
+            if may.file:
+                return downloaded(opened.one(may.file, may.keys), held.pop_all(), "application/octet-stream")
+            headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
+            return downloaded(opened.chunks(), held.pop_all(), "application/x-tar", headers)
 
     def _url(self, request: Request, permission: Permission) -> str:
         return f"{request.base_url}api/v1/archives/{self.signed(permission)}"

@@ -10,11 +10,13 @@ import pytest
 from starlette.types import Message
 
 from areal_lora.service import http
-from areal_lora.service.download import Download, downloaded
+from areal_lora.service.download import MAX_DOWNLOADS, Download, Downloads, downloaded
+from areal_lora.service.refused import RequestError
 
 
 def test_the_files_of_a_download_are_closed_once_its_client_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "STALL_S", 0.05)
+    downloads = Downloads()
     file, sent = BytesIO(b"x" * 99), []
 
     async def send(message: Message) -> None:
@@ -27,8 +29,9 @@ def test_the_files_of_a_download_are_closed_once_its_client_does_not_read(monkey
         raise AssertionError
 
     async def run() -> None:
-        opened = Download(files=(("a", file),))
-        response = downloaded(opened, opened.chunks(), "application/x-tar")
+        opened, held = Download(files=(("a", file),)), downloads.hold("acme")
+        held.callback(opened.close)
+        response = downloaded(opened.chunks(), held, "application/x-tar")
         async with asyncio.timeout(30.0):
             await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
 
@@ -38,6 +41,8 @@ def test_the_files_of_a_download_are_closed_once_its_client_does_not_read(monkey
 
 
 def test_a_client_that_leaves_during_a_read_is_no_error() -> None:
+    downloads = Downloads()
+
     class Slow(BytesIO):
         def read(self, size: int | None = -1) -> bytes:
             reads.set()
@@ -54,8 +59,9 @@ def test_a_client_that_leaves_during_a_read_is_no_error() -> None:
         return {"type": "http.disconnect"}
 
     async def run() -> None:
-        opened = Download(files=(("a", file),))
-        response = downloaded(opened, opened.chunks(), "application/x-tar")
+        opened, held = Download(files=(("a", file),)), downloads.hold("acme")
+        held.callback(opened.close)
+        response = downloaded(opened.chunks(), held, "application/x-tar")
         try:
             await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
         finally:
@@ -63,3 +69,14 @@ def test_a_client_that_leaves_during_a_read_is_no_error() -> None:
 
     asyncio.run(run())
     assert file.closed
+    assert not downloads._open, "the place is free"
+
+
+def test_downloads_of_one_tenant_are_bounded_and_anothers_are_not() -> None:
+    downloads = Downloads()
+    held = [downloads.hold("acme") for _ in range(MAX_DOWNLOADS)]
+    with pytest.raises(RequestError, match="downloads are in progress"):
+        downloads.hold("acme")
+    downloads.hold("bolt").close()
+    held[0].close()
+    downloads.hold("acme").close()
