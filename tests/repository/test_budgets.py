@@ -40,7 +40,7 @@ LINES = {
     "processes": 361,
     "rollout": 7075,
     "run_folder": 1192,
-    "service": 6539,
+    "service": 6568,
     "tasks": 3635,
     "trainer": 4036,
     "weight_sync": 5888,
