@@ -242,7 +242,7 @@ def test_the_printed_serve_command_gives_the_same_greedy_answers_as_stock_peft(r
     with started(f"{run.printed('serve')} --port 0", log) as process:  # 8000 may be in use on this machine
         url = wait_until_it_says(r" answers at (\S+) ", process, log)
         models = json.loads(wait_until_it_answers(f"{url}/models", process, log))
-        assert {name, folder} == {model["id"] for model in models["data"]}
+        assert {name, "base"} == {model["id"] for model in models["data"]}
         asked = {"model": name, "prompt": prompts, "max_tokens": 32, "temperature": 0, "return_token_ids": True}
         choices = post(f"{url}/completions", asked)["choices"]
         curl = wait_until_it_says(r"^  (curl .*)\n", process, log)

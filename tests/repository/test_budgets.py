@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import re
 import statistics
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -19,6 +21,7 @@ import pytest
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "areal_lora"
+WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 638,
@@ -143,17 +146,31 @@ def measured() -> dict[str, float]:
     }
 
 
+@pytest.fixture(scope="module")
+def counts() -> dict[str, float]:
+    """Counted in a process without other threads: with them, the parser of Python 3.11 may fail."""
+    command = [sys.executable, "-m", "tests.repository.test_budgets"]
+    lines = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    ).stdout.splitlines()
+    return {line[:WIDTH].strip(): float(line[WIDTH:]) for line in lines}
+
+
 @pytest.mark.parametrize("name", LIMITS)
-def test_a_count_does_not_rise(name: str) -> None:
-    assert measured()[name] <= LIMITS[name]
+def test_a_count_does_not_rise(name: str, counts: dict[str, float]) -> None:
+    assert counts[name] <= LIMITS[name]
 
 
-@pytest.mark.parametrize("room", sorted(lines_by_room()))
-def test_a_room_does_not_grow(room: str) -> None:
-    assert lines_by_room()[room] <= LINES[room]
+@pytest.mark.parametrize("room", LINES)
+def test_a_room_does_not_grow(room: str, counts: dict[str, float]) -> None:
+    assert counts[room or OWN_FILES] <= LINES[room]
+
+
+def test_every_room_has_a_limit() -> None:
+    assert lines_by_room().keys() == LINES.keys()
 
 
 if __name__ == "__main__":
     median = statistics.median(text.count("\n") for text in sources().values())
     for key, value in {**measured(), "files": len(sources()), "median file": median, **lines_by_room()}.items():
-        print(f"{key or 'own files':34} {value}")
+        print(f"{key or OWN_FILES:{WIDTH}} {value}")

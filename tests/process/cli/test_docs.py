@@ -183,10 +183,10 @@ HOW: dict[str, How] = {
         why="a real server; --quick is run here",
     ),
     "areal-lora merge RUN merged": Elsewhere(
-        test="tests/unit/cli/test_merge.py::test_a_run_and_its_export_merge_alike", why="a run with checkpoints"
+        test="tests/unit/cli/test_export_merge.py::test_a_run_and_its_export_merge_alike", why="a run with checkpoints"
     ),
     "areal-lora push RUN org/name --dry-run": Elsewhere(
-        test="tests/unit/cli/test_push.py::test_a_dry_run_lists_the_files", why="a run with checkpoints"
+        test="tests/unit/cli/test_export_push.py::test_a_dry_run_lists_the_files", why="a run with checkpoints"
     ),
     ".venv/bin/python -m areal_lora chat runs/embedded": Elsewhere(
         test=f"{E2E}::test_the_printed_chat_command_talks_to_the_last_version", why="a real server"

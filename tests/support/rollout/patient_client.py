@@ -35,5 +35,5 @@ class PatientClient(ControllerClient):
             self.poll(())
 
     def stats(self, adapter: str) -> m.Stats:
-        reply: m.Stats = self._session.ask(m.GetStats(adapter=adapter), m.Stats)
+        reply: m.Stats = self._session.request(m.GetStats(adapter=adapter), m.Stats)
         return reply
