@@ -134,7 +134,7 @@ def test_what_cannot_be_built_is_wrong_input(chosen: dict[str, Any], words: str)
 
 
 def test_what_a_workflow_raises_is_a_fault_of_its_group() -> None:
-    with pytest.raises(GenerationFault, match=r"workflow: ValueError: broken \(.*test_loading\.py:\d+\)"):
+    with pytest.raises(GenerationFault, match=r"workflow: ValueError: broken \(.*test_workflow_loading\.py:\d+\)"):
         run("raise")
     with pytest.raises(GenerationFault, match="connection: gone"):
         run("fault")
