@@ -234,7 +234,8 @@ class Connection(_Dealer):
         deadline = time.monotonic() + timeout_s
         while (remaining_s := deadline - time.monotonic()) > 0:
             readable = dict(self._poller.poll(int(min(remaining_s, LOOK_S) * 1000) + 1))
-            if self._socket in readable:
+            # A reply may arrive between the looks at the socket and at the monitor, and with it the end of the connection.
+            if self._socket in readable or (readable and self._socket.poll(0)):
                 answered, reply = self._socket.recv_multipart()
                 if answered == number:  # else: late answer to an abandoned request
                     return bytes(reply)
@@ -259,7 +260,7 @@ class Subscription(_Dealer):
         poller.register(self._monitor, zmq.POLLIN)
         while True:
             readable = dict(await poller.poll(int(LOOK_S * 1000)))
-            if self._socket in readable:
+            if self._socket in readable or (readable and await self._socket.poll(0)):
                 take(await self._socket.recv())
             elif self._monitor in readable:
                 self._note(await self._monitor.recv_multipart())

@@ -36,7 +36,7 @@ LINES = {
     "families": 1501,
     "launcher": 4402,
     "library": 522,
-    "network": 892,
+    "network": 893,
     "obs": 3912,
     "operations": 652,
     "platforms": 130,

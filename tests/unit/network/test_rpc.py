@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import zmq
 import zmq.asyncio
 
 from areal_lora.errors import EnvironmentError_
-from areal_lora.network.rpc import Connection, ConnectionLost, RpcServer, Subscription, Wire
+from areal_lora.network.rpc import Connection, ConnectionLost, Listener, RpcServer, Subscription, Wire
 
 SECRET = "5e" * 32
 WIRE = Wire(server="server", client="client", max_request_bytes=1000, max_reply_bytes=1000)
@@ -62,6 +63,36 @@ def test_a_late_reply_is_not_taken_for_that_of_the_next_request(echo, context) -
         connection.exchange(b"later", 0.2)
     assert lost.value.late
     assert connection.exchange(b"two", 5.0) == b"two"
+    connection.close()
+
+
+def test_a_reply_that_arrives_with_the_end_of_the_connection_is_taken(context) -> None:
+    """A controller ends right after its reply to a Shutdown: the end may be seen first, the reply counts."""
+    listening = threading.Event()
+
+    async def serve() -> None:
+        listener = Listener("127.0.0.1", SECRET, WIRE)
+        ports.append(listener.port)
+        listening.set()
+        await listener.socket.send_multipart(await listener.socket.recv_multipart())
+        listener.close(linger_s=0.5)
+
+    class MonitorFirst:
+        """What a look at the socket just before both arrive gives: the reply is there, and was not seen."""
+
+        def poll(self, timeout_ms: int) -> list[tuple[Any, int]]:
+            thread.join(5)
+            return [(connection._monitor, zmq.POLLIN)] if connection._monitor.poll(5000) else []
+
+    ports: list[int] = []
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert listening.wait(5)
+    connection = Connection(context, "127.0.0.1", ports[0], SECRET, WIRE)
+    while not connection.ready:
+        connection._note(connection._monitor.recv_multipart())
+    connection._poller = MonitorFirst()  # type: ignore[assignment]
+    assert connection.exchange(b"one", 5.0) == b"one"
     connection.close()
 
 
