@@ -33,6 +33,8 @@ from areal_lora.processes.watched import watched_task
 LOOK_S = 0.25
 """How often a waiting client checks whether the other end has moved."""
 START_S = 60.0
+NEVER_MS = 3_600_000
+"""To a reconnect, which the caller precedes; with none (-1) zmq drops unread replies where a connection ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +185,7 @@ class _Dealer:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
-        self._socket.reconnect_ivl = -1
+        self._socket.reconnect_ivl = NEVER_MS
         self._socket.ipv6 = ":" in host
         connect_curve(self._socket, secret, wire.client, wire.server, wire.max_reply_bytes)
         self._monitor = self._socket.get_monitor_socket(
@@ -234,7 +236,7 @@ class Connection(_Dealer):
         deadline = time.monotonic() + timeout_s
         while (remaining_s := deadline - time.monotonic()) > 0:
             readable = dict(self._poller.poll(int(min(remaining_s, LOOK_S) * 1000) + 1))
-            # A reply may arrive between the looks at the socket and at the monitor, and with it the end of the connection.
+            # A reply and the end of its connection may arrive between the looks at the socket and at the monitor.
             if self._socket in readable or (readable and self._socket.poll(0)):
                 answered, reply = self._socket.recv_multipart()
                 if answered == number:  # else: late answer to an abandoned request

@@ -36,7 +36,7 @@ LINES = {
     "families": 1501,
     "launcher": 4402,
     "library": 522,
-    "network": 893,
+    "network": 895,
     "obs": 3912,
     "operations": 652,
     "platforms": 130,
