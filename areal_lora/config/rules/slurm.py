@@ -106,6 +106,15 @@ def own_directives(config: Config, facts: Facts) -> Iterator[Finding]:
                 yield Finding(path=path, reason=f"{line!r} has a key of its own", fix=f"use {_KEYS[option]}")
             elif option in _OURS:
                 yield Finding(path=path, reason=f"the job script sets --{option} and depends on it", fix="remove it")
+    for role, lines in slurm.srun_extra.items():
+        for line in lines:
+            option, _, value = line.replace("=", " ").partition(" ")
+            if option == "--gpu-bind" and value.strip().split(",")[-1] != "none":
+                yield Finding(
+                    path=f"cluster.slurm.srun_extra.{role}",
+                    reason=f"{line!r} hides devices that the plan gives to a process",
+                    fix="leave it out, or set --gpu-bind=none or --gpu-bind=verbose,none",
+                )
     if slurm.gres_type and config.cluster.device == "cpu":
         yield Finding(
             path="cluster.slurm.gres_type",

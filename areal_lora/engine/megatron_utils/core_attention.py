@@ -70,7 +70,7 @@ class Packing:
         """Heads ``x`` [t, h, d] at their positions."""
         _, cos, sin = self._plans[int(number)]
         first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-second, first], dim=-1) * sin
+        return torch.addcmul(x * cos, torch.cat([-second, first], dim=-1), sin)
 
 
 class PackedAttention(nn.Module):  # type: ignore[misc]

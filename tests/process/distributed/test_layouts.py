@@ -51,9 +51,10 @@ from tests.support.sizes import sample
 pytestmark = pytest.mark.slow
 
 LOGPROB_TOLERANCE = 1e-4
-# Of the largest entry of a tensor's update. In fp32 on one rank transformers is up to 2.5e-5 away from float64 here,
-# Megatron with torch's plain norms and rotations 3.9e-5, FSDP on two ranks 3.8e-5 (Mixtral).
-STEP_TOLERANCE = 5e-5
+# Of the largest entry of a tensor's update. transformers in fp32 is up to 2.5e-5 away from float64 here (Mixtral).
+STEP_TOLERANCE = 3e-5
+# The FSDP engine computes with transformers' modules in another order: Mixtral on two ranks is 3.7e-5 away.
+FSDP_STEP_TOLERANCE = 5e-5
 # Of the norm of a tensor's gradient; both sides are fp32. The FSDP engine computes with transformers' modules.
 GRADIENT_TOLERANCE = {"megatron": 1e-5, "fsdp": 1e-4}
 # Of the norm of a tensor's gradient; fp32 against float64.
@@ -336,7 +337,7 @@ def test_one_step_equals_autograd_through_transformers(world: World, name: str) 
     stepped = union(ranks, "stepped")
     found = step_error(stepped, world.wires[kind], step.stepped)
     print(f"{name}: worst update error {found:.1e}")
-    assert found < STEP_TOLERANCE
+    assert found < (FSDP_STEP_TOLERANCE if BY_NAME[name].engine == "fsdp" else STEP_TOLERANCE)
 
 
 @all_layouts

@@ -39,6 +39,8 @@ CONTRADICTIONS: list[tuple[list[str], str, str]] = [
     ([f"{SLURM}.extra=[--no-requeue]"], f"{SLURM}.extra", "depends on it"),
     ([f"{SLURM}.extra=['#SBATCH --wckey=a']"], f"{SLURM}.extra", "without #SBATCH"),
     ([f"{SLURM}.gres_type=h100", "cluster.device=cpu", "rollout.tp=1", "cluster.devices_per_node=6"], f"{SLURM}.gres_type", "contradict cluster.device = cpu"),
+    ([f"{SLURM}.srun_extra.rollout=[--gpu-bind=closest]"], f"{SLURM}.srun_extra.rollout", "hides devices"),
+    ([f"{SLURM}.srun_extra.trainer=['--gpu-bind verbose,single:1']"], f"{SLURM}.srun_extra.trainer", "hides devices"),
     (["cluster.min_servers=5"], "cluster.min_servers", "rollout.servers = 4"),
 ]
 # fmt: on
