@@ -63,7 +63,7 @@ class RmsNorm(torch.nn.Module):  # type: ignore[misc]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.detach().float()
         wide = x.float()
-        # A vector norm sums more accurately than rms_norm: an update of Mixtral is 2.7e-5 instead of 4.6e-5 from float64.
+        # A vector norm sums more accurately than rms_norm: an update of Mixtral is 2.7e-5 instead of 4.6e-5 off.
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         normed: torch.Tensor = wide * torch.rsqrt(norm.square() / wide.shape[-1] + self.eps) * weight
         return normed.to(x.dtype)
