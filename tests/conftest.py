@@ -78,6 +78,16 @@ def slurm(cluster: Slurm) -> Iterator[Slurm]:
     cluster.cancel(cluster.jobs())
 
 
+@pytest.fixture(autouse=True)
+def _user_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget the folders and modules of user code that a test has loaded: the next one has others of the same names."""
+    path, folder = sys.path.copy(), f"{tmp_path_factory.getbasetemp()}{os.sep}"
+    yield
+    sys.path[:] = path
+    for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(folder)]:
+        del sys.modules[name]
+
+
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Start launchers of small programs in the run folder ``run``."""

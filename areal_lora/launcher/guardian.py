@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from areal_lora.launcher import shared_memory
+from areal_lora.processes import shared_memory
 
 DONE, SHARED = "done", "shm:"
 MARK = "AREAL_LORA_LAUNCHER"

@@ -25,10 +25,10 @@ from uuid import uuid4
 import psutil
 
 from areal_lora.errors import EnvironmentError_, ProcessFailed
-from areal_lora.launcher import guardian, shared_memory
+from areal_lora.launcher import guardian
 from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import ProcessSpec
-from areal_lora.processes import stacks
+from areal_lora.processes import shared_memory, stacks
 from areal_lora.processes.faults import reached
 
 STOP_GRACE_S = 8.0

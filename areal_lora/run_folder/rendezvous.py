@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.errors import ConfigError, EnvironmentError_, ProcessFailed
-from areal_lora.network.keys import Plane, bearer_key
-from areal_lora.network.tls import ca_pem
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 
@@ -171,12 +169,6 @@ def create_secret(run_folder: RunFolder) -> Path:
     """
     write_file(run_folder.secret, secrets.token_hex(32), mode=0o600)
     return run_folder.secret
-
-
-def write_client_files(run_folder: RunFolder, secret: str) -> None:
-    """Write what a client outside the run needs for the data plane: certificate and bearer key (mode 0600)."""
-    write_file(run_folder.ca, ca_pem(secret, Plane.DATA), mode=0o644)
-    write_file(run_folder.data_key, bearer_key(secret, Plane.DATA), mode=0o600)
 
 
 def read_secret(run_folder: RunFolder) -> str:

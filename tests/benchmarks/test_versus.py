@@ -108,3 +108,12 @@ def test_the_report_has_every_side_and_names_a_goal_that_was_missed(capsys):
     assert "median of 1 seeds ours full trl" in lines
     assert "seconds to accuracy 0.9 26.00 26.00 never" in lines
     assert "trainer-0 100.0" in lines
+
+
+def test_the_other_side_can_import_the_task():
+    absent = ["zmq", "cryptography", "starlette", "uvicorn", "vllm", "megatron"]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+        "import areal_lora.config.load, areal_lora.tasks.datasets, areal_lora.tasks.rewards"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

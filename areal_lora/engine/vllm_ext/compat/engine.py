@@ -109,9 +109,3 @@ def own_logprobs(worker: Any) -> None:
 
 def _tempered(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
     return Sampler.compute_logprobs(logits if temperature == 1.0 else logits / temperature)
-
-
-def shared_memory_prefix() -> str:
-    """Return the prefix of this engine's files in /dev/shm (CPU workers share tensors there); empty without files."""
-    ident = os.environ.get("VLLM_DIST_IDENT", "")
-    return f"{ident}-" if ident else ""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+import psutil
 from starlette.types import ASGIApp
 from vllm import AsyncEngineArgs
 from vllm.config.lora import MaxLoRARanks
@@ -33,6 +34,7 @@ from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Scope
 from areal_lora.families.shape import read_hf_config
+from areal_lora.processes import shared_memory
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import Payload
@@ -53,14 +55,16 @@ class Parts:
     data_app: ASGIApp
     admin_app: ASGIApp
     n_slots: int
-    shm_prefix: str
+    shared_before: set[str]
 
     def close(self, timeout_s: float) -> None:
         """End the engine's processes within about ``timeout_s`` and remove their shared memory."""
-        self.channel.close()
-        self.engine.shutdown(timeout_s)
-        for file in Path("/dev/shm").glob(f"{self.shm_prefix}*") if self.shm_prefix else ():
-            file.unlink(missing_ok=True)
+        shared = shared_memory.used_by(p.pid for p in psutil.Process().children(recursive=True)) - self.shared_before
+        try:
+            self.channel.close()
+            self.engine.shutdown(timeout_s)
+        finally:
+            shared_memory.remove(shared)  # an engine that is killed leaves it
 
 
 def engine_context(longest: int, hf_config: Mapping[str, Any]) -> int:
@@ -153,6 +157,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
     digest = base_digest(config.model.folder)
     parsers = configured_parsers(config)
     ToolCallParsers(None, parsers)  # a name that is wrong ends the server before it loads a model
+    shared_before = shared_memory.entries()
     engine = start_engine(engine_args(config))
     channel = WorkerChannel(secret)
     payload = Payload(config.rollout.adapter_mode)
@@ -218,7 +223,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
         adapters=adapters,
         generator=generator,
         n_slots=adapter_slots(config),
-        shm_prefix=first.shm_prefix,
+        shared_before=shared_before,
         data_app=data_app,
         admin_app=AdminPlane(adapters, generator, info, modules, stop).app(secret),
     )

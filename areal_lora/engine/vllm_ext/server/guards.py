@@ -5,8 +5,10 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_lora.network.http_server import BodyLimit, header, refusal
-from areal_lora.network.keys import Plane, authorized
-from areal_lora.network.tls import on_loopback
+from areal_lora.network.keys import Plane, authorized, bearer_key
+from areal_lora.network.tls import ca_pem, on_loopback
+from areal_lora.run_folder.atomic import write_file
+from areal_lora.run_folder.paths import RunFolder
 
 MAX_DATA_BODY_BYTES = 64 << 20  # 32 prompts of an evaluation with 250,000 tokens each, as text
 
@@ -28,3 +30,9 @@ class BearerAuth:
             await refusal(401, f"missing or wrong key of the {self._plane} plane")(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+def write_client_files(run_folder: RunFolder, secret: str) -> None:
+    """Write what a client outside the run needs for the data plane: certificate and bearer key (mode 0600)."""
+    write_file(run_folder.ca, ca_pem(secret, Plane.DATA), mode=0o644)
+    write_file(run_folder.data_key, bearer_key(secret, Plane.DATA), mode=0o600)

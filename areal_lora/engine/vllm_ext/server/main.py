@@ -36,6 +36,7 @@ from areal_lora.config.recorded import read_config
 from areal_lora.config.sections.cluster import own_place
 from areal_lora.config.sizing.slots import has_tenants
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID
+from areal_lora.engine.vllm_ext.server.guards import write_client_files
 from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
 from areal_lora.network.addresses import set_variables
@@ -50,7 +51,7 @@ from areal_lora.processes.parent import die_with_parent
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret, write_client_files
+from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
 from areal_lora.run_folder.status import LOADING, renewed_status, set_status
 
 if TYPE_CHECKING:

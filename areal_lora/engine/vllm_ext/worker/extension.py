@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.engine.common.model_folder import ModelFolder
-from areal_lora.engine.vllm_ext.compat.engine import own_logprobs, shared_memory_prefix
+from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
 from areal_lora.engine.vllm_ext.compat.weights import fused_weights
 from areal_lora.engine.vllm_ext.compat.worker_slots import (
     activate,
@@ -90,7 +90,6 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     worker: int
     max_rank: int
     modules: dict[str, tuple[int, int]]
-    shm_prefix: str
     slot_bytes: int
 
 
@@ -252,7 +251,6 @@ class AdapterWorkerExtension:
             worker=state.rank,
             max_rank=state.held.max_rank,
             modules=state.writer.modules,
-            shm_prefix=shared_memory_prefix(),
             slot_bytes=state.writer.slot_bytes,
         )
         return msgspec.msgpack.encode(described)
