@@ -96,7 +96,8 @@ def test_announce_from_another_thread_while_a_batch_is_awaited(controller: Calla
 
 
 def test_evaluations_belong_to_the_trainer_that_asked(controller: Callable[..., Running]) -> None:
-    server = FakeServer(delay_s=lambda k: 0.5 if k < 2 else 0.0)
+    replaced = False
+    server = FakeServer(delay_s=lambda k: 0.0 if replaced else 5.0)  # what the first requests is not ready before
     run = controller(server, steps=1, eta=0)
     ref = AdapterRef(name=NAME, version=0)
     run.client.request_eval(ref, "e")
@@ -107,6 +108,7 @@ def test_evaluations_belong_to_the_trainer_that_asked(controller: Callable[..., 
     other = PatientClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
     try:
         other.hello({NAME: 0}, {})
+        replaced = True
         other.announce(ref, {"server-0": server.url})
         other.request_eval(ref, "e")
         assert other.wait_eval(ref, "e").sets[0].n == 40
