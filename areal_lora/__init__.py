@@ -22,12 +22,11 @@ if TYPE_CHECKING:
     from areal_lora.config.load import load_config
     from areal_lora.config.models import Config
     from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors, ExitCode, RunFailed, RunInterrupted
-    from areal_lora.library.runs import Run, load_run
-    from areal_lora.library.training import train
+    from areal_lora.library.runs import Run, load_run, train
     from areal_lora.obs.metrics.records import EvalRecord, RunMetrics, StepRecord
     from areal_lora.obs.report.summary import Summary
     from areal_lora.rollout.agents import AgentTask
-    from areal_lora.rollout.multi_turn import Environment, Reply
+    from areal_lora.rollout.conversations import Environment, Reply
     from areal_lora.rollout.workflow import Episode, Workflow, WorkflowContext
     from areal_lora.tasks.rewards import Graded
     from areal_lora.types import AdapterRef, Generation, Outcome, Sample, Trajectory, TrajectoryGroup
@@ -38,7 +37,7 @@ _MODULES = {
     # configure and run
     "load_config": "config.load",
     "Config": "config.models",
-    "train": "library.training",
+    "train": "library.runs",
     "ExitCode": "errors",
     "ArealLoraError": "errors",
     "ConfigError": "errors",
@@ -55,8 +54,8 @@ _MODULES = {
     # write a reward, an environment, an agent or a workflow
     "Sample": "types",
     "Graded": "tasks.rewards",
-    "Environment": "rollout.multi_turn",
-    "Reply": "rollout.multi_turn",
+    "Environment": "rollout.conversations",
+    "Reply": "rollout.conversations",
     "AgentTask": "rollout.agents",
     "Workflow": "rollout.workflow",
     "WorkflowContext": "rollout.workflow",

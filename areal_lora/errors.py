@@ -27,7 +27,8 @@ ArealLoraError
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
@@ -188,16 +189,16 @@ class RunFailed(ArealLoraError):
 
 
 class RunInterrupted(RunFailed):
-    """Ctrl-C, SIGTERM or SIGHUP ended a run; its processes are gone."""
+    """Ctrl-C, SIGTERM or SIGHUP ended a run and all its processes."""
 
 
 class BackgroundFailed(ArealLoraError):
     """A long-lived thread or task died and ended its process. ``exit_code`` is that of the causing error."""
 
-    def __init__(self, who: str, error: BaseException) -> None:
+    def __init__(self, name: str, error: BaseException) -> None:
         self.exit_code = exit_code_of(error)
         super().__init__(
-            f"{who} died, so this process ends with exit code {int(self.exit_code)}: {type(error).__name__}: {error}"
+            f"{name} died, so this process ends with exit code {int(self.exit_code)}: {type(error).__name__}: {error}"
         )
 
 
@@ -206,3 +207,13 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, ArealLoraError):
         return error.exit_code
     return ExitCode.DISK if isinstance(error, OSError) and error.errno in DISK_ERRORS else ExitCode.FAILED
+
+
+@contextmanager
+def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Call ``undo`` where the block raises anything, an interrupt included."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise

@@ -32,8 +32,8 @@ from areal_lora.rollout.channel.channel_messages import AdapterFailed, Batch, No
 from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.run_folder.rendezvous import read_endpoint, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import make_layout
+from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher

@@ -122,10 +122,9 @@ class Publishing:
 
         from areal_lora.distributed.exchange import SoloExchange
         from areal_lora.engine.common.adapter_memory import AdapterMemory
-        from areal_lora.engine.common.arena import ShardedModel
-        from areal_lora.engine.common.merged import MergedShard, merged_layout
+        from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
         from areal_lora.engine.common.model_folder import ModelFolder
-        from areal_lora.engine.common.parallel_layout import ParallelLayout
+        from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout
         from areal_lora.families.shape import ModelShape, read_hf_config
         from areal_lora.run_folder.paths import RunFolder
         from areal_lora.run_folder.rendezvous import create_secret, read_secret, wait_endpoint
@@ -170,7 +169,7 @@ class Publishing:
 
         from areal_lora.algorithms.merging import CastLoss
         from areal_lora.types import AdapterRef
-        from areal_lora.weight_sync.digests import base_digest
+        from areal_lora.weight_sync.manifest import base_digest
 
         self._memory.weights.normal_(std=0.02)
         pack: Callable[..., Any] = partial(self._memory.fill_shard, "float32", groups={})

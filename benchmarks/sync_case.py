@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from areal_lora.config.models import Config
-from areal_lora.engine.common.arena import ShardedModel
-from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import pack_plan, wire_layout
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec

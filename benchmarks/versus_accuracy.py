@@ -37,7 +37,7 @@ def accuracy_of(folder: RunFolder) -> dict[int, float]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from areal_lora.checkpoint.checkpoint_store import versions_in
-    from areal_lora.checkpoint.versions import pick_version
+    from areal_lora.checkpoint.recover import pick_version
     from areal_lora.config.recorded import read_config
     from areal_lora.tasks.datasets import load_samples
 

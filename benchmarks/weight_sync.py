@@ -43,11 +43,10 @@ from areal_lora.checkpoint.adapter_io import save_peft
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.run_folder.rendezvous import create_secret, read_secret
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import plan_buckets
 from areal_lora.weight_sync.link.broadcast_groups import GroupListener
+from areal_lora.weight_sync.manifest import base_digest, trailer_bytes
 from areal_lora.weight_sync.messages import ServerEndpoint
-from areal_lora.weight_sync.seal import trailer_bytes
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import PublishHandle
 from areal_lora.weight_sync.trainer.publisher import Publisher

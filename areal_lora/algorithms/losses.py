@@ -6,10 +6,16 @@ that micro-batches, data-parallel ranks and adapters can be added up in any orde
     - sum over tokens of  weight * w * objective      w = proximal / behaviour, a constant
 
 and differ in the objective: one function each in `LOSSES`.
+
+Per-token KL estimators, and the exponential that every log-ratio goes through.
+
+Schulman's estimators of KL(current || reference) from samples of the current policy, with
+``d = reference - current``; source: http://joschu.net/blog/kl-approx.html.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -17,8 +23,84 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from areal_lora.algorithms.kl import Estimator, ratio_of
-from areal_lora.algorithms.reduce import sequence_sums, spread
+Reduction = Literal["token", "sequence", "constant"]
+
+
+def token_weights(loss_mask: Tensor, cu_seqlens: Tensor, reduction: Reduction) -> Tensor:
+    """Weights [T] fp32: 1 on the mask, or 1 / (masked tokens of the sequence) for ``sequence``."""
+    mask = loss_mask.float()
+    if reduction != "sequence":
+        return mask
+    counts = sequence_sums(mask, cu_seqlens)
+    return mask / spread(counts.clamp_min(1.0), cu_seqlens)
+
+
+def denominator(loss_mask: Tensor, n_sequences: int, reduction: Reduction, max_new_tokens: int) -> float:
+    """Divisor of the summed loss of a whole minibatch (over all data-parallel ranks)."""
+    if reduction == "token":
+        return max(float(loss_mask.sum()), 1.0)
+    if reduction == "sequence":
+        return float(max(n_sequences, 1))
+    return float(max(n_sequences, 1) * max_new_tokens)
+
+
+def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum packed [T] ``values`` over each of the N sequences. [N]"""
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    index = torch.repeat_interleave(torch.arange(lengths.numel(), device=values.device), lengths)  # [T]
+    return torch.zeros(lengths.numel(), dtype=values.dtype, device=values.device).index_add(0, index, values)
+
+
+def spread(per_sequence: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Give each of [N] values to all tokens of its sequence. [T]"""
+    return torch.repeat_interleave(per_sequence, cu_seqlens[1:] - cu_seqlens[:-1])
+
+
+GAIN, MOST_ERROR = 0.1, 0.2
+LARGEST = 20.0  # a ratio of 5e8: beyond it the policies have nothing in common
+
+Estimator = Callable[[Tensor, Tensor], Tensor]
+"""``estimator(logprobs [t], ref_logprobs [t]) -> [t]``."""
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """``-d``: unbiased, may be negative. As a loss it has a gradient of mean zero, so it belongs into the reward."""
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """``d^2 / 2``: never negative, biased; as a loss its gradient is that of the KL divergence on policy."""
+    return 0.5 * (logprobs - ref_logprobs).square()
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """``exp(d) - 1 - d``: never negative, unbiased."""
+    difference = ref_logprobs - logprobs
+    return ratio_of(difference) - 1.0 - difference
+
+
+ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def adapted(scale: float, kl: float | None, target: float | None) -> float:
+    """The factor of the KL coefficient after a step with mean divergence ``kl`` of a token.
+
+    ``scale (1 + 0.1 clip(kl / target - 1, -0.2, 0.2))``: Ziegler et al., arXiv 1909.08593, section 2.2. Unchanged
+    without a target, and where nothing was measured (None, 0 or not finite).
+    """
+    if target is None or not kl or not math.isfinite(kl):
+        return scale
+    return scale * (1.0 + GAIN * min(max(kl / target - 1.0, -MOST_ERROR), MOST_ERROR))
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """``exp(log_ratio)``, continued along its tangent above ``LARGEST``: value and gradient stay finite.
+
+    ``exp(89)`` is infinite in fp32. A clamp would be finite too, but its gradient is 0 where the policies are
+    furthest apart. Tokens that are not trained on must be replaced before, not after: 0 times infinity is NaN.
+    """
+    beyond = (log_ratio - LARGEST).clamp_min(0.0)
+    return log_ratio.clamp_max(LARGEST).exp() * (1.0 + beyond)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

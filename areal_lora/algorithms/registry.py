@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from areal_lora.algorithms.advantages import ADVANTAGES, Advantage, Discount
-from areal_lora.algorithms.credit import Shaping
-from areal_lora.algorithms.kl import ESTIMATORS
-from areal_lora.algorithms.losses import LOSSES, Behaviour, Clip, PolicyTerms
-from areal_lora.config.sections.algorithm import AlgorithmConfig
+from areal_lora.algorithms.advantages import ADVANTAGES, Advantage, Discount, Shaping
+from areal_lora.algorithms.losses import ESTIMATORS, LOSSES, Behaviour, Clip, PolicyTerms
+from areal_lora.config.sections.adapter import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from areal_lora.algorithms.kl import ratio_of
-from areal_lora.algorithms.reduce import sequence_sums, spread
+from areal_lora.algorithms.losses import ratio_of, sequence_sums, spread
 from areal_lora.operations.protocol import Loss, LossSettings
 
 

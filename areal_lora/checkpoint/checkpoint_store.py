@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.state import (
     MANIFEST_FILE,
     AdapterState,
+    Disk,
     Evaluation,
     FileEntry,
     Manifest,
@@ -39,7 +39,7 @@ from areal_lora.checkpoint.state import (
 )
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError
-from areal_lora.processes.faults import reached
+from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
 

@@ -1,6 +1,16 @@
 """Write a base model with an adapter merged into it as a Hugging Face folder, one tensor in memory at a time.
 
 The files have the base's names and hold the same tensors; configuration and tokenizer are copied.
+
+Any PEFT LoRA adapter as one that this model's layout holds, with every product B A unchanged.
+
+Megatron has q, k, v (gate, up) in one layer with one lora_A; other tools train one lora_A each.
+With the distinct ones stacked, each projection reads its own rows through its lora_B::
+
+    lora_A = [Aq; Ak; Av; fresh]    B_q = [Bq 0 0 0]    B_k = [0 Bk 0 0]    B_v = [0 0 Bv 0]
+
+so n distinct lora_A of rank r need rank n r. Rows beyond that are initial values with zero columns
+of lora_B, like a new adapter: zeros on both sides would never get a gradient.
 """
 
 from __future__ import annotations
@@ -9,7 +19,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +30,11 @@ from torch import Tensor
 from areal_lora.algorithms.merging import FLOATS, CastLoss, adapted_weights, merged
 from areal_lora.checkpoint.adapter_io import DTYPES
 from areal_lora.checkpoint.safetensors_head import Entry, head_of, read_head
-from areal_lora.config.config_snapshot import INDEX_FILE, WEIGHT_FILE, wanted
-from areal_lora.errors import ConfigError, UnknownTensorError
+from areal_lora.config.recorded import INDEX_FILE, WEIGHT_FILE, wanted
+from areal_lora.errors import AdapterError, ConfigError, UnknownTensorError
+from areal_lora.families.peft_folder import misfits, module_of
+from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.layout import AdapterLayout, WireTensor
 
 CONFIG_FILE = "config.json"
 
@@ -136,3 +149,108 @@ def _copy_rest(base: Path, out: Path, dtype: torch.dtype | None, nbytes: int) ->
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtype).removeprefix("torch.")
         (out / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def fused(
+    tensors: Mapping[str, Tensor], spec: AdapterSpec, layout: AdapterLayout, initial: Callable[[WireTensor], Tensor]
+) -> dict[str, Tensor]:
+    """Every wire tensor of ``layout``, fp32, from the ``tensors`` of a folder whose specification is ``spec``.
+
+    A difference of the two scales (`AdapterSpec.scale_of`) goes into lora_B: exact in fp32 where their ratio is a
+    power of two, else rounded once. Projections that the folder adapts nowhere get a lora_B of zeros.
+    What fits already comes out bit for bit. ``initial`` gives a tensor of a new adapter.
+
+    Raises:
+        UnknownTensorError: the folder adapts a module that ``layout`` does not, or a projection in
+            some of its layers or experts only.
+        AdapterError: ``layout`` has too small a rank (the message names the one needed), one adapter
+            for experts that differ, or other sizes.
+    """
+    wire = {t.name: t for shard in layout.shards for t in shard.tensors}
+    aliases = layout.aliases
+    members: dict[str, list[str]] = {name: [module_of(name)] for name in wire if name.endswith("lora_A.weight")}
+    for name, target in aliases.items():
+        if name.endswith("lora_A.weight"):
+            members[target].append(module_of(name))
+    _check_modules({module_of(name) for name in tensors}, [m for modules in members.values() for m in modules])
+    stacks: dict[str, _Stack] = {}
+    for name, modules in members.items():
+        leaders = [m for m in modules if f"{m}.lora_B.weight" in wire]
+        _check_followers(tensors, [m for m in modules if m not in leaders], aliases)
+        # An expert that only shares its lora_B with others has a lora_A to stack.
+        stacked = [m for m in modules if m in leaders or f"{m}.lora_A.weight" in wire]
+        stacks[name] = _Stack([m for m in stacked if f"{m}.lora_A.weight" in tensors], leaders, tensors)
+    for name, stack in stacks.items():
+        ranks, room = [part.shape[0] for part in stack.parts], wire[name].shape[0]
+        if sum(ranks) > room:
+            raise AdapterError(
+                f"{spec.name} needs rank {sum(ranks)}, the adapter has {room} at {module_of(name)}: layers that "
+                f"Megatron fuses have {len(ranks)} lora_A of rank {', '.join(map(str, ranks))} in the folder"
+            )
+    found: dict[str, Tensor] = {}
+    for name, stack in stacks.items():
+        found[name] = stack.lora_a(wire[name], initial)
+        for module in stack.leaders:
+            lora_b = wire[f"{module}.lora_B.weight"]
+            ratio = spec.scale_of(module) / layout.structure.scale_of(module)
+            found[lora_b.name] = stack.lora_b(module, lora_b, ratio, tensors)
+    return {name: found[name] for name in wire}
+
+
+class _Stack:
+    """The lora_A of one Megatron layer: the distinct ones of its projections, and which is whose."""
+
+    def __init__(self, modules: Sequence[str], leaders: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        self.leaders = leaders
+        self.parts: list[Tensor] = []
+        self._first: dict[str, int] = {}  # row of the whole lora_A
+        for module in modules:
+            tensor = tensors[f"{module}.lora_A.weight"]
+            at = next((i for i, part in enumerate(self.parts) if torch.equal(part, tensor)), len(self.parts))
+            if at == len(self.parts):
+                self.parts.append(tensor)
+            self._first[module] = sum(part.shape[0] for part in self.parts[:at])
+
+    def lora_a(self, target: WireTensor, initial: Callable[[WireTensor], Tensor]) -> Tensor:
+        whole, at = initial(target), 0
+        for part in self.parts:
+            _check_size(target, part, 1)
+            whole[at : at + part.shape[0]] = part
+            at += part.shape[0]
+        return whole
+
+    def lora_b(self, module: str, target: WireTensor, ratio: float, tensors: Mapping[str, Tensor]) -> Tensor:
+        whole = torch.zeros(target.shape)
+        if module in self._first:
+            tensor = tensors[target.name]
+            _check_size(target, tensor, 0)
+            start = self._first[module]
+            whole[:, start : start + tensor.shape[1]] = (tensor.double() * ratio).float()
+        return whole
+
+
+def _check_modules(file: set[str], adapter: Sequence[str]) -> None:
+    extra, absent = misfits(file, adapter)
+    if extra or absent:
+        what = f"{extra[0]} is adapted there only" if extra else f"{absent[0]} is missing, others like it are there"
+        raise UnknownTensorError(f"the folder's adapter does not fit: {what} ({len(extra or absent)} such)")
+
+
+def _check_followers(tensors: Mapping[str, Tensor], followers: Sequence[str], aliases: Mapping[str, str]) -> None:
+    """What all experts share must be equal in the folder."""
+    for module in followers:
+        leader = module_of(aliases[f"{module}.lora_B.weight"])
+        for side in ("lora_A.weight", "lora_B.weight"):
+            mine = tensors.get(f"{module}.{side}") if f"{module}.{side}" in aliases else None
+            if mine is not None and not torch.equal(mine, tensors[f"{leader}.{side}"]):
+                raise AdapterError(
+                    f"{module}.{side} differs from {leader}.{side}; this expert_layout has one for both, use per_expert"
+                )
+
+
+def _check_size(target: WireTensor, tensor: Tensor, axis: int) -> None:
+    if tensor.shape[axis] != target.shape[axis]:
+        raise AdapterError(
+            f"{target.name} has shape {tuple(tensor.shape)} in the folder, which does not fit {target.shape}: "
+            "it was trained on another model"
+        )

@@ -14,22 +14,7 @@ from typing import Annotated
 import typer
 
 from areal_lora import __version__
-from areal_lora.cli import (
-    adapters,
-    compare,
-    doctor,
-    evaluate,
-    export,
-    init,
-    logs,
-    samples,
-    serve,
-    servers,
-    status,
-    stop,
-    track,
-    train,
-)
+from areal_lora.cli import adapters, doctor, evaluate, export, init, logs, samples, serve, status, stop, train
 from areal_lora.errors import ArealLoraError, ConfigErrors, EnvironmentError_, ExitCode, RecordError
 
 VERBS: dict[str, tuple[Callable[..., None], str]] = {
@@ -37,21 +22,21 @@ VERBS: dict[str, tuple[Callable[..., None], str]] = {
     "train": (train.train, "Start a run from configuration files."),
     "status": (status.status, "What a run does now, or how it ended."),
     "logs": (logs.logs, "Last lines of the logs, or new ones (-f)."),
-    "track": (track.track, "Send a run to Weights & Biases or MLflow, until it ends."),
+    "track": (export.track, "Send a run to Weights & Biases or MLflow, until it ends."),
     "samples": (samples.samples, "Answers of a step with rewards, drops and errors."),
     "conversations": (samples.conversations, "Requests of the agents of a run, and the answers."),
     "stop": (stop.stop, "Stop a run; it can be resumed."),
     "resume": (train.resume, "Start a run again from its newest checkpoints."),
     "plan": (train.plan, "What a start would do; starts nothing."),
-    "add-servers": (servers.add_servers, "Add rollout servers to a run in progress."),
-    "remove-servers": (servers.remove_servers, "Have added servers leave in order."),
+    "add-servers": (adapters.add_servers, "Add rollout servers to a run in progress."),
+    "remove-servers": (adapters.remove_servers, "Have added servers leave in order."),
     "eval": (evaluate.evaluate, "Evaluate a version of a run on its sets."),
     "chat": (serve.chat, "Talk to a version of a run in the terminal."),
     "serve": (serve.serve, "Serve a version behind an OpenAI endpoint on this machine."),
     "export": (export.export, "Write a version as a PEFT folder."),
     "merge": (export.merge, "Write base and adapter as one model folder."),
     "push": (export.push, "Send a version's adapter to the hub."),
-    "compare": (compare.compare, "Where two runs differ, in configuration and figures."),
+    "compare": (evaluate.compare, "Where two runs differ, in configuration and figures."),
     "schema": (export.schema, "JSON schema of configuration files, for editors."),
     "report": (export.report, "Write report.html now."),
     "doctor": (doctor.doctor, "Whether this machine or allocation can run a configuration."),

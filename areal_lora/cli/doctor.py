@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_lora.cli.recorded_runs import find_run, with_overrides
+from areal_lora.cli.status import find_run, with_overrides
 from areal_lora.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:

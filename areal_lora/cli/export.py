@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_lora.cli.recorded_runs import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.status import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
 from areal_lora.errors import ConfigError, EnvironmentError_
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from areal_lora.config.models import Config
+    from areal_lora.obs.tracking.tracker import Tracker
+    from areal_lora.run_folder.paths import RunFolder
     from areal_lora.types import AdapterSpec
 
 KEEP = "base"
@@ -28,7 +33,7 @@ def export(
     adapter: Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)] = None,
 ) -> None:
     """Write a version as a PEFT folder that stock peft, transformers and vLLM load; also while the run works."""
-    from areal_lora.checkpoint.versions import pick_version
+    from areal_lora.checkpoint.recover import pick_version
 
     folder = find_run(run)
     chosen = pick_version(folder, recorded_config(folder), version, adapter)
@@ -72,7 +77,7 @@ def _adapter(
 ) -> tuple[str, Path, dict[str, Tensor], AdapterSpec]:
     """Name, model folder, tensors under all names and specification."""
     from areal_lora.checkpoint.adapter_io import load_peft
-    from areal_lora.checkpoint.versions import pick_version
+    from areal_lora.checkpoint.recover import pick_version
     from areal_lora.families.peft_folder import CONFIG_FILE
 
     path = Path(source).expanduser()
@@ -88,8 +93,8 @@ def _adapter(
 
 def _model_folder(text: str) -> Path:
     """A folder, or the cached snapshot of a hub name."""
-    from areal_lora.config.config_snapshot import cached_snapshot
-    from areal_lora.families.published import is_hub_name
+    from areal_lora.config.recorded import cached_snapshot
+    from areal_lora.families.registry import is_hub_name
 
     path = Path(text).expanduser()
     if path.is_dir():
@@ -113,10 +118,10 @@ def push(
 
     The token is huggingface_hub's (HF_TOKEN, or that of `hf auth login`).
     """
-    from areal_lora.checkpoint.versions import pick_version
+    from areal_lora.checkpoint.recover import pick_version
     from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
-    from areal_lora.families.published import is_hub_name
-    from areal_lora.obs.report.card import model_card
+    from areal_lora.families.registry import is_hub_name
+    from areal_lora.obs.report.summary import model_card
 
     if not is_hub_name(repo):
         raise ConfigError(repo, "it is no hub name", "give org/name")
@@ -182,3 +187,76 @@ def schema(
     else:
         out.write_text(json_schema(), encoding="utf-8")
         print(out)
+
+
+LOCAL_S, SLURM_S = 5.0, 30.0
+"""Seconds between two looks at whether the run has ended; those at a job query Slurm."""
+EXPERIMENT = "areal_lora"
+
+
+def track(
+    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
+    wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="project of Weights & Biases")] = None,
+    entity: Annotated[str | None, typer.Option(metavar="E", help="user or team of the project")] = None,
+    mlflow: Annotated[str | None, typer.Option(metavar="URI", help="address of an MLflow server or store")] = None,
+    experiment: Annotated[str, typer.Option(metavar="NAME", help="experiment of MLflow")] = EXPERIMENT,
+    name: Annotated[str | None, typer.Option(metavar="N", help="name that is shown; the run's own if unset")] = None,
+    follow: Annotated[bool, typer.Option(help="send what is new until the run ends, or what is there once")] = True,
+) -> None:
+    """Send the curves of a run, its configuration and its end.
+
+    Repeat the command after any interruption: it continues where it stopped. The run does not depend on it. Keys are
+    those of the SDKs: WANDB_API_KEY, MLFLOW_TRACKING_TOKEN and others.
+    """
+    if (wandb is None) == (mlflow is None):
+        raise ConfigError("track", "it needs one tracker", "give --wandb PROJECT or --mlflow URI")
+    folder = find_run(run)
+    config = recorded_config(folder)
+
+    from areal_lora.obs.tracking.tracker import follow as send
+    from areal_lora.obs.tracking.tracker import only_one
+
+    with only_one(folder, "wandb" if wandb is not None else "mlflow"):
+        tracker = _tracker(folder, config, wandb, entity, mlflow, experiment, name)
+        print(f"{folder} is sent to {tracker.where}", flush=True)
+        state = send(folder, tracker, _now_and_then(folder, config), wait=follow)
+    print(f"the run is {state}; everything is sent" if state else "what was recorded is sent; the run continues")
+
+
+def _tracker(
+    folder: RunFolder,
+    config: Config,
+    wandb: str | None,
+    entity: str | None,
+    mlflow: str | None,
+    experiment: str,
+    name: str | None,
+) -> Tracker:
+    from areal_lora.obs.tracking.tracker import public_config, tracked_run
+
+    run = tracked_run(folder, name, public_config(config))
+    if wandb is not None:
+        from areal_lora.obs.tracking.to_wandb import WandbTracker
+
+        return WandbTracker(run, wandb, entity)
+    from areal_lora.obs.tracking.to_mlflow import MlflowTracker
+
+    return MlflowTracker(run, mlflow or "", experiment)
+
+
+def _now_and_then(folder: RunFolder, config: Config) -> Callable[[], str | None]:
+    """How the run has ended, looked at now and again after a while; None in between."""
+    from areal_lora.cli.look import ended
+
+    every_s = SLURM_S if config.cluster.kind == "slurm" else LOCAL_S
+    due = 0.0
+
+    def look() -> str | None:
+        nonlocal due
+        now = time.monotonic()
+        if now < due:
+            return None
+        due = now + every_s
+        return ended(folder, config)
+
+    return look

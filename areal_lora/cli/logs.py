@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from areal_lora.cli.recorded_runs import RUN_HELP, find_run, run_names
+from areal_lora.cli.status import RUN_HELP, find_run, run_names
 from areal_lora.errors import ConfigError
 
 POLL_S = 0.3

@@ -17,11 +17,10 @@ import msgspec
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.cli.processes import Holder, holder, is_free, local_processes
-from areal_lora.config.adapter_run import ends_of
-from areal_lora.config.recorded import with_joined
+from areal_lora.config.recorded import ends_of, with_joined
 from areal_lora.launcher.slurm.allocation import placement
-from areal_lora.launcher.slurm.commands import lost_nodes
 from areal_lora.launcher.slurm.job_query import look as look_up
+from areal_lora.launcher.slurm.job_query import lost_nodes
 from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.obs.metrics.reader import newest_records, state_records
 from areal_lora.obs.metrics.records import EvalRecord, mean_lag

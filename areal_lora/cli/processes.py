@@ -63,7 +63,7 @@ def lock_holders(locks: str, inode: int) -> list[int]:
 
 def _marked(folder: RunFolder) -> Holder | None:
     """The owner that a file names on file systems without flock."""
-    from areal_lora.launcher.run_lock import Owner
+    from areal_lora.launcher.start import Owner
 
     try:
         owner = msgspec.json.decode(folder.owner.read_bytes(), type=Owner)

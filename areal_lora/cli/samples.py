@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_lora.cli.recorded_runs import ADAPTER_HELP, RUN_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.status import ADAPTER_HELP, RUN_HELP, find_run, recorded_config, run_names
 from areal_lora.errors import ConfigError
 
 if TYPE_CHECKING:
+    from areal_lora.data.formatting import TextTokenizer
     from areal_lora.obs.metrics.records import RolloutSampleRecord, StepRecord
-
-if TYPE_CHECKING:
-    from areal_lora.data.tokenizer import TextTokenizer
     from areal_lora.rollout.agent_api.turns import Turn
     from areal_lora.rollout.conversations import ConversationRecord
 
@@ -81,7 +79,7 @@ def conversations(
     ] = False,
 ) -> None:
     """Show the last conversations of agents, training and evaluation, with tools, calls and rewards."""
-    from areal_lora.data.tokenizer import load_tokenizer
+    from areal_lora.data.formatting import load_tokenizer
     from areal_lora.rollout.conversations import read_conversations
 
     folder = find_run(run)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from areal_lora.cli.recorded_runs import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.status import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
 
 
 def serve(
@@ -22,7 +22,7 @@ def serve(
     The version is exported to a temporary folder; neither the run nor its folder changes.
     """
     from areal_lora.cli.serving import served
-    from areal_lora.config.adapter_run import adapter_named
+    from areal_lora.config.recorded import adapter_named
 
     folder = find_run(run)
     config = recorded_config(folder)
@@ -47,11 +47,9 @@ def chat(
 
     A chat task keeps the conversation; /new starts another one. Ctrl-D ends.
     """
-    from areal_lora.cli.conversation import Conversation
-    from areal_lora.cli.serving import served
-    from areal_lora.config.adapter_run import adapter_named
-    from areal_lora.data.formatting import Formatter
-    from areal_lora.data.tokenizer import load_tokenizer
+    from areal_lora.cli.serving import Conversation, served
+    from areal_lora.config.recorded import adapter_named
+    from areal_lora.data.formatting import Formatter, load_tokenizer
 
     folder = find_run(run)
     config = recorded_config(folder)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from areal_lora.cli.recorded_runs import find_run
+from areal_lora.cli.status import find_run
 from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.run_folder.atomic import replacing
 from areal_lora.run_folder.paths import RunFolder

@@ -4,17 +4,94 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_lora.cli.recorded_runs import RUN_HELP, find_run, recorded_config, run_names
+from areal_lora.errors import ConfigError
+from areal_lora.run_folder.paths import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from areal_lora.cli.look import AdapterStatus, ProcessStatus, Status
+    from areal_lora.config.models import Config
     from areal_lora.run_folder.paths import RunFolder
+
+RUNS = "runs"
+RUN_HELP = "run folder, or the name of a run below runs/ of this folder or one above it"
+VERSION_HELP = "a number, newest or best"
+ADAPTER_HELP = "which adapter, if the run has several"
+SHOWN = 8
+
+
+def find_run(text: str) -> RunFolder:
+    """The run folder at path ``text``, or of the run of that name below ``runs/`` of this folder or of one above it.
+
+    Raises ConfigError for anything that is not the folder of a started run.
+    """
+    candidates = [Path(text).expanduser(), *(place / text for place in _places())]
+    found = next((path for path in candidates if path.exists()), None)
+    if found is None:
+        raise ConfigError(text, "there is no such run", _which())
+    folder = RunFolder(found.absolute())
+    if not found.is_dir():
+        raise ConfigError(str(folder), "it is a file, not a run folder", _which())
+    if folder.config.is_file():
+        return RunFolder.current(found.resolve())
+    what = "it is empty: no run started in it" if not any(found.iterdir()) else "it is not a run folder: no config.json"
+    raise ConfigError(str(folder), what, _which())
+
+
+def recorded_config(folder: RunFolder) -> Config:
+    """``config.recorded.read_config_here``, imported when it is needed."""
+    from areal_lora.config.recorded import read_config_here
+
+    return read_config_here(folder)
+
+
+def with_overrides(folder: RunFolder, overrides: Sequence[str]) -> Config:
+    """``recorded_config`` with ``a.b=c`` applied and checked like those of a start."""
+    from areal_lora.config.load import load_config
+    from areal_lora.config.recorded import moved_here
+
+    config = recorded_config(folder)
+    if not overrides:
+        return config
+    fixed = [text for text in overrides if text.partition("=")[0] in ("run.name", "run.root")]
+    if fixed:
+        fix = "leave it out; a copy of the folder is a run of its own"
+        raise ConfigError(fixed[0], "the run folder decides name and root of its run", fix)
+    return moved_here(load_config([folder.config], overrides), folder)
+
+
+def _places() -> Iterator[Path]:
+    here = Path.cwd()
+    yield from (folder / RUNS for folder in (here, *here.parents))
+
+
+def run_names(incomplete: str = "") -> list[str]:
+    """Runs that a shell can complete ``incomplete`` to, newest first."""
+    return [name for _, names in _runs() for name in names if name.startswith(incomplete)]
+
+
+def _runs() -> Iterator[tuple[Path, list[str]]]:
+    """Each ``runs/`` with the names of its runs, newest first."""
+    for place in _places():
+        if place.is_dir():
+            runs = [path for path in place.iterdir() if (path / RunFolder(path).config.name).is_file()]
+            yield place, [path.name for path in sorted(runs, key=lambda path: -path.stat().st_mtime)]
+
+
+def _which() -> str:
+    for place, names in _runs():
+        if names:
+            more = ", ..." if len(names) > SHOWN else ""
+            return f"name a run folder, or one of the runs in {place}: {', '.join(names[:SHOWN])}{more}"
+    return "name the run folder, such as runs/NAME"
+
 
 EVERY_S = 2.0
 NAME_WIDTH = 10
@@ -41,7 +118,7 @@ def status(
         if groups and not as_json:
             print("", *aligned(group_rows(folder)), sep="\n", flush=True)
         if details and not as_json and folder.summary.is_file():
-            from areal_lora.obs.report.closing import detail_lines
+            from areal_lora.obs.report.page import detail_lines
 
             print("", *detail_lines(folder), sep="\n", flush=True)
         if not watch or not going(seen):
@@ -108,7 +185,7 @@ def adapter_rows(adapters: Sequence[AdapterStatus]) -> Sequence[Sequence[str]]:
 
 def group_rows(folder: RunFolder) -> Sequence[Sequence[str]]:
     """A head and a row per adapter of the ledger."""
-    from areal_lora.rollout.ledger.ledger_records import GroupState
+    from areal_lora.rollout.ledger.file import GroupState
     from areal_lora.rollout.ledger.peek import group_counts
 
     rows = [("groups of", *(state.name.lower() for state in GroupState), "dropped for")]

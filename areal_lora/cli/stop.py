@@ -13,7 +13,7 @@ import psutil
 import typer
 
 from areal_lora.cli.processes import descendants, holder, local_processes
-from areal_lora.cli.recorded_runs import RUN_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.status import RUN_HELP, find_run, recorded_config, run_names
 from areal_lora.errors import ConfigError, ProcessFailed
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from areal_lora.cli.recorded_runs import RUN_HELP, find_run, run_names, with_overrides
+from areal_lora.cli.status import RUN_HELP, find_run, run_names, with_overrides
 from areal_lora.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,19 +1,133 @@
-"""YAML files and dotted overrides -> Config, or a ConfigError for each key that names file, key and fix."""
+"""YAML files and dotted overrides -> Config, or a ConfigError for each key that names file, key and fix.
+
+Merging of configuration trees: files over files, overrides over files.
+
+Maps merge key by key; the entries of ``adapters`` merge by ``name``, a single entry with a single entry; every other
+list replaces. An overlay that changes the ``kind`` of a section replaces the whole section, because the keys of the
+old kind mean nothing to the new one.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from areal_lora.config import schema
-from areal_lora.config.merge import apply_override, merge_maps
 from areal_lora.config.models import Config
 from areal_lora.config.problems import to_config_errors
-from areal_lora.config.sources import Source, configuration_file, origin_of, read_source, value_at
+from areal_lora.config.sources import COMMAND_LINE, Source, configuration_file, origin_of, read_source, value_at
 from areal_lora.errors import ConfigError, ConfigErrors
+
+_TAGGED = frozenset({"task", "format", "workflow", "reward", "algorithm"})
+
+
+def merge_maps(base: Mapping[str, Any], overlay: Mapping[str, Any], label: str) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in overlay.items():
+        old = base.get(key)
+        if key == "adapters" and isinstance(old, list) and isinstance(value, list):
+            merged[key] = _merge_adapters(old, value, label)
+        elif isinstance(old, dict) and isinstance(value, dict):
+            changes_kind = key in _TAGGED and value.get("kind", old.get("kind")) != old.get("kind")
+            merged[key] = dict(value) if changes_kind else merge_maps(old, value, label)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _merge_adapters(base: list[Any], overlay: list[Any], label: str) -> list[Any]:
+    if len(base) == 1 and len(overlay) == 1 and isinstance(base[0], dict) and isinstance(overlay[0], dict):
+        return [merge_maps(base[0], overlay[0], label)]
+    given = Counter(entry.get("name") for entry in overlay if isinstance(entry, dict))
+    if repeated := [name for name, count in given.items() if name is not None and count > 1]:
+        raise ConfigError("adapters", f"{label} names {repeated[0]!r} twice", "give each adapter its own name")
+    merged = list(base)
+    names = [entry.get("name") for entry in base if isinstance(entry, dict)]
+    for i, entry in enumerate(overlay):
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if name is None:
+            raise ConfigError(
+                f"adapters.{i}", f"an entry without a name in {label} cannot be matched", f"name one of {names}"
+            )
+        if name in names:
+            at = names.index(name)
+            merged[at] = merge_maps(merged[at], entry, label)
+        else:
+            merged.append(entry)
+    return merged
+
+
+def apply_override(data: dict[str, Any], text: str) -> tuple[dict[str, Any], Source]:
+    """``a.b=c``: ``c`` is read as YAML; an adapter is addressed by number or name."""
+    key, equals, raw = text.partition("=")
+    if not equals or not key or not all(key.split(".")):
+        raise ConfigError(text, "is not an override", "write it as dotted.key=value")
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError:
+        raise ConfigError(key, f"the value {raw!r} is not valid YAML", "quote it") from None
+    parts = key.split(".")
+    if parts[0] != "adapters" or len(parts) == 1:
+        nested = _nest(parts, value)
+        merged = merge_maps(_check_is_map(data, parts), nested, COMMAND_LINE)
+        return merged, Source(label=COMMAND_LINE, data=nested, lines={}, folder=Path.cwd())
+    adapters = data.get("adapters")
+    if not isinstance(adapters, list):
+        raise ConfigError(key, "no configuration file has a list `adapters`", "add one to a file")
+    at, rest = _find_adapter(adapters, key)
+    if not rest:
+        raise ConfigError(key, "an adapter cannot be replaced as a whole", f"set one of its keys, {key}.rank=8")
+    entry = _nest(rest, value)
+    merged_entry = merge_maps(_check_is_map(adapters[at], rest), entry, COMMAND_LINE)
+    merged_adapters = [merged_entry if i == at else old for i, old in enumerate(adapters)]
+    # Sources look an entry up by name, so that the error names the command line and not a file.
+    nested = {"adapters": [{"name": merged_entry.get("name"), **entry}]}
+    return {**data, "adapters": merged_adapters}, Source(label=COMMAND_LINE, data=nested, lines={}, folder=Path.cwd())
+
+
+def _find_adapter(adapters: list[Any], key: str) -> tuple[int, list[str]]:
+    """Return the position of the adapter in ``adapters.<number or name>.rest``, and the rest."""
+    address = key.removeprefix("adapters.")
+    names = [str(entry.get("name")) for entry in adapters if isinstance(entry, dict)]
+    for at, name in enumerate(names):
+        # A name may itself hold dots.
+        if address == name or address.startswith(name + "."):
+            return at, [part for part in address.removeprefix(name).split(".") if part]
+    first, _, rest = address.partition(".")
+    if first.isdecimal() and int(first) < len(adapters):
+        return int(first), rest.split(".") if rest else []
+    raise ConfigError(key, f"there is no adapter {first!r}", _addresses(names))
+
+
+def _addresses(names: list[str]) -> str:
+    numbers = "0" if len(names) == 1 else f"0 to {len(names) - 1}"
+    return f"use {' or '.join(names)}, or its number, {numbers}"
+
+
+def _nest(parts: list[str], value: Any) -> dict[str, Any]:
+    nested = {parts[-1]: value}
+    for part in reversed(parts[:-1]):
+        nested = {part: nested}
+    return nested
+
+
+def _check_is_map(data: dict[str, Any], parts: list[str]) -> dict[str, Any]:
+    """``data``, if the way to ``parts`` leads only through sections."""
+    here: Any = data
+    for depth, part in enumerate(parts[:-1]):
+        here = here.get(part)
+        if here is None:
+            break
+        if not isinstance(here, dict):
+            at = ".".join(parts[: depth + 1])
+            raise ConfigError(".".join(parts), f"{at} is a value, not a section", f"set {at}=...")
+    return data
+
 
 GIVEN = "the given mapping"
 

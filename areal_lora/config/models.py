@@ -9,18 +9,18 @@ from __future__ import annotations
 from pydantic import Field, ValidationInfo, field_validator
 
 from areal_lora.config.sections.adapter import AdapterConfig, OptimizerConfig, SamplingConfig, SftConfig
-from areal_lora.config.sections.cluster import ClusterConfig
 from areal_lora.config.sections.run import (
     CheckpointConfig,
+    ClusterConfig,
     EvalConfig,
     ModelConfig,
     RolloutConfig,
     RunConfig,
+    ServiceConfig,
     TrainerConfig,
     WeightSyncConfig,
 )
 from areal_lora.config.sections.section import Section
-from areal_lora.config.sections.service import ServiceConfig
 from areal_lora.config.sections.task import (
     AgentWorkflowConfig,
     ClientWorkflowConfig,

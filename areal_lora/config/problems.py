@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from areal_lora.config import schema
-from areal_lora.config.sections.reward import ONE, SEVERAL
 from areal_lora.config.sections.section import described
+from areal_lora.config.sections.task import ONE, SEVERAL
 from areal_lora.config.sources import COMMAND_LINE, Source, local_path, origin_of, value_at
 from areal_lora.errors import ConfigError
 

@@ -1,25 +1,48 @@
 """The resolved configuration of a run, as its run folder records it, with the adapters that have joined since.
 
 What joins a run is configured like what started it: adapters of the desired state become entries of ``adapters``.
+
+Locate a hub model in the local cache and check that it is complete. Uses no network.
+
+The layout is huggingface_hub's: ``models--org--name/{blobs,refs,snapshots/<commit>}``, with links from the
+snapshot to the blobs. Its variables (``HF_HOME``, ``HF_HUB_CACHE`` and others) apply.
+
+The run of one adapter: its own settings, with the run's in place of those that it leaves out.
+
+They are resolved where they are used, not when a configuration is read: a resume with ``run.steps=200`` then counts
+for every adapter that has no ``steps`` of its own.
+
+The rule for resuming: which keys must stay as they are between two starts with one run folder. Pure.
+
+`RUN`, `ADAPTER` and `SEED` are the rule. Every other key may change: parallel layouts, servers, steps, learning rate,
+algorithm, sampling, evaluation, checkpoints, cluster. It is applied twice:
+
+- `conflict` compares two configurations, before anything starts;
+- `adapter_conflict` compares a checkpoint with the configuration, before its tensors are loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from huggingface_hub import try_to_load_from_cache
 from pydantic import ValidationError
 
-from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.models import AdapterConfig, Config, ModelConfig
 from areal_lora.config.problems import to_config_errors, without_tags
 from areal_lora.config.sources import Source, value_at
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.desired import DesiredAdapter, read_desired
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.types import AdapterSpec
 
 
 def write_config(run_folder: RunFolder, config: Config) -> None:
@@ -123,3 +146,263 @@ def _valid(config: Config, adapters: Iterable[DesiredAdapter]) -> Iterator[Adapt
             yield joined(config, desired)
         except ConfigError:
             continue
+
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_FILE = "model.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""A tokenizer needs one of these files."""
+_WANTED = ("*.json", "*.jinja", "*.txt", "*.model", WEIGHT_FILE, "model-*.safetensors")
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+
+
+def cached_snapshot(name: str, revision: str | None) -> Path | None:
+    """Return the cached folder of ``revision`` of hub model ``name``, complete or not; None if there is none."""
+    config = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(config).absolute().parent if isinstance(config, str) else None
+
+
+def wanted(names: Iterable[str]) -> list[str]:
+    """Select the files of a hub model that a run reads: configuration, tokenizer and safetensors in the top folder."""
+    return [name for name in names if "/" not in name and any(fnmatch(name, pattern) for pattern in _WANTED)]
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Return the missing files of a snapshot: shards in its index, weights, or a tokenizer. Empty: complete."""
+    lacks = [] if (folder / "config.json").is_file() else ["config.json"]
+    index = folder / INDEX_FILE
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError):
+            return [*lacks, INDEX_FILE]
+        lacks += [shard for shard in shards if not (folder / shard).is_file()]
+    elif any(_SHARD.fullmatch(path.name) for path in folder.glob("*.safetensors")):
+        lacks.append(INDEX_FILE)
+    elif not (folder / WEIGHT_FILE).is_file():
+        lacks.append(WEIGHT_FILE)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        lacks.append(TOKENIZER_FILES[0])
+    return lacks
+
+
+ENDLESS = 1 << 53
+"""Steps of an adapter that a client drives."""
+PROBE_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
+"""nats, by type of the base; measured: docs/en/results.md."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRun:
+    """``steps`` are training steps, ``seed`` that of prompt order, initial values and sampling.
+
+    ``max_staleness`` is in versions, ``eval_every`` and ``checkpoint_every`` in steps (``eval_every`` 0: first and
+    last version only). ``weight`` is the adapter's part of the trained tokens relative to other adapters'.
+    """
+
+    steps: int
+    seed: int
+    max_staleness: int
+    eval_every: int
+    checkpoint_every: int
+    wire_dtype: Literal["float32", "bfloat16"]
+    weight: float
+
+    @property
+    def endless(self) -> bool:
+        """Whether a client decides how many steps there are."""
+        return self.steps == ENDLESS
+
+    @property
+    def end(self) -> int | None:
+        """Training steps; None where no one knows."""
+        return None if self.endless else self.steps
+
+
+def adapter_run(config: Config, adapter: AdapterConfig) -> AdapterRun:
+    """The settings that count for ``adapter``, an entry of ``config.adapters``."""
+    steps = config.run.steps if adapter.steps is None else adapter.steps
+    every = config.checkpoint.every_steps if adapter.checkpoint_every_steps is None else adapter.checkpoint_every_steps
+    return AdapterRun(
+        steps=ENDLESS if adapter.is_client else steps,
+        seed=config.run.seed if adapter.seed is None else adapter.seed,
+        max_staleness=config.rollout.max_staleness if adapter.max_staleness is None else adapter.max_staleness,
+        eval_every=config.eval.every_steps if adapter.eval_every_steps is None else adapter.eval_every_steps,
+        checkpoint_every=1 if adapter.is_client else every,
+        wire_dtype=_wire_dtype(config),
+        weight=adapter.weight,
+    )
+
+
+def _wire_dtype(config: Config) -> Literal["float32", "bfloat16"]:
+    """Merged weights are sums in fp32, cast once: to the type in which servers hold them."""
+    if config.rollout.adapter_mode == "merged":
+        return config.model.dtype
+    return config.weight_sync.wire_dtype or config.model.dtype
+
+
+def probe_tolerance(config: Config) -> float:
+    """Largest allowed mean difference of a probe, nats: the run's own, else what rounding in the base's type needs."""
+    return config.weight_sync.probe_tolerance or PROBE_TOLERANCES[config.model.dtype]
+
+
+def adapter_runs(config: Config) -> dict[str, AdapterRun]:
+    """The settings of every adapter by name, in the order of the configuration."""
+    return {adapter.name: adapter_run(config, adapter) for adapter in config.adapters}
+
+
+def steps_of(config: Config) -> dict[str, int]:
+    """Training steps of every adapter by name."""
+    return {name: run.steps for name, run in adapter_runs(config).items()}
+
+
+def ends_of(config: Config) -> dict[str, int | None]:
+    """Training steps of every adapter by name; None where no one knows."""
+    return {name: run.end for name, run in adapter_runs(config).items()}
+
+
+def total_steps(config: Config) -> int:
+    """Training steps of all adapters together."""
+    return sum(steps_of(config).values())
+
+
+def more_steps(config: Config, made: Mapping[str, int]) -> list[str]:
+    """The overrides with which every adapter makes as many steps again as it has ``made``."""
+    adapters = [adapter for adapter in config.adapters if not adapter.is_client]
+    shared = [made.get(adapter.name, 0) for adapter in adapters if adapter.steps is None]
+    own = [adapter.name for adapter in adapters if adapter.steps is not None]
+    words = [f"run.steps={2 * max(1, *shared)}"] if shared else []
+    return words + [f"adapters.{name}.steps={2 * max(1, made.get(name, 0))}" for name in own]
+
+
+def adapter_named(config: Config, name: str | None = None) -> AdapterConfig:
+    """The adapter called ``name``; without a name the only one. Raises ConfigError where there is none such."""
+    names = ", ".join(adapter.name for adapter in config.adapters)
+    if name is None and len(config.adapters) > 1:
+        raise ConfigError("adapters", f"the run has several: {names}", "name one of them")
+    for adapter in config.adapters:
+        if name in (None, adapter.name):
+            return adapter
+    raise ConfigError("adapters", f"the run has no adapter {name!r}; it has {names}", "name one of these")
+
+
+RUN = {"model.path": "the adapter belongs to its base model", "model.dtype": "the adapter belongs to its base model"}
+SEED = "it fixes the order of the prompts"
+ADAPTER = {
+    "rank": "it is the shape of the trained tensors",
+    "alpha": "it scales what was trained",
+    "rslora": "it scales what was trained",
+    "rank_pattern": "it is the shape of the trained tensors",
+    "alpha_pattern": "it scales what was trained",
+    "target_modules": "it names the trained tensors",
+    "exclude_modules": "it names the trained tensors",
+    "expert_layout": "it names the trained tensors",
+    "dropout": "it is part of what the adapter is declared as",
+    "init_from": "the run has started with it",
+    "task": "it fixes which prompt is which",
+}
+"""Keys that must stay as they are, and what would be wrong otherwise."""
+_SIZE_OF_EVAL = {"n_eval", "eval"}
+"""Parts of a task that only evaluations see."""
+
+
+def conflict(before: Config, now: Config) -> ConfigError | None:
+    """The first fixed key in which ``now`` differs from the configuration that the run was started with."""
+    for key, why in RUN.items():
+        if error := _differs(why, key, _at(before, key), _at(now, key)):
+            return error
+    if error := _other_commit(before.model, now.model):
+        return error
+    names, wanted = (sorted(adapter.name for adapter in config.adapters) for config in (before, now))
+    if error := _differs("a run keeps its adapters", "adapters", names, wanted):
+        return error
+    was = {adapter.name: adapter for adapter in before.adapters}
+    for adapter in now.adapters:
+        seeds = adapter_run(before, was[adapter.name]).seed, adapter_run(now, adapter).seed
+        path = "run.seed" if adapter.seed is None else f"adapters.{adapter.name}.seed"
+        if error := _differs(SEED, path, *seeds):
+            return error
+        for key, why in ADAPTER.items():
+            values = [_at(one, key) for one in (was[adapter.name], adapter)]
+            if key == "task":
+                free = _evaluation_only(*values)
+                values = [{k: v for k, v in value.items() if k not in free} for value in values]
+            if error := _differs(why, f"adapters.{adapter.name}.{key}", *values):
+                return error
+    return None
+
+
+def _evaluation_only(*tasks: dict[str, Any]) -> set[str]:
+    """Keys of a task that change no training prompt: none where held-out rows are taken from the training rows."""
+    shared = any(task["kind"] == "dataset" and task["eval"] is None for task in tasks)
+    return set() if shared else _SIZE_OF_EVAL
+
+
+def adapter_conflict(trained: AdapterSpec, now: AdapterConfig, index: int, source: str) -> ConfigError | None:
+    """The first fixed key in which adapter number ``index`` differs from the one that ``source`` was trained with.
+
+    Only what a spec declares is compared.
+    """
+    before, want = _declared(trained), _declared(now.spec(trained.base_model))
+    for key, why in ADAPTER.items():
+        if key in before:
+            values = before[key], want[key]
+            if error := _differs(why, f"adapters.{index}.{key}", *values, source=f"{source} was trained"):
+                return error
+    return None
+
+
+def _declared(spec: AdapterSpec) -> dict[str, Any]:
+    values = asdict(spec) | {"expert_layout": spec.expert_layout.value}
+    return {key: sorted(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def _other_commit(before: ModelConfig, now: ModelConfig) -> ConfigError | None:
+    """A revision of a hub name may be given another way if it is the same commit; None where one is not known."""
+    if before.commit is None or now.commit is None or before.commit == now.commit:
+        return None
+    was = before.revision or before.commit
+    return ConfigError(
+        "model.revision",
+        f"it is {now.revision} (commit {now.commit}), but the run was started with commit "
+        f"{before.commit}, and the adapter belongs to its base model",
+        f"set it back to {was}, choose another run.name, or start over with --fresh",
+    )
+
+
+def changes(before: Config, now: Config) -> list[str]:
+    """``rollout.servers 1 -> 2`` for every key that differs, in the order of the configuration."""
+    return [f"{path} {was} -> {value}" for path, was, value in _pairs("", _tree(before), _tree(now)) if was != value]
+
+
+def _tree(config: Config) -> dict[str, Any]:
+    tree = config.model_dump(mode="json")
+    return tree | {"adapters": {adapter["name"]: adapter for adapter in tree["adapters"]}}
+
+
+def _pairs(path: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*before, *now]):
+            yield from _pairs(f"{path}.{key}" if path else key, before.get(key), now.get(key))
+    else:
+        yield path, before, now
+
+
+def _at(section: Any, path: str) -> Any:
+    """The value at a dotted path as JSON would have it; lists of names in one order."""
+    value = section.model_dump(mode="json")
+    for key in path.split("."):
+        value = value[key]
+    return sorted(value) if isinstance(value, list) else value
+
+
+def _differs(why: str, path: str, before: Any, now: Any, source: str = "the run was started") -> ConfigError | None:
+    if before == now:
+        return None
+    if isinstance(before, dict) and isinstance(now, dict):
+        path, before, now = next(found for found in _pairs(path, before, now) if found[1] != found[2])
+    return ConfigError(
+        path,
+        f"it is {now}, but {source} with {before}, and {why}",
+        f"set it back to {before}, choose another run.name, or start over with --fresh",
+    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.sections.algorithm import Kind
+from areal_lora.config.sections.adapter import Kind
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 from areal_lora.families.family import Scope, covers
@@ -106,7 +106,7 @@ REFUSALS: tuple[Refusal, ...] = (
         key=MODEL,
         engine=("megatron",),
         group=("no row", "not served", "unknown"),
-        reason="model type {family!r} has no row in families/family_table.py, which the Megatron engine needs",
+        reason="model type {family!r} has no row in families/registry.py, which the Megatron engine needs",
         fix="set trainer.engine=fsdp, or use another model",
     ),
     Refusal(

@@ -8,12 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from areal_lora.config.sections.task import PromptFormat
-from areal_lora.data.tokenizer import TextTokenizer
 from areal_lora.errors import ConfigError
 from areal_lora.types import Sample
+
+
+class TextTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used."""
+
+    chat_template: Any
+    eos_token_id: int
+
+    def __call__(self, text: list[str]) -> dict[str, list[list[int]]]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **kwargs: Any
+    ) -> Any: ...
+
+
+def load_tokenizer(folder: str) -> TextTokenizer:
+    """The tokenizer that transformers finds in ``folder``."""
+    from transformers import AutoTokenizer  # seconds, and much of the command line needs none
+
+    tokenizer: TextTokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer
+
 
 _QUESTION, _ANSWER, _REPLY = "areal question", "areal answer", "areal reply"
 

@@ -2,12 +2,22 @@
 
 torch calls a ``CurveStore`` from C++ through its virtual methods and takes the GIL for each call. Every wait in this
 module releases the GIL, so the server may be a thread of the same process.
+
+Server of the authenticated store for torch.distributed.
+
+torch's ``TCPStore`` has no authentication: every process that reaches its port can read and overwrite every key.
+This store has the same operations behind zmq CURVE, with keys derived from the run secret::
+
+    StoreServer (rank 0, one thread)  <-- ROUTER, CURVE, exactly one address --  CurveStore (every rank, ``store``)
+
+Traffic is encrypted. Both sides prove that they know the secret before the server reads a byte of a request.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar, Self
 
@@ -15,20 +25,172 @@ import msgspec
 import torch.distributed as dist
 import zmq
 
-from areal_lora.distributed.store_server import (
-    WIRE,
-    Add,
-    Append,
-    Await,
-    Count,
-    Delete,
-    Has,
-    Put,
-    StoreReply,
-    StoreRequest,
-    Swap,
+from areal_lora.errors import EnvironmentError_, undo_on_error
+from areal_lora.network.rpc import Connection, ConnectionLost, RpcServer, Wire
+from areal_lora.processes.watched import watched_thread
+
+MAX_MESSAGE_BYTES = 16 << 20  # torch keeps addresses, ids and counters here
+WIRE = Wire(
+    server="torch-store",
+    client="torch-store-client",
+    max_request_bytes=MAX_MESSAGE_BYTES,
+    max_reply_bytes=MAX_MESSAGE_BYTES,
 )
-from areal_lora.network.rpc import Connection, ConnectionLost
+FORGET_S = 5.0  # least interval of dropping requests whose deadline has passed
+
+
+class Put(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    keys: list[str]
+    values: list[bytes]
+
+
+class Append(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    key: str
+    value: bytes
+
+
+class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    key: str
+    amount: int
+
+
+class Swap(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    key: str
+    expected: bytes
+    desired: bytes
+
+
+class Delete(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    key: str
+
+
+class Has(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    keys: list[str]
+
+
+class Count(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Await(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered when all keys are set, with their values if ``fetch``; never after ``timeout_s``."""
+
+    keys: list[str]
+    timeout_s: float
+    fetch: bool
+
+
+StoreRequest = Put | Append | Add | Swap | Delete | Has | Count | Await
+
+
+class StoreReply(msgspec.Struct, frozen=True, array_like=True):
+    """Reply to any request; ``error`` is empty on success."""
+
+    number: int = 0
+    values: list[bytes] = []
+    error: str = ""
+
+
+class KeyTable:
+    """Keys, values, and the senders that wait for missing keys. Does no I/O: ``answer`` sends a reply to a sender."""
+
+    def __init__(self, answer: Callable[[list[bytes], StoreReply], None], clock: Callable[[], float]) -> None:
+        self._answer, self._clock = answer, clock
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[str, list[tuple[list[bytes], Await, float]]] = {}  # by the first key that is missing
+
+    def handle(self, sender: list[bytes], request: StoreRequest) -> None:
+        values = self._values
+        match request:
+            case Put(keys, new):
+                for key, value in zip(keys, new, strict=True):
+                    self._store(key, value)
+                reply = StoreReply()
+            case Append(key, value):
+                self._store(key, values.get(key, b"") + value)
+                reply = StoreReply()
+            case Add(key, amount):
+                try:
+                    total = int(values.get(key, b"0")) + amount
+                except ValueError:
+                    self._answer(sender, StoreReply(error=f"{key} is not a number"))
+                    return
+                self._store(key, str(total).encode())
+                reply = StoreReply(number=total)
+            case Swap(key, expected, desired):
+                # As torch's own stores do, a missing key counts as empty and is answered with what was expected.
+                held = values.get(key)
+                if held == expected or (held is None and not expected):
+                    self._store(key, desired)
+                    held = desired
+                reply = StoreReply(values=[expected if held is None else held])
+            case Delete(key):
+                reply = StoreReply(number=int(values.pop(key, None) is not None))
+            case Has(keys):
+                reply = StoreReply(number=int(all(key in values for key in keys)))
+            case Count():
+                reply = StoreReply(number=len(values))
+            case Await():
+                self._await(sender, request, self._clock() + request.timeout_s)
+                return
+        self._answer(sender, reply)
+
+    def forget_late(self) -> None:
+        """Drop waiting requests whose deadline has passed."""
+        now = self._clock()
+        for key, waiters in list(self._waiting.items()):
+            self._waiting[key] = [w for w in waiters if w[2] > now]
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def _store(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for waiter in self._waiting.pop(key, ()):
+            self._await(*waiter)
+
+    def _await(self, sender: list[bytes], request: Await, until: float) -> None:
+        for key in request.keys:
+            if key not in self._values:
+                self._waiting.setdefault(key, []).append((sender, request, until))
+                return
+        self._answer(sender, StoreReply(values=[self._values[k] for k in request.keys] if request.fetch else []))
+
+
+class StoreServer:
+    """Serve a table from one daemon thread, on exactly ``host`` and a ``port`` that the system chooses."""
+
+    def __init__(self, host: str, secret: str) -> None:
+        self._table = KeyTable(self._answer, time.monotonic)
+        self._forget_at = time.monotonic() + FORGET_S
+        self._server = RpcServer(host, secret, WIRE, self._take)
+        self._thread = watched_thread("torch-store", self._server.run)
+        try:
+            self.host, self.port = host, self._server.port
+        except EnvironmentError_ as error:
+            raise dist.DistNetworkError(str(error)) from None
+
+    def close(self) -> None:
+        """Stop listening; clients that wait for a key are disconnected at once."""
+        self._server.close()
+        self._thread.join()
+
+    def _take(self, client: bytes, number: bytes, payload: bytes) -> None:
+        if time.monotonic() >= self._forget_at:
+            self._table.forget_late()
+            self._forget_at = time.monotonic() + FORGET_S
+        try:
+            request = msgspec.msgpack.decode(payload, type=StoreRequest)
+        except msgspec.DecodeError as error:
+            self._answer([client, number], StoreReply(error=f"the request is not understood: {error}"))
+        else:
+            self._table.handle([client, number], request)
+
+    def _answer(self, sender: list[bytes], reply: StoreReply) -> None:
+        self._server.send(*sender, msgspec.msgpack.encode(reply))
 
 
 class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types here
@@ -53,11 +215,8 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
         self._idle: list[Connection] = []
         self._busy, self._closed = 0, False
         self._open.add(self)
-        try:
+        with undo_on_error(self.close):
             self.num_keys()
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Refuse further calls. Calls in progress continue up to their deadline."""

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.models import Config
-from areal_lora.doctor.machine_facts import BandwidthFacts
 from areal_lora.doctor.node import CONFIG
-from areal_lora.doctor.probes import node_name
+from areal_lora.doctor.probes import BandwidthFacts, node_name
 from areal_lora.errors import ConfigError
 from areal_lora.network.addresses import find_place, set_variables
 

@@ -19,10 +19,9 @@ import psutil
 
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import write_config
-from areal_lora.config.sections.cluster import ClusterConfig
-from areal_lora.doctor.machine_facts import CanaryFacts
-from areal_lora.doctor.probes import interpreters
-from areal_lora.launcher.ended import last_lines
+from areal_lora.config.sections.run import ClusterConfig
+from areal_lora.doctor.probes import CanaryFacts, interpreters
+from areal_lora.launcher.restarts import last_lines
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 

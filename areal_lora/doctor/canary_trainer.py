@@ -14,12 +14,10 @@ import sys
 
 import torch
 
-from areal_lora.config.adapter_run import probe_tolerance
-from areal_lora.config.recorded import read_config
-from areal_lora.config.sizing.pools import broadcast_backend
+from areal_lora.config.recorded import probe_tolerance, read_config
+from areal_lora.config.sizing.slots import broadcast_backend
 from areal_lora.errors import ArealLoraError, ExitCode
-from areal_lora.processes.importing import collector_paused
-from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.startup import collector_paused, get_logger, setup_logging
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.main import join_world
 
@@ -45,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
     """Publish an adapter whose every matrix is random; return how its log-probabilities compare."""
-    from areal_lora.data.tokenizer import load_tokenizer
+    from areal_lora.data.formatting import load_tokenizer
     from areal_lora.distributed.exchange import SoloExchange
     from areal_lora.engine.engines import build_engine
     from areal_lora.platforms.device import own_device

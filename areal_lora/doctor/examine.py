@@ -20,8 +20,16 @@ from areal_lora.doctor import node as node_module
 from areal_lora.doctor.canary import fly
 from areal_lora.doctor.checks import LOGS_BYTES, check_all
 from areal_lora.doctor.doctor_findings import DoctorFinding
-from areal_lora.doctor.machine_facts import BandwidthFacts, CanaryFacts, DoctorFacts, FolderFacts, NodeFacts
-from areal_lora.doctor.probes import interpreters, probe_folder, probe_node
+from areal_lora.doctor.probes import (
+    BandwidthFacts,
+    CanaryFacts,
+    DoctorFacts,
+    FolderFacts,
+    NodeFacts,
+    interpreters,
+    probe_folder,
+    probe_node,
+)
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.plan import make_plan
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.config.models import Config
-from areal_lora.doctor.machine_facts import NodeFacts
-from areal_lora.doctor.probes import node_name, probe_folder, probe_node
+from areal_lora.doctor.probes import NodeFacts, node_name, probe_folder, probe_node
 from areal_lora.run_folder.atomic import write_file
 
 CONFIG = "examined.json"

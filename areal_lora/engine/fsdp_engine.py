@@ -12,8 +12,7 @@ import torch
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.common.adapter_engine import AdapterEngine
-from areal_lora.engine.common.arena import ShardedModel
-from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import read_shape
 

@@ -12,8 +12,7 @@ import torch
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.common.adapter_engine import AdapterEngine
-from areal_lora.engine.common.arena import ShardedModel
-from areal_lora.engine.common.parallel_layout import ParallelLayout, check_widths
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel, check_widths
 from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 from areal_lora.families.shape import ModelShape, read_hf_config
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from areal_lora.families.registry import supported
-from areal_lora.families.variants import unsupported
+from areal_lora.families.registry import supported, unsupported
 
 Engine = Literal["megatron", "fsdp"]
 ENGINES: tuple[Engine, ...] = ("megatron", "fsdp")

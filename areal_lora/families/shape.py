@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_lora.families.derived import Checkpoint, read_checkpoint
 from areal_lora.families.family import Family, Scope
-from areal_lora.families.registry import family_of, supported
+from areal_lora.families.registry import Checkpoint, family_of, read_checkpoint, supported
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 

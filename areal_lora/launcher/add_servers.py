@@ -17,9 +17,8 @@ from rich.console import Console
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
-from areal_lora.launcher.slurm.spare import KILL_WAIT_S, SpareJob, spare_script
-from areal_lora.launcher.spare_folder import JOB, is_here, note_job, starts
-from areal_lora.launcher.spares import Going, run_spares, run_state
+from areal_lora.launcher.slurm.job_steps import KILL_WAIT_S, SpareJob, spare_script
+from areal_lora.launcher.spares import JOB, Going, is_here, note_job, run_spares, run_state, starts
 from areal_lora.obs.console import print_line
 from areal_lora.run_folder.paths import RunFolder
 

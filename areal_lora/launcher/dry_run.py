@@ -14,14 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_lora.checkpoint.recover import AdapterResume, ResumePlan, explain
-from areal_lora.config.adapter_run import adapter_runs, steps_of, total_steps
-from areal_lora.config.config_snapshot import missing_files
 from areal_lora.config.facts import machine_memory
 from areal_lora.config.models import Config
-from areal_lora.config.resume import changes, conflict
-from areal_lora.config.sections.algorithm import PRESETS
-from areal_lora.config.sections.cluster import LINK_BITS
-from areal_lora.config.sizing.memory import GIB, LEAST_KV, Memory, device_bytes, slurm_bytes
+from areal_lora.config.recorded import adapter_runs, changes, conflict, missing_files, steps_of, total_steps
+from areal_lora.config.rules.memory_rules import slurm_bytes
+from areal_lora.config.sections.adapter import PRESETS
+from areal_lora.config.sections.run import LINK_BITS
+from areal_lora.config.sizing.memory import GIB, LEAST_KV, Memory, device_bytes
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm.script import sbatch_script
 from areal_lora.launcher.start import previous_run, with_absolute_root

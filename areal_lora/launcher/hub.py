@@ -28,10 +28,10 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
-from areal_lora.config.config_snapshot import cached_snapshot, missing_files, wanted
 from areal_lora.config.models import Config, ModelConfig
+from areal_lora.config.recorded import cached_snapshot, missing_files, wanted
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
-from areal_lora.families.published import is_hub_name
+from areal_lora.families.registry import is_hub_name
 from areal_lora.obs.console import duration, human_bytes
 
 ANSWER_S = 10.0

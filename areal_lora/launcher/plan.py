@@ -1,6 +1,6 @@
 """Config -> JobPlan: every process of a run, where it runs and with what. Pure: touches nothing.
 
-Which process is on which node and device is decided in `config.sizing.pools`.
+Which process is on which node and device is decided in `config.sizing.slots`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.models import Config
-from areal_lora.config.sections.cluster import Role
+from areal_lora.config.recorded import adapter_run
+from areal_lora.config.sections.run import Role
 from areal_lora.config.sizing.memory import JobMemory, job_memory, kv_token_bytes, version_bytes
-from areal_lora.config.sizing.pools import Pool, Seats, pools_of, seats_of
-from areal_lora.config.sizing.slots import has_tenants
+from areal_lora.config.sizing.slots import Pool, Seats, has_tenants, pools_of, seats_of
 from areal_lora.config.sizing.what_if import WhatIf, what_if
 from areal_lora.errors import ConfigError
-from areal_lora.families.adapter_size import AdapterSize, adapter_size
 from areal_lora.families.shape import ModelShape, base_bytes
+from areal_lora.families.sites import AdapterSize, adapter_size
 from areal_lora.network.addresses import WILDCARDS
 from areal_lora.network.tls import on_loopback
-from areal_lora.processes.devices import DEVICES_VARIABLE, VISIBLE
+from areal_lora.processes.startup import DEVICES_VARIABLE, VISIBLE
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 
 TRAINER, CONTROLLER, SERVER, SERVICE = "trainer", "controller", "server", "service"

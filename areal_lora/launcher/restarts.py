@@ -13,12 +13,94 @@ unit that could not be started on its node is tried again until the node is know
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
 
 from areal_lora.errors import NON_RETRYABLE, ExitCode
-from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import SERVER, SERVICE, TRAINER, ProcessSpec
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.status import read_statuses
+
+LOG_LINES, ERROR_CHARACTERS = 10_000, 1000
+_STARTS = re.compile(r"---- \S+ starts again, ")
+_RECORD = re.compile(r"[\d:.]+ \S+ (?:ERROR|CRITICAL) \S+: (.*)")
+_RAISED = re.compile(r"((?:\w+\.)*\w*(?:Error|Exception|Exit)_?: .*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExit:
+    """A process that is over. ``code`` is negative for a signal, as in ``subprocess``.
+
+    ``why`` states the reason if the launcher itself, or a failed peer, ended it; ``error`` is the last one in its log.
+    ``pid`` is 0 and ``node`` its host in a Slurm job. ``lost``: with that node. ``never_started``: it could not be
+    started on it.
+    """
+
+    spec: ProcessSpec
+    code: int
+    log: Path
+    pid: int = 0
+    why: str = ""
+    node: str = ""
+    lost: bool = False
+    never_started: bool = False
+    error: str = ""
+
+    @property
+    def cause(self) -> str:
+        """How it ended, and the error where it is known."""
+        return f"{self.how()}: {self.error}" if self.error else self.how()
+
+    def how(self) -> str:
+        if self.lost:
+            return f"was lost with node {self.node}"
+        if self.never_started:
+            return f"could not be started on {self.node}"
+        if self.why:
+            return self.why
+        if self.code < 0:
+            return f"was killed by {signal.Signals(-self.code).name}"
+        return f"exited with code {self.code}"
+
+
+def with_error(ended: ProcessExit) -> ProcessExit:
+    """``ended`` with the last error of its log, if it exited by itself: an earlier one is not why a signal ended it.
+
+    An exception that no record reports counts as one. Reads the last 64 KiB.
+    """
+    if ended.code <= 0 or ended.why or ended.never_started:
+        return ended
+    found = ""
+    for line in last_lines(ended.log, LOG_LINES):
+        if _STARTS.match(line):
+            found = ""
+        elif (error := _RECORD.match(line) or _RAISED.match(line)) is not None:
+            found = error[1]
+    return replace(ended, error=found[:ERROR_CHARACTERS])
+
+
+def last_lines(path: Path, n: int) -> list[str]:
+    """The last ``n`` lines of a log; reads at most its last 64 KiB."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 65536))
+            return file.read().decode("utf-8", "replace").splitlines()[-n:]
+    except FileNotFoundError:
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How a run ended. ``why`` names the process that failed and how, for another code than DONE."""
+
+    code: ExitCode
+    why: str = ""
+
 
 BACK_OFF_S, LONGER = 1.0, 4.0
 SERVICE_STEPS = 3
@@ -150,3 +232,106 @@ class Restarts:
             return self._abandon(unit, replace(ended, lost=unit.has_worked))
         unit.due = now + LAUNCH_AGAIN_S
         return RestartVerdict(ended=ended, ends_run=False, wait_s=LAUNCH_AGAIN_S)
+
+
+WRITE_S, SETTLE_S = 3.0, 0.3
+
+
+def write_stall(run_folder: RunFolder, request: Callable[[], int], stuck: str) -> Path:
+    """Gather the stacks of all processes in ``stacks/stall-N.txt``; returns that file.
+
+    ``request`` has them write their stacks and returns how many will do so.
+    """
+    folder = run_folder.stacks
+    folder.mkdir(exist_ok=True)
+    before = _sizes(folder)
+    _wait_for(folder, before, request())
+    parts = [f"{stuck}; {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"]
+    statuses = read_statuses(run_folder)
+    for name in sorted(statuses.keys() | {path.stem for path in before}):
+        path = run_folder.stack_dump(name)
+        text = path.read_bytes()[before.get(path, 0) :].decode("utf-8", "replace") if path.exists() else ""
+        if text or name in statuses:
+            parts.append(f"==== {name}: {statuses.get(name, '')}\n{text or '(no answer)'}")
+    n = 1
+    while (target := folder / f"stall-{n}.txt").exists():
+        n += 1
+    target.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return target
+
+
+def waits(run_folder: RunFolder) -> str:
+    """``trainer-0: step 3: waiting for rollouts; server-0: serving``."""
+    return "; ".join(f"{process}: {text}" for process, text in read_statuses(run_folder).items())
+
+
+def _sizes(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_size for path in folder.glob("*.txt") if not path.stem.startswith("stall-")}
+
+
+def _wait_for(folder: Path, before: dict[Path, int], requested: int) -> None:
+    """Until ``requested`` files have grown and grow no more; a process that is stopped never answers."""
+    deadline = time.monotonic() + WRITE_S
+    sizes, changed_at = before, time.monotonic()
+    while (now := time.monotonic()) < deadline:
+        latest = _sizes(folder)
+        if latest != sizes:
+            sizes, changed_at = latest, now
+        grown = sum(size > before.get(path, 0) for path, size in sizes.items())
+        if grown >= requested and now - changed_at > SETTLE_S:
+            return
+        time.sleep(0.05)
+
+
+LONGEST_LOOK_S = 5.0
+"""Limit of the silence counted between two looks: a longer gap means that the launcher or the machine was stopped."""
+
+
+@dataclass(slots=True)
+class _Session:
+    beat: int
+    first: float
+    last: float
+    excused: float = 0.0
+
+    def silent_s(self, now: float) -> float:
+        return now - self.last - self.excused
+
+
+@dataclass(slots=True)
+class Pulse:
+    """Silence of each process. ``limits``: seconds without a heartbeat that a role may take.
+
+    Ages are measured between the launcher's own looks, so no clock of another process matters. Time in which the
+    launcher did not look is no silence: after a suspend all processes have been silent for as long.
+    """
+
+    limits: Mapping[str, float]
+    _sessions: dict[str, _Session] = field(default_factory=dict)
+    _looked: float | None = None
+
+    def look(self, beats: Mapping[str, int], now: float) -> None:
+        """Take in what ``heartbeat.last_beats`` returned at ``now``."""
+        unseen = max(0.0, now - self._looked - LONGEST_LOOK_S) if self._looked is not None else 0.0
+        self._looked = now
+        for known in self._sessions.values():
+            known.excused += unseen
+        for name, beat in beats.items():
+            if name not in self._sessions:
+                self._sessions[name] = _Session(beat, now, now)
+            elif (session := self._sessions[name]).beat != beat:
+                session.beat, session.last, session.excused = beat, now, 0.0
+
+    def silent(self, now: float) -> dict[str, float]:
+        """Seconds of silence by process, for those that have beaten and then not beaten for longer than their limit."""
+        silences = {name: session.silent_s(now) for name, session in self._sessions.items()}
+        return {name: s for name, s in silences.items() if s > self.limits[name.rpartition("-")[0]]}
+
+    def worked_s(self, name: str) -> float | None:
+        """Seconds from the first heartbeat of ``name`` to its last; None before the first."""
+        session = self._sessions.get(name)
+        return None if session is None else session.last - session.first
+
+    def forget(self, name: str) -> None:
+        """End the session of ``name``; its next beat starts the next one."""
+        self._sessions.pop(name, None)

@@ -9,25 +9,23 @@ from functools import partial
 from rich.console import Console
 
 from areal_lora.checkpoint.recover import check_present
-from areal_lora.config.adapter_run import ends_of, more_steps
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.models import Config
+from areal_lora.config.recorded import ends_of, more_steps
 from areal_lora.config.rules.findings import Finding, Severity
 from areal_lora.config.rules.guardrails import check_start, resolve_targets
 from areal_lora.errors import NON_RETRYABLE, ConfigErrors, ExitCode
-from areal_lora.launcher.ended import RunEnd
 from areal_lora.launcher.hub import HubDownload, download, resolve
 from areal_lora.launcher.plan import JobPlan, make_plan
+from areal_lora.launcher.restarts import RunEnd
 from areal_lora.launcher.slurm.script import submit
-from areal_lora.launcher.start import PreviousRun, RunStart, recorded_model
-from areal_lora.launcher.start_checks import check_packages, prompt_findings
+from areal_lora.launcher.start import PreviousRun, RunStart, check_packages, prompt_findings, recorded_model
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole, print_line
-from areal_lora.obs.report.closing import print_closing
+from areal_lora.obs.report.page import print_closing
 from areal_lora.run_folder.events import EndEvent, now_utc, record_end
-from areal_lora.tasks.check import task_problems
-from areal_lora.tasks.reward_check import reward_problems
+from areal_lora.tasks.check import reward_problems, task_problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,34 +6,98 @@
                                     the run has another session (a requeued job): end them, start others in it
 
 A spare server joins like a restarted one: it publishes its endpoint in the run's session, with the run's secret.
+
+What the run folder keeps about spare servers: their indices, each used once, and where they were started from.
+
+``spares/server-<index>`` claims an index: no later server of the run gets it, in whichever session.
+``spares/job-<id>`` and ``spares/local-<pid>`` name a Slurm job, or a process of one host, that runs spare servers.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from pathlib import Path
 
 from rich.console import Console
 
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, ExitCode
-from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import SERVER, ProcessSpec, spare_server
-from areal_lora.launcher.restarts import Restarts
-from areal_lora.launcher.run_lock import is_locked
+from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts
 from areal_lora.launcher.slurm.job_query import look as look_up
 from areal_lora.launcher.slurm.states import JobRecord, Phase, explain
-from areal_lora.launcher.spare_folder import claim_indices, note_process
-from areal_lora.launcher.stalls import Pulse
+from areal_lora.launcher.start import Owner, is_locked
 from areal_lora.launcher.supervise import Interrupts, Supervisor
 from areal_lora.obs.console import print_line
-from areal_lora.run_folder.heartbeat import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
-from areal_lora.run_folder.heartbeat import forget_beats, last_beats
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import forget_endpoint
+from areal_lora.run_folder.status import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
+from areal_lora.run_folder.status import forget_beats, last_beats
+
+JOB, LOCAL = "job", "local"
+
+
+def claim_indices(run_folder: RunFolder, n: int, first: int) -> list[int]:
+    """Claim ``n`` server indices that no server of the run has had. Those below ``first`` are the run's own."""
+    folder = run_folder.spares
+    folder.mkdir(parents=True, exist_ok=True)
+    used = [int(path.name.partition("-")[2]) for path in folder.glob(f"{SERVER}-*")]
+    index, claimed = max([first, *(i + 1 for i in used)]), list[int]()
+    while len(claimed) < n:
+        try:
+            (folder / f"{SERVER}-{index}").open("x").close()
+        except FileExistsError:  # another command claims, too
+            pass
+        else:
+            claimed.append(index)
+        index += 1
+    return claimed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareStart:
+    """One start of spare servers: Slurm job ``id``, or process ``id`` on ``host``."""
+
+    kind: str
+    id: str
+    path: Path
+    host: str = ""
+    over: bool = False
+
+
+def note_job(run_folder: RunFolder, job: str) -> None:
+    run_folder.spares.mkdir(parents=True, exist_ok=True)
+    (run_folder.spares / f"{JOB}-{job}").touch()
+
+
+def note_process(run_folder: RunFolder) -> Path:
+    """Name this process as one that runs spare servers; the caller removes the file at its end."""
+    run_folder.spares.mkdir(parents=True, exist_ok=True)
+    me = Owner.me()
+    path = run_folder.spares / f"{LOCAL}-{me.host}-{me.pid}"
+    path.write_bytes(me.encoded())
+    return path
+
+
+def starts(run_folder: RunFolder) -> list[SpareStart]:
+    """All starts that were noted. A process is ``over`` only where that is certain."""
+    found = []
+    for path in sorted(run_folder.spares.glob(f"{JOB}-*")):
+        found.append(SpareStart(kind=JOB, id=path.name.partition("-")[2], path=path))
+    for path in sorted(run_folder.spares.glob(f"{LOCAL}-*")):
+        owner = Owner.decoded(path.read_bytes())
+        found.append(SpareStart(kind=LOCAL, id=str(owner.pid), path=path, host=owner.host, over=owner.is_over()))
+    return found
+
+
+def is_here(start: SpareStart) -> bool:
+    return start.host == socket.gethostname()
+
 
 POLL_S = 0.2
 LOOK_S = {"local": 1.0, "slurm": 10.0}

@@ -26,10 +26,10 @@ import psutil
 
 from areal_lora.errors import EnvironmentError_, ProcessFailed
 from areal_lora.launcher import guardian
-from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import ProcessSpec
-from areal_lora.processes import shared_memory, stacks
-from areal_lora.processes.faults import reached
+from areal_lora.launcher.restarts import ProcessExit
+from areal_lora.processes import startup
+from areal_lora.processes.watched import reached
 
 STOP_GRACE_S = 8.0
 """Time between SIGTERM and SIGKILL: a stop takes less than 10 seconds, Slurm's and Kubernetes' usual patience is 30."""
@@ -50,7 +50,7 @@ class Supervisor:
         self._grace_s = grace_s
         self._running: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = []
         self._not_ours = set(psutil.Process().children(recursive=True))
-        self._shared_before = shared_memory.entries()
+        self._shared_before = startup.entries()
         self._shared_ours: set[str] = set()
         self._shared_looks: Counter[str] = Counter()
         self._guardian: subprocess.Popen[bytes] | None = None
@@ -145,11 +145,11 @@ class Supervisor:
         Cheap enough to be called often: users of shared memory are looked up only while a name was checked fewer
         than ``looks`` times. A name that is still unclaimed then belongs to another program.
         """
-        names = shared_memory.entries() - self._shared_before - self._shared_ours
+        names = startup.entries() - self._shared_before - self._shared_ours
         if all(self._shared_looks[name] >= looks for name in names):
             return
         self._shared_looks.update(names)
-        ours = shared_memory.used_by(self.pids()) & names
+        ours = startup.used_by(self.pids()) & names
         self._shared_ours |= ours
         for name in ours:
             self._tell_guardian(guardian.SHARED + name)
@@ -164,7 +164,7 @@ class Supervisor:
 
     def ask_stacks(self) -> int:
         """Request the stacks of every process; returns how many will write them."""
-        return sum(stacks.request(pid) for pid in self.pids())
+        return sum(startup.request(pid) for pid in self.pids())
 
     def running(self) -> list[ProcessSpec]:
         return [spec for spec, _ in self._running]
@@ -197,7 +197,7 @@ class Supervisor:
             time.sleep(0.02)
         self.note_shared_memory(sys.maxsize)
         self._kill_rest()
-        shared_memory.remove(self._shared_ours)
+        startup.remove(self._shared_ours)
         self._release_guardian()
 
     def _kill_rest(self) -> None:

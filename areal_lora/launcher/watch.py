@@ -14,15 +14,24 @@ from rich.console import Console
 
 from areal_lora.config.models import Config
 from areal_lora.errors import ExitCode
-from areal_lora.launcher.ended import ProcessExit, last_lines, with_error
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
-from areal_lora.launcher.restarts import Restarts, RestartVerdict, to_blame, unit_of
-from areal_lora.launcher.stalls import Pulse, waits, write_stall
+from areal_lora.launcher.restarts import (
+    ProcessExit,
+    Pulse,
+    Restarts,
+    RestartVerdict,
+    last_lines,
+    to_blame,
+    unit_of,
+    waits,
+    with_error,
+    write_stall,
+)
 from areal_lora.obs.console import LiveConsole
 from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, now_utc, write_event
-from areal_lora.run_folder.heartbeat import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
-from areal_lora.run_folder.heartbeat import forget_beats, last_beats
 from areal_lora.run_folder.rendezvous import forget_endpoint
+from areal_lora.run_folder.status import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
+from areal_lora.run_folder.status import forget_beats, last_beats
 
 LOG_LINES = 30
 POLL_S, TICK_S = 0.1, 0.5
@@ -53,7 +62,7 @@ class Processes(Protocol):
     def running(self) -> list[ProcessSpec]: ...
 
     def ask_stacks(self) -> int:
-        """Request the stacks of every process (``processes.stacks``); returns how many will write them."""
+        """Request the stacks of every process (``processes.startup``); returns how many will write them."""
 
     def look_after(self) -> None:
         """Called often."""

@@ -1,17 +1,31 @@
 """Python objects in a configuration: the processes of a run import them by a path.
 
 An object of a module file is named by this file, one of an installed package by its module. One of a script or
-notebook is saved as source (`source`) in the folder ``code`` of the run.
+notebook is saved as source (`objects`) in the folder ``code`` of the run.
+
+Source text of an object that a script or a notebook defines, so that another process can import it.
+
+What the object uses is followed by name: functions and classes of the same script are copied, imports written down,
+constants written as literals. Everything else is refused: nothing is pickled, no statement of the script runs again.
 """
 
 from __future__ import annotations
+import __future__
 
+import ast
+import builtins
 import importlib.util
+import inspect
+import linecache
+import re
+import symtable
 import sys
 import sysconfig
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from areal_lora.config.models import (
@@ -21,9 +35,163 @@ from areal_lora.config.models import (
     CustomWorkflowConfig,
     MultiTurnWorkflowConfig,
 )
-from areal_lora.config.sections.reward import FunctionReward, RewardSection
+from areal_lora.config.sections.task import FunctionReward, RewardSection
 from areal_lora.errors import ConfigError
-from areal_lora.library.source import saved_source, stub_source
+
+FUTURE = "from __future__ import annotations\n\n"
+FIX = "put it into a module file and import it"
+
+
+def saved_source(value: Any, name: str, main: ModuleType) -> str:
+    """A module that defines ``value`` of the script or notebook ``main`` as ``name``. Raises ConfigError."""
+    parts = _Parts(main)
+    parts.add(name, value)
+    future = FUTURE if _has_future(main) else ""
+    file = vars(main).get("__file__")
+    place = Path(file).resolve().parent if file else Path.cwd()
+    head = f"import sys\n\nsys.path.append({str(place)!r})\n\n"
+    return f"{future}{head}" + "\n\n".join(parts.texts.values()) + "\n"
+
+
+def stub_source(value: Any, name: str, folder: Path) -> str:
+    """A module that imports ``value`` from its package, which lies in ``folder``."""
+    return (
+        f"import sys\n\nsys.path.append({str(folder)!r})\n\nfrom {value.__module__} import {value.__name__} as {name}\n"
+    )
+
+
+class _Parts:
+    """Statements by the name that they bind, those that a statement needs before it."""
+
+    def __init__(self, main: ModuleType) -> None:
+        self.texts: dict[str, str] = {}
+        self._main = main
+        self._started: set[str] = set()
+
+    def add(self, name: str, value: Any) -> None:
+        if name in self._started:
+            return
+        self._started.add(name)
+        if isinstance(value, ModuleType):
+            self.texts[name] = f"import {value.__name__} as {name}"
+        elif _is_of(value, self._main):
+            self._add_definition(name, value)
+        elif imported := _import_of(name, value):
+            self.texts[name] = imported
+        else:
+            self.texts[name] = self._constant(name, value)
+
+    def _add_definition(self, name: str, value: Any) -> None:
+        own = value.__name__
+        self._started.add(own)
+        text = _definition(value, own, self._main)
+        needed = _names(FUTURE + text if _has_future(self._main) else text)  # annotations may name what does not exist
+        for used in sorted(_names(text) - {own}):
+            if used in vars(self._main):
+                self.add(used, vars(self._main)[used])
+                self._add_submodules(used, text)
+            elif used in needed and not hasattr(builtins, used) and used not in ("__name__", "__file__", "__class__"):
+                raise ConfigError(own, f"it uses {used!r}, which is not defined", "define it before the call")
+        self.texts[own] = text
+        if own != name:
+            self.texts[name] = f"{name} = {own}"
+
+    def _add_submodules(self, used: str, text: str) -> None:
+        """``import a.b`` where ``text`` has ``a.b`` of a package ``a`` that is imported as ``used``."""
+        value = vars(self._main)[used]
+        if isinstance(value, ModuleType):
+            package = f"{value.__name__}."
+            below = [full for full in sys.modules if full.startswith(package)]
+            inside = [full for full in below if f"{used}.{full.removeprefix(package)}" in text]
+            self.texts |= {f"{used}:{full}": f"import {full}" for full in inside}
+
+    def _constant(self, name: str, value: Any) -> str:
+        if isinstance(value, re.Pattern):
+            self.add("re", re)
+            return f"{name} = re.compile({value.pattern!r}, {int(value.flags)})"
+        if isinstance(value, Path):
+            self.texts["pathlib"] = "import pathlib"
+            return f"{name} = pathlib.Path({str(value)!r})"
+        text = repr(value)
+        try:
+            same = ast.literal_eval(text) == value
+        except (ValueError, SyntaxError, TypeError):
+            same = False
+        if not same:
+            kind = type(value).__name__
+            raise ConfigError(name, f"it is a {kind}, which the run's processes cannot get as text", FIX)
+        return f"{name} = {text}"
+
+
+def _has_future(main: ModuleType) -> bool:
+    return vars(main).get("annotations") is __future__.annotations
+
+
+def _is_of(value: Any, main: ModuleType) -> bool:
+    if not callable(value) or getattr(value, "__module__", None) != main.__name__:
+        return False
+    return isinstance(inspect.unwrap(value), type | FunctionType)
+
+
+def _import_of(name: str, value: Any) -> str | None:
+    """``from module import x as name`` for a function, class or other named object of a module."""
+    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    module, qualified = (module, qualified) if isinstance(qualified, str) else ("typing", getattr(value, "_name", None))
+    if module not in sys.modules or not isinstance(qualified, str) or "." in qualified:
+        return None
+    if getattr(sys.modules[module], qualified, None) is not value:
+        return None
+    return f"from {module} import {qualified} as {name}"
+
+
+def _definition(value: Any, name: str, main: ModuleType) -> str:
+    """Source of the statement that defines ``value``, with its decorators."""
+    if name == "<lambda>":
+        raise ConfigError("lambda", "it has no name by which another process could import it", "write it with def")
+    if "<locals>" in value.__qualname__:
+        raise ConfigError(name, "it is defined inside a function, whose variables no other process has", FIX)
+    code, script = _code(value), vars(main).get("__file__")
+    # A class without code of its own is in the script, or in a cell of the notebook, the newest one first.
+    for file in [code.co_filename] if code else [script] if script else reversed(linecache.cache):
+        lines = linecache.getlines(file)
+        for node in _definitions("".join(lines), name):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            last = node.end_lineno or first
+            if code is None or first <= code.co_firstlineno <= last:
+                return textwrap.dedent("".join(lines[first - 1 : last]))
+    raise ConfigError(name, "its source is not to be found: it was typed at a prompt, or its file has changed", FIX)
+
+
+def _definitions(text: str, name: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    try:
+        nodes = ast.walk(ast.parse(text))
+    except SyntaxError:  # a cell with a magic command
+        return []
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return [node for node in nodes if isinstance(node, kinds) and node.name == name]
+
+
+def _code(value: Any) -> CodeType | None:
+    """The code of a function, or of a method that a class defines itself."""
+    value = inspect.unwrap(value)
+    if isinstance(value, FunctionType):
+        return value.__code__
+    members = [inspect.unwrap(getattr(m, "__func__", getattr(m, "fget", m))) for m in vars(value).values() if m]
+    own = (m.__code__ for m in members if isinstance(m, FunctionType) and m.__module__ == value.__module__)
+    return next((code for code in own if linecache.getlines(code.co_filename)), None)
+
+
+def _names(text: str) -> set[str]:
+    """Names of the module that ``text`` reads."""
+    names: set[str] = set()
+    tables = [symtable.symtable(text, "definition", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        top = table.get_type() == "module"
+        names |= {s.get_name() for s in table.get_symbols() if (top or s.is_global()) and s.is_referenced()}
+    return names
+
 
 REWARD, WORKFLOW, ENVIRONMENT, AGENT = "reward", "workflow", "environment", "agent"
 

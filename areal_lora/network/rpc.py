@@ -5,7 +5,7 @@
 
 A request is ``[number (8 bytes), payload]``, and its reply repeats the number. Nothing reconnects below the caller: a
 connection whose other end is lost raises `ConnectionLost`, the caller makes another one, greets, and repeats what the
-other end may not have. Requests are therefore idempotent, and messages in order are numbered (`operations.outbox`).
+other end may not have. Requests are therefore idempotent, and messages in order are numbered (`operations.link`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,56 @@ from typing import Any
 import zmq
 import zmq.asyncio
 from zmq.auth import Authenticator
+from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from areal_lora.errors import EnvironmentError_
 from areal_lora.network.addresses import bracketed
-from areal_lora.network.curve import HANDSHAKE_REFUSED, OnlyKeyOf, connect_curve, serve_curve
+from areal_lora.network.tls import derived_key
 from areal_lora.processes.watched import watched_task
+
+HANDSHAKE_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""Monitor events of a wrong key, the only sign of it on either side."""
+
+
+def zmq_curve_keys(secret: str, role: str) -> tuple[bytes, bytes]:
+    """The CURVE key pair ``(public, secret)``, z85 bytes, of ``role`` in this run.
+
+    Derived from the run secret under the role's label (``network.tls``), so each side knows the
+    other's public key without sending anything.
+    """
+    private = z85.encode(derived_key(secret, f"curve {role}"))
+    return zmq.curve_public(private), private
+
+
+class OnlyKeyOf:
+    """ZAP credentials: exactly the client key that the run secret gives ``role``."""
+
+    def __init__(self, secret: str, role: str) -> None:
+        self._key, _ = zmq_curve_keys(secret, role)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+def serve_curve(socket: zmq.Socket[Any], secret: str, role: str, max_bytes: int) -> None:
+    """Before ``bind``: ``socket`` proves to be ``role`` and drops clients that send over ``max_bytes`` in a message.
+
+    The limit also holds before the handshake, when any peer may announce a message of any length.
+    """
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = zmq_curve_keys(secret, role)
+
+
+def connect_curve(socket: zmq.Socket[Any], secret: str, role: str, server_role: str, max_bytes: int) -> None:
+    """Before ``connect``: ``socket`` proves to be ``role`` and talks to ``server_role`` only."""
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.curve_serverkey, _ = zmq_curve_keys(secret, server_role)
+    socket.curve_publickey, socket.curve_secretkey = zmq_curve_keys(secret, role)
+
 
 LOOK_S = 0.25
 """How often a waiting client checks whether the other end has moved."""

@@ -7,16 +7,36 @@
 The gateway listens on loopback in the controller. A key belongs to one session (one sample of one group) and
 ends with it; the run secret stays on this side. What was sampled is never tokenized again (``prompt_tokens``), so
 that a conversation stays one trajectory. Tool calls are parsed by a rollout server, which has vLLM.
+
+The agents' endpoint: an HTTP server on loopback that knows sessions by their keys.
+
+Routes: ``POST /v1/chat/completions``, ``/v1/responses``, ``/v1/completions``; ``GET /v1/models``. A streamed answer is
+sent when it is whole: its events are those of OpenAI, but the first one comes after the last token.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
 from areal_lora.data.prompts import Prompt
+from areal_lora.network.http_server import BodyLimit, HttpServer, task_unless_disconnected
+from areal_lora.processes.watched import watched_task
+from areal_lora.rollout.agent_api.chat import SamplingRequest, parse_chat, parse_text, reply_body, reply_events, sse
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, error_body
+from areal_lora.rollout.agent_api.responses import parse_response, response_body, response_events, response_id
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, conversation_of
@@ -115,3 +135,128 @@ class AgentWorkflow:
     def _keep(self, session: Session, prompt: Prompt, sample: int, reward: float | None, detail: str) -> None:
         if self.kept is not None and session.exchanges:
             self.kept.write(conversation_of(session, prompt.uid, sample, reward, detail))
+
+
+HOST = "127.0.0.1"  # agents run in this process, wherever other ports are bound
+MAX_BODY_BYTES = 16 << 20
+
+Body = dict[str, Any]
+_Handler = Callable[[Session, Request], Coroutine[Any, Any, Response]]
+
+
+class AgentGateway:
+    """``async with AgentGateway() as gateway``; then ``gateway.port``, and ``gateway.sessions`` for workflows."""
+
+    def __init__(self) -> None:
+        self.sessions = Sessions()
+        self.port = 0
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> AgentGateway:
+        posts: dict[str, _Handler] = {
+            "/v1/chat/completions": partial(_completions, parse=parse_chat),
+            "/v1/completions": partial(_completions, parse=parse_text),
+            "/v1/responses": _responses,
+        }
+        gets: dict[str, _Handler] = {"/v1/models": _models, "/v1/models/{name}": _model}
+        app = Starlette(
+            routes=[
+                *(Route(path, partial(self._guarded, handler), methods=["POST"]) for path, handler in posts.items()),
+                *(Route(path, partial(self._guarded, handler)) for path, handler in gets.items()),
+            ]
+        )
+        sock = self._stack.enter_context(socket.create_server((HOST, 0)))
+        server = HttpServer(BodyLimit(app, MAX_BODY_BYTES, _error), sock, None)
+        serving = watched_task("agent-endpoint", server.serve)
+        self._stack.push_async_callback(_stop, server, serving)
+        self.port = sock.getsockname()[1]
+        self.sessions.base_url = f"http://{HOST}:{self.port}/v1"
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        await self._stack.aclose()
+
+    async def _guarded(self, handler: _Handler, request: Request) -> Response:
+        """Find the session, and turn known errors into OpenAI's bodies."""
+        try:
+            return await self._within(self._session(request), handler, request)
+        except HTTPException as error:
+            return _error(error.status_code, error.detail)
+        except AgentRequestError as error:
+            return _error(error.status, str(error), error.param)
+        except GenerationFault as fault:
+            return _error(503, str(fault))
+
+    def _session(self, request: Request) -> Session:
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self.sessions.of_key(key) if kind == "Bearer" else None
+        if session is None:
+            raise AgentRequestError(401, "the key is not, or no longer, valid")
+        return session
+
+    async def _within(self, session: Session, handler: _Handler, request: Request) -> Response:
+        """Answer within the session; an agent that disconnects ends its request, and the sequence on the server."""
+        await request.body()
+        task = asyncio.create_task(handler(session, request))
+        session.requests.add(task)
+        try:
+            return await task_unless_disconnected(request, task)
+        except GenerationFault as fault:
+            session.fail(fault)
+            raise
+        finally:
+            session.requests.discard(task)
+
+
+async def _stop(server: HttpServer, serving: asyncio.Task[None]) -> None:
+    server.should_exit = True
+    await serving
+
+
+async def _completions(session: Session, request: Request, *, parse: Callable[[Body], SamplingRequest]) -> Response:
+    body = await _checked_body(session, request)
+    answered = await session.answer(parse(body))
+    if body.get("stream"):
+        return _events(sse(reply_events(answered, session.ref.name, body, session.spell)))
+    return JSONResponse(reply_body(answered, session.ref.name, session.spell))
+
+
+async def _responses(session: Session, request: Request) -> Response:
+    body = await _checked_body(session, request)
+    earlier = {response_id(number): turns for number, turns in session.turns_of().items()}
+    answered = await session.answer(parse_response(body, earlier))
+    whole = response_body(answered, session.ref.name, body, session.spell)
+    return _events(sse(response_events(whole), named=True)) if body.get("stream") else JSONResponse(whole)
+
+
+async def _models(session: Session, request: Request) -> Response:
+    return JSONResponse({"object": "list", "data": [_described(session)]})
+
+
+async def _model(session: Session, request: Request) -> Response:
+    if request.path_params["name"] != session.ref.name:
+        raise AgentRequestError(
+            404, f"there is no model {request.path_params['name']!r} for this key, only {session.ref.name!r}"
+        )
+    return JSONResponse(_described(session))
+
+
+def _described(session: Session) -> Body:
+    return {"id": session.ref.name, "object": "model", "created": 0, "owned_by": "areal_lora"}
+
+
+async def _checked_body(session: Session, request: Request) -> Body:
+    try:
+        body = msgspec.json.decode(await request.body(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise AgentRequestError(400, str(error)) from None
+    session.check(body)
+    return body
+
+
+def _events(payload: bytes) -> Response:
+    return Response(payload, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _error(status: int, message: str, param: str | None = None) -> Response:
+    return JSONResponse(error_body(status, message, param), status_code=status)

@@ -17,40 +17,34 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config, SingleTurnWorkflowConfig
-from areal_lora.config.recorded import alone, read_config
-from areal_lora.config.sections.cluster import own_place
-from areal_lora.data.formatting import Formatter
+from areal_lora.config.recorded import adapter_run, alone, read_config
+from areal_lora.config.sections.run import own_place
+from areal_lora.data.formatting import Formatter, TextTokenizer, load_tokenizer
 from areal_lora.data.prompts import PromptStream
-from areal_lora.data.tokenizer import TextTokenizer, load_tokenizer
 from areal_lora.errors import ArealLoraError, exit_code_of
-from areal_lora.processes import stacks
-from areal_lora.processes.importing import collector_paused
-from areal_lora.processes.log import get_logger, setup_logging
-from areal_lora.processes.parent import die_with_parent
+from areal_lora.processes import startup
+from areal_lora.processes.startup import collector_paused, die_with_parent, get_logger, setup_logging
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.session import Sessions
-from areal_lora.rollout.agent_gateway import AgentGateway
-from areal_lora.rollout.channel.control import ControlSocket
+from areal_lora.rollout.agents import AgentGateway
+from areal_lora.rollout.channel.channel_session import ControlSocket
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.base_evals import BaseEvals, base_key
 from areal_lora.rollout.controller.controller import Controller, JoinedAdapter
-from areal_lora.rollout.controller.eval_places import EvalPlaces
 from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets
-from areal_lora.rollout.controller.evaluation import Evaluator
+from areal_lora.rollout.controller.evaluation import EvalPlaces, Evaluator
 from areal_lora.rollout.controller.feed import AdapterFeed
+from areal_lora.rollout.controller.pacing import StalenessBudget
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
-from areal_lora.rollout.controller.staleness import StalenessBudget
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Scorer, WorkflowContext
 from areal_lora.rollout.workflow_loading import build_training, build_workflow
-from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
-from areal_lora.run_folder.status import set_status
+from areal_lora.run_folder.status import EVENT_LOOP, EVERY_S, Heart, set_status
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.reward_sum import RewardSum
 
@@ -84,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-folder", type=RunFolder.of, required=True)
     run_folder: RunFolder = parser.parse_args(argv).run_folder
     setup_logging(ROLE, 0)
-    stacks.install(run_folder.stack_dump(f"{ROLE}-0"))
+    startup.install(run_folder.stack_dump(f"{ROLE}-0"))
     die_with_parent(signal.SIGTERM)
     try:
         config = read_config(run_folder)

@@ -3,23 +3,37 @@
 A workflow raises GenerationFault where it has no answers at all; answers that could not be
 scored are returned with their typed outcome and without a reward of their own. It never retries:
 the controller retries groups whole.
+
+A greedy answer beside each group, for algorithms that compare a prompt's answers with it (ReMax).
+
+It is sampled with the group, by the same version where that is still served, and scored by the same reward. Only its
+reward is kept, as the group's ``baseline``: it is never trained on.
+
+Training on given answers, as groups like all others.
+
+A server scores the data set's answer under a version. So the group has what a sampled one has: log-probabilities and
+versions of every trained token. Ledger, staleness, audit and alignment checks treat it alike, and the loop has no
+branch; only the objective of its tokens differs (`algorithms.losses`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
 from areal_lora.config.models import SamplingConfig
-from areal_lora.data.formatting import Formatter
+from areal_lora.data.formatting import Formatter, TextTokenizer
 from areal_lora.data.prompts import Prompt
-from areal_lora.data.tokenizer import TextTokenizer
-from areal_lora.rollout.completion_client import CompletionClient, SamplingLimits
-from areal_lora.rollout.workflows.collect import PackedTurns
+from areal_lora.obs.metrics.records import EvalRecord, SampleRecord
+from areal_lora.rollout.channel.channel_messages import EvalResult
+from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault, SamplingLimits
+from areal_lora.rollout.workflows.user_code import PackedTurns
+from areal_lora.tasks.rewards import given_answer
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Outcome, Sample, Trajectory, TrajectoryGroup
 
@@ -199,3 +213,105 @@ async def all_samples(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 def first_fault(group: TrajectoryGroup) -> Trajectory | None:
     """The first trajectory that may not be trained on, or None."""
     return next((t for t in group.trajectories if t.outcome is not Outcome.OK), None)
+
+
+def greedy(sampling: SamplingConfig) -> SamplingConfig:
+    """One answer of the likeliest tokens; length, stop texts and time limit as in training."""
+    changes = {"n_samples": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    return sampling.model_copy(update=changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithBaseline:
+    """``answers`` to a prompt with the mean reward of ``greedy``, a workflow of one greedy sample."""
+
+    answers: Workflow
+    greedy: Workflow
+
+    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
+        """Raises GenerationFault. Where the greedy answer could not be scored, returns that: a fault of the group."""
+        episode, greedy = await all_samples([w.run(prompt, ref, seed) for w in (self.answers, self.greedy)])
+        if first_fault(greedy.group) is not None:
+            return greedy
+        rewards = {trajectory.sample: trajectory.reward for trajectory in greedy.group.trajectories}
+        return replace(episode, group=replace(episode.group, baseline=statistics.fmean(rewards.values())))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenWorkflow:
+    """The data set's own answer to a prompt, once, scored by servers and reward. ``column`` holds its text."""
+
+    context: WorkflowContext
+    column: str | None
+
+    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
+        """Raises GenerationFault, also for an answer that does not fit into the model's length."""
+        context, text = self.context, given_answer(prompt.sample, self.column)
+        answer_ids = context.formatter.answer(text)
+        n_tokens = len(prompt.token_ids) + len(answer_ids)
+        if n_tokens >= context.max_model_len:
+            limit = f"rollout.max_model_len = {context.max_model_len}"
+            raise GenerationFault(FaultKind.REJECTED, f"prompt and given answer have {n_tokens} tokens, {limit}")
+        scored = await context.client.score(
+            context.client.newest(ref),
+            prompt.token_ids,
+            answer_ids,
+            temperature=context.sampling.temperature,
+            timeout_s=context.sampling.timeout_s,
+        )
+        answer = replace(scored, text=text)
+        (score,) = await context.score([context.item(prompt.sample, answer)])
+        trajectory = replace(single_turn(prompt, 0, ref.name, answer, score), given=True)
+        return Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=(trajectory,)), texts=(text,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenFirst:
+    """``given`` for groups issued with a version below ``steps``, ``then`` for all later ones.
+
+    The last given answers may be consumed up to the staleness bound later, beside rollouts: each sequence knows
+    which it is.
+    """
+
+    given: Workflow
+    then: Workflow
+    steps: int
+
+    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
+        workflow = self.given if ref.version < self.steps else self.then
+        return await workflow.run(prompt, ref, seed)
+
+
+def eval_record(result: EvalResult, order: int) -> EvalRecord:
+    """Set number ``order`` of ``result``, which has no error, as it is recorded."""
+    found = result.sets[order]
+    samples = [
+        SampleRecord(prompt=s.prompt, completion=s.completion, gold=s.answer, reward=s.reward, correct=s.correct)
+        for s in found.samples
+    ]
+    return EvalRecord(
+        adapter=result.adapter,
+        version=result.version,
+        step=result.version,
+        name=found.name,
+        order=order,
+        accuracy=found.accuracy,
+        n=found.n,
+        n_samples=found.n_samples,
+        temperature=found.temperature,
+        reward_mean=found.reward_mean,
+        unscored=found.unscored,
+        left_out=found.left_out,
+        left_out_first=list(found.left_out_first),
+        accuracy_95=found.accuracy_95,
+        reward_95=found.reward_95,
+        interval=found.interval,
+        pass_at=found.pass_at,
+        majority=found.majority,
+        answer_tokens=found.answer_tokens,
+        truncated=found.truncated,
+        wall_s=found.wall_s,
+        measured_with=found.measured_with,
+        tag=result.tag,
+        samples=samples,
+    )

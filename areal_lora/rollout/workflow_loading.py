@@ -14,16 +14,24 @@ from areal_lora.data.trajectory_checks import check_alignment, check_rewards
 from areal_lora.errors import AlignmentError, ConfigError
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentWorkflow
-from areal_lora.rollout.baseline import WithBaseline, greedy
 from areal_lora.rollout.completion_client import FaultKind
-from areal_lora.rollout.conversations import ConversationFile
-from areal_lora.rollout.given_answers import GivenFirst, GivenWorkflow
-from areal_lora.rollout.multi_turn import MultiTurnWorkflow
-from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, Workflow, WorkflowContext, first_fault, given_score
+from areal_lora.rollout.conversations import ConversationFile, MultiTurnWorkflow
+from areal_lora.rollout.workflow import (
+    Episode,
+    GivenFirst,
+    GivenWorkflow,
+    SingleTurnWorkflow,
+    WithBaseline,
+    Workflow,
+    WorkflowContext,
+    first_fault,
+    given_score,
+    greedy,
+)
 from areal_lora.rollout.workflows.user_code import call
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.loading import load_import_path
-from areal_lora.tasks.user_errors import describe
+from areal_lora.tasks.reward_calls import describe
 from areal_lora.types import AdapterRef, Outcome, Trajectory
 
 

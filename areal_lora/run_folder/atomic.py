@@ -7,8 +7,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
+
+from areal_lora.errors import undo_on_error
 
 
 def write_file(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool = False) -> None:
@@ -29,16 +32,13 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterat
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident():x}.tmp")
     temporary.unlink(missing_ok=True)  # of a process that was killed and had the same id
-    try:
+    with undo_on_error(partial(temporary.unlink, missing_ok=True)):
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             yield file
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     if durable:
         sync_folder(path.parent)
 

@@ -88,7 +88,7 @@ class RunFolder:
 
     @property
     def inbox(self) -> Path:
-        """Folder from which the service takes YAML files with an adapter each (`service.adapter_inbox`)."""
+        """Folder from which the service takes YAML files with an adapter each (`service.acceptance`)."""
         return self.path / "inbox"
 
     @property
@@ -135,7 +135,7 @@ class RunFolder:
 
     @property
     def judge(self) -> Path:
-        """Folder with the replies of judges (``tasks.judge_cache``); their scorer processes may write it."""
+        """Folder with the replies of judges (``tasks.judge``); their scorer processes may write it."""
         return self.path / "judge"
 
     @property
@@ -237,7 +237,7 @@ class RunFolder:
         return self.path / "stacks"
 
     def stack_dump(self, process: str) -> Path:
-        """File to which ``process`` appends the stacks of its threads on SIGUSR1 (``processes.stacks``)."""
+        """File to which ``process`` appends the stacks of its threads on SIGUSR1 (``processes.startup``)."""
         return self.stacks / f"{process}.txt"
 
     # --- of the launcher
@@ -254,7 +254,7 @@ class RunFolder:
 
     @property
     def spares(self) -> Path:
-        """Folder of claimed server indices and of jobs that run spare servers (``launcher.spare_folder``)."""
+        """Folder of claimed server indices and of jobs that run spare servers (``launcher.spares``)."""
         return self.path / "spares"
 
     # --- of a Slurm job
@@ -269,7 +269,7 @@ class RunFolder:
 
     @property
     def job_requeues(self) -> Path:
-        """Requeues of the last job and the checkpoints at the start of each lifetime (``launcher.slurm.requeues``)."""
+        """Requeues of the last job and the checkpoints at the start of each lifetime (``launcher.slurm.job``)."""
         return self.path / "job.requeues.json"
 
     def step(self, name: str) -> Path:

@@ -1,19 +1,30 @@
 """Statuses: what each process does or waits for, one line in ``status/<role>-<index>.txt``.
 
 The console shows them, and a stall report quotes them.
+
+Heartbeats: each process touches ``heartbeats/<role>-<index>`` while it makes progress.
+
+Trainer rank 0 beats in its loop and in its waits: ``beat``. Controller and servers have a ``Heart``, a thread that
+beats during long model steps and long user code. It stops when a part of its process makes no progress within the
+part's limit. The launcher compares each heartbeat with the previous one, so no two clocks are compared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import create_secret
 
 LOADING = "loading the model"
 RENEW_S = 5.0
@@ -87,3 +98,137 @@ class LoadingServers:
                     if now < self._renewed[name][1] + STALE_S:
                         found.append(name)
         return tuple(found)
+
+
+EVERY_S = 1.0
+TIMEOUT_S = 45.0
+"""Silence after which a controller or server is restarted: some beats are late on a busy machine or a slow disk."""
+SLOW_S = 10.0
+"""Parts without progress for so long are named in the log."""
+EVENT_LOOP = "event loop"
+
+_last: dict[Path, float] = {}
+
+
+def beat(run_folder: RunFolder, role: str, index: int) -> None:
+    """Record progress of ``role-index``. Costs nothing when called again within a second.
+
+    A disk error is logged as a warning: the next beat may succeed, and the launcher handles long silence.
+    """
+    path = run_folder.heartbeat(f"{role}-{index}")
+    now = time.monotonic()
+    if now - _last.get(path, -EVERY_S) < EVERY_S:
+        return
+    _last[path] = now
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        log.warning("the heartbeat cannot be written: %s", error)
+
+
+def beat_on(run_folder: RunFolder, role: str, index: int) -> None:
+    """``beat``, but never the first: for waits that may come before ``role-index`` has started its work."""
+    if run_folder.heartbeat(f"{role}-{index}") in _last:
+        beat(run_folder, role, index)
+
+
+class Heart:
+    """Beats from a thread of its own, once a second, from now until ``stop``.
+
+    ``limits`` are the parts of the process and how many seconds each may go without ``progress``; while one is
+    beyond its limit there is no beat. A stopped process does not beat either, nor one with a thread that holds
+    the GIL. Call it in the main thread, which is what ``EVENT_LOOP`` runs in.
+    """
+
+    def __init__(
+        self,
+        run_folder: RunFolder,
+        role: str,
+        index: int,
+        limits: Mapping[str, float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_folder, self._role, self._index = run_folder, role, index
+        self._limits, self._clock = dict(limits), clock
+        self._progress = dict.fromkeys(limits, clock())
+        self._slow: set[str] = set()
+        self._main = threading.get_ident()
+        self._stop = threading.Event()
+        beat(run_folder, role, index)
+        self._thread = watched_thread("heart", self._run)
+
+    def progress(self, part: str) -> None:
+        """Record progress of ``part``. Callable from any thread."""
+        self._progress[part] = self._clock()
+
+    def stop(self) -> None:
+        """Stop beating: the remaining work must not take longer than the launcher waits."""
+        self._stop.set()
+
+    def late(self) -> dict[str, float]:
+        """Seconds without progress of the parts that are beyond their limits."""
+        now = self._clock()
+        ages = {part: now - at for part, at in self._progress.items()}
+        for part, age in ages.items():
+            if age < min(SLOW_S, self._limits[part]):
+                self._slow.discard(part)
+            elif part not in self._slow:
+                self._slow.add(part)
+                log.warning("%s: no progress for %.0f s%s", part, age, self._where() if part == EVENT_LOOP else "")
+        return {part: age for part, age in ages.items() if age > self._limits[part]}
+
+    def _where(self) -> str:
+        """Describe the position of the main thread, innermost call last."""
+        frame = sys._current_frames().get(self._main)
+        calls = traceback.extract_stack(frame)[-3:] if frame is not None else []
+        return ", it is at " + " > ".join(f"{c.name} ({c.filename}:{c.lineno})" for c in calls) if calls else ""
+
+    def _run(self) -> None:
+        while not self._stop.wait(EVERY_S):
+            if not self.late():
+                beat(self._run_folder, self._role, self._index)
+
+
+def last_beats(run_folder: RunFolder) -> dict[str, int]:
+    """``{"trainer-0": time of the last beat in ns}`` by the file system's clock; processes that never beat are absent.
+
+    To be compared with an earlier answer only. What cannot be read now is absent too.
+    """
+    beats = {}
+    try:
+        for path in list(run_folder.heartbeats.glob("*-*")):
+            try:
+                beats[path.name] = path.stat().st_mtime_ns
+            except OSError:
+                continue
+    except OSError as error:
+        log.warning("heartbeats cannot be read: %s", error)
+    return beats
+
+
+def forget_beats(run_folder: RunFolder, role: str, index: int) -> None:
+    """Forget the beats of an ended session before ``role-index`` restarts: only those of the next one count."""
+    run_folder.heartbeat(f"{role}-{index}").unlink(missing_ok=True)
+
+
+def begin_session(run_folder: RunFolder) -> None:
+    """Make the folders of the session of ``run_folder``, or of a run on this machine, and remove all others.
+
+    A process that remains from an earlier session finds neither its endpoints nor its secret.
+    """
+    forget_sessions(run_folder)
+    for path in run_folder.living():
+        path.mkdir(parents=True)
+    create_secret(run_folder)
+    if run_folder.session:
+        write_file(run_folder.session_name, f"{run_folder.session}\n")
+
+
+def forget_sessions(run_folder: RunFolder) -> None:
+    """Remove what describes the processes of any session, of a job or of a run on this machine."""
+    here = RunFolder(run_folder.path, "")
+    for path in (*here.living(), here.sessions):
+        shutil.rmtree(path, ignore_errors=True)
+    for file in (here.secret, here.session_name):
+        file.unlink(missing_ok=True)

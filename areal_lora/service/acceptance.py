@@ -1,26 +1,201 @@
-"""Whether the run can train an adapter: the checks of a start, for one more entry of ``adapters``."""
+"""Whether the run can train an adapter: the checks of a start, for one more entry of ``adapters``.
+
+What a tenant's adapter may name: nothing that is code, a file or an address, unless the operator offers it.
+
+A reward, a workflow or a filter by path, and the tests of the reward ``code``, run as the user of the run, and a file
+is read as that user. So a tenant may use the other built-in tasks and rewards, what the section ``service.api`` of the
+base configuration lists, and files of its own folder. Numbers that would make the run work without end are bounded by
+the tenant's quota.
+
+Adapters that the operator puts into the run folder: ``RUN/inbox/NAME.yaml``, each an entry of ``adapters``.
+
+    NAME.yaml --accepted--> accepted/NAME.yaml
+              --refused---> NAME.yaml.error beside it; a changed file is tried again
+
+A file is read when it has not changed between two looks, so it may also be written in place. Its idempotency key is
+the file itself: a crash between acceptance and the move creates nothing twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
-from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.models import (
+    AdapterConfig,
+    AgentWorkflowConfig,
+    Config,
+    CustomWorkflowConfig,
+    MultiTurnWorkflowConfig,
+)
 from areal_lora.config.recorded import alone, joined, own_path
 from areal_lora.config.rules.adapter_rules import unserved
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets
-from areal_lora.config.sections.service import ApiConfig
+from areal_lora.config.sections.run import CODE_REWARD, ApiConfig
+from areal_lora.config.sections.task import (
+    CodeReward,
+    DatasetTask,
+    FunctionReward,
+    JudgeReward,
+    RewardConfig,
+    RewardsConfig,
+    TaskConfig,
+    WordProblemsTask,
+    reward_keys,
+)
+from areal_lora.config.sources import read_source
 from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors
+from areal_lora.processes.startup import get_logger
+from areal_lora.processes.watched import reached
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.desired import DesiredAdapter
-from areal_lora.service.allowed import allowed
-from areal_lora.service.queue.lifecycle import AdapterRequest, check_name
-from areal_lora.service.queue.queue_rows import Quota
+from areal_lora.service.queue.client_sessions import AdapterRequest, check_name
+from areal_lora.service.queue.queue_rows import LOCAL, Key, Quota, digest_of, new_key
+from areal_lora.service.queue.queue_store import Store
 from areal_lora.service.queue.requests import Lora
-from areal_lora.service.refused import RequestError
+from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.tasks.check import task_problems
+
+SHARED = "shared"
+"""The folder below ``service.api.data`` whose files every tenant may name."""
+_PLAIN = re.compile(r"[A-Za-z0-9_.]{1,128}")
+MAX_NAMES, MAX_LENGTH = 64, 256
+
+
+def allowed(adapter: AdapterConfig, offered: ApiConfig, quota: Quota, tenant: str) -> AdapterConfig:
+    """``adapter`` with the whole paths of the tenant's files. Raises RequestError for what it may not name."""
+    for refused in (*_code(adapter, offered), *_judges(adapter, offered), *_sizes(adapter, quota)):
+        raise refused
+    evals = [
+        each
+        if each.task is None
+        else each.model_copy(update={"task": _task(each.task, f"evals.{i}.task", offered, quota, tenant)})
+        for i, each in enumerate(adapter.evals)
+    ]
+    changes: dict[str, object] = {"task": _task(adapter.task, "task", offered, quota, tenant), "evals": evals}
+    if adapter.init_from is not None:
+        changes["init_from"] = str(_file(adapter.init_from, "init_from", offered, tenant))
+    return adapter.model_copy(update={key: value for key, value in changes.items() if value != getattr(adapter, key)})
+
+
+def _code(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
+    """User code that the operator does not offer."""
+    for key, text in _named_code(adapter):
+        if text not in offered.code:
+            choices = ", ".join(offered.code) or "none"
+            fix = f"use a built-in one, or what the operator offers ({choices})"
+            yield RequestError(422, key, "user code runs as the user of the run, and this code is not offered", fix)
+
+
+def _named_code(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
+    for key, reward in _rewards(adapter.reward):
+        if isinstance(reward, FunctionReward):
+            yield f"{key}.path", reward.path
+        elif isinstance(reward, CodeReward):
+            yield f"{key}.kind", CODE_REWARD  # the tests are programs in the tenant's rows
+    workflow = adapter.workflow
+    if isinstance(workflow, MultiTurnWorkflowConfig):
+        yield "workflow.environment", workflow.environment
+    elif isinstance(workflow, CustomWorkflowConfig | AgentWorkflowConfig):
+        yield "workflow.path", workflow.path
+    if isinstance(workflow, AgentWorkflowConfig) and workflow.tool_parser and not workflow.tool_parser.isidentifier():
+        yield "workflow.tool_parser", workflow.tool_parser
+    tasks = [("task", adapter.task), *((f"evals.{i}.task", each.task) for i, each in enumerate(adapter.evals))]
+    for key, task in tasks:
+        if isinstance(task, DatasetTask) and task.keep is not None:
+            yield f"{key}.keep", task.keep
+
+
+def _judges(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
+    """Addresses that scorers would ask, and keys that they would send there."""
+    for key, reward in _rewards(adapter.reward):
+        if not isinstance(reward, JudgeReward):
+            continue
+        if reward.url not in offered.judges:
+            choices = ", ".join(offered.judges) or "none"
+            yield RequestError(422, f"{key}.url", "this judge is not offered", f"use one that is: {choices}")
+        elif reward.key_env is not None and reward.key_env != offered.judges[reward.url]:
+            fix = "leave it out, or use the variable that the operator offers for this judge"
+            yield RequestError(422, f"{key}.key_env", "this variable is not offered for the judge", fix)
+
+
+def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
+    rewards = _rewards(adapter.reward)
+    for key, found, most in (
+        ("reward", sum(reward.workers for _, reward in rewards), quota.workers),
+        ("sampling", adapter.sampling.prompts_per_step * adapter.sampling.n_samples, quota.sequences),
+        ("evals", max((each.n_samples for each in adapter.evals), default=0), quota.sequences),
+        ("reward", max((r.memory_mib for _, r in rewards if isinstance(r, FunctionReward)), default=0), 1 << 12),
+    ):
+        if found > most:
+            yield RequestError(422, key, f"{found} is above the quota of {most}", f"use at most {most}")
+    for key, names in (
+        ("target_modules", adapter.target_modules),
+        ("exclude_modules", adapter.exclude_modules),
+        ("rank_pattern", list(adapter.rank_pattern)),
+        ("alpha_pattern", list(adapter.alpha_pattern)),
+        ("evals", [each.name for each in adapter.evals]),
+        ("sampling.stop", adapter.sampling.stop),
+    ):
+        if len(names) > MAX_NAMES or any(len(name) > MAX_LENGTH for name in names):
+            reason = f"more than {MAX_NAMES} entries, or one longer than {MAX_LENGTH} characters"
+            yield RequestError(422, key, reason, "use fewer and shorter ones")
+    for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
+        if wrong := next((pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)), None):
+            reason = f"{wrong[:64]!r} is more than a plain name, and expressions can take hours to compare"
+            yield RequestError(422, key, reason, "name modules by letters, digits, _ and .")
+
+
+def _rewards(rewards: RewardsConfig) -> list[tuple[str, RewardConfig]]:
+    return [(key.removeprefix("."), reward) for key, reward in reward_keys("", rewards)]
+
+
+def _task(task: TaskConfig, key: str, offered: ApiConfig, quota: Quota, tenant: str) -> TaskConfig:
+    """``task`` with whole paths. Raises RequestError for another's file, and a hub data set that is not offered."""
+    if isinstance(task, WordProblemsTask):
+        if max(task.n_train, task.n_eval) > quota.problems:
+            raise RequestError(
+                422, key, f"more than {quota.problems} generated problems", f"use at most {quota.problems}"
+            )
+        return task
+    named = {"train": task.train, "eval": task.eval}
+    if key != "task":
+        del named["train"]  # not read
+    changes: dict[str, str] = {}
+    for name, text in named.items():
+        if text is None or (text in offered.data_sets and not Path(text).exists()):
+            continue
+        changes[name] = str(_file(text, f"{key}.{name}", offered, tenant))
+    return task.model_copy(update={name: text for name, text in changes.items() if text != named[name]})
+
+
+def _file(text: str, key: str, offered: ApiConfig, tenant: str) -> Path:
+    """The whole path of a file or folder that ``tenant`` may name, with no link to anywhere else."""
+    refused = RequestError(
+        422,
+        key,
+        f"{text[:MAX_LENGTH]!r} is neither one of your files nor an offered data set",
+        f"name a file of your folder, or one of {', '.join([f'{SHARED}/...', *offered.data_sets])}",
+    )
+    if offered.data is None or "\0" in text or not text.strip():
+        raise refused
+    try:
+        folders = [(offered.data / name).resolve() for name in (tenant, SHARED)]
+        for start in (folders[0], offered.data.resolve()):
+            path = (start / text).resolve()
+            if path.exists() and any(path != folder and path.is_relative_to(folder) for folder in folders):
+                return path
+    except (OSError, RuntimeError, ValueError):  # a name that is too long, links in a circle
+        raise refused from None
+    raise refused
 
 
 class Acceptance:
@@ -115,3 +290,96 @@ def _name(section: Mapping[str, Any]) -> str:
         raise RequestError(422, "name", "the adapter has no name", "add name: NAME")
     check_name(name)
     return name
+
+
+EVERY_S = 0.5
+SUFFIXES = (".yaml", ".yml")
+ACCEPTED, ERROR = "accepted", ".error"
+MAX_BYTES = 1 << 20
+
+Mark = tuple[int, int, int]
+"""Inode, time of change and size of a file: equal while nothing changes it."""
+TakeIn = Callable[[dict[str, Any], str], Awaitable[None]]
+
+log = get_logger(__name__)
+
+
+class FolderInbox:
+    """One folder, mode 0700. ``take_in`` gets the section and the idempotency key, and raises RequestError."""
+
+    def __init__(self, folder: Path, take_in: TakeIn) -> None:
+        self._folder, self._take_in = folder, take_in
+        self._seen: dict[str, Mark] = {}
+        self._refused: dict[str, Mark] = {}
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (folder / ACCEPTED).mkdir(mode=0o700, exist_ok=True)
+
+    async def look(self) -> None:
+        """Take in what has not changed since the last look."""
+        now = dict(self._files())
+        for name, mark in sorted(now.items()):
+            if self._seen.get(name) == mark and self._refused.get(name) != mark:
+                await self._try(self._folder / name, mark)
+        self._seen = now
+        self._refused = {name: mark for name, mark in self._refused.items() if name in now}
+
+    def _files(self) -> Iterator[tuple[str, Mark]]:
+        for entry in os.scandir(self._folder):
+            if not entry.name.endswith(SUFFIXES) or entry.name.startswith("."):
+                continue
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(found.st_mode):
+                yield entry.name, (found.st_ino, found.st_mtime_ns, found.st_size)
+
+    async def _try(self, path: Path, mark: Mark) -> None:
+        error = path.with_name(path.name + ERROR)
+        try:
+            if mark[2] > MAX_BYTES:
+                raise RequestError(
+                    413, path.name, f"it is longer than {MAX_BYTES} bytes", "an adapter's section is short"
+                )
+            section = read_source(path).data
+            sign = hashlib.sha256(repr((path.name, mark)).encode()).hexdigest()
+            await self._take_in(section, f"inbox {sign}")
+        except Unavailable as unavailable:
+            log.warning("%s is read again later: %s", path, unavailable)
+            return
+        except (RequestError, ConfigError) as refused:
+            self._refused[path.name] = mark
+            log.warning("%s is refused: %s", path, refused)
+            write_file(error, f"{refused}\n")
+            return
+        reached("service.inbox_taken")
+        path.rename(path.parent / ACCEPTED / path.name)
+        error.unlink(missing_ok=True)
+        log.info("%s is accepted", path)
+
+
+LABEL = "operator"
+
+
+def admit_operator(store: Store, path: Path, quota: Quota) -> None:
+    """Make tenant and key where they are missing; the file alone decides which key is the operator's."""
+    tables = store.load()
+    if LOCAL not in tables.quotas:
+        store.put_tenant(LOCAL, quota)
+    digest = digest_of(_key_in(path))
+    if (known := tables.keys.get(digest)) is None or not known.operator:
+        store.put_key(Key(digest=digest, tenant=LOCAL, label=LABEL, operator=True))
+
+
+def read_key(path: Path) -> str:
+    return path.read_text(encoding="ascii").strip()
+
+
+def _key_in(path: Path) -> str:
+    try:
+        return read_key(path)
+    except FileNotFoundError:
+        pass
+    key = new_key()
+    write_file(path, f"{key}\n", mode=0o600, durable=True)
+    return key

@@ -1,7 +1,7 @@
 """The HTTP API of the service: adapters of tenants, records and files, inference, tenants, keys, the tinker SDK.
 
 Every request has a bearer key, whose tenant sees its own adapters and nothing of others. Every answer is typed
-(`bodies`), every error an `ErrorBody`.
+(`http`), every error an `ErrorBody`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_lora.config.models import Config
-from areal_lora.processes.faults import reached
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
+from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.service import bodies
+from areal_lora.service import http
 from areal_lora.service.acceptance import Acceptance, api_of
 from areal_lora.service.download import Downloads, downloaded, open_download
-from areal_lora.service.gateway import Gateway, Names, split
+from areal_lora.service.gateway import Gateway, Meter, Names, n_tokens, split
 from areal_lora.service.http import (
     Caller,
     Handler,
@@ -37,9 +37,8 @@ from areal_lora.service.http import (
     number,
     read_body,
 )
-from areal_lora.service.inference import Meter, n_tokens
 from areal_lora.service.observed import PAGE, RunObserver
-from areal_lora.service.queue.lifecycle import change, create
+from areal_lora.service.queue.client_sessions import change, create
 from areal_lora.service.queue.queue_rows import TENANT, AdapterRow, Key, Quota, Verb, digest_of, new_key
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.refused import RequestError, unknown_adapter
@@ -100,7 +99,7 @@ class Api:
         return app
 
     async def health(self, request: Request) -> Response:
-        return _answer(bodies.Health(run=self._config.run.name))
+        return _answer(http.Health(run=self._config.run.name))
 
     async def create(self, request: Request, caller: Caller) -> Response:
         """``POST /v1/adapters``: the body is an entry of ``adapters``."""
@@ -135,20 +134,20 @@ class Api:
 
     async def overview(self, request: Request, caller: Caller) -> Response:
         rows = self._writer.tables.of(caller.tenant)
-        return _answer(bodies.Adapters(adapters=[bodies.shown(row, self._observed.of(row.key)) for row in rows]))
+        return _answer(http.Adapters(adapters=[http.shown(row, self._observed.of(row.key)) for row in rows]))
 
     async def show(self, request: Request, caller: Caller) -> Response:
         row = self._row(request, caller)
-        return _answer(bodies.shown(row, self._observed.of(row.key)))
+        return _answer(http.shown(row, self._observed.of(row.key)))
 
     async def logs(self, request: Request, caller: Caller) -> Response:
-        return _answer(bodies.Logs(states=self._observed.states(self._row(request, caller).key)))
+        return _answer(http.Logs(states=self._observed.states(self._row(request, caller).key)))
 
     async def metrics(self, request: Request, caller: Caller) -> Response:
         """``?after=N&limit=M``: the records from the N-th on."""
         row, after = self._row(request, caller), number(request, "after", 0, 10**15 - 1)
         records = self._observed.records(row.key, after, number(request, "limit", PAGE, PAGE))
-        return _answer(bodies.Records(records=records, next=after + len(records)))
+        return _answer(http.Records(records=records, next=after + len(records)))
 
     async def download(self, request: Request, caller: Caller) -> Response:
         """``?version=N``, ``newest`` or ``best``: a tar of the PEFT folder."""
@@ -165,7 +164,7 @@ class Api:
     async def models(self, request: Request, caller: Caller) -> Response:
         rows = self._writer.tables.of(caller.tenant)
         served = [row.name for row in rows if self._observed.of(row.key).version is not None]
-        return _answer(bodies.Models(data=[bodies.ModelBody(id=name) for name in served]))
+        return _answer(http.Models(data=[http.ModelBody(id=name) for name in served]))
 
     async def complete(self, request: Request, caller: Caller) -> Response:
         """``POST /v1/completions`` and ``/v1/chat/completions``, as the data plane of a server has them."""
@@ -185,9 +184,9 @@ class Api:
         _check_operator(caller)
         tables = self._writer.tables
         return _answer(
-            bodies.Tenants(
+            http.Tenants(
                 tenants=[
-                    bodies.Tenant(
+                    http.Tenant(
                         tenant=tenant, quota=quota, keys=[k.label for k in tables.keys.values() if k.tenant == tenant]
                     )
                     for tenant, quota in tables.quotas.items()
@@ -197,7 +196,7 @@ class Api:
 
     async def put_tenant(self, request: Request, caller: Caller) -> Response:
         _check_operator(caller)
-        body = decoded(await read_body(request, caller.quota.body_bytes), bodies.TenantRequest)
+        body = decoded(await read_body(request, caller.quota.body_bytes), http.TenantRequest)
         if not TENANT.fullmatch(body.tenant):
             reason = f"{body.tenant[:64]!r} is not a valid tenant name"
             raise RequestError(422, "tenant", reason, "use up to 16 of a-z and 0-9, the first a letter")
@@ -210,20 +209,20 @@ class Api:
             raise RequestError(422, "quota", "a limit is not above 0", "give numbers above 0")
         await self._writer.put_tenant(body.tenant, quota)
         keys = [key.label for key in self._writer.tables.keys.values() if key.tenant == body.tenant]
-        return _answer(bodies.Tenant(tenant=body.tenant, quota=quota, keys=keys), 201)
+        return _answer(http.Tenant(tenant=body.tenant, quota=quota, keys=keys), 201)
 
     async def put_key(self, request: Request, caller: Caller) -> Response:
         _check_operator(caller)
         tenant = self._tenant(request)
         raw = await read_body(request, caller.quota.body_bytes)
-        label = decoded(raw or b"{}", bodies.KeyRequest).label
+        label = decoded(raw or b"{}", http.KeyRequest).label
         if not TENANT.fullmatch(label):
             raise RequestError(
                 422, "label", f"{label[:64]!r} is no label", "use up to 16 of a-z and 0-9, the first a letter"
             )
         key = new_key()
         await self._writer.put_key(Key(digest=digest_of(key), tenant=tenant, label=label))
-        return _answer(bodies.NewKey(tenant=tenant, label=label, key=key), 201)
+        return _answer(http.NewKey(tenant=tenant, label=label, key=key), 201)
 
     async def drop_key(self, request: Request, caller: Caller) -> Response:
         _check_operator(caller)
@@ -232,7 +231,7 @@ class Api:
         if (key := next(mine, None)) is None or key.operator:
             raise RequestError(404, "label", "there is no such key", "list the keys with GET /v1/tenants")
         await self._writer.drop_key(tenant, label)
-        return _answer(bodies.KeyRemoval(tenant=tenant, label=label))
+        return _answer(http.KeyRemoval(tenant=tenant, label=label))
 
     def _changes(self, verb: Verb) -> Handler:
         async def handle(request: Request, caller: Caller) -> Response:
@@ -271,9 +270,7 @@ def _check_operator(caller: Caller) -> None:
 
 
 def _acknowledged(row: AdapterRow, verb: Verb) -> bytes:
-    body = bodies.AcceptedOperation(
-        name=row.name, incarnation=row.incarnation, verb=verb.value, wanted=row.wanted.value
-    )
+    body = http.AcceptedOperation(name=row.name, incarnation=row.incarnation, verb=verb.value, wanted=row.wanted.value)
     return msgspec.json.encode(body)
 
 

@@ -25,23 +25,18 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.errors import ArealLoraError, ConfigError, ExitCode
 from areal_lora.network.http_server import CLOSE_S, HttpServer
-from areal_lora.processes import stacks
-from areal_lora.processes.log import get_logger, setup_logging
-from areal_lora.processes.parent import die_with_parent
+from areal_lora.processes import startup
+from areal_lora.processes.startup import die_with_parent, get_logger, setup_logging
 from areal_lora.processes.watched import watched_task
-from areal_lora.run_folder.heartbeat import EVENT_LOOP, Heart
-from areal_lora.run_folder.heartbeat import EVERY_S as BEAT_S
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint
-from areal_lora.run_folder.status import set_status
-from areal_lora.service.acceptance import Acceptance, api_of
-from areal_lora.service.adapter_inbox import EVERY_S, FolderInbox
+from areal_lora.run_folder.status import EVENT_LOOP, Heart, set_status
+from areal_lora.run_folder.status import EVERY_S as BEAT_S
+from areal_lora.service.acceptance import EVERY_S, Acceptance, FolderInbox, admit_operator, api_of
 from areal_lora.service.api import Api
 from areal_lora.service.download import forget_exports
-from areal_lora.service.gateway import Gateway
-from areal_lora.service.inference import Meter
+from areal_lora.service.gateway import Gateway, Meter
 from areal_lora.service.observed import RunObserver
-from areal_lora.service.operator_key import admit_operator
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import LOCAL, Quota
@@ -61,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-folder", type=RunFolder.of, required=True)
     run_folder: RunFolder = parser.parse_args(argv).run_folder
     setup_logging(ROLE, 0)
-    stacks.install(run_folder.stack_dump(f"{ROLE}-0"))
+    startup.install(run_folder.stack_dump(f"{ROLE}-0"))
     die_with_parent(signal.SIGTERM)
     try:
         asyncio.run(serve(read_config(run_folder), run_folder))

@@ -60,7 +60,7 @@ class Verdict(StrEnum):
 
 
 class CodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of ``config.sections.reward.CodeReward`` that matter here."""
+    """The keys of ``config.sections.task.CodeReward`` that matter here."""
 
     inputs: str | None
     outputs: str | None

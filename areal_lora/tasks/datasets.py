@@ -15,10 +15,9 @@ from typing import Any, assert_never
 from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, TaskConfig, WordProblemsTask
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.loading import load_import_path
-from areal_lora.tasks.long_problems import long_problem
 from areal_lora.tasks.rewards import extract_answer
 from areal_lora.tasks.rows import Row, RowSource, read_rows, value_of
-from areal_lora.tasks.word_problems import Split, word_problem
+from areal_lora.tasks.word_problems import Split, long_problem, word_problem
 from areal_lora.types import Sample
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")

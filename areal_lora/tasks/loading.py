@@ -1,4 +1,4 @@
-"""Import user code named in a configuration; `areal_lora.config.imports` has checked the name before."""
+"""Import user code named in a configuration; `areal_lora.config.facts` has checked the name before."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import importlib
 import importlib.util
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from areal_lora.config.imports import parse_import_path
-from areal_lora.errors import ConfigError
+from areal_lora.config.facts import parse_import_path
+from areal_lora.errors import ConfigError, undo_on_error
 
 
 def load_import_path(text: str) -> Any:
@@ -47,11 +48,8 @@ def _load_file(file: Path) -> ModuleType:
     _search(str(file.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module here
-    try:
+    with undo_on_error(partial(sys.modules.pop, name)):
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
     return module
 
 

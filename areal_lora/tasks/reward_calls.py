@@ -11,14 +11,23 @@ batch at once: every argument is a list with one entry per answer, as TRL calls 
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import re
+import socket
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+from areal_lora.config.sections.task import DatasetTask, TaskConfig
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.score_item import ScoreItem
+from areal_lora.types import Cause, Sample
 
 _BATCHED = {"completions": "completion", "answers": "answer", "prompts": "prompt", "finish_reasons": "finish_reason"}
 _FIX = "name a function reward(completion, answer) that returns a number"
@@ -116,3 +125,119 @@ def _check(parameters: Sequence[inspect.Parameter], name: str) -> None:
         raise ConfigError(name, "has more than two parameters without a name", _FIX)
     if not parameters:
         raise ConfigError(name, "takes no arguments", _FIX)
+
+
+TRACE_CHARACTERS, MOST_TRACES = 4000, 20
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(
+    {*(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE}
+)
+# Not KeyError or AssertionError: they also follow from the answer of an overloaded service.
+_MISTAKES = (ArithmeticError, AttributeError, ImportError, NameError, NotImplementedError, SyntaxError, TypeError)
+_UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
+
+log = logging.getLogger(__name__)
+
+
+def describe(error: BaseException, function: Any = None) -> str:
+    """One line: what was raised, and the innermost line of the user's own files, else where ``function`` is defined."""
+    try:
+        text = f"{type(error).__name__}: {error}"[:400]
+    except Exception:  # fault boundary: even the message of a user's exception is user code  # noqa: BLE001
+        text = type(error).__name__
+    place = _place(error) or _defined(function)
+    return f"{text} ({place})" if place else text
+
+
+def trace(error: BaseException) -> str:
+    """The traceback as Python prints it, without the frames of this package; its end where it is long."""
+    try:
+        shown = traceback.TracebackException.from_exception(error)
+        shown.stack[:] = [frame for frame in shown.stack if not frame.filename.startswith(_PACKAGE)]
+        return "".join(shown.format())[-TRACE_CHARACTERS:]
+    except Exception:  # fault boundary: even the message of a user's exception is user code  # noqa: BLE001
+        return type(error).__name__
+
+
+def cause_of(error: BaseException, *, alone: bool) -> Cause:
+    """Why user code failed. ``alone``: it uses nothing outside, so what it raises, it raises again."""
+    if any(map(_lost_connection, _chain(error))):
+        return Cause.UNREACHABLE
+    if isinstance(error, MemoryError):
+        return Cause.OTHER
+    return Cause.CODE if alone or isinstance(error, _MISTAKES) else Cause.OTHER
+
+
+@dataclass(slots=True)
+class Traces:
+    """Logs tracebacks of user code, once for each type and line."""
+
+    _logged: set[tuple[str, str]] = field(default_factory=set)
+
+    def log(self, what: str, detail: str, text: str) -> None:
+        """``detail`` is what `describe` returned for ``what``, ``text`` its traceback."""
+        where = (detail.partition(":")[0], detail.rpartition("(")[2])
+        if where not in self._logged and len(self._logged) < MOST_TRACES:
+            self._logged.add(where)
+            log.info("%s failed: %s", what, detail)
+            for line in text.splitlines():  # a record has one line
+                log.info("    %s", line)
+
+
+def _lost_connection(error: BaseException) -> bool:
+    known = isinstance(error, ConnectionError | socket.gaierror)
+    return known or (isinstance(error, OSError) and error.errno in _UNREACHABLE)
+
+
+def _chain(error: BaseException | None, depth: int = 8) -> Iterator[BaseException]:
+    """``error`` and what it was raised from: libraries wrap the errors of their connections."""
+    if error is None or depth == 0:
+        return
+    yield error
+    yield from _chain(error.__cause__ or error.__context__, depth - 1)
+    for part in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
+        yield from _chain(part, depth - 1)
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _defined(function: Any) -> str:
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+    except (OSError, TypeError):  # compiled, an object that is called, or the file has changed
+        return ""
+
+
+_NAME = re.compile(r"\{(\w+)\}")
+
+
+def typed_sample(task: TaskConfig, text: str, before: Sequence[dict[str, Any]] = ()) -> Sample:
+    """The prompt of ``text`` in the task's format; ``before`` are earlier turns, which only a chat has.
+
+    Raises ConfigError for a template that needs other columns than the prompt.
+    """
+    if isinstance(task, DatasetTask):
+        text, names = _filled(task.format.template, text, {"prompt", task.columns.prompt})
+        if names:
+            reason = f"the prompt needs the column {names[0]!r}, too"
+            raise ConfigError("task.format.template", reason, "use a server of `areal-lora serve` with whole prompts")
+    elif not text.startswith("Q: "):
+        text = f"Q: {text}\nA:"  # a generated word problem
+    how = task.format
+    if not how.is_chat:
+        return Sample(uid="typed", prompt=text, answer=None)
+    system = [] if how.system_prompt is None else [{"role": "system", "content": how.system_prompt}]
+    messages = (*system, *before, {"role": "user", "content": text})
+    return Sample(uid="typed", prompt=text, answer=None, messages=messages)
+
+
+def _filled(template: str, text: str, known: set[str]) -> tuple[str, list[str]]:
+    """``template`` with ``text``, and the names in it that nothing fills. A template without names stays a frame."""
+    names = _NAME.findall(template)
+    if not known & set(names):
+        return template, names
+    return _NAME.sub(lambda m: text if m[1] in known else m[0], template), []

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from areal_lora.config.sections.reward import RewardConfig, labels
+from areal_lora.config.sections.task import RewardConfig, labels
 from areal_lora.tasks.score_item import ScoreItem
 from areal_lora.tasks.scorer import Score, ScorerPool
 from areal_lora.types import Outcome

@@ -22,7 +22,8 @@ import msgspec
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.tasks.loading import load_import_path
 from areal_lora.tasks.reward_calls import RewardCall
-from areal_lora.types import gold_text
+from areal_lora.tasks.rows import value_of
+from areal_lora.types import Sample, gold_text
 
 
 class Graded(TypedDict, total=False):
@@ -259,3 +260,16 @@ def _value(token: re.Match[str]) -> Fraction | None:
 
 def _int(text: str) -> int:
     return int(text.replace(",", ""))
+
+
+def given_answer(sample: Sample, column: str | None) -> str:
+    """The text in ``column``, the gold answer if it is None. Raises ConfigError for a row that has none."""
+    try:
+        value = sample.gold if column is None else value_of(sample.columns, column)
+    except KeyError:
+        value = None
+    if isinstance(value, str) and value.strip():
+        return value
+    known = ", ".join(sample.columns) or "none"
+    what = "gold answer" if column is None else f"text in column {column!r}"
+    raise ConfigError("sft.column", f"{sample.uid} has no {what}", f"name a column of text; its columns: {known}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lora.errors import ConfigError, EnvironmentError_
-from areal_lora.families.published import is_hub_name
+from areal_lora.families.registry import is_hub_name
 
 KINDS = "a JSONL, JSON, CSV or parquet file, a folder of them, or a hub name such as openai/gsm8k"
 

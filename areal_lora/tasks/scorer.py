@@ -32,14 +32,13 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from areal_lora.config.sections.reward import JudgeReward, RewardConfig
-from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
-from areal_lora.tasks.reward_calls import Style
+from areal_lora.config.sections.task import JudgeReward, RewardConfig
+from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError, undo_on_error
+from areal_lora.tasks.reward_calls import Style, Traces
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.tasks.score_item import ScoreItem
 from areal_lora.tasks.scorer_child import Ready, ScoreResult, Setup, pack_frame
 from areal_lora.tasks.scorer_setup import in_a_box, setup_of
-from areal_lora.tasks.user_errors import Traces
 from areal_lora.types import Cause, Outcome
 
 __all__ = ["Score", "ScoreItem", "ScorerPool"]
@@ -226,7 +225,12 @@ class _Child:
             setup = msgspec.structs.replace(setup, scratch=scratch)
             environment |= {"TMPDIR": scratch, "HOME": scratch}
         argv = [sys.executable, "-I", "-m", "areal_lora.tasks.scorer_child"]
-        try:
+
+        def clean() -> None:
+            if setup.scratch is not None:
+                shutil.rmtree(setup.scratch, ignore_errors=True)
+
+        with undo_on_error(clean):
             if setup.processes is not ProcessPolicy.NONE:
                 argv, setup = await asyncio.to_thread(in_a_box, argv, setup)
             process = await asyncio.create_subprocess_exec(
@@ -236,10 +240,6 @@ class _Child:
                 env=environment,
                 start_new_session=True,
             )
-        except BaseException:
-            if setup.scratch is not None:
-                shutil.rmtree(setup.scratch, ignore_errors=True)
-            raise
         return cls(process, setup, on_print, traces)
 
     async def set_up(self) -> list[str]:

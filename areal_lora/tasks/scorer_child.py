@@ -5,7 +5,7 @@ frame is a 4-byte big-endian length and a msgpack message. The first frame in is
 :class:`Setup`, answered by a :class:`Ready`; every further frame is a list of
 :class:`ScoreItem`, answered by one :class:`ScoreResult` per item, each written as soon as it is known.
 
-A timer in this process ends it when an answer takes too long (`sandbox.deadline`), because the parent
+A timer in this process ends it when an answer takes too long (`sandbox.fence`), because the parent
 may be stalled. The parent kills the process if the timer does not. Before any user code runs, the process restricts
 itself (`sandbox.fence`). It limits its own memory.
 """
@@ -30,13 +30,11 @@ from typing import Any, BinaryIO
 import msgspec
 
 from areal_lora.errors import ArealLoraError, EnvironmentError_
-from areal_lora.tasks.reward_calls import RewardCall, Style
+from areal_lora.tasks.reward_calls import RewardCall, Style, cause_of, describe, trace
 from areal_lora.tasks.rewards import Grade, RewardSpec, grade, reward_call
-from areal_lora.tasks.sandbox.deadline import Deadline
-from areal_lora.tasks.sandbox.fence import Doors, end_with_parent, raise_fence
+from areal_lora.tasks.sandbox.fence import Deadline, Doors, end_with_parent, raise_fence
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.tasks.score_item import ScoreItem
-from areal_lora.tasks.user_errors import cause_of, describe, trace
 from areal_lora.types import Cause
 
 PRINTED_CHARACTERS = 2000

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.config.sections.reward import CodeReward, FunctionReward, JudgeReward, RewardConfig
+from areal_lora.config.sections.task import CodeReward, FunctionReward, JudgeReward, RewardConfig
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.tasks.sandbox.box import PARENT_PID, boxed
+from areal_lora.tasks.sandbox.fence import PARENT_PID, boxed
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.tasks.scorer_child import Setup
 

@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from areal_lora.algorithms.kl import adapted
+from areal_lora.algorithms.losses import adapted
 from areal_lora.algorithms.registry import Algorithm, build_algorithm
 from areal_lora.checkpoint.state import Evaluation
-from areal_lora.config.adapter_run import AdapterRun, adapter_run
 from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.recorded import AdapterRun, adapter_run
 from areal_lora.data.collate import scoring_batch
-from areal_lora.data.tokenizer import TextTokenizer
+from areal_lora.data.formatting import TextTokenizer
 from areal_lora.errors import ArealLoraError
 from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.tasks.datasets import load_samples

@@ -13,26 +13,25 @@ import msgspec
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.checkpoint.checkpoint_store import CheckpointStore
-from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
-from areal_lora.config.adapter_run import probe_tolerance
+from areal_lora.checkpoint.state import Disk
 from areal_lora.config.models import Config
-from areal_lora.config.sections.cluster import own_place
-from areal_lora.config.sizing.pools import broadcast_backend
-from areal_lora.data.tokenizer import load_tokenizer
+from areal_lora.config.recorded import probe_tolerance
+from areal_lora.config.sections.run import own_place
+from areal_lora.config.sizing.slots import broadcast_backend
+from areal_lora.data.formatting import load_tokenizer
 from areal_lora.distributed.exchange import Exchange, GroupExchange
 from areal_lora.engine.base import TrainEngine
 from areal_lora.engine.engines import build_engine
 from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.operations.link import TrainerEnd
 from areal_lora.platforms.device import own_device
-from areal_lora.processes.faults import reached
+from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel.client import ControllerClient
-from areal_lora.run_folder.heartbeat import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
-from areal_lora.run_folder.heartbeat import beat_on
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint, wait_servers
-from areal_lora.run_folder.status import LoadingServers, set_status
+from areal_lora.run_folder.status import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
+from areal_lora.run_folder.status import LoadingServers, beat_on, set_status
 from areal_lora.trainer.adapter import (
     ControllerState,
     RestoredState,
@@ -43,8 +42,7 @@ from areal_lora.trainer.adapter import (
 )
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.clients.client_operations import Clients
-from areal_lora.trainer.clients.client_passes import Limits
-from areal_lora.trainer.clients.saved_states import tidy_states
+from areal_lora.trainer.clients.client_passes import Limits, tidy_states
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
 from areal_lora.trainer.recording import Recorder

@@ -19,14 +19,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from areal_lora.algorithms.losses import value_loss
-from areal_lora.algorithms.reduce import Reduction, denominator, spread, token_weights
+from areal_lora.algorithms.losses import Reduction, denominator, spread, token_weights, value_loss
 from areal_lora.algorithms.registry import CriticTerms
 from areal_lora.checkpoint.state import AdapterState, Companion, Manifest, files_of, read_files
 from areal_lora.config.models import AdapterConfig, OptimizerConfig
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch, TrainEngine
 from areal_lora.errors import ConfigError
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
 from areal_lora.trainer.adapter import Adapter
 from areal_lora.types import AdapterSpec, TrainBatch
 

@@ -21,13 +21,11 @@ import time
 from functools import partial
 
 from areal_lora.errors import AdapterRolloutError
-from areal_lora.processes.faults import reached
+from areal_lora.processes.watched import reached
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.collective.fault_isolation import contained, enter, first_failure, leave
 from areal_lora.trainer.collective.joining import delete, join, next_change, pause
-from areal_lora.trainer.collective.next_work import next_work
-from areal_lora.trainer.collective.operating import conclude, operate
-from areal_lora.trainer.collective.waits import (
+from areal_lora.trainer.collective.next_work import (
     batch_of,
     collect_audit,
     controller_state,
@@ -35,11 +33,13 @@ from areal_lora.trainer.collective.waits import (
     join_last,
     join_publish,
     make_durable,
+    next_work,
     start_audit,
 )
+from areal_lora.trainer.collective.operating import conclude, operate
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
 from areal_lora.trainer.training_state import Trainer
-from areal_lora.trainer.versions.peft import export_adapter
+from areal_lora.trainer.versions.checkpointing import export_adapter
 from areal_lora.trainer.work import (
     Conclude,
     Finish,

@@ -24,10 +24,9 @@ from areal_lora.obs.report.summary import write_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import OptimStep, StepResult
 from areal_lora.rollout.channel.channel_messages import Batch, EvalResult, Stats
-from areal_lora.rollout.eval_record import eval_record
-from areal_lora.run_folder.heartbeat import beat
+from areal_lora.rollout.workflow import eval_record
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.status import set_status
+from areal_lora.run_folder.status import beat, set_status
 from areal_lora.trainer import step_metrics
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport

@@ -5,16 +5,23 @@ All functions are pure: they touch no tensor and send nothing.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
+import numpy as np
 
-from areal_lora.errors import ManifestError
+from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.families.peft_folder import FILE_PREFIX
 from areal_lora.types import AdapterRef, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.blocks import ITEM_BYTES
+from areal_lora.weight_sync.kernels import weighted_sum
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout
 from areal_lora.weight_sync.refusal import RefusalReason
 
@@ -204,3 +211,99 @@ def _check_shard(shard: ShardLayout, item: int) -> None:
         raise ManifestError(
             RefusalReason.SIZE, f"shard of rank {shard.source}: {shard.nbytes} bytes, tensors end at {end}"
         )
+
+
+SEAL_BYTES = 16
+LINE_BYTES = 64  # cache line; fingerprints are aligned to it
+
+
+def shard_sum(layout: AdapterLayout, shard: int, sums: np.ndarray) -> int:
+    """Combine all fingerprints (uint64 [tensors]) of a shard, given by its index, into 64 bits.
+
+    Multilinear like the fingerprints themselves; a cryptographic hash of 300 kB would take longer
+    than comparing them.
+    """
+    return int(weighted_sum(sums, layout.weights[shard]))
+
+
+def seal(ref: AdapterRef, layout_digest: str, shard_sum: int) -> bytes:
+    """Tie the fingerprints of a shard to their version and layout; ``SEAL_BYTES`` long."""
+    head = f"{ref}\0{layout_digest}\0".encode()
+    return hashlib.blake2b(head + shard_sum.to_bytes(8, "little"), digest_size=SEAL_BYTES).digest()
+
+
+def trailer_bytes(shard: ShardLayout) -> int:
+    """Length of the last broadcast of a shard: a fingerprint of 8 bytes per tensor, and the seal."""
+    return 8 * len(shard.tensors) + SEAL_BYTES
+
+
+def trailer_part(shard: ShardLayout) -> tuple[int, int]:
+    """(start, end) of the trailer in the memory of a packed shard, after the tensors."""
+    start = -(-shard.nbytes // LINE_BYTES) * LINE_BYTES
+    return start, start + trailer_bytes(shard)
+
+
+def adapter_digest(layout: AdapterLayout, shard_sums: Iterable[int]) -> str:
+    """Digest of an adapter's names and values, independent of how the trainer was sharded (contract C4).
+
+    ``shard_sums`` of all shards. Equal adapters in equal wire dtypes agree.
+    """
+    total = sum(shard_sums) % 2**64
+    return hashlib.blake2b(layout.names_digest.encode() + total.to_bytes(8, "little"), digest_size=16).hexdigest()
+
+
+FULL_HASH_LIMIT_BYTES = 1 << 30  # larger checkpoints are sampled: reading 60 GB at every start costs minutes
+SAMPLE_BYTES = 1 << 20
+SAMPLES_PER_FILE = 32
+
+
+def base_digest(model_path: str | os.PathLike[str]) -> str:
+    """Identity of a frozen base: ``config.json`` and every ``*.safetensors`` file of a Hugging Face folder.
+
+    File names, sizes, headers and contents count; above ``FULL_HASH_LIMIT_BYTES`` in total the
+    contents are sampled in evenly spaced blocks. Equal folders at different paths agree. The
+    result is cached for as long as sizes and modification times stay. Raises AdapterError if
+    the folder is not a checkpoint.
+    """
+    folder = Path(model_path)
+    config = folder / "config.json"
+    files = sorted(folder.glob("*.safetensors"))
+    if not config.is_file() or not files:
+        raise AdapterError(
+            f"{folder}: no config.json with *.safetensors files, so the base cannot be identified; "
+            "give the folder of a Hugging Face checkpoint saved as safetensors"
+        )
+    stats = tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in [config, *files])
+    return _folder_digest(str(folder.resolve()), stats)
+
+
+@lru_cache(maxsize=8)
+def _folder_digest(folder: str, stats: tuple[tuple[str, int, int], ...]) -> str:
+    full = sum(size for _, size, _ in stats) <= FULL_HASH_LIMIT_BYTES
+    h = hashlib.blake2b(digest_size=16)
+    for name, size, _ in stats:
+        h.update(f"{name}\0{size}\n".encode())
+        with open(os.path.join(folder, name), "rb") as f:
+            for start, length in _blocks(f.read(8), size, full):
+                f.seek(start)
+                _feed(h, f, length)
+    return h.hexdigest()
+
+
+def _blocks(first: bytes, size: int, full: bool) -> list[tuple[int, int]]:
+    """(start, length) of what is hashed of one file; the safetensors header always in whole."""
+    if full or size <= SAMPLES_PER_FILE * SAMPLE_BYTES:
+        return [(0, size)]
+    header = min(8 + int.from_bytes(first, "little"), size)
+    last = max(size - SAMPLE_BYTES, header)
+    step = (last - header) / (SAMPLES_PER_FILE - 1)
+    return [(0, header), *((header + int(i * step), SAMPLE_BYTES) for i in range(SAMPLES_PER_FILE))]
+
+
+def _feed(h: hashlib.blake2b, f: BinaryIO, length: int) -> None:
+    while length > 0:
+        chunk = f.read(min(length, 8 << 20))
+        if not chunk:
+            return
+        h.update(chunk)
+        length -= len(chunk)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal_lora.config.sections.algorithm import PRESETS
+from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.support import LAYOUTS, MODES, NEEDS, REFUSALS, Combination, Refusal, group_of
 from areal_lora.families.family_engines import ENGINES, PACKED, UNSERVED
 from areal_lora.families.registry import FAMILIES, supported
@@ -58,7 +58,7 @@ _THREE = "tests/e2e/test_three_adapters.py::test_each_adapter_ends_by_itself_and
 _LOSS = "tests/unit/algorithms/test_losses.py::test_loss_and_gradient_equal_the_loop"
 _ADVANTAGE = "tests/unit/algorithms/test_advantages.py::test_advantage_equals_the_loop"
 _GREEDY = (
-    "tests/unit/rollout/test_baseline.py::"
+    "tests/unit/rollout/test_workflow_baseline.py::"
     "test_the_greedy_answers_reward_is_the_baseline_and_nothing_of_it_is_trained_on"
 )
 _MINIBATCHES = "tests/unit/trainer/test_learn_positions.py::test_old_ref_current_and_rollout_logprobs_line_up"

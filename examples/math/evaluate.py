@@ -17,9 +17,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_lora.config.adapter_run import adapter_named
-from areal_lora.config.recorded import read_config
-from areal_lora.config.sections.reward import RewardConfig
+from areal_lora.config.recorded import adapter_named, read_config
+from areal_lora.config.sections.task import RewardConfig
 from areal_lora.data.formatting import Formatter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.datasets import load_samples

@@ -1,6 +1,6 @@
 """Make `tiny_pupil/`: a 1.0 M-parameter Qwen3-MoE that left school early.
 
-The base model of the harder embedded task (`areal_lora.tasks.long_problems`). It is `make_tiny_model`'s model,
+The base model of the harder embedded task (`areal_lora.tasks.word_problems`). It is `make_tiny_model`'s model,
 trained from scratch on correctly worked problems of the training split, and stopped long before it can calculate
 reliably. Unlike `tiny_model`, which can calculate and was taught to be careless, it has to learn arithmetic: its
 reward rises for hundreds of steps, and settings differ in how far it gets.
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from make_tiny_model import answer_problems, make_model, make_tokenizer, save_tokenizer, training_batch
 
-from areal_lora.tasks.long_problems import LongProblem, draw_long_problem
+from areal_lora.tasks.word_problems import LongProblem, draw_long_problem
 
 SEED = 20_000  # of the training text; runs use small seeds
 STEPS, BATCH, LR, WARMUP_STEPS = 800, 64, 2e-3, 40

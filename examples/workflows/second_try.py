@@ -1,6 +1,6 @@
 """An environment that asks once more after a wrong answer: half the reward for being right then."""
 
-from areal_lora.rollout.multi_turn import Reply
+from areal_lora.rollout.conversations import Reply
 from areal_lora.tasks.rewards import numeric_match
 from areal_lora.types import Sample
 

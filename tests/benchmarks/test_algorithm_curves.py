@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from algorithm_curves import Curve, main, picture, read, table
 
-from areal_lora.config.sections.algorithm import PRESETS
+from areal_lora.config.sections.adapter import PRESETS
 from tests.support.obs.fake_run import make_run
 from tests.support.obs.three_adapters import make_three
 from tests.support.paths import ROOT

@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from areal_lora.network.keys import Plane, authorization
-from areal_lora.network.tls import client_context
+from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.report.page import write_report
 from areal_lora.operations.protocol import (

@@ -29,7 +29,7 @@ import torch
 from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.tasks.datasets import load_samples
-from areal_lora.weight_sync.digests import base_digest
+from areal_lora.weight_sync.manifest import base_digest
 from tests.support.docs import commands
 from tests.support.launcher.command import embedded_run
 from tests.support.launcher.hub_cache import FIRST, NAME, fill_cache, tiny_files

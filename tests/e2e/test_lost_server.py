@@ -19,8 +19,8 @@ from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import make_layout
+from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.weight_sync.digests import base_digest
+from areal_lora.weight_sync.manifest import base_digest
 from tests.support.launcher.command import configs, embedded_run, forked_roles
 from tests.support.paths import TINY_MODEL
 

@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 
-from areal_lora.config.sections.algorithm import Kind
+from areal_lora.config.sections.adapter import Kind
 from tests.support.e2e.metrics import records
 from tests.support.launcher.command import configs, embedded_run, forked_roles
 from tests.support.paths import EXAMPLES

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from areal_lora.config.load import load_config
-from areal_lora.tasks.long_problems import draw_long_problem
 from areal_lora.tasks.rewards import numeric_match
+from areal_lora.tasks.word_problems import draw_long_problem
 from tests.support.paths import EXAMPLES
 
 FOLDER, OTHER = EXAMPLES / "tiny_pupil", EXAMPLES / "tiny_model"

@@ -12,7 +12,7 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import AgentWorkflowConfig, CustomWorkflowConfig, MultiTurnWorkflowConfig, WorkflowConfig
 from areal_lora.config.rules.guardrails import check
 from areal_lora.data.prompts import Prompt
-from areal_lora.rollout.agent_gateway import AgentGateway
+from areal_lora.rollout.agents import AgentGateway
 from areal_lora.rollout.workflow import Episode
 from areal_lora.rollout.workflow_loading import build_workflow
 from areal_lora.types import Sample

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.errors import PublishError
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from areal_lora.weight_sync.link.backends import GroupSeat, backend_of, delta
 from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup
 from areal_lora.weight_sync.messages import SourceEndpoint

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from tests.support.gpu.cases import Experts, Pair, pack, write_slot
 from tests.support.gpu.engines import alone
 from tests.support.weight_sync import SOCKETS

@@ -249,7 +249,7 @@ install_cpu_patches()
 import areal_lora.engine.fsdp_engine
 import areal_lora.engine.megatron_engine
 import areal_lora.engine.megatron_utils.lora
-import areal_lora.engine.megatron_utils.schedule
+import areal_lora.engine.megatron_utils.megatron_model
 print("imported")
 """
 

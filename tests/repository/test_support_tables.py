@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config import support
-from areal_lora.config.sections.algorithm import PRESETS
+from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.support import Combination, Layout
 from areal_lora.families.family_engines import PACKED
 from areal_lora.types import ExpertLayout

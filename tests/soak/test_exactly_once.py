@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.rollout.controller.staleness import Freshness, StalenessBudget
+from areal_lora.rollout.controller.pacing import Freshness, StalenessBudget
 from tests.support.rollout.simulation import SAMPLES, Simulation
 from tests.support.sizes import size
 

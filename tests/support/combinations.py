@@ -12,8 +12,7 @@ from areal_lora.config.models import AgentWorkflowConfig, Config, ServiceConfig
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
 from areal_lora.config.support import Combination, Need
-from areal_lora.families.derived import derive
-from areal_lora.families.registry import supported
+from areal_lora.families.registry import derive, supported
 from areal_lora.types import ExpertLayout
 from tests.support.paths import EXAMPLES
 

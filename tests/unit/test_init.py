@@ -15,8 +15,8 @@ from rich.console import Console
 import areal_lora
 from areal_lora.errors import ExitCode
 from areal_lora.launcher import run as running
-from areal_lora.launcher.ended import RunEnd
-from areal_lora.library import training
+from areal_lora.launcher.restarts import RunEnd
+from areal_lora.library import runs
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.run_folder.paths import RunFolder
@@ -36,7 +36,7 @@ def finished_here(run_folder: RunFolder) -> RunEnd:
 def test_the_example_of_the_docstring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(running, "run_local", lambda config, plan, out: finished_here(plan.run_folder))
-    monkeypatch.setattr(training, "Console", partial(Console, quiet=True))
+    monkeypatch.setattr(runs, "Console", partial(Console, quiet=True))
     [example] = doctest.DocTestFinder().find(areal_lora, "areal_lora", globs={})[:1]
     result = doctest.DocTestRunner().run(example)
     assert (result.attempted, result.failed) == (4, 0)

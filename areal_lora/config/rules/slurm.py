@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity
-from areal_lora.config.sizing.pools import ALL_ROLES, pools_of, seats_of
+from areal_lora.config.sizing.slots import ALL_ROLES, pools_of, seats_of
 from areal_lora.errors import ConfigError
 
 _KEYS = {

@@ -1,8 +1,7 @@
 """Memory of every trainer rank, server replica and controller, estimated from the configuration. Pure.
 
-The parts are what the docstrings of `_trainer` and `_server` list, with the source of each formula. Constants that no
-formula gives are measured: on CPUs by the memory tests (`memory_runs`). Those of GPUs (`GPU_CONTEXT`,
-`GPU_GRAPHS`) are typical values and have not been measured by this project.
+The docstrings of `_trainer` and `_server` list the parts, with the source of each formula. Other constants are
+measured: on CPUs by the memory tests (`memory_runs`). Those of GPUs are typical values, not measured by this project.
 """
 
 from __future__ import annotations
@@ -10,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
-from areal_lora.config.sizing.pools import broadcast_backend, seats_of
-from areal_lora.config.sizing.slots import adapter_slots, has_tenants, joining_adapters, largest_bucket, served_targets
-from areal_lora.families.adapter_size import adapter_size, distinct
+from areal_lora.config.recorded import adapter_run
+from areal_lora.config.sizing.slots import (
+    adapter_slots,
+    broadcast_backend,
+    has_tenants,
+    joining_adapters,
+    largest_bucket,
+    seats_of,
+    served_targets,
+)
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
-from areal_lora.families.sites import linear_sites, pieces_of
+from areal_lora.families.sites import adapter_size, distinct, linear_sites, pieces_of
 from areal_lora.types import AdapterStructure
 
 MIB = 2**20
@@ -420,11 +425,3 @@ def device_bytes(config: Config, found: int | None) -> int | None:
     """Memory of one device: as configured, else as ``found`` on this machine; None if unknown."""
     configured = config.cluster.device_memory_gib
     return int(configured * GIB) if configured is not None else found
-
-
-def slurm_bytes(mem: str | None) -> int | None:
-    """Bytes of ``cluster.slurm.mem``; None where Slurm's default, or all memory of the node, is requested."""
-    if mem is None or not int(mem.rstrip("KMGTkmgt")):
-        return None
-    unit = mem[-1].upper() if mem[-1].isalpha() else "M"
-    return int(mem.rstrip("KMGTkmgt")) << 10 * ("KMGT".index(unit) + 1)

@@ -6,13 +6,27 @@
 
 Under ``finish`` every adapter's sequences may hold each version that is still trainable. Under ``interrupt`` sequences
 follow the newest version, so the adapters share the rest.
+
+Roles on nodes: the pools of nodes of a job, and the seat of every process on them. Pure.
+
+A job has one pool, or one for each component of a heterogeneous Slurm job. Nodes are numbered over all pools.
+
+- Devices: in a pool, trainer ranks fill nodes in rank order. Each server takes ``rollout.tp`` devices of one node
+  after them, or with ``cluster.share_devices`` from the first device on; one that would straddle two nodes starts on
+  the next.
+- CPUs: a node takes ``devices_per_node`` trainer ranks, or more if there are too few nodes. Servers are distributed
+  over the nodes of their pool without ranks, or are on its last node where all have ranks.
+- The controller is on the first node of its pool; in a job with one pool, beside trainer rank 0.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from areal_lora.config.models import AdapterConfig, ClientWorkflowConfig, Config
+from areal_lora.config.sections.run import ClusterConfig, Role
+from areal_lora.errors import ConfigError
 
 
 def adapter_capacity(config: Config) -> int:
@@ -83,3 +97,163 @@ def largest_bucket(nbytes: int, bucket_bytes: int) -> int:
     """Bytes of the largest bucket of a shard; 0 for an empty one."""
     ends = [0, *bucket_ends(nbytes, bucket_bytes)]
     return max((b - a for a, b in pairwise(ends)), default=0)
+
+
+ALL_ROLES: tuple[Role, ...] = ("trainer", "rollout", "controller")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Nodes of one kind. ``key`` is the configuration key of its number of nodes."""
+
+    name: str
+    key: str
+    roles: tuple[Role, ...]
+    first_node: int
+    nodes: int
+    devices_per_node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Place of one process: a node of the job, and devices of that node (none on CPUs)."""
+
+    node: int
+    devices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seats:
+    """Places of all processes. ``local_ranks`` number the trainer ranks of each node."""
+
+    trainer: tuple[Seat, ...]
+    local_ranks: tuple[int, ...]
+    servers: tuple[Seat, ...]
+    controller: Seat
+
+
+def pools_of(cluster: ClusterConfig) -> tuple[Pool, ...]:
+    """The pools of a job in the order of the components."""
+    components = cluster.slurm.components
+    if not components:
+        pool = Pool(
+            name="all",
+            key="cluster.nodes",
+            roles=ALL_ROLES,
+            first_node=0,
+            nodes=cluster.nodes,
+            devices_per_node=0 if cluster.device == "cpu" else cluster.devices_per_node,
+        )
+        return (pool,)
+    pools: list[Pool] = []
+    for i, component in enumerate(components):
+        devices = component.devices_per_node
+        if devices is None:
+            devices = 0 if component.roles == ["controller"] else cluster.devices_per_node
+        pools.append(
+            Pool(
+                name="+".join(component.roles),
+                key=f"cluster.slurm.components.{i}.nodes",
+                roles=tuple(component.roles),
+                first_node=pools[-1].first_node + pools[-1].nodes if pools else 0,
+                nodes=component.nodes,
+                devices_per_node=0 if cluster.device == "cpu" else devices,
+            )
+        )
+    return tuple(pools)
+
+
+def pool_of(pools: tuple[Pool, ...], role: Role) -> Pool:
+    """The pool that holds ``role``. Raises ConfigError where none does."""
+    for pool in pools:
+        if role in pool.roles:
+            return pool
+    raise ConfigError("cluster.slurm.components", f"no component has the role {role}", f"add {role} to one of them")
+
+
+def seats_of(config: Config) -> Seats:
+    """Place every process. Raises ConfigError where it does not fit."""
+    pools = pools_of(config.cluster)
+    place = _on_cpus if config.cluster.device == "cpu" else _on_devices
+    trainer, servers = place(config, pools)
+    counts: dict[int, int] = {}
+    local_ranks = []
+    for seat in trainer:
+        local_ranks.append(counts.get(seat.node, 0))
+        counts[seat.node] = local_ranks[-1] + 1
+    return Seats(
+        trainer=tuple(trainer),
+        local_ranks=tuple(local_ranks),
+        servers=tuple(servers),
+        controller=Seat(node=pool_of(pools, "controller").first_node),
+    )
+
+
+def shared_devices(config: Config) -> set[tuple[int, int]]:
+    """(node, device) of the devices that a trainer rank and a server both use. Raises ConfigError as `seats_of`."""
+    seats = seats_of(config)
+    ranks, servers = (
+        {(seat.node, device) for seat in role for device in seat.devices} for role in (seats.trainer, seats.servers)
+    )
+    return ranks & servers
+
+
+def _on_cpus(config: Config, pools: tuple[Pool, ...]) -> tuple[list[Seat], list[Seat]]:
+    world = config.trainer.world_size
+    pool = pool_of(pools, "trainer")
+    per_node = max(config.cluster.devices_per_node, -(-world // pool.nodes))
+    trainer = [Seat(node=pool.first_node + rank // per_node) for rank in range(world)]
+    pool = pool_of(pools, "rollout")
+    every = range(pool.first_node, pool.first_node + pool.nodes)
+    taken = {seat.node for seat in trainer}
+    free = [node for node in every if node not in taken] or [every[-1]]
+    count = config.rollout.servers
+    return trainer, [Seat(node=free[i * len(free) // max(count, len(free))]) for i in range(count)]
+
+
+def _on_devices(config: Config, pools: tuple[Pool, ...]) -> tuple[list[Seat], list[Seat]]:
+    next_device = dict.fromkeys(pools, 0)
+    trainers, servers = pool_of(pools, "trainer"), pool_of(pools, "rollout")
+
+    def seat(pool: Pool, size: int, process: str) -> Seat:
+        per_node = pool.devices_per_node
+        if size > per_node:
+            raise ConfigError(
+                pool.key,
+                f"{process} needs {size} devices of one node and has {per_node}",
+                "use nodes with more devices",
+            )
+        free = next_device[pool]
+        if free % per_node + size > per_node:
+            free += per_node - free % per_node
+        next_device[pool] = free + size
+        node, first = divmod(free, per_node)
+        if node >= pool.nodes:
+            nodes = f"{pool.nodes} nodes" if pool.nodes > 1 else "1 node"
+            raise ConfigError(
+                pool.key,
+                f"{process} of {size} devices has no room on {nodes} of {per_node}",
+                f"raise {pool.key}, or choose sizes that fill nodes evenly",
+            )
+        return Seat(node=pool.first_node + node, devices=tuple(range(first, first + size)))
+
+    ranks = [seat(trainers, 1, f"trainer rank {i}") for i in range(config.trainer.world_size)]
+    if config.cluster.share_devices:
+        next_device[servers] = 0
+    return ranks, [seat(servers, config.rollout.tp, f"server {i}") for i in range(config.rollout.servers)]
+
+
+OF_DEVICES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+"""The library that sends the memory of each kind of device."""
+
+
+def broadcast_backend(config: Config) -> str:
+    """The name of a row of ``weight_sync.link.backends``; the same in every process of a run.
+
+    NCCL and HCCL refuse two members on one device. gloo sends host memory, page-locked where there are devices.
+    Raises ConfigError where the processes do not fit their nodes.
+    """
+    chosen = config.weight_sync.backend
+    if chosen != "auto":
+        return chosen
+    return "gloo" if shared_devices(config) else OF_DEVICES[config.cluster.device]

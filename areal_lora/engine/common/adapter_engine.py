@@ -19,19 +19,23 @@ from areal_lora.algorithms.merging import CastLoss
 from areal_lora.checkpoint.state import PARTS, AdapterState
 from areal_lora.config.models import ModelConfig, OptimizerConfig
 from areal_lora.engine.base import AdamValues, LossFn
-from areal_lora.engine.common.adapter_memory import AdapterMemory, checked, initial_tensor
+from areal_lora.engine.common.adapter_memory import (
+    AdapterMemory,
+    AdapterOptimizer,
+    GradientClass,
+    checked,
+    initial_tensor,
+)
 from areal_lora.engine.common.arena import Range, ShardedModel
-from areal_lora.engine.common.merged import MergedShard, merged_layout
+from areal_lora.engine.common.micro_batches import Readout, read_logprobs, read_values
 from areal_lora.engine.common.model_folder import ModelFolder
-from areal_lora.engine.common.optimizer import AdapterOptimizer, GradientClass
-from areal_lora.engine.common.output import Readout, read_logprobs, read_values
-from areal_lora.engine.common.transfer_plan import wire_sources
-from areal_lora.engine.layers.dropout import Dropout, step_seed
+from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout, wire_sources
+from areal_lora.engine.layers.expert_mlp import Dropout, step_seed
 from areal_lora.errors import AdapterError, ConfigError
-from areal_lora.families.patterns import check_patterns
+from areal_lora.families.targets import check_patterns
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
-from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.manifest import base_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -1,7 +1,26 @@
-"""The safetensors files of a Hugging Face model folder."""
+"""The safetensors files of a Hugging Face model folder.
+
+One copy of the base per node: the safetensors files as files in shared memory, read from disk once.
+
+    disk            /dev/shm                                       processes of the node
+    a.safetensors   areal_lora-base-<identity of a> (first rank)   map it, cut their part, keep a lease
+    b.safetensors   areal_lora-base-<identity of b> (second rank)  map it, cut their part, keep a lease
+
+Each process starts with another file, so several read from disk at once; a process that needs a file which another
+one is reading waits for it. Locks are the kernel's, so a killed process holds none:
+
+- The record lock of a file lets one process fill it. A file that is shorter than its source was started by a killed one
+  and is filled again.
+- The lease is a shared flock until the process ends. The launcher finds the open descriptor and removes the file
+  after the run (`processes.startup`); without a launcher on the node the last process that ends removes it.
+  What only killed processes have left is attached by the next one with the same base, or removed by it.
+"""
 
 from __future__ import annotations
 
+import atexit
+import fcntl
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +30,98 @@ from safetensors import safe_open
 from torch import Tensor
 
 from areal_lora.config.models import ModelConfig
-from areal_lora.engine.common.shared_base import share
-from areal_lora.errors import UnknownTensorError
+from areal_lora.errors import EnvironmentError_, UnknownTensorError
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "areal_lora-base-"
+_CHUNK_BYTES = 16 << 20
+
+
+def share(files: Sequence[Path], first: int = 0, memory: Path = SHARED_MEMORY) -> list[Path]:
+    """The copies of ``files`` in shared memory, whole until this process ends.
+
+    ``first`` is the first file. Raises EnvironmentError_ where shared memory is missing or too small.
+    """
+    copies = [memory / f"{PREFIX}{_identity(file)}" for file in files]
+    _sweep(memory, {copy.name for copy in copies})
+    for i in range(len(files)):
+        at = (first + i) % len(files)
+        _attach(files[at], copies[at])
+    return copies
+
+
+def _identity(file: Path) -> str:
+    """Of this user's file in its present state."""
+    state = file.stat()
+    text = f"{os.getuid()}\0{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _attach(source: Path, copy: Path) -> None:
+    """Take a lease of ``copy``, and fill it unless it is whole."""
+    while True:
+        try:
+            fd = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise _refused(source, copy, error) from error
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if os.fstat(fd).st_nlink:
+            break
+        os.close(fd)  # another process has removed it since
+    atexit.register(_leave, fd, copy)
+    fcntl.lockf(fd, fcntl.LOCK_EX)
+    try:
+        if os.fstat(fd).st_size != source.stat().st_size:
+            _fill(source, fd)
+    except OSError as error:
+        copy.unlink(missing_ok=True)
+        raise _refused(source, copy, error) from error
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN)
+
+
+def _fill(source: Path, fd: int) -> None:
+    """Written from the start, so the size says whether the copy is whole."""
+    os.ftruncate(fd, 0)
+    with source.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while os.sendfile(fd, file.fileno(), None, _CHUNK_BYTES):
+            pass
+
+
+def _leave(fd: int, copy: Path) -> None:
+    """At the end of the process. The last one removes the copy."""
+    _remove_unused(fd, copy)
+    os.close(fd)
+
+
+def _sweep(memory: Path, keep: set[str]) -> None:
+    """Remove the copies of other bases that only killed processes have left."""
+    for copy in memory.glob(f"{PREFIX}*"):
+        if copy.name in keep:
+            continue
+        try:
+            fd = os.open(copy, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # of another user, or removed since
+        _remove_unused(fd, copy)
+        os.close(fd)
+
+
+def _remove_unused(fd: int, copy: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    if os.fstat(fd).st_nlink:
+        copy.unlink(missing_ok=True)
+
+
+def _refused(source: Path, copy: Path, error: OSError) -> EnvironmentError_:
+    return EnvironmentError_(
+        f"{source} cannot be copied to {copy}: {error.strerror} (fix: mount {copy.parent} larger than the base, or set "
+        "model.shared_memory=false)"
+    )
 
 
 class ModelFolder:

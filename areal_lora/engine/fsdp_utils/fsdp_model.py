@@ -13,20 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
-from areal_lora.data.packing import MicroPlan
+from areal_lora.data.collate import MicroPlan
 from areal_lora.engine.base import LossFn
-from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
 from areal_lora.engine.common.arena import Bank, Range, ShardedModel, is_routed
-from areal_lora.engine.common.micro_batches import Result, finish, plans_of, sum_over_ranks, whole_scores
-from areal_lora.engine.common.optimizer import GradientClass
-from areal_lora.engine.common.output import Readout
-from areal_lora.engine.fsdp_utils.adapter_sites import LinearLora, LinearSite
-from areal_lora.engine.fsdp_utils.layers import take_experts, take_output
-from areal_lora.engine.fsdp_utils.model import build_model
-from areal_lora.engine.layers.dropout import Dropout
-from areal_lora.engine.layers.expert_mlp import ExpertLora
-from areal_lora.engine.layers.packed import pack
-from areal_lora.engine.layers.residents import ActiveAdapter
+from areal_lora.engine.common.micro_batches import Readout, Result, finish, plans_of, sum_over_ranks, whole_scores
+from areal_lora.engine.fsdp_utils.model import LinearLora, LinearSite, build_model, take_experts, take_output
+from areal_lora.engine.layers.attention import pack
+from areal_lora.engine.layers.expert_mlp import ActiveAdapter, Dropout, ExpertLora
 from areal_lora.errors import UnknownTensorError
 from areal_lora.platforms.device import platform_of
 from areal_lora.types import TrainBatch

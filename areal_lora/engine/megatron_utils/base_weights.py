@@ -20,6 +20,8 @@ from areal_lora.families.family import COLUMN_PARALLEL, Family, Scope
 from areal_lora.families.sites import Piece, SiteKey
 
 _LAYER = re.compile(r"^decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)$")
+
+
 _LINEAR = re.compile(
     r"^(?:self_attention\.(?P<attention>linear_qkv|linear_proj)"
     r"|mlp\.(?:(?P<shared>shared_experts)\.|(?P<experts>experts)\.)?"

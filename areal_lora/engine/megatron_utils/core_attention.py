@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from areal_lora.engine.layers.attention import AttentionPlan, attend
-from areal_lora.engine.layers.residents import ActiveAdapter
+from areal_lora.engine.layers.expert_mlp import ActiveAdapter
 
 
 class Rotary:

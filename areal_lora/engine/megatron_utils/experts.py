@@ -15,9 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
-from areal_lora.engine.layers.dropout import from_lanes, to_lanes
-from areal_lora.engine.layers.expert_mlp import ExpertLora, ExpertMlp, Groups
-from areal_lora.engine.layers.residents import ActiveAdapter
+from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, ExpertMlp, Groups, from_lanes, to_lanes
 
 
 class GroupedLinear(nn.Module):  # type: ignore[misc]

@@ -9,6 +9,12 @@ One rule holds for every layout: a tensor that is split over (expert) tensor-par
 its whole gradient there; a tensor that is replicated over them has a part of it on each.
 
 A layer is wrapped once, whatever number of adapters it has (`residents`).
+
+A rank's routed experts as one module in Megatron's place.
+
+Megatron computes experts one by one, or all at once with Transformer Engine; an adapter beside each linear layer then
+adds modules, copies and passes over memory per expert. Here `expert_mlp` computes all experts of a layer with their
+adapters.
 """
 
 from __future__ import annotations
@@ -29,10 +35,8 @@ from torch.nn import functional
 
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
-from areal_lora.engine.common.output import OutputSite
-from areal_lora.engine.layers.dropout import kept
-from areal_lora.engine.layers.expert_mlp import ExpertLora
-from areal_lora.engine.layers.residents import ActiveAdapter
+from areal_lora.engine.common.micro_batches import OutputSite
+from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, kept
 from areal_lora.engine.megatron_utils.experts import GroupedLinear
 from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import Scope
@@ -43,7 +47,7 @@ class ParallelAdapter(nn.Module):  # type: ignore[misc]
 
     Column-parallel base (qkv, fc1): ``lora_A`` [r, in] replicated, ``lora_B`` [out / tp, r] split.
     Row-parallel base (proj, fc2): ``lora_A`` [r, in / tp] split, ``lora_B`` [out, r] replicated.
-    The adapters of routed experts are part of `experts`.
+    The adapters of routed experts are part of `lora`.
     """
 
     def __init__(

@@ -2,36 +2,124 @@
 
 `packed` explains why no result depends on the packing. Importing this file imports Megatron: the caller
 must have applied `engine.megatron_utils.cpu_patches` on a machine without GPU.
+
+Weights of the frozen base: from a Hugging Face folder straight into one rank's Megatron parameters.
+
+Every rank reads the slices that it holds: no weight travels between ranks, and every layout is read the same
+way. Both kinds of Megatron layers are supported: plain torch and Transformer Engine, whose linear layers contain
+the preceding norm.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
+from areal_lora.data.collate import MicroPlan
 from areal_lora.engine.base import LossFn
-from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
 from areal_lora.engine.common.arena import Range, ShardedModel
-from areal_lora.engine.common.micro_batches import Result, plans_of, sum_over_ranks, whole_scores
+from areal_lora.engine.common.micro_batches import Readout, Result, finish, plans_of, sum_over_ranks, whole_scores
 from areal_lora.engine.common.model_folder import ModelFolder
-from areal_lora.engine.common.optimizer import GradientClass
-from areal_lora.engine.common.output import Readout
-from areal_lora.engine.layers.dropout import Dropout
-from areal_lora.engine.layers.packed import PackedMicroBatch, pack
-from areal_lora.engine.layers.residents import ActiveAdapter
+from areal_lora.engine.layers.attention import PackedMicroBatch, pack
+from areal_lora.engine.layers.expert_mlp import ActiveAdapter, Dropout
 from areal_lora.engine.megatron_utils.base_weights import load_base
-from areal_lora.engine.megatron_utils.gradients import classify
-from areal_lora.engine.megatron_utils.initialize import initialize_parallel
+from areal_lora.engine.megatron_utils.core_attention import Packing
 from areal_lora.engine.megatron_utils.lora import attach, detach, take_output
-from areal_lora.engine.megatron_utils.model import build_model
-from areal_lora.engine.megatron_utils.schedule import run_schedule
-from areal_lora.types import TrainBatch
+from areal_lora.engine.megatron_utils.model import build_model, initialize_parallel
+from areal_lora.types import ExpertLayout, TrainBatch
+
+
+def run_schedule(
+    model: nn.Module,
+    packing: Packing,
+    batches: Iterator[PackedMicroBatch],
+    plans: Sequence[MicroPlan],
+    loss_fn: LossFn | None,
+    *,
+    readout: Readout,
+    need_entropy: bool,
+) -> list[Result]:
+    """Run every micro-batch; the results on the last stage, elsewhere nothing.
+
+    With a ``loss_fn`` gradients of its plain sums are accumulated; without one nothing is differentiated.
+    """
+    results: list[Result] = []
+    # One forward, one backward: the last stage has differentiated a micro-batch before it computes the next one, each
+    # stage before it has one more in progress.
+    ahead = parallel_state.get_pipeline_model_parallel_world_size() - parallel_state.get_pipeline_model_parallel_rank()
+    in_progress = 0 if loss_fn is None else ahead - 1
+
+    def forward_step(iterator: Iterator[PackedMicroBatch], module: nn.Module) -> tuple[Tensor, Any]:
+        packing.keep(in_progress)
+        packed = next(iterator)
+        # Positions are part of the attention plan; the model's embedding takes none.
+        predictions = module(packed.token_ids, None, packing.add(packed.attention, packed.keys))
+
+        def judge(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            group = parallel_state.get_tensor_model_parallel_group()
+            loss, sums, scores = finish(
+                packed, output[0], packed.sources, loss_fn, readout, need_entropy=need_entropy, group=group
+            )
+            results.append((packed.sequences, sums, scores))
+            return loss, torch.ones((), dtype=torch.int32, device=output.device), {}
+
+        return predictions, judge
+
+    try:
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=model,
+            num_microbatches=len(plans),
+            seq_length=plans[0].n_tokens,
+            micro_batch_size=1,
+            forward_only=loss_fn is None,
+        )
+    finally:
+        packing.keep(0)
+    return results
+
+
+def classify(memory: AdapterMemory) -> list[GradientClass]:
+    """The groups over which the gradients of each range of a rank's memory must be summed.
+
+    Split tensors are whole after the sum over their replicas, replicated ones need their tensor-parallel
+    ranks' parts as well (see `lora`). The gradient of what all experts share covers this rank's experts only: its
+    replicas include the expert-parallel ranks. With ``shared_outer`` these are the whole matrices, and the split ones
+    are each expert's own. Each element counts once in the norm.
+    """
+    layout, rank = memory.model.layout, memory.rank
+    dense = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
+    experts = [parallel_state.get_expert_data_parallel_group()]
+    first_dense, first_expert = layout.dp_rank(rank) == 0, layout.edp_rank(rank) == 0
+    every = [*experts, parallel_state.get_expert_model_parallel_group()]
+    first_of_all = first_expert and layout.ep_rank(rank) == 0
+    shared = memory.spec.expert_layout
+    split, first_split = (every, first_of_all) if shared is ExpertLayout.SHARED else (experts, first_expert)
+    whole, first_whole = (experts, first_expert) if shared is ExpertLayout.PER_EXPERT else (every, first_of_all)
+    tp, etp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
+    rows = (
+        (Range.DENSE_SPLIT, dense, first_dense),
+        (Range.DENSE_WHOLE, [tp, *dense], first_dense and layout.tp_rank(rank) == 0),
+        (Range.EXPERT_SPLIT, split, first_split),
+        (Range.EXPERT_WHOLE, [etp, *whole], first_whole and layout.etp_rank(rank) == 0),
+    )
+    classes = []
+    for part, groups, counted in rows:
+        start, end = memory.arena.extent(part)
+        if end > start:
+            needed = [group for group in groups if dist.get_world_size(group) > 1]
+            classes.append(GradientClass(start=start, end=end, groups=needed, counted=counted))
+    return classes
 
 
 class MegatronModel:

@@ -1,8 +1,12 @@
 """The frozen base model: a Hugging Face folder as this rank's Megatron module.
 
 Bridge 0.3 has no Mixtral and no Qwen2-MoE, reads neither the rope theta of transformers 5 nor the list of
-dense layers, and gives every expert-parallel rank the first experts. Therefore `architecture` takes the sizes
-from config.json, `base_weights` loads the weights, and Bridge builds the model only.
+dense layers, and gives every expert-parallel rank the first experts. Therefore `model` takes the sizes
+from config.json, `megatron_model` loads the weights, and Bridge builds the model only.
+
+`layers.attention` as Megatron's core attention, with rotary positions.
+
+Megatron's own layers take a mask [s, s] or need Transformer Engine for packed sequences, and neither knows branches.
 """
 
 from __future__ import annotations
@@ -11,19 +15,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
-from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.engine.common.arena import ParallelLayout
 from areal_lora.engine.megatron_utils.architecture import architecture
 from areal_lora.engine.megatron_utils.core_attention import PackedAttention, Packing, Rotary, bind
+from areal_lora.engine.megatron_utils.cpu_patches import exchange_tokens
 from areal_lora.engine.megatron_utils.experts import GroupedExperts, follow_tokens
-from areal_lora.engine.megatron_utils.token_exchange import exchange_tokens
+from areal_lora.platforms.device import platform_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -143,3 +150,22 @@ def _with_own_layers(block: Any) -> Any:
         if "experts" in vars(parts.mlp.submodules):
             parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     return block
+
+
+def initialize_parallel(
+    trainer: TrainerConfig, device: torch.device, seed: int = 0
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Create the groups of ``trainer``'s layout; joins the world from the environment unless the caller has.
+
+    Returns this rank's tensor-parallel group and expert-tensor-parallel group.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(platform_of(device).collective)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=trainer.tp,
+        pipeline_model_parallel_size=trainer.pp,
+        expert_model_parallel_size=trainer.ep,
+        expert_tensor_parallel_size=trainer.etp,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()

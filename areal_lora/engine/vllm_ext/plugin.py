@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 
-from areal_lora.processes.parent import die_with_parent
+from areal_lora.processes.startup import die_with_parent
 
 SERVER_PID = "AREAL_LORA_SERVER_PID"  # set by our server for the processes it has vLLM start
 

@@ -17,7 +17,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.engine.vllm_ext.server.main import set_environment
 from areal_lora.errors import ArealLoraError, EnvironmentError_
-from areal_lora.processes.parent import die_with_parent
+from areal_lora.processes.startup import die_with_parent
 from areal_lora.run_folder.paths import RunFolder
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -72,12 +72,12 @@ def stock_arguments(config: Config, lora: str, port: int) -> list[str]:
 
 def _tool_arguments(config: Config) -> list[str]:
     """Have the tool parsers of the run's agents answer beside vLLM. Raises ConfigError."""
-    from areal_lora.engine.vllm_ext.server import tool_calls  # vLLM reads the environment on import
+    from areal_lora.engine.vllm_ext.server import openai_api
 
-    if not tool_calls.configured_parsers(config):
+    if not openai_api.configured_parsers(config):
         return []
-    tool_calls.prepare(config)
-    return ["--middleware", f"{tool_calls.__name__}.{tool_calls.ToolCallsMiddleware.__name__}"]
+    openai_api.prepare(config)
+    return ["--middleware", f"{openai_api.__name__}.{openai_api.ToolCallsMiddleware.__name__}"]
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_lora.config.sizing.pools import Pool
+from areal_lora.config.sizing.slots import Pool
 from areal_lora.errors import ConfigError, EnvironmentError_
-from areal_lora.launcher.slurm import commands
+from areal_lora.launcher.slurm import job_query
 from areal_lora.run_folder.paths import RunFolder
 
 
@@ -34,7 +34,7 @@ def allocation(environment: Mapping[str, str], pools: Sequence[Pool]) -> Allocat
     hosts: list[str] = []
     for i, pool in enumerate(pools):
         nodelist = environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}", environment.get("SLURM_JOB_NODELIST", ""))
-        names = commands.run("scontrol", "show", "hostnames", nodelist).split()
+        names = job_query.run("scontrol", "show", "hostnames", nodelist).split()
         if len(names) < pool.nodes:
             raise ConfigError(
                 pool.key, f"the job has {len(names)} of {pool.nodes} nodes ({nodelist})", "submit it with more nodes"

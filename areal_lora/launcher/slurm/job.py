@@ -10,32 +10,85 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
+import msgspec
 from rich.console import Console
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
-from areal_lora.config.adapter_run import ends_of
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import read_config, with_joined
+from areal_lora.config.recorded import ends_of, read_config, with_joined
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, make_plan
-from areal_lora.launcher.slurm import commands
+from areal_lora.launcher.slurm import job_query
 from areal_lora.launcher.slurm.allocation import Allocation, allocation
 from areal_lora.launcher.slurm.job_query import look
 from areal_lora.launcher.slurm.job_steps import POLL_S, SlurmSteps
-from areal_lora.launcher.slurm.outcome import RUNNING, JobOutcome, Words, outcome
-from areal_lora.launcher.slurm.requeues import Lifetime, next_lifetime, read_lifetime, too_many, write_lifetime
-from areal_lora.launcher.slurm.states import is_active
+from areal_lora.launcher.slurm.states import RUNNING, JobOutcome, Words, is_active, outcome
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.obs.console import LiveConsole
-from areal_lora.obs.report.closing import print_closing
+from areal_lora.obs.report.page import print_closing
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.events import RequeueEvent, now_utc, record_end, write_event
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
-from areal_lora.run_folder.sessions import begin_session
+from areal_lora.run_folder.status import begin_session
+
+
+class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
+    """From one start of the batch script to the next.
+
+    ``newest`` are the newest checkpoints at its start, by adapter. ``without``: requeues up to this one without a new
+    checkpoint. ``reason`` is why it was requeued, as far as the job itself decided that.
+    """
+
+    job: str
+    restarts: int
+    newest: dict[str, int]
+    without: int = 0
+    reason: str = ""
+
+    def requeued(self, reason: str) -> Lifetime:
+        """This one, with the reason why it ends."""
+        return msgspec.structs.replace(self, reason=reason)
+
+    def next_without(self, newest: Mapping[str, int]) -> int:
+        """What the next lifetime counts, with these checkpoints at the end of this one."""
+        progress = any(version > self.newest.get(name, -1) for name, version in newest.items())
+        return 0 if progress else self.without + 1
+
+
+def next_lifetime(last: Lifetime | None, job: str, restarts: int, newest: Mapping[str, int]) -> Lifetime:
+    """The lifetime that starts now. A job that was submitted again counts from the start."""
+    again = last is not None and last.job == job and restarts > last.restarts
+    without = last.next_without(newest) if last is not None and again else 0
+    return Lifetime(job=job, restarts=restarts, newest=dict(newest), without=without)
+
+
+def too_many(without: int, most: int) -> str:
+    """Why there is no further requeue; empty if there may be one."""
+    if without <= most:
+        return ""
+    times = f"{without} times" if without > 1 else "once"
+    return (
+        f"the job would be requeued {times} in a row without a new checkpoint "
+        f"(run.max_restarts is {most}; fix: see the reasons above, or raise the time limit)"
+    )
+
+
+def read_lifetime(run_folder: RunFolder) -> Lifetime | None:
+    """The last one; None where there is none, or none that can be read."""
+    try:
+        return msgspec.json.decode(run_folder.job_requeues.read_bytes(), type=Lifetime)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def write_lifetime(run_folder: RunFolder, lifetime: Lifetime) -> None:
+    write_file(run_folder.job_requeues, msgspec.json.encode(lifetime) + b"\n")
+
 
 SETTLE_S = 1.0
 """After scancel, tasks may end before the word about it arrives."""
@@ -148,7 +201,7 @@ class SlurmJob:
         self._record_requeue(result.requeue, without)
         write_lifetime(self._folder, lifetime.requeued(result.requeue))
         try:
-            commands.run("scontrol", "requeue", self._job.job)
+            job_query.run("scontrol", "requeue", self._job.job)
         except EnvironmentError_ as error:
             return JobOutcome(code=ExitCode.COMPONENT_FAILED, text=f"the job is not requeued: {error}")
         return JobOutcome(code=result.code)

@@ -2,12 +2,18 @@
 
 An `arbitrary` distribution puts every task on the node that the plan chose. Steps are signalled with scancel: srun,
 when signalled, kills its tasks without a grace.
+
+The batch script of a job of spare servers: an ordinary job of one node. Pure.
+
+The script becomes the process that supervises the servers of its node (``launcher.spares``), which ends with the run.
+A job is never requeued: the run does without it, and another one can be submitted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -19,17 +25,16 @@ from pathlib import Path
 
 from areal_lora.config.models import Config
 from areal_lora.errors import EnvironmentError_, ExitCode
-from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import JobPlan, ProcessSpec
-from areal_lora.launcher.restarts import unit_of
-from areal_lora.launcher.slurm import commands, request_stacks
+from areal_lora.launcher.restarts import ProcessExit, unit_of
+from areal_lora.launcher.slurm import job_query, request_stacks
 from areal_lora.launcher.slurm.allocation import Allocation, write_hosts
-from areal_lora.launcher.slurm.causes import TaskRecords, causes
-from areal_lora.launcher.slurm.directives import step_options
-from areal_lora.launcher.slurm.script import STEP
-from areal_lora.launcher.slurm.task_script import FIRST, STARTED, task_script
+from areal_lora.launcher.slurm.script import FIRST, STARTED, STEP, quoted, step_options, task_script
+from areal_lora.launcher.slurm.states import TaskRecords, causes
 from areal_lora.launcher.supervise import STOP_GRACE_S
 from areal_lora.launcher.watch import EARLY_END_S
+from areal_lora.network.addresses import NODES_VARIABLE
+from areal_lora.run_folder.paths import RunFolder
 
 POLL_S = 0.2
 RECORD_S = 1.0
@@ -98,7 +103,7 @@ class SlurmSteps:
         pools: dict[int, set[str]] = {}
         for spec in self.running():
             pools.setdefault(self._plan.pool_of(spec.node), set()).add(self._job.hosts[spec.node])
-        return sum(self._ask(pool, hosts - commands.lost_nodes(hosts)) for pool, hosts in pools.items())
+        return sum(self._ask(pool, hosts - job_query.lost_nodes(hosts)) for pool, hosts in pools.items())
 
     def _ask(self, pool: int, hosts: Collection[str]) -> int:
         if not hosts:
@@ -186,7 +191,7 @@ class SlurmSteps:
             hosts,
             records,
             srun_code=ExitCode.FAILED if code is None else abs(code),
-            lost=commands.lost_nodes(set(hosts.values())) if failed else (),
+            lost=job_query.lost_nodes(set(hosts.values())) if failed else (),
             logs={name: self._folder.log(name) for name in hosts},
             srun_log=self._srun_log(unit_of(step.specs[0])),
         )
@@ -194,12 +199,12 @@ class SlurmSteps:
     def _signal(self, signal: str, steps: Sequence[_Step]) -> None:
         if not any(step.srun.poll() is None for step in steps):
             return
-        ids = commands.step_ids(self._job.components)
+        ids = job_query.step_ids(self._job.components)
         targets = [ids[step.name] for step in steps if step.name in ids]
         if targets:
             # Slurm refuses it for a step that has ended meanwhile.
             with contextlib.suppress(EnvironmentError_):
-                commands.run("scancel", f"--signal={signal}", *targets)
+                job_query.run("scancel", f"--signal={signal}", *targets)
 
     def _kill(self, steps: Sequence[_Step]) -> None:
         self._signal("KILL", steps)
@@ -240,3 +245,63 @@ def _read_records(step: _Step) -> TaskRecords:
         first = os.readlink(step.folder / FIRST).rpartition(".")[0]
     started = frozenset(name.removesuffix(STARTED) for name in names if name.endswith(STARTED))
     return TaskRecords(codes=codes, started=started, first=first)
+
+
+KILL_WAIT_S = 30.0
+"""Slurm's default time between the SIGTERM of a cancelled job and SIGKILL (``KillWait``)."""
+_GRES = {"cuda": "gpu", "npu": "npu"}
+LEAD_S = 90
+"""Time between Slurm's signal to the script and the time limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareJob:
+    """One job on one node. ``time_limit`` and ``partition`` replace those of the run's configuration if set."""
+
+    servers: int
+    grace_s: float
+    time_limit: str = ""
+    partition: str = ""
+
+
+def spare_script(config: Config, run_folder: RunFolder, job: SpareJob, module: str) -> str:
+    """The whole batch script as text. ``module`` is the program that supervises the servers."""
+    cluster, rollout, slurm = config.cluster, config.rollout, config.cluster.slurm
+    devices = job.servers * rollout.tp
+    cpus = job.servers * rollout.threads * rollout.tp
+    kind = [slurm.gres_type] if slurm.gres_type else []
+    named = {
+        "time": job.time_limit or slurm.time_limit,
+        "partition": job.partition or slurm.partition,
+        "account": slurm.account,
+    }
+    log = str(run_folder.log("servers-JOB")).replace("%", "%%").replace("servers-JOB", "servers-%j")
+    options = [
+        f"--job-name={config.run.name}-servers",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--cpus-per-task={cpus}",
+        *([] if cluster.device == "cpu" else [f"--gres={':'.join([_GRES[cluster.device], *kind, str(devices)])}"]),
+        *(f"--{name}={quoted(value)}" for name, value in named.items() if value),
+        f"--output={quoted(log)}",
+        "--open-mode=append",
+        "--no-requeue",
+        f"--signal=B:TERM@{LEAD_S}",
+        *slurm.extra,
+    ]
+    command = [sys.executable, "-m", module, str(run_folder), "--here"]
+    command += ["--servers", str(job.servers), "--grace-s", f"{job.grace_s:g}"]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in options),
+            "set -u",
+            f"cd {shlex.quote(str(Path.cwd()))} || exit 69",
+            # The address towards the run's nodes, not only towards this job's own.
+            f'export {NODES_VARIABLE}="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr "\\n" " ")"',
+            *slurm.setup,
+            "# One process supervises the servers. Slurm's signals reach it first.",
+            f"exec {shlex.join(command)}",
+            "",
+        ]
+    )

@@ -2,6 +2,17 @@
 
 All decisions are the supervisor's (``launcher.slurm.job``). The script forwards signals to it through a pipe, which
 keeps them until the supervisor reads: none is lost however early it comes.
+
+The request to Slurm, as text: the ``#SBATCH`` lines of a job and the srun options of a role. Pure.
+
+A heterogeneous job has one block of lines for each component, with ``#SBATCH hetjob`` between them. Slurm hands some
+options of the first component (memory, account) to the others and some not (GPUs), so each block has all that concerns
+its nodes; what concerns the job is in the first only.
+
+The text of a step's task script: bash on every node of the step, one for each process of the unit.
+
+Slurm signals all processes of a task, so this shell outlives the working process and records the code it ended with.
+srun itself knows only the highest code of its tasks, which a killed peer has.
 """
 
 from __future__ import annotations
@@ -10,13 +21,106 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.errors import EnvironmentError_
-from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan
-from areal_lora.launcher.slurm.directives import directives, step_options
+from areal_lora.config.sections.run import Role, SlurmComponent, SlurmConfig
+from areal_lora.config.sizing.slots import Pool
+from areal_lora.errors import EnvironmentError_, ExitCode
+from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
+from areal_lora.run_folder.paths import RunFolder
+
+SIGNAL_LEAD_S = 60
+"""Time between Slurm's signal to the script and the time limit."""
+ROLES: dict[str, Role] = {TRAINER: "trainer", SERVER: "rollout", CONTROLLER: "controller"}
+"""Role of a process -> its name in the configuration."""
+_GRES = {"cuda": "gpu", "npu": "npu"}
+
+
+def directives(config: Config, plan: JobPlan) -> list[str]:
+    """The ``#SBATCH`` lines, in blocks of one component each."""
+    slurm = config.cluster.slurm
+    components: list[SlurmComponent | None] = [*slurm.components] or [None]
+    lines: list[str] = []
+    for i, (pool, component) in enumerate(zip(plan.pools, components, strict=True)):
+        if i:
+            lines += ["", "#SBATCH hetjob"]
+        options = [] if i else _of_the_job(config, plan)
+        options += _of_the_nodes(config, plan, pool, component)
+        if not i:
+            options += slurm.extra
+        options += component.extra if component else []
+        lines += [f"#SBATCH {option}" for option in options]
+    return lines
+
+
+def step_options(config: Config, plan: JobPlan, role: str) -> list[str]:
+    """Words for an srun that starts processes of ``role``: all but nodes, tasks, output and the command.
+
+    ``--mem=0`` gives the step the memory of its job: a cluster's default memory per CPU would give it less.
+    ``--gpu-bind=none``: the plan chooses the devices of a process, by their number on the node. ``--cpu-bind=none``:
+    steps overlap, and one that binds may bind to the cores of another step of its node.
+    """
+    specs = plan.role(role)
+    words = [f"--het-group={plan.pool_of(specs[0].node)}"] if len(plan.pools) > 1 else []
+    words += [f"--cpus-per-task={max(spec.cpus for spec in specs)}", "--mem=0"]
+    words.append("--cpu-bind=none")
+    if config.cluster.device != "cpu":
+        words.append("--gpu-bind=none")
+    return [*words, *config.cluster.slurm.srun_extra.get(ROLES[role], [])]
+
+
+def quoted(text: str) -> str:
+    """A value of a ``#SBATCH`` line: sbatch reads double quotes and backslashes much as a shell does."""
+    if all(c.isalnum() or c in "/._-%+=:,@" for c in text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _of_the_job(config: Config, plan: JobPlan) -> list[str]:
+    """What the whole job has: its name, its log, how it is requeued."""
+    # In a file name % starts a replacement.
+    log = str(plan.run_folder.log("job-JOB")).replace("%", "%%").replace("job-JOB", "job-%j")
+    return [
+        f"--job-name={config.run.name}",
+        f"--output={quoted(log)}",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{SIGNAL_LEAD_S}",
+    ]
+
+
+def _of_the_nodes(config: Config, plan: JobPlan, pool: Pool, component: SlurmComponent | None) -> list[str]:
+    """What the nodes of one pool have to offer, and whose they are."""
+    slurm = config.cluster.slurm
+    nodes = range(pool.first_node, pool.first_node + pool.nodes)
+    here = [[spec for spec in plan.processes if spec.node == node] for node in nodes]
+    options = [
+        f"--nodes={pool.nodes}",
+        f"--ntasks-per-node={max(len(specs) for specs in here)}",
+        f"--mincpus={max(sum(spec.cpus for spec in specs) for specs in here)}",
+    ]
+    if pool.devices_per_node:
+        kind = _of(component, slurm, "gres_type")
+        words = [_GRES[config.cluster.device], *([kind] if kind else []), str(pool.devices_per_node)]
+        options.append(f"--gres={':'.join(words)}")
+    named = {
+        "mem": _of(component, slurm, "mem"),
+        "time": slurm.time_limit,
+        "partition": _of(component, slurm, "partition"),
+        "account": slurm.account,
+    }
+    options += [f"--{name}={quoted(value)}" for name, value in named.items() if value]
+    # The job outlives a lost node, where enough servers remain.
+    return options + (["--no-kill"] if plan.nodes > 1 else [])
+
+
+def _of(component: SlurmComponent | None, slurm: SlurmConfig, key: str) -> str | None:
+    """The component's value of ``key``, that of the job where it is unset; empty: none."""
+    values = [section.model_dump()[key] for section in (component, slurm) if section is not None]
+    return next((str(value) for value in values if value is not None), None)
+
 
 SUPERVISOR = "areal_lora.launcher.slurm.job"
 STEP = ("--overlap", "--kill-on-bad-exit=1", "--distribution=arbitrary", "--open-mode=append")
@@ -113,3 +217,83 @@ def _slurm(program: str, *arguments: str, fix: str, stdin: str | None = None) ->
     if done.returncode:
         raise EnvironmentError_(f"{program} refused the job: {' '.join(done.stderr.split())} (fix: {fix})")
     return done.stdout.strip()
+
+
+FIRST = "first"
+STARTED = ".started"
+
+
+def task_script(specs: Sequence[ProcessSpec], setup: Sequence[str], run_folder: RunFolder, exits: Path) -> str:
+    """A script that runs ``specs[SLURM_PROCID]``.
+
+    Args:
+        setup: Shell lines to run first; one that fails ends the task with 69.
+        exits: Folder that takes ``<process>.started``, ``<process>.<code>`` and the link ``first``.
+    """
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            'case "$SLURM_PROCID" in',
+            *(f"  {i}) {_process(spec)} ;;" for i, spec in enumerate(specs)),
+            "esac",
+            f"EXITS={shlex.quote(str(exits))}",
+            f"REQUEUE={shlex.quote(str(run_folder.requeue_request))}",
+            _RECORD,
+            *_setup(setup),
+            _WORK,
+        ]
+    )
+
+
+def _process(spec: ProcessSpec) -> str:
+    variables = [f"{name}={value}" for name, value in spec.env.items()]
+    return f"NAME={spec.name}; PROCESS=({shlex.join(['env', *variables, *spec.argv])})"
+
+
+def _setup(lines: Sequence[str]) -> list[str]:
+    if not lines:
+        return []
+    failed = (
+        'CODE=$?; trap - ERR; echo "error: cluster.slurm.setup: $BASH_COMMAND ended with code $CODE'
+        f' on $(hostname) (fix: run the lines on such a node)"; record {int(ExitCode.MISSING)}'
+    )
+    return [f"trap {shlex.quote(failed)} ERR", *lines, "trap - ERR"]
+
+
+# Names that Python, torch and vLLM give what they share; a user's own files in /dev/shm stay.
+_SHARED = " -o ".join(f"-name '{pattern}'" for pattern in ("sem.*", "psm_*", "torch_*", "vllm*"))
+
+# The link is made once, by the first that fails: no two nodes' clocks are compared.
+_RECORD = f"""\
+record() {{
+  if cd "$EXITS"; then
+    echo "$(date -u '+%F %T') UTC on $(hostname)" > ".$NAME"
+    mv ".$NAME" "$NAME.$1"
+    [ "$1" -eq 0 ] || ln -sT "$NAME.$1" {FIRST} 2>/dev/null
+  fi
+  # What a killed process leaves: without cgroups Slurm knows no orphans.
+  for FOUND in $(grep -lzxsF "AREAL_LORA_TASK=$EXITS/$NAME" /proc/[0-9]*/environ); do
+    FOUND=${{FOUND#/proc/}}
+    kill -KILL "${{FOUND%/environ}}" 2>/dev/null
+  done
+  # And their shared memory: this user's, made since this task started, mapped and open nowhere.
+  find /dev/shm -maxdepth 1 -type f -user "$(id -u)" -newermt "@$SINCE" \\( {_SHARED} \\) | while read -r FOUND; do
+    grep -qs " $(stat -c %i "$FOUND") */dev/shm/" /proc/[0-9]*/maps && continue
+    [ -z "$(find /proc/[0-9]*/fd -lname "$FOUND" -print -quit 2>/dev/null)" ] && rm -f "$FOUND"
+  done
+  exit "$1"
+}}
+export AREAL_LORA_TASK="$EXITS/$NAME"
+SINCE=$(date +%s)
+hostname > "$EXITS/$NAME{STARTED}"
+HEARD=
+trap '' TERM
+# From scancel --signal=USR1 without --batch: the job is to be requeued.
+trap 'HEARD=1; : > "$REQUEUE"' USR1"""
+
+# `wait` ends early at a signal.
+_WORK = """\
+( trap - TERM USR1; exec "${PROCESS[@]}" ) &
+while HEARD=; wait $!; CODE=$?; [ -n "$HEARD" ]; do :; done
+record "$CODE"
+"""

@@ -6,10 +6,18 @@ tables add what follows for a run.
 
 from __future__ import annotations
 
+import os
+import select
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
-from areal_lora.errors import ExitCode
+from areal_lora.errors import NON_RETRYABLE, ExitCode
+from areal_lora.launcher.plan import ProcessSpec
+from areal_lora.launcher.restarts import ProcessExit
+from areal_lora.run_folder.paths import RunFolder
 
 
 class Phase(StrEnum):
@@ -200,3 +208,152 @@ def _failed(job: JobRecord) -> tuple[str, str]:
 def _named(explanation: Explanation, job: str) -> Explanation:
     what, do = (text.replace("JOB", job) for text in (explanation.what, explanation.do))
     return Explanation(phase=explanation.phase, what=what, do=do)
+
+
+KILLED = 9
+_SIGNALS = range(129, 193)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRecords:
+    """What the tasks of a step have written. ``first`` names the first process that failed."""
+
+    codes: Mapping[str, int]
+    started: frozenset[str]
+    first: str | None = None
+
+
+def causes(
+    specs: Sequence[ProcessSpec],
+    hosts: Mapping[str, str],
+    records: TaskRecords,
+    srun_code: int,
+    lost: Collection[str],
+    logs: Mapping[str, Path],
+    srun_log: Path,
+) -> list[ProcessExit]:
+    """How each process of a step ended. The first cause has no ``why``.
+
+    Args:
+        hosts: Node of each process, by name.
+        srun_code: srun's own code, used where a task could not record its own. It is 0 also when the only node of
+            the step was lost.
+        lost: Nodes that Slurm has lost.
+        logs: Log of each process, by name; ``srun_log`` holds the output of srun.
+    """
+    started = records.started or frozenset(records.codes)
+    lost_here = [
+        spec.name for spec in specs if hosts[spec.name] in lost and records.codes.get(spec.name) != ExitCode.DONE
+    ]
+    first = lost_here[0] if lost_here else records.first
+    silent = [spec.name for spec in specs if spec.name not in records.codes]
+    if first is None and silent:
+        first = silent[0]
+    return [
+        ProcessExit(
+            spec=spec,
+            code=_code(records.codes.get(spec.name), srun_code),
+            log=logs[spec.name] if spec.name in started else srun_log,
+            node=hosts[spec.name],
+            lost=spec.name == first and bool(lost_here),
+            never_started=spec.name == first and not started,
+            why="" if spec.name == first or records.codes.get(spec.name) == ExitCode.DONE else "was ended",
+        )
+        for spec in specs
+    ]
+
+
+def _code(recorded: int | None, srun_code: int) -> int:
+    """As ``subprocess`` has it: negative for a signal."""
+    code = recorded if recorded is not None else srun_code or ExitCode.FAILED
+    return 128 - code if code in _SIGNALS else code
+
+
+SIGNALLED = 143
+RUNNING = "RUNNING"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOutcome:
+    """The batch script's exit code. ``requeue`` is the reason to requeue the job, empty for none; ``text`` a line.
+
+    ``failure`` is the process that has ended the run for good.
+    """
+
+    code: int
+    requeue: str = ""
+    text: str = ""
+    failure: ProcessExit | None = None
+
+
+def outcome(failure: ProcessExit | None, word: str, state: str) -> JobOutcome:
+    """Decide about the job.
+
+    Args:
+        failure: The process that ended the run; None where it is done or stopped on request.
+        word: The request from outside; empty for none.
+        state: The job's state. RUNNING also after USR1 and before a preemption with a grace time.
+            COMPLETING or PENDING: Slurm ends or requeues the job by itself, after scancel or a preemption.
+    """
+    if word == REPLACED:
+        return JobOutcome(code=SIGNALLED, text="The run folder belongs to a later session: this one ends")
+    if not word and failure is None:
+        return JobOutcome(code=ExitCode.DONE)
+    if state != RUNNING:
+        return JobOutcome(
+            code=SIGNALLED, text=f"The job is {state or 'unknown to Slurm'} and is not requeued by itself"
+        )
+    if word:
+        return JobOutcome(code=SIGNALLED, requeue=f"{word} arrived")
+    assert failure is not None
+    name = failure.spec.name
+    if failure.lost:
+        return JobOutcome(code=SIGNALLED, requeue=f"{name} {failure.how()}, and the job cannot do without it")
+    if failure.code in NON_RETRYABLE and not failure.never_started:
+        text = f"{name} {failure.how()}, which would happen again: no requeue"
+        return JobOutcome(code=failure.code, text=text, failure=failure)
+    text = f"{name} {failure.how()} and has no restarts left: the job ends as failed"
+    return JobOutcome(code=ExitCode.COMPONENT_FAILED, text=text, failure=failure)
+
+
+USR1, TERM = "USR1", "TERM"
+REPLACED = "another session"
+LOOK_S = 2.0
+
+
+class Words:
+    """``first`` is the first request, empty before.
+
+    The batch script writes a line for each signal to the pipe ``fd``, whose end means that the script is over. A task
+    creates ``RunFolder.requeue_request`` for a USR1 to the steps. A session that the run folder no longer names was
+    replaced: this job was cut off, and Slurm has started it elsewhere.
+    """
+
+    def __init__(self, fd: int, run_folder: RunFolder) -> None:
+        self.first = ""
+        self._fd, self._folder = fd, run_folder
+        self._next_look = 0.0
+
+    def any(self) -> bool:
+        """Whether there was a request; never waits."""
+        now = time.monotonic()
+        if not self.first:
+            self._read()
+        if not self.first and now >= self._next_look:
+            self._next_look = now + LOOK_S
+            self._look()
+        return bool(self.first)
+
+    def _read(self) -> None:
+        if select.select([self._fd], [], [], 0)[0]:
+            words = os.read(self._fd, 4096).decode("ascii", "replace").split()
+            self.first = words[0] if words else TERM
+
+    def _look(self) -> None:
+        try:
+            if self._folder.session_name.read_text(encoding="ascii").strip() != self._folder.session:
+                self.first = REPLACED
+            elif self._folder.requeue_request.exists():
+                self.first = USR1
+        except OSError:
+            return  # looked at again soon

@@ -1,22 +1,162 @@
-"""Write the records of a run: JSONL for every record, TensorBoard for scalars."""
+"""Write the records of a run: JSONL for every record, TensorBoard for scalars.
+
+Rotate rollout samples over bounded files.
+
+    <run folder>/samples/000000.jsonl       the first file: the start of the run
+                         000041.jsonl ...   the newest ``NEWEST_FILES``; the last one is open for writing
+
+A file has at most ``FILE_BYTES``, all files together at most ``TOTAL_BYTES`` (64 MiB). Files in between are deleted.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from areal_lora.obs.metrics.records import EvalRecord, Record, ResumeRecord, RolloutSampleRecord, SampleRecord, position
-from areal_lora.obs.metrics.sample_records import SampleFiles, cut_middle
-from areal_lora.obs.metrics.scalars import scalars
-from areal_lora.run_folder.jsonl import JsonlSink
+from areal_lora.obs.metrics.records import (
+    EvalRecord,
+    Record,
+    ResumeRecord,
+    RolloutSampleRecord,
+    SampleRecord,
+    position,
+    scalars,
+)
+from areal_lora.run_folder.atomic import replacing, sync_folder
+from areal_lora.run_folder.events import JsonlSink, refused, whole_lines
 from areal_lora.run_folder.paths import RunFolder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+FILE_BYTES = 8 << 20
+NEWEST_FILES = 7
+TOTAL_BYTES = (1 + NEWEST_FILES) * FILE_BYTES
+TEXT_CHARS = 8000
+"""A longer text keeps its first and last 4,000 characters."""
+_NAME = re.compile(r"\d{6,}\.jsonl")
+
+
+def cut_middle(text: str, limit: int = TEXT_CHARS) -> str:
+    """Cut ``text`` to ``limit`` characters, half from each end, and insert a line with the number removed."""
+    if len(text) <= limit:
+        return text
+    tail = limit // 2
+    head = limit - tail
+    return f"{text[:head]}\n[... {len(text) - limit} characters left out ...]\n{text[len(text) - tail :]}"
+
+
+def sample_files(run_folder: RunFolder) -> list[Path]:
+    """Existing sample files, oldest first."""
+    folder = run_folder.samples
+    found = [path for path in folder.glob("*.jsonl") if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=_number)
+
+
+def sample_lines(run_folder: RunFolder) -> Iterator[tuple[Path, int, bytes]]:
+    """Iterate over (file, line number, line) of every whole line, oldest first.
+
+    A file that is rotated away meanwhile is skipped.
+    """
+    for path in sample_files(run_folder):
+        try:
+            for number, line in enumerate(whole_lines(path), 1):
+                yield path, number, line
+        except FileNotFoundError:
+            continue
+
+
+class SampleFiles:
+    """Appends lines of at most ``FILE_BYTES``. At most one writer per run folder."""
+
+    def __init__(self, run_folder: RunFolder) -> None:
+        self._run_folder = run_folder
+        self._folder = run_folder.samples
+        for path in self._folder.glob(".*.tmp"):
+            path.unlink()  # of a `drop` that was killed
+        files = sample_files(run_folder)
+        self._path = files[-1] if files else self._folder / "000000.jsonl"
+        self._sink: JsonlSink | None = None
+
+    def write(self, line: bytes) -> None:
+        """Append one record, in the next file if this one is full. On RecordError nothing was appended."""
+        with self._refusing():
+            sink = self._open()
+            if sink.nbytes and sink.nbytes + len(line) + 1 > FILE_BYTES:
+                sink = self._rotate(sink)
+        sink.write(line)
+
+    def drop(self, adapter: str, step: int) -> None:
+        """Remove samples of ``adapter`` from step ``step`` onwards; a resumed run repeats these steps.
+
+        Each file is replaced atomically. Raises RecordError.
+        """
+        self.close()
+        with self._refusing():
+            for path in sample_files(self._run_folder):
+                if not all(_stays(line, adapter, step) for line in whole_lines(path)):
+                    self._rewrite(path, adapter, step)
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
+            self._sink = None
+
+    def _open(self) -> JsonlSink:
+        if self._sink is None:
+            self._sink = JsonlSink(self._path)
+        return self._sink
+
+    def _rewrite(self, path: Path, adapter: str, step: int) -> None:
+        with replacing(path, durable=True) as file:
+            file.writelines(line for line in whole_lines(path) if _stays(line, adapter, step))
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise refused(error.filename or self._path, error) from error
+
+    def _rotate(self, full: JsonlSink) -> JsonlSink:
+        """Start the next file. Old files are deleted last: a crash leaves at most one extra file until the next one."""
+        full.sync()
+        self.close()
+        self._path = self._folder / f"{_number(self._path) + 1:06d}.jsonl"
+        sink = self._open()
+        sync_folder(self._folder)
+        for path in sample_files(self._run_folder)[1:-NEWEST_FILES]:
+            path.unlink()
+        return sink
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """The fields of a sample that `drop` compares."""
+
+    adapter: str = ""
+    step: int = 0
+
+
+_PLACE = msgspec.json.Decoder(_Place)
+
+
+def _stays(line: bytes, adapter: str, step: int) -> bool:
+    """Whether `drop` keeps a line; lines that are not records are kept."""
+    try:
+        place = _PLACE.decode(line)
+    except msgspec.DecodeError:
+        return True
+    return place.adapter != adapter or place.step < step
+
+
+def _number(path: Path) -> int:
+    return int(path.stem)
+
 
 T = TypeVar("T", RolloutSampleRecord, SampleRecord, EvalRecord)
 

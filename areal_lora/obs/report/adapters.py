@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from areal_lora.config.adapter_run import AdapterRun
+from areal_lora.config.recorded import AdapterRun
 from areal_lora.obs.console import number, percent
 from areal_lora.obs.metrics.records import EvalRecord, Record
 from areal_lora.obs.report.figures import Figures, RunFigures
@@ -22,7 +22,7 @@ from areal_lora.obs.report.parts import (
     table,
 )
 from areal_lora.obs.report.plots import Plots, rewards_together
-from areal_lora.obs.report.shares import Shares
+from areal_lora.obs.report.summary import Shares
 from areal_lora.obs.run_view import newest_state
 from areal_lora.run_folder.paths import RunFolder
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
 
-from areal_lora.config.adapter_run import adapter_runs
+from rich.console import Console
+
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import config_digest, read_config, with_joined
-from areal_lora.obs.console import duration, number
+from areal_lora.config.recorded import adapter_runs, config_digest, more_steps, read_config, with_joined
+from areal_lora.config.sources import examples
+from areal_lora.obs.console import duration, number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.report import svg
 from areal_lora.obs.report.adapters import RunPlots, overview, sections
 from areal_lora.obs.report.figures import Figures, RunFigures
 from areal_lora.obs.report.parts import charts, figures_of, samples, table
 from areal_lora.obs.report.plots import Plots
+from areal_lora.obs.report.summary import AdapterSummary, Summary, read_summary
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.events import (
     AbandonEvent,
@@ -27,6 +33,7 @@ from areal_lora.run_folder.events import (
     read_events,
 )
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.types import AdapterPhase
 
 PAGE_STYLE = """
 * { box-sizing: border-box; } html { color-scheme: light dark; }
@@ -215,3 +222,103 @@ def _restarts(folder: RunFolder) -> str:
 
 def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {n}" for name, n in sorted(counts.items())) or "0"
+
+
+EVALUATE = examples() / "math" / "evaluate.py"
+
+
+def print_closing(run_folder: RunFolder, console: Console) -> None:
+    """Print the closing lines: result, a line per adapter, report, how to talk to it, how to continue."""
+    for line in closing_lines(run_folder):
+        # Wrapped or coloured lines cannot be copied or parsed.
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def closing_lines(run_folder: RunFolder) -> list[str]:
+    """Commands run as pasted, from any folder and without an activated environment."""
+    summary, config = read_summary(run_folder), with_joined(read_config(run_folder), run_folder)
+    areal_lora, run = f"{_python(None)} -m areal_lora", shlex.quote(str(run_folder))
+    parts = summary.adapters
+    chosen = f" --adapter {shlex.quote(_most_trained(parts))}" if parts else ""
+    made = {adapter.name: summary.steps_of(adapter.name) for adapter in config.adapters}
+    unfinished = any(part.steps < (part.steps_wanted or 0) for part in parts.values())
+    again = shlex.join([str(run_folder), *([] if unfinished else more_steps(config, made))])
+    adapters = [f"{name}: {_adapter_result(part)}" for name, part in parts.items()] or [
+        summary.adapter_path or "not exported"
+    ]
+    return [
+        f"result   {_result(summary)}",
+        *(f"adapter  {text}" for text in adapters),
+        f"report   {summary.report_path}",
+        f"chat     {areal_lora} chat {run}{chosen}",
+        f"resume   {areal_lora} resume {again}",
+    ]
+
+
+def _most_trained(parts: Mapping[str, AdapterSummary]) -> str:
+    """The first adapter of those with most steps that have not failed; of all, where all have."""
+    return max(parts, key=lambda name: (parts[name].state is not AdapterPhase.FAILED, parts[name].steps))
+
+
+def _adapter_result(part: AdapterSummary) -> str:
+    """``8 steps, accuracy 0.250 -> 0.500, best 0.550 (v6), 40% of the trained tokens, in FOLDER``; why at the end."""
+    ended = f"{part.state} after " if part.state is not AdapterPhase.DONE else ""
+    text = [f"{ended}{part.steps} steps"]
+    text += _courses(part.eval_first, part.eval_last, part.eval_reward_first, part.eval_reward_last)
+    best, *known = part.eval_best, part.eval_first, part.eval_last
+    if best is None:
+        best, *known = part.eval_reward_best, part.eval_reward_first, part.eval_reward_last
+    text += [f"best {number(best)} (v{part.best_version})"] if best not in known else []
+    text += [f"{percent(part.share)} of the trained tokens", f"in {part.path}" if part.path else "not exported"]
+    return ", ".join(text) + (f": {part.reason}" if part.reason else "")
+
+
+def _result(summary: Summary) -> str:
+    many = f" of {len(summary.adapters)} adapters" if summary.adapters else ""
+    failed = sum(part.state is AdapterPhase.FAILED for part in summary.adapters.values())
+    parts = [f"{summary.steps} steps{many} in {duration(summary.wall_s)}", *([f"{failed} failed"] if failed else [])]
+    parts += _courses(summary.eval_before, summary.eval_after, summary.eval_reward_before, summary.eval_reward_after)
+    return ", ".join(parts)
+
+
+def _courses(
+    before: float | None, after: float | None, reward_before: float | None, reward_after: float | None
+) -> list[str]:
+    """``accuracy 0.250 -> 0.500``, ``mean reward 0.300``; nothing for what was not measured."""
+    figures = (("accuracy", before, after), ("mean reward", reward_before, reward_after))
+    return [
+        f"{name} {number(first)}" + ("" if last is None else f" -> {number(last)}")
+        for name, first, last in figures
+        if first is not None
+    ]
+
+
+def detail_lines(run_folder: RunFolder) -> list[str]:
+    """What else can be done with a finished run, and all its figures as ``key: JSON value``."""
+    summary = read_summary(run_folder)
+    config = with_joined(read_config(run_folder), run_folder)
+    model, trainer = config.model.folder, _python(config.trainer.python)
+    areal_lora, run = f"{_python(None)} -m areal_lora", shlex.quote(str(run_folder))
+    parts = {f" --adapter {shlex.quote(name)}": part.path for name, part in summary.adapters.items()}
+    exported = [(option, path) for option, path in (parts or {"": summary.adapter_path}).items() if path is not None]
+    lines = [
+        f"metrics      {run_folder.metrics}",
+        f"TensorBoard  {trainer} -m tensorboard.main --logdir {shlex.quote(str(run_folder.tensorboard))}",
+        *(f"serve        {areal_lora} serve {run}{option}" for option, _ in exported),
+        *(f"evaluate     {trainer} {shlex.quote(str(EVALUATE))} {run}{option}" for option, _ in exported),
+        "",
+        f"Load it with stock peft, in {trainer}:",
+        # Not indented: Python rejects pasted lines with indentation.
+        "from peft import PeftModel; from transformers import AutoModelForCausalLM",
+        *(
+            f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {path!r})"
+            for _, path in exported
+        ),
+        "",
+    ]
+    return lines + [f"{key}: {json.dumps(value)}" for key, value in summary.values().items()]
+
+
+def _python(role: str | None) -> str:
+    """The interpreter of a role, quoted for a shell."""
+    return shlex.quote(role or sys.executable)

@@ -8,7 +8,7 @@ from html import escape
 
 from areal_lora.obs.console import duration, number
 from areal_lora.obs.metrics.records import RolloutSampleRecord
-from areal_lora.obs.metrics.sample_records import cut_middle
+from areal_lora.obs.metrics.writer import cut_middle
 from areal_lora.obs.report import svg
 from areal_lora.obs.report.figures import Figures
 from areal_lora.obs.report.plots import Plot

@@ -1,7 +1,7 @@
 """Collect the plots of a run, one record at a time, as (title, note, chart) in reading order.
 
 For a long run, lines show the first, lowest, highest and last value of at most 320 buckets of steps; bars and the
-smoothed reward show bucket means (see `curves`).
+smoothed reward show bucket means (see `figures`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_lora.obs.metrics.records import (
     position,
 )
 from areal_lora.obs.report import svg
-from areal_lora.obs.report.curves import Curve, Means, MovingMean
+from areal_lora.obs.report.figures import Curve, Means, MovingMean
 
 Plot = tuple[str, str, str]
 Values: TypeAlias = Mapping[str, float | None]

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from areal_lora.config.adapter_run import AdapterRun, adapter_runs
-from areal_lora.config.recorded import config_digest, read_config, with_joined
-from areal_lora.obs.metrics.records import EvalRecord
+from areal_lora.config.models import Config
+from areal_lora.config.recorded import (
+    AdapterRun,
+    adapter_named,
+    adapter_run,
+    adapter_runs,
+    config_digest,
+    read_config,
+    with_joined,
+)
+from areal_lora.obs.metrics.reader import read_metrics
+from areal_lora.obs.metrics.records import EvalRecord, Record, ResumeRecord, StepRecord
+from areal_lora.obs.report import svg
 from areal_lora.obs.report.figures import Figures, read_figures
 from areal_lora.obs.run_view import newest_state
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.events import count_requeues, count_restarts
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.types import AdapterPhase
+from areal_lora.types import AdapterPhase, AdapterRef
 
 
 class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,3 +228,109 @@ def read_summary(run_folder: RunFolder | Path | str) -> Summary:
         adapter_path=summary.adapter_path and moved(summary.adapter_path),
         adapters={name: replace(part, path=part.path and moved(part.path)) for name, part in summary.adapters.items()},
     )
+
+
+def model_card(folder: RunFolder, config: Config, ref: AdapterRef, base: str, repo: str) -> str:
+    """Markdown with the hub's metadata: what was trained on what, and how it measures. No paths of this machine."""
+    adapter = adapter_named(config, ref.name)
+    run = adapter_run(config, adapter)
+    metrics = read_metrics(folder)
+    evals = {
+        record.name: record
+        for record in metrics.evals
+        if record.adapter in ("", ref.name) and record.version == ref.version
+    }
+    rewards = ", ".join(
+        f"`{reward.kind}`" + (f" x {reward.weight:g}" if len(adapter.rewards) > 1 else "") for reward in adapter.rewards
+    )
+    kind = "rsLoRA" if adapter.rslora else "LoRA"
+    rows = [
+        ("base model", base),
+        ("adapter", f"{kind}, rank {adapter.rank}, alpha {adapter.alpha:g}, on {', '.join(adapter.target_modules)}"),
+        ("version", f"{ref.version}{'' if run.endless else f' of {run.steps} steps'}, seed {run.seed}"),
+        ("algorithm", f"`{adapter.algorithm.kind}`, reward {rewards}"),
+        ("task", f"`{adapter.task.kind}`"),
+        ("samples", f"{adapter.sampling.prompts_per_step} prompts x {adapter.sampling.n_samples} answers a step"),
+    ]
+    table = "".join(f"| {name} | {value} |\n" for name, value in rows)
+    found = "".join(f"- {name}: {record.figures()}\n" for name, record in evals.items()) or "- not evaluated\n"
+    return (
+        f"---\nbase_model: {base}\nlibrary_name: peft\ntags:\n- lora\n- reinforcement-learning\n---\n\n"
+        f"# {ref.name}\n\nA LoRA adapter trained with reinforcement learning by areal_lora.\n\n"
+        f"| | |\n|---|---|\n{table}\n## Evaluation\n\n{found}\n"
+        f"## Use\n\n```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+        f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{repo}")\n```\n'
+    )
+
+
+BARS = 80
+TURNS, MIN_BARS = 2, 4
+"""A bar holds so many steps of each adapter on average, unless there would be fewer bars than these."""
+DRAWN = 6
+"""Adapters with a colour of their own; the rest is drawn as one."""
+REST = "others"
+UNITS = ((36_000.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+"""From this many seconds on, the axis has this many seconds in a unit of this name."""
+
+
+class Shares:
+    """Sums trained tokens by adapter over equal spans of time; ``add`` valid records. Memory is bounded.
+
+    A span is a second at first; when there are more than ``BARS``, its length doubles and neighbours are merged.
+    """
+
+    def __init__(self, adapters: Sequence[str]) -> None:
+        self._names = list(adapters)
+        self._span_s = 1.0
+        self._tokens: dict[int, Counter[str]] = {}
+        self._steps = 0
+        self._resumed_s: list[float] = []
+
+    def add(self, record: Record) -> None:
+        match record:
+            case StepRecord():
+                span = self._tokens.setdefault(int(record.time_s // self._span_s), Counter())
+                self._steps += 1
+                span[record.adapter] += record.trained_tokens
+                while max(self._tokens) >= BARS:
+                    self._merge()
+            case ResumeRecord():
+                self._resumed_s.append(record.time_s)
+            case _:
+                pass
+
+    def rows(self) -> list[tuple[float, dict[str, float]]]:
+        """(middle of a bar in seconds, share by adapter), from the start to the last step; 0 where none was trained."""
+        spans = max(self._tokens, default=-1) + 1
+        bars = min(BARS, max(MIN_BARS, self._steps // (TURNS * len(self._names))))
+        width, found = max(1, math.ceil(spans / bars)), []
+        for start in range(0, spans, width):
+            tokens: Counter[str] = Counter()
+            for place in range(start, start + width):
+                tokens.update(self._tokens.get(place, ()))
+            total = tokens.total()
+            shares = {name: tokens[name] / total if total else 0.0 for name in self._names}
+            found.append(((start + width / 2) * self._span_s, shares))
+        return found
+
+    def draw(self) -> str:
+        rows = self.rows()
+        last_s = rows[-1][0] if rows else 0.0
+        unit_s, unit = next((size, name) for limit, size, name in UNITS if last_s >= limit)
+        layers = {name: [shares[name] for _, shares in rows] for name in self._names}
+        sums = sum(self._tokens.values(), Counter[str]())
+        largest = sorted(self._names, key=lambda name: -sums[name])
+        drawn = [name for name in self._names if name in largest[: DRAWN if len(largest) > DRAWN + 1 else None]]
+        columns = {name: layers[name] for name in drawn}
+        if rest := [layers[name] for name in self._names if name not in drawn]:
+            columns[REST] = [sum(values) for values in zip(*rest, strict=True)]
+        times = [at / unit_s for at, _ in rows]
+        marks = [at / unit_s for at in self._resumed_s]
+        return svg.stacked_bars(times, columns, x_label=f"{unit} since the start", max_bars=BARS, marks=marks)
+
+    def _merge(self) -> None:
+        self._span_s *= 2
+        merged: dict[int, Counter[str]] = {}
+        for place, tokens in self._tokens.items():
+            merged.setdefault(place // 2, Counter()).update(tokens)
+        self._tokens = merged

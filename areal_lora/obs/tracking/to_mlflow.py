@@ -16,10 +16,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from areal_lora.errors import ConfigError
-from areal_lora.obs.metrics.records import position
-from areal_lora.obs.metrics.scalars import scalars
-from areal_lora.obs.tracking.public_config import flat, masked_text
-from areal_lora.obs.tracking.tracker import Ending, MetricsRow, TrackedRun, require, speaking_to
+from areal_lora.obs.metrics.records import position, scalars
+from areal_lora.obs.tracking.tracker import Ending, MetricsRow, TrackedRun, flat, masked_text, require, speaking_to
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

@@ -16,8 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from areal_lora.obs.metrics.records import EvalRecord, position
-from areal_lora.obs.metrics.scalars import scalars, tag_prefix
+from areal_lora.obs.metrics.records import EvalRecord, position, scalars, tag_prefix
 from areal_lora.obs.tracking.tracker import Ending, MetricsRow, TrackedRun, require, speaking_to
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 
 from areal_lora.data.formatting import Formatter
 from areal_lora.errors import ConfigError
-from areal_lora.rollout.agent_api.completions import SampledReply, SamplingRequest
+from areal_lora.rollout.agent_api.chat import SampledReply, SamplingRequest
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
 from areal_lora.rollout.agent_api.turns import Turn
 

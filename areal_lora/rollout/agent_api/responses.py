@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.rollout.agent_api.chat import token_logprobs
-from areal_lora.rollout.agent_api.completions import CompletedRequest, SamplingRequest, converted
+from areal_lora.rollout.agent_api.chat import CompletedRequest, SamplingRequest, converted, token_logprobs
 from areal_lora.rollout.agent_api.refusals import refuse
 from areal_lora.rollout.agent_api.turns import Call, Turn, chat_tools, plain, role_of
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_lora.data.prompts import Prompt
-from areal_lora.rollout.agent_api.completions import CompletedRequest, SampledReply, SamplingRequest
+from areal_lora.rollout.agent_api.chat import CompletedRequest, SampledReply, SamplingRequest
 from areal_lora.rollout.agent_api.prompt_tokens import Prompts
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, check_fields, refuse
 from areal_lora.rollout.agent_api.turns import Call, Turn
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault, ToolCallsRequest
 from areal_lora.rollout.routing import server_observer
 from areal_lora.rollout.workflow import WorkflowContext, derived_seed
-from areal_lora.rollout.workflows.collect import PackedTurns, join
+from areal_lora.rollout.workflows.user_code import PackedTurns, join
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Sample, Trajectory
 

@@ -213,7 +213,7 @@ class EvalSetResult(msgspec.Struct, frozen=True, kw_only=True):
     ``accuracy`` and what follows from it is None where correctness is not defined. The ``unscored`` answers are not
     correct, and not in ``reward_mean``. ``left_out`` further problems have prompts that are too long; some are named.
     ``measured_with`` is another adapter, whose version 0 equals this one's and was measured in its place; then no time
-    was taken. For the other figures see `tasks.estimates`.
+    was taken. For the other figures see `tasks.check`.
     """
 
     name: str

@@ -18,11 +18,11 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from areal_lora.errors import ArealLoraError, RolloutError
-from areal_lora.processes.faults import reached
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
+from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel import channel_messages as m
-from areal_lora.rollout.controller.admission import Admission
 from areal_lora.rollout.controller.groups import Lease, Ticket
+from areal_lora.rollout.controller.pacing import Admission
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Changes, Rolling
 from areal_lora.rollout.ledger.file import LedgerError
 from areal_lora.rollout.routing import Router

@@ -17,19 +17,17 @@ from collections.abc import Callable
 from areal_lora.data.prompts import PromptStream
 from areal_lora.errors import RolloutError, StalenessError
 from areal_lora.obs.metrics.records import faults_text
-from areal_lora.processes.faults import reached
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
+from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel.channel_messages import Stats
-from areal_lora.rollout.controller import retries, statistics
+from areal_lora.rollout.controller import retries
 from areal_lora.rollout.controller.groups import Lease, ScoredGroup, Ticket
-from areal_lora.rollout.controller.pacing import Pacer, Pacing
+from areal_lora.rollout.controller.pacing import Freshness, Pacer, Pacing, StalenessBudget
 from areal_lora.rollout.controller.pool import GroupPool
 from areal_lora.rollout.controller.retries import FailureStreak, RequestFailure
-from areal_lora.rollout.controller.staleness import Freshness, StalenessBudget
 from areal_lora.rollout.ledger import reconcile
-from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.ledger_records import GroupState
-from areal_lora.rollout.ledger.snapshot import decode_snapshot, take_snapshot
+from areal_lora.rollout.ledger.file import GroupState
+from areal_lora.rollout.ledger.ledger import Ledger, decode_snapshot, take_snapshot
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef
 
@@ -213,7 +211,7 @@ class AdapterFeed:
             return None
         self._ledger.requeue(ticket.seq, ticket.failed, ticket.resampled)
         ticket.version = None
-        statistics.count(counters.retried, failure.kind)
+        retries.count(counters.retried, failure.kind)
         return decision.wait_s
 
     def expire_overdue(self) -> None:
@@ -253,7 +251,7 @@ class AdapterFeed:
     def _hand_over(self, chosen: list[ScoredGroup], step: int) -> None:
         self.groups.lease(chosen, step)
         for finished in chosen:
-            statistics.count(self._ledger.head.counters.staleness, step - finished.oldest)
+            retries.count(self._ledger.head.counters.staleness, step - finished.oldest)
         self._ledger.head.next_version = step + 1
         self._drop_stale()
         self.groups.check_and_flush()
@@ -294,7 +292,7 @@ class AdapterFeed:
         return faults_text(ledger.head.counters.retried, ledger.drop_reasons, self.failures.details)
 
     def stats(self) -> Stats:
-        return statistics.stats_of(self.groups, self.newest, self.pacer.status, self.failures.details)
+        return retries.stats_of(self.groups, self.newest, self.pacer.status, self.failures.details)
 
 
 def check_fresh(chosen: list[ScoredGroup], version: int, budget: StalenessBudget) -> None:

@@ -14,11 +14,11 @@ from dataclasses import replace
 import msgspec
 
 from areal_lora.data.prompts import PromptStream
-from areal_lora.processes.faults import reached
+from areal_lora.processes.watched import reached
 from areal_lora.rollout.controller.groups import GroupTally, ScoredGroup, Ticket
-from areal_lora.rollout.controller.staleness import Freshness
+from areal_lora.rollout.controller.pacing import Freshness
+from areal_lora.rollout.ledger.file import LIVE, GroupState, LedgerRow
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.ledger_records import LIVE, GroupState, LedgerRow
 from areal_lora.rollout.workflow import Episode
 
 MAX_STALE = 4  # issues of one prompt that may come too late

@@ -11,13 +11,13 @@ from hashlib import blake2b
 
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ArealLoraError, EnvironmentError_, ExitCode
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.completion_client import GenerationFault
-from areal_lora.rollout.controller.admission import Claim
 from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import NO_VERSION, AdapterFeed
 from areal_lora.rollout.controller.groups import GroupTally, Ticket
+from areal_lora.rollout.controller.pacing import Claim
 from areal_lora.rollout.controller.retries import generation_failure, scoring_failure
 from areal_lora.rollout.routing import server_observer
 from areal_lora.rollout.workflow import Workflow, first_fault

@@ -4,16 +4,119 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from areal_lora.errors import ConfigError, ExitCode, RolloutError
-from areal_lora.processes.log import get_logger
-from areal_lora.rollout.ledger.ledger_records import Head
-from areal_lora.rollout.ledger.ledger_schema import SCHEMA, SCHEMA_VERSION
+from areal_lora.processes.startup import get_logger
 from areal_lora.run_folder.sqlite import connect
+
+SCHEMA_VERSION = 1
+SCHEMA = """
+CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL);
+CREATE TABLE adapters (
+    adapter TEXT PRIMARY KEY,
+    head TEXT NOT NULL               -- JSON of Head: counts, next position, what was folded
+);
+CREATE TABLE groups (
+    adapter TEXT NOT NULL,
+    seq INTEGER NOT NULL,            -- numbers the issues of an adapter
+    position INTEGER NOT NULL,       -- of the prompt in the stream
+    issue INTEGER NOT NULL,          -- of this prompt, from 1
+    stale INTEGER NOT NULL,          -- earlier issues that came too late
+    state INTEGER NOT NULL,
+    failed INTEGER NOT NULL DEFAULT 0,      -- tries that count
+    resampled INTEGER NOT NULL DEFAULT 0,   -- tries after which another seed is used
+    version INTEGER NOT NULL DEFAULT -1,    -- requested; once done, of the oldest token
+    newest INTEGER NOT NULL DEFAULT -1,     -- once done, version of the newest token
+    server TEXT NOT NULL DEFAULT '',
+    deadline_s REAL NOT NULL DEFAULT 0,     -- of the running request, on this boot's monotonic clock
+    step INTEGER NOT NULL DEFAULT -1,       -- leased or consumed at; dropped before
+    reason TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (adapter, seq)
+) WITHOUT ROWID;
+CREATE TABLE trajectories (adapter TEXT NOT NULL, seq INTEGER NOT NULL, payload BLOB NOT NULL,
+    PRIMARY KEY (adapter, seq));
+"""
+
+
+class GroupState(IntEnum):
+    ISSUED = 0
+    RUNNING = 1
+    DONE = 2
+    LEASED = 3
+    CONSUMED = 4
+    DROPPED = 5
+
+
+LIVE = (GroupState.ISSUED, GroupState.RUNNING, GroupState.DONE, GroupState.LEASED)
+
+
+class LedgerRow(msgspec.Struct, kw_only=True, frozen=True):
+    seq: int
+    position: int
+    issue: int
+    stale: int
+    state: GroupState
+    failed: int
+    resampled: int
+    version: int
+    newest: int
+    step: int
+
+
+class LedgerCounters(msgspec.Struct):
+    """Figures that rows do not hold, as of the last flush."""
+
+    tokens: int = 0
+    late: int = 0
+    idle_s: float = 0.0
+    generation_s: float = 0.0
+    retried: dict[str, int] = msgspec.field(default_factory=dict)
+    staleness: dict[int, int] = msgspec.field(default_factory=dict)
+
+
+class Head(msgspec.Struct, kw_only=True):
+    """State of an adapter beside its rows. ``known_from``: steps before it have no rows any more."""
+
+    order: str  # digest of the prompt stream
+    trainer: str = ""
+    issued: int = 0
+    next_position: int = 0
+    next_version: int = 0
+    known_from: int = 0
+    folded_consumed: int = 0
+    folded_dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    counters: LedgerCounters = msgspec.field(default_factory=LedgerCounters)
+
+
+class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
+    """A live group of a snapshot: its trajectories, if any, are not in it."""
+
+    seq: int
+    position: int
+    issue: int
+    stale: int
+    failed: int
+    resampled: int
+
+
+class LedgerSnapshot(msgspec.Struct, kw_only=True, frozen=True):
+    """An adapter's ledger once the steps before ``version`` are consumed; travels in the checkpoint."""
+
+    format: int = SCHEMA_VERSION
+    adapter: str
+    order: str
+    version: int
+    next_position: int
+    issued: int
+    consumed: int
+    dropped: dict[str, int]
+    open: list[OpenGroup]
+
 
 log = get_logger(__name__)
 

@@ -14,13 +14,93 @@ harmless while no other process has seen them: see `controller/pool`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from areal_lora.errors import ConfigError
-from areal_lora.rollout.ledger.file import LedgerError, LedgerFile
-from areal_lora.rollout.ledger.ledger_records import LIVE, GroupState, Head, OpenGroup
-from areal_lora.rollout.ledger.table import GroupTable
+import msgspec
+
+from areal_lora.errors import ConfigError, RolloutError
+from areal_lora.rollout.ledger.file import (
+    LIVE,
+    SCHEMA_VERSION,
+    GroupState,
+    Head,
+    LedgerError,
+    LedgerFile,
+    LedgerRow,
+    LedgerSnapshot,
+    OpenGroup,
+)
+
+_COLUMNS = "seq, position, issue, stale, state, failed, resampled, version, newest, step"
+
+
+class GroupTable:
+    """One row per issue, and the trajectories (``payload``) of finished groups."""
+
+    def __init__(self, file: LedgerFile, adapter: str) -> None:
+        self._file, self._adapter = file, adapter
+
+    def insert(self, group: OpenGroup) -> None:
+        self._file.execute(
+            "INSERT INTO groups (adapter, seq, position, issue, stale, state, failed, resampled) "
+            "VALUES (?, ?, ?, ?, ?, 0, ?, ?)",
+            (self._adapter, group.seq, group.position, group.issue, group.stale, group.failed, group.resampled),
+        )
+
+    def update(self, seq: int, **columns: Any) -> None:
+        changes = ", ".join(f"{name} = ?" for name in columns)
+        self._file.execute(
+            f"UPDATE groups SET {changes} WHERE adapter = ? AND seq = ?", (*columns.values(), self._adapter, seq)
+        )
+
+    def rows(self, *states: GroupState) -> list[LedgerRow]:
+        marks = ", ".join(str(int(state)) for state in states)
+        found = self._file.execute(
+            f"SELECT {_COLUMNS} FROM groups WHERE adapter = ? AND state IN ({marks}) ORDER BY seq", (self._adapter,)
+        )
+        names = _COLUMNS.split(", ")
+        return [
+            LedgerRow(**dict(zip(names, values, strict=True)) | {"state": GroupState(values[4])}) for values in found
+        ]
+
+    def keep_payload(self, seq: int, payload: bytes) -> None:
+        self._file.execute("INSERT INTO trajectories VALUES (?, ?, ?)", (self._adapter, seq, payload))
+
+    def payload(self, seq: int) -> bytes:
+        row = self._file.execute(
+            "SELECT payload FROM trajectories WHERE adapter = ? AND seq = ?", (self._adapter, seq)
+        ).fetchone()
+        if row is None:
+            raise LedgerError(f"{self._file.path}: issue {seq} of {self._adapter} has no trajectories")
+        payload: bytes = row[0]
+        return payload
+
+    def delete_payload(self, seq: int) -> None:
+        self._file.execute("DELETE FROM trajectories WHERE adapter = ? AND seq = ?", (self._adapter, seq))
+
+    def totals(self) -> Iterator[tuple[GroupState, str, int]]:
+        """State, reason and number of rows, for each state and reason."""
+        return self._totals("", ())
+
+    def take_closed(self, before: int) -> list[tuple[GroupState, str, int]]:
+        """Delete the rows that were closed at steps before ``before``, and return their totals."""
+        closed = "AND state >= 4 AND step < ?"
+        totals = list(self._totals(closed, (before,)))
+        self._file.execute(f"DELETE FROM groups WHERE adapter = ? {closed}", (self._adapter, before))
+        return totals
+
+    def _totals(self, condition: str, arguments: tuple[Any, ...]) -> Iterator[tuple[GroupState, str, int]]:
+        for state, reason, n in self._file.execute(
+            f"SELECT state, reason, COUNT(*) FROM groups WHERE adapter = ? {condition} GROUP BY state, reason",
+            (self._adapter, *arguments),
+        ):
+            yield GroupState(state), reason, n
+
+    def clear(self) -> None:
+        for table in ("groups", "trajectories"):
+            self._file.execute(f"DELETE FROM {table} WHERE adapter = ?", (self._adapter,))
+
 
 KEEP_STEPS = 64  # steps whose closed rows are kept, for a trainer that falls back so far
 FOLD_EVERY = 16  # committed steps
@@ -166,3 +246,47 @@ def _fold(table: GroupTable, head: Head, before: int) -> None:
         else:
             head.folded_consumed += n
     head.folded_dropped, head.known_from = dict(folded), before
+
+
+def take_snapshot(ledger: Ledger, version: int) -> bytes:
+    """The ledger once every step before ``version`` is consumed, for :func:`rebuild`."""
+    live = ledger.table.rows(*LIVE)
+    still_open = [row for row in live if row.state is not GroupState.LEASED or row.step >= version]
+    return msgspec.msgpack.encode(
+        LedgerSnapshot(
+            adapter=ledger.adapter,
+            order=ledger.head.order,
+            version=version,
+            next_position=ledger.head.next_position,
+            issued=ledger.head.issued,
+            consumed=ledger.counts[GroupState.CONSUMED] + len(live) - len(still_open),
+            dropped=dict(ledger.drop_reasons),
+            open=[OpenGroup(r.seq, r.position, r.issue, r.stale, r.failed, r.resampled) for r in still_open],
+        )
+    )
+
+
+def decode_snapshot(data: bytes, adapter: str) -> LedgerSnapshot | None:
+    """None for no bytes. Raises RolloutError for bytes that are no snapshot of ``adapter``."""
+    if not data:
+        return None
+    try:
+        snapshot = msgspec.msgpack.decode(data, type=LedgerSnapshot)
+    except msgspec.DecodeError as error:
+        raise RolloutError(f"the checkpoint's ledger snapshot of {adapter} cannot be read: {error}") from None
+    if (snapshot.format, snapshot.adapter) != (SCHEMA_VERSION, adapter):
+        raise RolloutError(
+            f"the checkpoint's ledger snapshot is of {snapshot.adapter!r} in format {snapshot.format}, "
+            f"not of {adapter!r} in format {SCHEMA_VERSION}"
+        )
+    return snapshot
+
+
+def rebuild(ledger: Ledger, snapshot: LedgerSnapshot | None) -> None:
+    """Delete all rows and restore ``snapshot`` (None: nothing issued); its open groups are issued."""
+    head = Head(order=ledger.head.order, counters=ledger.head.counters)
+    if snapshot is not None:
+        head.issued, head.next_position = snapshot.issued, snapshot.next_position
+        head.next_version = head.known_from = snapshot.version
+        head.folded_consumed, head.folded_dropped = snapshot.consumed, dict(snapshot.dropped)
+    ledger.reset(head, snapshot.open if snapshot is not None else ())

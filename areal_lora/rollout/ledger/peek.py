@@ -15,12 +15,9 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger.file import LedgerFile
-from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.ledger_records import GroupState, Head, LedgerSnapshot
-from areal_lora.rollout.ledger.ledger_schema import SCHEMA_VERSION
+from areal_lora.rollout.ledger.file import SCHEMA_VERSION, GroupState, Head, LedgerFile, LedgerSnapshot
+from areal_lora.rollout.ledger.ledger import Ledger, decode_snapshot
 from areal_lora.rollout.ledger.reconcile import Reconciliation, plan_for
-from areal_lora.rollout.ledger.snapshot import decode_snapshot
 from areal_lora.run_folder.paths import RunFolder
 
 TRIES, PAUSE_S = 20, 0.05

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.ledger_records import LIVE, GroupState, Head, LedgerRow, LedgerSnapshot
-from areal_lora.rollout.ledger.snapshot import rebuild
+from areal_lora.rollout.ledger.file import LIVE, GroupState, Head, LedgerRow, LedgerSnapshot
+from areal_lora.rollout.ledger.ledger import Ledger, rebuild
 
 ROLLED_BACK = "rolled_back"
 

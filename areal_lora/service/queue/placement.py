@@ -16,10 +16,10 @@ import msgspec
 
 from areal_lora.config.models import Config
 from areal_lora.config.sizing.slots import adapter_capacity
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
 from areal_lora.service.observed import ObservedAdapter, RunObserver
 from areal_lora.service.queue import client_sessions
-from areal_lora.service.queue.lifecycle import change
+from areal_lora.service.queue.client_sessions import change
 from areal_lora.service.queue.queue_rows import Model, Verb
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer

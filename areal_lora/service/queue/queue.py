@@ -18,13 +18,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from areal_lora.operations.outbox import Outbox
+from areal_lora.operations.link import Outbox
 from areal_lora.operations.protocol import Operation, Outcome
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.service.queue import client_sessions, retention, sequencer
-from areal_lora.service.queue.lifecycle import AdapterRequest, create
+from areal_lora.service.queue import client_sessions, queue_writer, sequencer
+from areal_lora.service.queue.client_sessions import AdapterRequest, create
 from areal_lora.service.queue.placement import SILENT_S, Heartbeats, Placement, Surroundings, fits
 from areal_lora.service.queue.queue_rows import AdapterRow, Quota, SavedState, Tables, Verb, model_id
 from areal_lora.service.queue.queue_store import Transaction
@@ -297,19 +297,19 @@ class RequestQueue:
                 self._heartbeats.renew()
 
     async def keep(self) -> None:
-        """One round of upkeep (`retention`)."""
-        await self.change(partial(retention.follow, failed=self._failed()))
+        """One round of upkeep (`queue_writer`)."""
+        await self.change(partial(queue_writer.follow, failed=self._failed()))
         if silent := self._heartbeats.silent(SILENT_S):
-            await self.change(partial(retention.end_silent, silent=silent))
+            await self.change(partial(queue_writer.end_silent, silent=silent))
         await self._placement.let_leave()
-        await self.change(retention.seal)
-        expire = partial(retention.expire_states, used_s=self._placement.used_s, start_s=self._start_s)
+        await self.change(queue_writer.seal)
+        expire = partial(queue_writer.expire_states, used_s=self._placement.used_s, start_s=self._start_s)
         await self.change(expire)
-        for adapter, label in await self.change(retention.drop_states):
+        for adapter, label in await self.change(queue_writer.drop_states):
             await asyncio.to_thread(shutil.rmtree, self._folder.saved_state(adapter, label), ignore_errors=True)
-            await self.change(partial(retention.dropped, adapter=adapter, label=label))
+            await self.change(partial(queue_writer.dropped, adapter=adapter, label=label))
         fetched, self._fetched = self._fetched, set()
-        await self.change(partial(retention.forget, fetched=fetched))
+        await self.change(partial(queue_writer.forget, fetched=fetched))
         dropped, self._dropped_samples = self._dropped_samples, set()
         await self.change(partial(client_sessions.drop_samples, samples=dropped))
         await self._placement.make_room_for_waiting()

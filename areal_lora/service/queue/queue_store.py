@@ -18,9 +18,11 @@ from typing import Any, Generic, TypeVar, get_origin, get_type_hints
 import msgspec
 
 from areal_lora.errors import ConfigError, RecordError
-from areal_lora.processes.faults import reached
+from areal_lora.processes.watched import reached
 from areal_lora.run_folder.sqlite import connect
 from areal_lora.service.queue.queue_rows import (
+    SCHEMA_VERSION,
+    STEPS,
     AdapterOperation,
     AdapterRow,
     ClientSession,
@@ -34,7 +36,6 @@ from areal_lora.service.queue.queue_rows import (
     Tables,
     parse_path,
 )
-from areal_lora.service.queue.queue_schema import SCHEMA_VERSION, STEPS
 from areal_lora.service.refused import RequestError, Unavailable
 
 MAX_DELETED, MAX_OPERATIONS = 1024, 1 << 14

@@ -20,7 +20,7 @@ from areal_lora.operations.protocol import (
     SaveState,
     What,
 )
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
 from areal_lora.service.queue.answers import drop_label, give, settle
 from areal_lora.service.queue.ordering import (
     Fate,

@@ -1,8 +1,31 @@
-"""Sessions, models and saved states, as the SDK's REST client lists and deletes them."""
+"""Sessions, models and saved states, as the SDK's REST client lists and deletes them.
+
+Saved states as external weights, by which the SDK takes weights home since 0.38.
+
+    load_weights of a download         --> its new model is another name of the state; no adapter is made
+    save_weights_external of that one  --> MODEL/external_weights/NAME~KEY~..., another name of the state and its keys
+    save_weights_external of a model   --> a saved state like any other; its notes have the keys
+
+The SDK's downloads load a state into a new model only to save it in another form. Here that needs neither a place nor
+the trainer: nothing is made, and so there is nothing to delete or to expire.
+
+Saved states as archives: a request with a key returns an address, which anyone may read for a while.
+
+    GET .../checkpoints/KIND/NAME/archive                with the tenant's key  --> {"url", "expires"}
+    GET .../checkpoints/KIND/NAME/external_weights_urls  with the tenant's key  --> {"urls": {FILE: url}, "expires"}
+    GET /api/v1/archives/TOKEN                           without a key          --> a tar: PEFT files, no pickle; or one
+
+The SDK's programs open the address with other tools, which have no key. It is signed with a key of this run, so it
+names what may be read, and until when; a state that was dropped or replaced meanwhile is not sent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import base64
+import hmac
+import time
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,20 +34,96 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_lora.service.http import Caller, Guard, body_of, notes_of, number, sdk_decoded
+from areal_lora.config.models import Config
+from areal_lora.network.tls import derived_key
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import read_secret
+from areal_lora.service.download import FILES, Downloads, downloaded, open_archive
+from areal_lora.service.http import Caller, Guard, body_of, notes_of, number, sdk_decoded, unguarded
+from areal_lora.service.observed import MAX_RECIPIENTS, SUFFIX, recipient_key
 from areal_lora.service.queue import client_sessions
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.queue.queue_rows import SCHEME, Kind, Model, SavedState
+from areal_lora.service.queue.queue_rows import SCHEME, Kind, Model, SavedState, model_id
+from areal_lora.service.queue.requests import CreatedModel, StoredState
 from areal_lora.service.queue.sequencer import set_ttl
+from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import sdk_bodies
-from areal_lora.service.tinker.base_model import Base
-from areal_lora.service.tinker.exports import EXTERNAL, seen_through
-from areal_lora.service.tinker.sdk_answers import answered
+from areal_lora.service.tinker.sample_tasks import Base
+from areal_lora.service.tinker.sdk_bodies import answered
+
+EXTERNAL = "external_weights"
+KEYS = "age_encryption_recipients"
+"""Of the notes of a state whose files are to be encrypted."""
+_BETWEEN = "~"  # in no name of a state, and in no key
+_CREATORS = {"tinker_cookbook.weights.download", "tinker checkpoint download"}
+MAX_DOWNLOADS = 64
+"""Downloads of a tenant that are remembered."""
+
+
+class Exports:
+    """Models of downloads. They are in memory: after a restart of the service a download starts again."""
+
+    def __init__(self) -> None:
+        self._states: dict[tuple[str, str], SavedState] = {}
+
+    @staticmethod
+    def wanted(notes: Mapping[str, str]) -> bool:
+        """Whether the model that is to have these notes is one of a download."""
+        return notes.get("created_by") in _CREATORS
+
+    def start(self, tenant: str, session: str, seq: int, state: SavedState) -> str:
+        """The id of a request that is answered."""
+        mine = [key for key in self._states if key[0] == tenant]
+        for key in mine[: len(mine) - MAX_DOWNLOADS + 1]:
+            del self._states[key]
+        self._states[tenant, model := model_id(session, seq)] = state
+        return f"{model}:export"
+
+    def state(self, tenant: str, model: str) -> SavedState | None:
+        return self._states.get((tenant, model))
+
+    def save(self, tenant: str, model: str, keys: Sequence[str] | None) -> str | None:
+        """As `start`; None for a model that is none of a download. Raises RequestError for keys that are none."""
+        if (state := self.state(tenant, model)) is None:
+            return None
+        return f"{SCHEME}{state.model}/{EXTERNAL}/{_BETWEEN.join((state.name, *keys_of(keys)))}"
+
+    def answer(self, tenant: str, request: str) -> CreatedModel | StoredState | None:
+        """None for a request that is not one of these."""
+        model = request.removesuffix(":export")
+        if (tenant, model) in self._states:
+            return CreatedModel(model=model)
+        return StoredState(path=request) if request.startswith(SCHEME) else None
+
+
+def keys_of(given: Sequence[str] | None) -> tuple[str, ...]:
+    """Raises RequestError for what is no key of age."""
+    keys = tuple(given or ())
+    if len(keys) > MAX_RECIPIENTS:
+        raise RequestError(422, KEYS, f"there are {len(keys)}", f"give up to {MAX_RECIPIENTS}")
+    for key in keys:
+        recipient_key(key)
+    return keys
+
+
+def notes_with(keys: Sequence[str]) -> dict[str, str]:
+    return {KEYS: _BETWEEN.join(keys)} if keys else {}
+
+
+def keys_in(notes: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(notes[KEYS].split(_BETWEEN)) if KEYS in notes else ()
+
+
+def seen_through(model: str, kind: str, name: str) -> tuple[str, tuple[str, ...]]:
+    """The path of the saved state that a name of external weights stands for, and its keys. Raises RequestError."""
+    kept, *keys = name.split(_BETWEEN)
+    return f"{SCHEME}{model}/{Kind.WEIGHTS if kind == EXTERNAL else kind}/{kept}", keys_of(keys)
+
 
 MAX_OFFSET = 10**6
 PAGE = 100
 RUNS = "/api/v1/training_runs"
-STATE = f"{RUNS}/{{model}}/checkpoints/{{kind}}/{{name}}"
+STATE: str = f"{RUNS}/{{model}}/checkpoints/{{kind}}/{{name}}"
 
 
 class Checkpoints:
@@ -171,3 +270,101 @@ def _age(saved: SavedState) -> float:
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+OPEN_S = 900.0
+AT_ONCE = 2
+MAX_TOKEN = 2048
+
+
+class Permission(msgspec.Struct, frozen=True, array_like=True):
+    """What an address may read; ``label`` changes when the name is used again.
+
+    With ``file`` that one alone, encrypted to ``keys`` if there are any.
+    """
+
+    tenant: str
+    path: str
+    label: str
+    until_s: float
+    file: str = ""
+    keys: tuple[str, ...] = ()
+
+
+class Archives:
+    def __init__(self, queue: RequestQueue, config: Config, run_folder: RunFolder) -> None:
+        self._queue, self._config, self._folder = queue, config, run_folder
+        self._key = derived_key(read_secret(run_folder), "archive addresses")
+        self._heavy = asyncio.Semaphore(AT_ONCE)
+        self._downloads = Downloads()
+
+    def routes(self, guard: Guard) -> list[Route]:
+        return [
+            Route(f"{STATE}/archive", guard(self.address), methods=["GET"]),
+            Route(f"{STATE}/external_weights_urls", guard(self.addresses), methods=["GET"]),
+            Route("/api/v1/archives/{token}", unguarded(self.send), methods=["GET"]),
+        ]
+
+    async def address(self, request: Request, caller: Caller) -> Response:
+        path, until_s = path_of_request(request), time.time() + OPEN_S
+        state = await self._queue.change(lambda tx: tx.state(caller.tenant, path))
+        url = self._url(request, Permission(caller.tenant, state.path, state.label, until_s))
+        return answered({"url": url, "expires": _time(until_s)})
+
+    async def addresses(self, request: Request, caller: Caller) -> Response:
+        path, keys = seen_through(**request.path_params)
+        state, until_s = await self._queue.change(lambda tx: tx.state(caller.tenant, path)), time.time() + OPEN_S
+        keys = keys or keys_in(state.notes)
+        may = Permission(caller.tenant, state.path, state.label, until_s, keys=keys)
+        urls = {
+            f"{file}{SUFFIX if keys else ''}": self._url(request, msgspec.structs.replace(may, file=file))
+            for file in FILES
+        }
+        return answered({"urls": urls, "expires": _time(until_s)})
+
+    async def send(self, request: Request) -> Response:
+        may = self._permitted(request.path_params["token"])
+        state = await self._still(may)
+        with self._downloads.hold(may.tenant) as held:
+            async with self._heavy:
+                opened = await asyncio.to_thread(open_archive, self._folder, self._config, state.adapter, state.label)
+            held.callback(opened.close)
+            if may.file:
+                return downloaded(opened.one(may.file, may.keys), held.pop_all(), "application/octet-stream")
+            headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
+            return downloaded(opened.chunks(), held.pop_all(), "application/x-tar", headers)
+
+    def _url(self, request: Request, permission: Permission) -> str:
+        return f"{request.base_url}api/v1/archives/{self.signed(permission)}"
+
+    def signed(self, permission: Permission) -> str:
+        data = msgspec.msgpack.encode(permission)
+        return base64.urlsafe_b64encode(self._mac(data) + data).decode().rstrip("=")
+
+    def _permitted(self, token: str) -> Permission:
+        """Raises RequestError: 404 for an address that this run has not given, 410 for one whose time is over."""
+        unknown = RequestError(404, "token", "there is no such archive", "request its address again")
+        if len(token) > MAX_TOKEN or not token.isascii():
+            raise unknown
+        try:
+            raw = base64.b64decode(token + "=" * (-len(token) % 4), b"-_", validate=True)
+        except ValueError:
+            raise unknown from None
+        mac, data = raw[:32], raw[32:]
+        if not hmac.compare_digest(mac, self._mac(data)):
+            raise unknown
+        may = msgspec.msgpack.decode(data, type=Permission)
+        if may.until_s < time.time():
+            raise RequestError(410, "token", "the time of this address is over", "request it again")
+        return may
+
+    async def _still(self, may: Permission) -> SavedState:
+        state = await self._queue.change(lambda tx: tx.state(may.tenant, may.path))
+        if state.label != may.label:
+            raise RequestError(
+                410, "token", "another state was saved under this name since", "request its address again"
+            )
+        return state
+
+    def _mac(self, data: bytes) -> bytes:
+        return hmac.digest(self._key, data, "sha256")

@@ -1,4 +1,10 @@
-"""Bodies of forward and backward passes: a request becomes a `Pass`, and its outcome the body of the answer."""
+"""Bodies of forward and backward passes: a request becomes a `Pass`, and its outcome the body of the answer.
+
+The protobuf bodies of the SDK's wire, as fields and numbers.
+
+Declared in proto2, whose singular fields show whether they were sent. On the wire that equals the SDK's proto3
+files: an enum is an int32, a map is a repeated entry of key and value, and texts are bytes until they are decoded.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +14,149 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Field
 from google.protobuf.message import DecodeError
 
 from areal_lora.operations.protocol import Datum, Loss, LossSettings, Pass, PassResult
 from areal_lora.service.refused import RequestError
-from areal_lora.service.tinker import protos
-from areal_lora.service.tinker.tensors import finite, row, token_ids, whole
+
+STOP, LENGTH = 0, 1
+"""Reasons why a sequence ended."""
+FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
+"""Types of a tensor's elements."""
+
+_PACKAGE = "areal_lora.tinker"
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "SparseCsr": ("1 bytes values", "2 bytes crow_indices", "3 bytes col_indices"),
+    "Tensor": ("1 bytes dense", "2 SparseCsr sparse_csr", "3 int32 dtype", "4 int64* shape"),
+    "EncodedText": ("1 bytes tokens",),
+    "Chunk": ("1 EncodedText encoded_text", "2 bytes image", "3 bytes dmel"),
+    "Input": ("1 bytes key", "2 Tensor value"),
+    "Datum": ("1 Chunk* model_input", "2 Input* loss_fn_inputs"),
+    "Number": ("1 bytes key", "2 double value"),
+    "Setting": ("1 double number", "2 bytes text"),
+    "NamedSetting": ("1 bytes key", "2 Setting value"),
+    "ForwardBackwardRequest": (
+        "1 bytes model_id",
+        "2 int32 seq_id",
+        "3 Datum* data",
+        "4 bytes loss_fn",
+        "5 Number* loss_fn_config",
+        "6 bool forward_only",
+        "7 NamedSetting* loss_fn_config_v2",
+    ),
+    "BatchedTensor": ("1 bytes data", "2 bytes offsets", "3 int32 dtype", "4 int64* trailing_shape"),
+    "Output": ("1 bytes key", "2 BatchedTensor value"),
+    "ArrayRecord": ("1 bytes type_tag", "2 Output* fields", "3 int64 num_datums"),
+    "ForwardBackwardOutput": ("1 bytes loss_fn_output_type", "2 ArrayRecord* loss_fn_outputs", "3 Number* metrics"),
+    "TopkLogprobs": ("1 bytes token_ids", "2 bytes logprobs", "3 uint32 k", "4 uint32 length"),
+    "SampledSequence": ("1 int32 stop_reason", "2 bytes tokens", "3 bytes logprobs", "4 TopkLogprobs topk"),
+    "SampleResponse": (
+        "1 SampledSequence* sequences",
+        "2 bytes prompt_logprobs",
+        "3 TopkLogprobs topk_prompt",
+        "4 int32 prompt_cache_hit_tokens",
+    ),
+}
+_SCALARS = {
+    "bytes": Field.TYPE_BYTES,
+    "int32": Field.TYPE_INT32,
+    "uint32": Field.TYPE_UINT32,
+    "int64": Field.TYPE_INT64,
+    "double": Field.TYPE_DOUBLE,
+    "bool": Field.TYPE_BOOL,
+}
+
+
+def _classes() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="areal_lora/tinker.proto", package=_PACKAGE, syntax="proto2")
+    for name, fields in _FIELDS.items():
+        message = file.message_type.add(name=name)
+        for text in fields:
+            number, kind, field_name = text.split()
+            field = message.field.add(name=field_name, number=int(number))
+            field.label = Field.LABEL_REPEATED if kind.endswith("*") else Field.LABEL_OPTIONAL
+            kind = kind.rstrip("*")
+            if kind in _SCALARS:
+                field.type = _SCALARS[kind]
+            else:
+                field.type, field.type_name = Field.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
+    pool = descriptor_pool.DescriptorPool()  # of its own: the SDK may be in the same process
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _FIELDS}
+
+
+_made = _classes()
+ForwardBackwardRequest: Any = _made["ForwardBackwardRequest"]
+ForwardBackwardOutput: Any = _made["ForwardBackwardOutput"]
+SampleResponse: Any = _made["SampleResponse"]
+
+
+MAX_ELEMENTS = 1 << 24
+"""Of one tensor when it is dense: a sparse one may claim any shape."""
+_ELEMENTS = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
+Array = npt.NDArray[Any]
+
+
+def row(tensor: Any, path: str, n: int) -> Array:
+    """The ``n`` elements of a tensor of one dimension, or of one column. Raises RequestError."""
+    shape = list(tensor.shape)
+    if shape not in ([], [n], [n, 1]):
+        reason = f"its shape is {shape[:4]}, not [{n}]: there is one value for each input token"
+        raise RequestError(422, path, reason, "send one value per token; several targets per token are not supported")
+    found = _sparse(tensor.sparse_csr, tensor.dtype, path, n) if tensor.HasField("sparse_csr") else None
+    values = _elements(tensor.dense, tensor.dtype, path) if found is None else found
+    if len(values) != n:
+        raise RequestError(422, path, f"it has {len(values)} values for {n} input tokens", "send one value per token")
+    return values
+
+
+def whole(values: Array, path: str) -> npt.NDArray[np.int32]:
+    """``values`` as token ids."""
+    if values.dtype.kind != "i":
+        raise RequestError(422, path, "its elements are no whole numbers", "send token ids as int64")
+    if ((values < 0) | (values > np.iinfo(np.int32).max)).any():
+        raise RequestError(422, path, "an element is no token id", "send token ids of the base's tokenizer")
+    return values.astype("<i4")
+
+
+def finite(values: Array, path: str) -> npt.NDArray[np.float32]:
+    numbers = values.astype("<f4")
+    if not np.isfinite(numbers).all():
+        raise RequestError(422, path, "an element is not finite", "send finite numbers")
+    return numbers
+
+
+def token_ids(data: bytes, path: str) -> Array:
+    """The tokens of a chunk of text."""
+    return whole(_elements(data, INT32, path), path)
+
+
+def _elements(data: bytes, dtype: int, path: str) -> Array:
+    if (kind := _ELEMENTS.get(dtype)) is None:
+        raise RequestError(422, path, f"elements of type {dtype} are not known", "send float32 or int64")
+    if len(data) % np.dtype(kind).itemsize:
+        raise RequestError(
+            422, path, "its bytes are no whole number of elements", "send what its type and shape require"
+        )
+    return np.frombuffer(data, kind)
+
+
+def _sparse(csr: Any, dtype: int, path: str, n: int) -> Array:
+    """A column of ``n`` rows of which the rows named have a value, and the others 0."""
+    values = _elements(csr.values, dtype, path)
+    ends, columns = _elements(csr.crow_indices, INT64, path), _elements(csr.col_indices, INT64, path)
+    counts = np.diff(ends)
+    sound = len(ends) == n + 1 <= MAX_ELEMENTS and ends[0] == 0 and ends[-1] == len(values) == len(columns)
+    if not sound or ((counts < 0) | (counts > 1)).any() or columns.any():
+        raise RequestError(
+            422, path, "it is no sparse tensor of this shape", "send what TensorData makes, or a dense one"
+        )
+    dense = np.zeros(n, values.dtype)
+    dense[counts == 1] = values
+    return dense
+
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
 RATIO_MASK = "sequence_ratio_mask"
@@ -41,7 +184,7 @@ class PassRequest:
 
 def read_pass(body: bytes) -> PassRequest:
     """Raises RequestError for a body that names neither model nor place."""
-    message = protos.ForwardBackwardRequest()
+    message = ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError:
@@ -58,13 +201,13 @@ def read_pass(body: bytes) -> PassRequest:
 
 def scored_body(scored: PassResult) -> bytes:
     """The answer: log-probabilities of the targets of each datum, and the loss as a sum."""
-    message = protos.ForwardBackwardOutput(loss_fn_output_type=b"TargetLogprobs")
+    message = ForwardBackwardOutput(loss_fn_output_type=b"TargetLogprobs")
     record = message.loss_fn_outputs.add(type_tag=b"TargetLogprobs", num_datums=len(scored.logprobs))
     offsets = np.cumsum([0, *map(len, scored.logprobs)], dtype="<i8")
     output = record.fields.add(key=LOGPROBS.encode())
     output.value.data = b"".join(scored.logprobs)
     output.value.offsets = offsets.tobytes()
-    output.value.dtype = protos.FLOAT32
+    output.value.dtype = FLOAT32
     message.metrics.add(key=b"loss:sum", value=scored.loss)
     encoded: bytes = message.SerializeToString()
     return encoded

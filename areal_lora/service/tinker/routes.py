@@ -5,6 +5,10 @@
 
 Operations of a model come with numbers, in any order, and may come twice. What is wrong with the content of one takes
 its place in the order as a `Poison`, so that the operations behind it do not wait for one that never comes.
+
+Calls of the SDK that this service does not have: refused by name, at once, with what to use instead.
+
+The status is 422, because clients repeat everything from 500 on.
 """
 
 from __future__ import annotations
@@ -25,11 +29,10 @@ from areal_lora.service.queue import requests
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import sdk_bodies
-from areal_lora.service.tinker.base_model import NO_OUTPUT_LAYER, Base, check_optimizer
-from areal_lora.service.tinker.exports import Exports, keys_of, notes_with
+from areal_lora.service.tinker.checkpoints import STATE, Exports, keys_of, notes_with
 from areal_lora.service.tinker.passes import read_pass
-from areal_lora.service.tinker.sample_tasks import Sampling
-from areal_lora.service.tinker.sdk_answers import answered, retrieved
+from areal_lora.service.tinker.sample_tasks import NO_OUTPUT_LAYER, Base, Sampling, check_optimizer
+from areal_lora.service.tinker.sdk_bodies import answered, retrieved
 
 WAIT_S = 20.0
 """The SDK waits 45 s for an answer, and repeats the request after ``try_again``."""
@@ -265,3 +268,69 @@ def _poison(refused: RequestError, *, of_step: bool = False) -> Poison:
 
 def _future(request: str) -> Response:
     return answered({"request_id": request})
+
+
+_NO_BILLS, _NO_PROJECTS = "this service keeps no accounts", "sessions of this service are in no projects"
+_AS_IT_IS = "keys are used as they are"
+_CALLS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
+    "publish": (
+        f"{STATE}/publish",
+        ("POST", "DELETE"),
+        "saved states are of one tenant alone",
+        "download the weights, and send them",
+    ),
+    "copy_weights": ("/api/v1/copy_weights", ("POST",), _NO_PROJECTS, "load the state where it is needed"),
+    "project": ("/api/v1/sessions/{session}/project", ("PUT",), _NO_PROJECTS, "leave it out"),
+    "trace_export": (
+        "/api/v1/sessions/{session}/trace_export",
+        ("GET",),
+        "sessions are not traced",
+        "use the records and traces of the run",
+    ),
+    "search_sessions": ("/api/v1/sessions/search", ("POST",), "sessions are not searched", "use list_sessions"),
+    "create_custom_loss": (
+        "/api/v1/create_custom_loss",
+        ("POST",),
+        "custom losses run at the client, as client/config has it",
+        "use forward_backward_custom",
+    ),
+    "join_sampling_session": (
+        "/api/v1/join_sampling_session",
+        ("POST",),
+        "clients choose their own numbers, as client/config has it",
+        "leave it out",
+    ),
+    "retrieve_futures": (
+        "/api/v1/retrieve_futures",
+        ("POST",),
+        "requests are retrieved one at a time, as client/config has it",
+        "use retrieve_future",
+    ),
+    "forward": (
+        "/api/v1/forward",
+        ("POST",),
+        "forward passes come as forward_backward, as client/config has it",
+        "use an SDK version that the service page names",
+    ),
+    "auth_token": ("/api/v1/auth/token", ("POST",), _AS_IT_IS, "send X-API-Key"),
+    "apikey": ("/api/v1/auth/apikey/me", ("GET", "DELETE"), _AS_IT_IS, "turn to the operator of the run"),
+    "audit": ("/api/v1/audit", ("GET",), "there is no audit log", "use GET /v1/adapters"),
+    "billing": ("/api/v1/billing/{what:path}", ("GET",), _NO_BILLS, "use the records of the run"),
+}
+"""Name: path, methods, reason, fix."""
+
+
+class UnsupportedRoutes:
+    def routes(self, guard: Guard) -> list[Route]:
+        return [
+            Route(path, guard(_refuses(name, reason, fix)), methods=list(methods))
+            for name, (path, methods, reason, fix) in _CALLS.items()
+        ]
+
+
+def _refuses(name: str, reason: str, fix: str) -> Handler:
+    async def handle(request: Request, caller: Caller) -> Response:
+        await body_of(request, caller, long=True)
+        raise RequestError(422, name, reason, fix)
+
+    return handle

@@ -6,16 +6,12 @@ from starlette.routing import Route
 
 from areal_lora.config.models import Config
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.service.gateway import Gateway
+from areal_lora.service.gateway import Gateway, Meter
 from areal_lora.service.http import Guard
-from areal_lora.service.inference import Meter
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.tinker.archives import Archives
-from areal_lora.service.tinker.base_model import Base
-from areal_lora.service.tinker.checkpoints import Checkpoints
-from areal_lora.service.tinker.routes import Routes
-from areal_lora.service.tinker.sample_tasks import Sampling
-from areal_lora.service.tinker.unsupported import UnsupportedRoutes
+from areal_lora.service.tinker.checkpoints import Archives, Checkpoints
+from areal_lora.service.tinker.routes import Routes, UnsupportedRoutes
+from areal_lora.service.tinker.sample_tasks import Base, Sampling
 
 
 class Sdk:

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import math
+from typing import Annotated, Any, assert_never
 
 import msgspec
+import numpy as np
+from starlette.responses import Response
+
+from areal_lora.operations.protocol import OperationFailure, PassResult, StepResult
+from areal_lora.service.queue.requests import (
+    Answer,
+    CreatedModel,
+    LoadedModel,
+    OpenedSampler,
+    Pending,
+    StoredState,
+    UnloadedModel,
+)
+from areal_lora.service.refused import RequestError
+from areal_lora.service.tinker import passes
+from areal_lora.service.tinker.passes import scored_body
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """Bounded: messages and SQLite hold integers of 64 bits."""
@@ -125,3 +142,209 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
 
 class Ttl(msgspec.Struct, frozen=True, kw_only=True):
     ttl_seconds: float | None = None
+
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+
+
+def retrieved(answer: Answer | Pending, request: str) -> Response:
+    """A passing state and a failure are answers as well: an HTTP error would mean that retrieving has failed."""
+    match answer:
+        case PassResult():
+            return Response(scored_body(answer), media_type=PROTOBUF)
+        case _:
+            return answered(_fields(answer, request))
+
+
+def answered(fields: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(fields), status, media_type=JSON)
+
+
+def _fields(
+    answer: StepResult
+    | CreatedModel
+    | LoadedModel
+    | StoredState
+    | OpenedSampler
+    | UnloadedModel
+    | OperationFailure
+    | Pending,
+    request: str,
+) -> dict[str, Any]:
+    match answer:
+        case StepResult(step=step, grad_norm=grad_norm, skipped=skipped):
+            figures = {"step": float(step), "grad_norm": grad_norm, "skipped": float(skipped)}
+            return {"metrics": {name: value for name, value in figures.items() if math.isfinite(value)}}
+        case CreatedModel(model=model, path=path):
+            return {"model_id": model} | ({} if path is None else {"path": path})
+        case LoadedModel(model=model, path=path):
+            return {"model_id": model, "path": path}
+        case StoredState(path=path):
+            return {"path": path}
+        case OpenedSampler(sampler=sampler):
+            return {"sampling_session_id": sampler}
+        case UnloadedModel(model=model):
+            return {"model_id": model, "type": "unload_model"}
+        case OperationFailure(reason=reason, by_client=by_client):
+            return {"error": reason, "category": "user" if by_client else "server"}
+        case Pending(reason=reason, capacity=capacity):
+            state = "paused_capacity" if capacity else "active"
+            return {"type": "try_again", "request_id": request, "queue_state": state, "queue_state_reason": reason}
+        case _:
+            assert_never(answer)
+
+
+MAX_SAMPLES = 1024
+MAX_TOP = 20  # vLLM's own limit
+SEEDS = 1 << 62  # the engine counts samples of one request on from the seed, in 64 bits
+EMPTY_TOP = -99999.0
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
+    chunks: list[Chunk]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``stop`` None: the end token; [] nothing, not even the end token; else texts or token ids beside it."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /api/v1/asample``.
+
+    ``record_stability_info`` changes nothing: ``stable_reinforce`` needs no more than log-probabilities, which every
+    sample has.
+    """
+
+    sampling_session_id: str
+    seq_id: int
+    prompt: PromptBody
+    sampling_params: Settings
+    num_samples: int = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+    type: str = "sample"
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for chunk in self.prompt.chunks for token in chunk.tokens]
+
+    @property
+    def n_echoed(self) -> int:
+        """Tokens of the prompt at the start of the server's answer, so that they have scores."""
+        return len(self.token_ids) if self.prompt_logprobs or self.topk_prompt_logprobs else 0
+
+
+def read_sample(body: dict[str, Any]) -> SampleRequest:
+    """Raises RequestError; a field that nothing here serves is refused by its name, unless it is empty."""
+    unknown = sorted(key for key in body.keys() - set(SampleRequest.__struct_fields__) if body[key])
+    if unknown:
+        raise RequestError(422, unknown[0], "samples have no such field here", "leave it out")
+    try:
+        request = msgspec.convert(body, SampleRequest)
+    except msgspec.ValidationError as error:
+        raise RequestError(422, "sample", str(error)[:200], "correct the request") from None
+    if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
+        raise RequestError(422, "prompt", "images and sounds are not supported", "send text as tokens")
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        raise RequestError(422, "num_samples", f"it is not from 1 to {MAX_SAMPLES}", "correct it")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if not 0 <= getattr(request, name) <= MAX_TOP:
+            raise RequestError(422, name, f"it is not from 0 to {MAX_TOP}", "correct it")
+    last = request.prompt_logprobs_last_n
+    if last is not None and not (request.prompt_logprobs and 1 <= last < len(request.token_ids)):
+        reason = "it is not from 1 to the length of the prompt - 1, or prompt_logprobs is not set"
+        raise RequestError(422, "prompt_logprobs_last_n", reason, "correct it")
+    return request
+
+
+def completion(request: SampleRequest, model: str, context: int, *, pinned: bool) -> dict[str, Any]:
+    """The body for a server's ``/v1/completions``. ``pinned``: from the version that ``model`` names, whole."""
+    settings, prompt = request.sampling_params, request.token_ids
+    n_new = max(1, context - len(prompt)) if settings.max_tokens is None else settings.max_tokens
+    if request.n_echoed == context and n_new == 1:
+        n_new = 0  # the SDK's compute_logprobs: of the prompt alone
+    stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop or []
+    return {
+        "model": model,
+        "prompt": prompt,
+        "n": request.num_samples,
+        "max_tokens": n_new,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": max(0, settings.top_k),
+        "seed": None if settings.seed is None else settings.seed % SEEDS,
+        "stop": [each for each in stop if isinstance(each, str)],
+        "stop_token_ids": [each for each in stop if isinstance(each, int)],
+        "ignore_eos": settings.stop == [],
+        "logprobs": max(request.topk_sample_logprobs, request.topk_prompt_logprobs),
+        "echo": request.n_echoed > 0,
+        "return_token_ids": True,
+        "pin_version": pinned,
+    }
+
+
+class _Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    token_logprobs: list[float]
+    top_ids: list[dict[int, float]] = []
+
+
+class _Choice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    finish_reason: str | None
+    token_ids: list[int] = []
+    logprobs: _Logprobs
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    choices: list[_Choice]
+
+
+def sampled_body(request: SampleRequest, payload: bytes) -> bytes:
+    """The SDK's message from a server's answer."""
+    answer = msgspec.json.decode(payload, type=_Answer)
+    n_prompt = request.n_echoed
+    message = passes.SampleResponse(prompt_cache_hit_tokens=0)
+    for choice in sorted(answer.choices, key=lambda each: each.index):
+        reasons = {"stop": passes.STOP, "length": passes.LENGTH}
+        if choice.finish_reason not in reasons:
+            raise RequestError(503, "sample", "a server ended the sample early", "sample again")
+        sequence = message.sequences.add(stop_reason=reasons[choice.finish_reason])
+        sequence.tokens = np.array(choice.token_ids[n_prompt:], "<i4").tobytes()
+        sequence.logprobs = np.array(choice.logprobs.token_logprobs[n_prompt:], "<f4").tobytes()
+        if request.topk_sample_logprobs:
+            _fill_top(sequence.topk, choice.logprobs.top_ids[n_prompt:], request.topk_sample_logprobs)
+    prompt, last = answer.choices[0].logprobs, request.prompt_logprobs_last_n
+    unscored = 1 if last is None else n_prompt - last
+    if request.prompt_logprobs:
+        scores = np.array(prompt.token_logprobs[:n_prompt], "<f4")
+        scores[:unscored] = np.nan
+        message.prompt_logprobs = scores.tobytes()
+    if request.topk_prompt_logprobs:
+        rows = [{} if i < unscored else row for i, row in enumerate(prompt.top_ids[:n_prompt])]
+        _fill_top(message.topk_prompt, rows, request.topk_prompt_logprobs)
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def _fill_top(message: Any, rows: list[dict[int, float]], k: int) -> None:
+    """The ``k`` most likely tokens of each position, the most likely one first; empty places are marked."""
+    ids, values = np.zeros((len(rows), k), "<i4"), np.full((len(rows), k), EMPTY_TOP, "<f4")
+    for i, row in enumerate(rows):
+        for j, (token, value) in enumerate(sorted(row.items(), key=lambda item: -item[1])[:k]):
+            ids[i, j], values[i, j] = token, value
+    message.token_ids, message.logprobs, message.k, message.length = ids.tobytes(), values.tobytes(), k, len(rows)

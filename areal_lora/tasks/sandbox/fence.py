@@ -5,6 +5,15 @@ them. Landlock refuses writes to files, and reads of the run folder with its sec
 `Doors` list. As root, the process keeps only the capability to read files. Both work without privileges and in
 containers. If the kernel lacks one of them, :func:`raise_fence` reports it, and Python's audit hook still refuses
 sockets and processes that Python code requests. The scorer process itself limits memory and CPU time per answer.
+
+Start a process inside bubblewrap: process ids, IPC and network of its own, all files read-only.
+
+A scorer process that may start others runs in it where bubblewrap works. All of its processes end with it, and it
+sees no other process of the machine.
+
+A time limit for this process, enforced by the kernel: SIGKILL by a POSIX timer.
+
+Neither user code that hangs in C with all signals blocked nor a stopped parent delays it.
 """
 
 from __future__ import annotations
@@ -13,11 +22,14 @@ import contextlib
 import ctypes
 import os
 import resource
+import shutil
 import signal
 import struct
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -232,3 +244,78 @@ def _allow(libc: ctypes.CDLL, ruleset: int, place: Path, rights: int) -> None:
         libc.syscall(_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
     finally:
         os.close(descriptor)
+
+
+PROBE_S = 10.0
+PARENT_PID = 1
+"""Parent of the boxed process, as it sees it."""
+
+
+def boxed(argv: Sequence[str], *, network: bool, hidden: Path | None, scratch: Path | None) -> list[str] | None:
+    """``argv`` inside bubblewrap, without the content of ``hidden``; None where it is not installed or not usable.
+
+    Of ``hidden``, a run folder, the folder with the user's own code stays visible.
+    """
+    tool = shutil.which("bwrap")
+    if tool is None or is_root() or not usable(tool):
+        return None
+    arguments = _arguments(network=network)
+    if hidden is not None and hidden.is_dir():
+        code = str(RunFolder(hidden).code)
+        arguments += ["--tmpfs", str(hidden), "--ro-bind-try", code, code]
+    if scratch is not None:
+        arguments += ["--bind", str(scratch), str(scratch)]
+    return [tool, *arguments, "--", *argv]
+
+
+def is_root() -> bool:
+    """Whether the kernel would not limit the number of processes inside: then the fence changes the user instead."""
+    return os.geteuid() == 0
+
+
+@cache
+def usable(tool: str) -> bool:
+    """Whether this user may make namespaces here; many containers forbid it."""
+    try:
+        tried = subprocess.run(
+            [tool, *_arguments(network=False), "--", "/bin/true"], capture_output=True, timeout=PROBE_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return tried.returncode == 0
+
+
+def _arguments(*, network: bool) -> list[str]:
+    alone = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent"]
+    if not network:
+        alone.append("--unshare-net")
+    return [*alone, "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+
+
+# Numbers of timer_create and timer_settime: their names in the C library differ between versions.
+_CALLS = {"x86_64": (222, 223), "aarch64": (107, 110)}
+_CLOCK_MONOTONIC, _SIGEV_SIGNAL = 1, 0
+
+
+class Deadline:
+    """End this process if more than the allowed seconds pass between ``start`` and ``stop``."""
+
+    def __init__(self) -> None:
+        """Create the timer. ``kept`` is False on a machine without such timers."""
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._timer = ctypes.c_int()
+        create, self._set = _CALLS.get(os.uname().machine, (-1, -1))
+        event = struct.pack("qii48x", 0, signal.SIGKILL, _SIGEV_SIGNAL)
+        self.kept = self._libc.syscall(create, _CLOCK_MONOTONIC, event, ctypes.byref(self._timer)) == 0
+        self._off = struct.pack("qqqq", 0, 0, 0, 0)
+
+    def start(self, seconds: float) -> None:
+        whole = int(seconds)
+        self._settime(struct.pack("qqqq", 0, 0, whole, max(1, int((seconds - whole) * 1e9))))
+
+    def stop(self) -> None:
+        self._settime(self._off)
+
+    def _settime(self, value: bytes) -> None:
+        if self.kept:
+            self._libc.syscall(self._set, self._timer, 0, value, None)

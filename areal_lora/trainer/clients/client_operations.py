@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import CheckpointSave
-from areal_lora.operations.backlog import Backlog
+from areal_lora.checkpoint.state import Disk
 from areal_lora.operations.link import TrainerEnd
 from areal_lora.operations.protocol import (
+    Backlog,
     DropState,
     LoadState,
     Operation,
@@ -39,12 +39,11 @@ from areal_lora.operations.protocol import (
     encode,
     ends_window,
 )
-from areal_lora.processes.faults import reached
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
+from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import Adapter, ControllerState
-from areal_lora.trainer.clients.client_passes import Limits, problem
-from areal_lora.trainer.clients.saved_states import loadable, named
+from areal_lora.trainer.clients.client_passes import Limits, loadable, named, problem
 from areal_lora.trainer.step_metrics import Window
 from areal_lora.trainer.work import Operate
 from areal_lora.types import AdapterRef

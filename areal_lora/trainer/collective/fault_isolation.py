@@ -26,10 +26,10 @@ from areal_lora.errors import (
     ParityError,
     StalenessError,
 )
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
 from areal_lora.trainer import companions
 from areal_lora.trainer.adapter import Adapter, TrainingState
-from areal_lora.trainer.roster.roster_plan import SERVED
+from areal_lora.trainer.roster.desired_adapters import SERVED
 from areal_lora.trainer.training_state import Trainer
 from areal_lora.types import AdapterPhase
 

@@ -15,14 +15,13 @@ from areal_lora.config.models import AdapterConfig
 from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.distributed.exchange import first_problem
 from areal_lora.errors import AdapterError, ArealLoraError
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState, build_adapter
 from areal_lora.trainer.collective.fault_isolation import CONTAINED, enter, leave, release
-from areal_lora.trainer.collective.waits import join_last
-from areal_lora.trainer.roster import roster_plan
-from areal_lora.trainer.roster.desired_adapters import DesiredView, prepared
-from areal_lora.trainer.roster.roster_plan import SERVED, Note, Roster
+from areal_lora.trainer.collective.next_work import join_last
+from areal_lora.trainer.roster import desired_adapters
+from areal_lora.trainer.roster.desired_adapters import SERVED, DesiredView, Note, Roster, prepared
 from areal_lora.trainer.training_state import Trainer
 from areal_lora.trainer.versions.checkpointing import load
 from areal_lora.trainer.work import AdapterChange, Join
@@ -39,7 +38,7 @@ def next_change(trainer: Trainer) -> AdapterChange | None:
     view = trainer.rank_0.desired if trainer.rank_0 else None
     if view is None:
         return None
-    while (change := roster_plan.next_change(desired := view.look(), _roster(trainer, view))) is not None:
+    while (change := desired_adapters.next_change(desired := view.look(), _roster(trainer, view))) is not None:
         match change:
             case Note(adapter=key, phase=phase, reason=reason):
                 note(trainer, key, phase, reason)

@@ -25,12 +25,11 @@ from areal_lora.operations.protocol import (
     StepResult,
     ends_window,
 )
-from areal_lora.processes.faults import reached
+from areal_lora.processes.watched import reached
 from areal_lora.trainer.adapter import TrainingState
-from areal_lora.trainer.clients.client_passes import carry_out
-from areal_lora.trainer.clients.saved_states import load_saved
+from areal_lora.trainer.clients.client_passes import carry_out, load_saved
 from areal_lora.trainer.collective.fault_isolation import contained
-from areal_lora.trainer.collective.waits import controller_state, join_checkpoint, join_publish
+from areal_lora.trainer.collective.next_work import controller_state, join_checkpoint, join_publish
 from areal_lora.trainer.training_state import Trainer
 from areal_lora.trainer.work import Operate
 

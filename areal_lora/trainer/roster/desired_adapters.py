@@ -1,7 +1,20 @@
-"""Rank 0's view of the desired state, and whether a joining adapter can be trained at all."""
+"""Rank 0's view of the desired state, and whether a joining adapter can be trained at all.
+
+What to do next so that a run has the adapters of its desired state. Pure: a plan, one change at a time.
+
+    desired        has                 change
+    any            not there           `Join` while servers have room, else `Note` as pending
+    paused         pending, active     `Pause`
+    active         paused              `Resume`
+    deleted, none  there               `Leave`; `Note` as deleted if it never joined
+
+Adapters leave before others join, so that those find a free place. A joining adapter that fails, or an adapter that is
+done, is not tried again in a session.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from areal_lora.checkpoint.recover import explain
@@ -11,17 +24,17 @@ from areal_lora.config.recorded import alone, joined, own_path
 from areal_lora.config.rules.adapter_rules import unserved
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets
-from areal_lora.data.tokenizer import load_tokenizer
+from areal_lora.data.formatting import load_tokenizer
 from areal_lora.errors import ArealLoraError, ConfigErrors
 from areal_lora.obs.metrics.reader import state_records
 from areal_lora.obs.metrics.records import AdapterStateRecord
-from areal_lora.processes.log import get_logger
-from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredWatch
+from areal_lora.processes.startup import get_logger
+from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase, DesiredWatch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.check import task_problems
 from areal_lora.trainer.adapter import probe_rows
 from areal_lora.trainer.versions.checkpointing import chosen
-from areal_lora.trainer.work import Join
+from areal_lora.trainer.work import AdapterChange, Join, Leave, Pause, Resume
 from areal_lora.types import AdapterPhase
 
 log = get_logger(__name__)
@@ -89,3 +102,61 @@ def checked(config: Config, desired: DesiredAdapter) -> AdapterConfig:
     if errors:
         raise ConfigErrors([own_path(error) for error in errors])
     return resolve_targets(single, facts).adapters[0]
+
+
+SERVED = (AdapterPhase.PENDING, AdapterPhase.ACTIVE, AdapterPhase.DRAINING, AdapterPhase.PAUSED)
+"""Phases in which an adapter has a place on the servers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """An adapter that is not there is in ``phase``; nothing but its state changes."""
+
+    adapter: str
+    phase: AdapterPhase
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """What a run has. ``here`` are adapters that have joined and not left, ``absent`` known states of other keys.
+
+    ``configured`` adapters of the configuration have a place on the servers, which hold ``capacity``.
+    """
+
+    here: Mapping[str, AdapterPhase]
+    absent: Mapping[str, AdapterPhase]
+    configured: int = 0
+    capacity: int = 1
+
+
+def next_change(desired: DesiredAdapters, roster: Roster) -> AdapterChange | Note | None:
+    """The first difference between what is desired and what is there; None if there is none."""
+    wanted = {adapter.key: adapter for adapter in desired.adapters if adapter.phase is not DesiredPhase.DELETED}
+    for key in roster.here:
+        if key not in wanted:
+            return Leave(adapter=key)
+    for adapter in desired.adapters:
+        if adapter.phase is DesiredPhase.DELETED and roster.absent.get(adapter.key) is not AdapterPhase.DELETED:
+            return Note(adapter=adapter.key, phase=AdapterPhase.DELETED)
+    for key, phase in roster.here.items():
+        paused = wanted[key].phase is DesiredPhase.PAUSED
+        if paused and phase in (AdapterPhase.PENDING, AdapterPhase.ACTIVE):
+            return Pause(adapter=key)
+        if not paused and phase is AdapterPhase.PAUSED:
+            return Resume(adapter=key)
+    return _joining(wanted, roster)
+
+
+def _joining(wanted: Iterable[str], roster: Roster) -> AdapterChange | Note | None:
+    served = roster.configured + sum(phase in SERVED for phase in roster.here.values())
+    for key in wanted:
+        known = roster.absent.get(key)
+        if key in roster.here or known in (AdapterPhase.FAILED, AdapterPhase.DONE):
+            continue
+        if served < roster.capacity:
+            return Join(adapter=key)
+        if known is None:
+            full = f"waits for a place: servers hold rollout.max_adapters = {roster.capacity}"
+            return Note(adapter=key, phase=AdapterPhase.PENDING, reason=full)
+    return None

@@ -1,37 +1,137 @@
-"""Checkpoints of a trainer rank: resume from the newest whole one, save where one is due."""
+"""Checkpoints of a trainer rank: resume from the newest whole one, save where one is due.
+
+The trained adapter as a PEFT folder that stock peft, transformers and vLLM load.
+
+Its tensors go one after another to rank 0, which knows from the layout where each lies in the file::
+
+    source rank:  sections of its shard -> a chunk -> rank 0 -> place in the file;  fsync, rename at the end
+
+So no rank holds more than a chunk of it beyond what it trains. The source ranks take turns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
+from torch import Tensor
 
+from areal_lora.checkpoint.adapter_io import PeftWriter, load_peft
 from areal_lora.checkpoint.checkpoint_store import Snapshot
-from areal_lora.checkpoint.files import Disk
+from areal_lora.checkpoint.merged_folder import fused
 from areal_lora.checkpoint.recover import ResumePlan, WholeCheckpoint, explain, tidy
 from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.checkpoint.state import (
     MANIFEST_FILE,
     Clock,
+    Disk,
     Manifest,
     RankRandom,
     decode_manifest,
     files_of,
     read_files,
 )
-from areal_lora.config.adapter_run import AdapterRun, adapter_named, adapter_run
 from areal_lora.config.models import Config
+from areal_lora.config.recorded import AdapterRun, adapter_named, adapter_run
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
+from areal_lora.engine.common.adapter_memory import initial_tensor
 from areal_lora.errors import CheckpointError
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import companions
 from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState
-from areal_lora.trainer.versions.peft import warm_start
 from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, plan_buckets
+
+CHUNK_BYTES = 16 << 20
+"""Size of one message; a single tensor may be larger."""
+
+
+def export_adapter(engine: TrainEngine, adapter: Adapter, exchange: Exchange, run_folder: RunFolder) -> Path:
+    """Write the adapter from all source ranks; rank 0 writes. Collective over all ranks.
+
+    What an earlier end of the run has exported is replaced once the new folder is whole. Raises
+    CheckpointError if it cannot be written, and PublishError if a rank is lost.
+    """
+    folder, layout = run_folder.adapter_export(adapter.name), engine.adapter_layout(adapter.name)
+    mine = engine.export_adapter(adapter.name)
+    if exchange.rank:
+        _send(mine, next((s for s in layout.shards if s.source == exchange.rank), None), exchange)
+        return folder
+    try:
+        _write(mine, adapter, layout, exchange, folder)
+    except OSError as e:
+        raise CheckpointError(
+            f"{folder}: the adapter cannot be written: {e.strerror} (fix: make room on the disk, or repair it, then "
+            "start the same command: it resumes from the newest checkpoint)"
+        ) from e
+    return folder
+
+
+def _write(
+    mine: Iterator[tuple[str, Tensor]], adapter: Adapter, layout: AdapterLayout, exchange: Exchange, folder: Path
+) -> None:
+    for leftover in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(leftover)  # of an export that a crash has ended
+    shapes = {t.name: t.shape for shard in layout.shards for t in shard.tensors}
+    spec, revision = adapter.spec, adapter.base_commit
+    with PeftWriter(folder, spec, shapes, spec.base_model, layout.aliases, replace=True, revision=revision) as writer:
+        for shard in layout.shards:
+            for name, tensor in mine if shard.source == exchange.rank else _received(shard, exchange):
+                writer.write(name, tensor)
+
+
+def _received(shard: ShardLayout, exchange: Exchange) -> Iterator[tuple[str, Tensor]]:
+    """Another rank's tensors. Each is valid until the next is taken."""
+    buckets = plan_buckets(shard, CHUNK_BYTES)
+    room = np.empty(max(bucket.nbytes for bucket in buckets), dtype=np.uint8)
+    for bucket in buckets:
+        exchange.receive(room[: bucket.nbytes], shard.source)
+        values = torch.from_numpy(room[: bucket.nbytes]).view(torch.float32)
+        for t in shard.tensors[bucket.first : bucket.last]:
+            at = (t.offset - bucket.start) // 4
+            yield t.name, values[at : at + math.prod(t.shape)].view(t.shape)
+
+
+def _send(mine: Iterator[tuple[str, Tensor]], shard: ShardLayout | None, exchange: Exchange) -> None:
+    buckets = plan_buckets(shard, CHUNK_BYTES) if shard else ()
+    room = np.empty(max((bucket.nbytes for bucket in buckets), default=0) // 4, dtype=np.float32)
+    values = torch.from_numpy(room)
+    for bucket in buckets:
+        at = 0
+        for _ in range(bucket.first, bucket.last):
+            _, tensor = next(mine)
+            values[at : at + tensor.numel()] = tensor.flatten()
+            at += tensor.numel()
+        exchange.send(room.view(np.uint8)[: bucket.nbytes], 0)
+    # To the end, also on a rank without a shard: it gives its parts to the ranks that have one.
+    rest = [name for name, _ in mine]
+    assert not rest, f"{len(rest)} tensors more than the layout has"
+
+
+def warm_start(engine: TrainEngine, adapter: Adapter, seed: int) -> None:
+    """Make the adapter of ``init_from`` the weights of ``adapter``; moments and clock stay those of a new adapter.
+
+    Not collective. Every rank reads the whole folder itself and holds it twice for a moment: one file
+    on a shared file system costs less than a second way to cut tensors into ranks' parts.
+
+    Raises:
+        AdapterError, UnknownTensorError: the folder changed since the rules judged it, see `fused`.
+    """
+    folder = adapter.config.init_from
+    if folder is None:
+        return
+    spec, tensors = load_peft(Path(folder).expanduser())
+    layout = engine.adapter_layout(adapter.name)
+    engine.load_adapter(adapter.name, fused(tensors, spec, layout, partial(initial_tensor, seed=seed)))
+
 
 log = get_logger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.errors import ConfigError
-from areal_lora.platforms.lane import Lane, StreamLane
+from areal_lora.platforms.device import Lane, StreamLane
 
 MOST_CTAS = 2  # blocks of a broadcast's kernel on the device: enough for a link, few beside a model
 _MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejected by torch

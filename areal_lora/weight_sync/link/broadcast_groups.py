@@ -23,13 +23,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_lora.distributed.store import CurveStore
-from areal_lora.distributed.store_server import StoreServer
-from areal_lora.errors import ConfigError, PublishError
-from areal_lora.processes.log import get_logger
+from areal_lora.distributed.store import CurveStore, StoreServer
+from areal_lora.errors import ConfigError, PublishError, undo_on_error
+from areal_lora.processes.startup import get_logger
 from areal_lora.weight_sync.link.backends import Backend, GroupSeat, backend_of, delta, library_of
-from areal_lora.weight_sync.link.device_side import DeviceSide, PendingBroadcast
-from areal_lora.weight_sync.link.inbox import Inbox, Part, Ring, RingInbox, WindowInbox, Windows
+from areal_lora.weight_sync.link.inbox import (
+    DeviceSide,
+    Inbox,
+    Part,
+    PendingBroadcast,
+    Ring,
+    RingInbox,
+    WindowInbox,
+    Windows,
+)
 from areal_lora.weight_sync.link.same_host import NO_CARD, SharedSegment, readable
 from areal_lora.weight_sync.messages import SourceEndpoint
 
@@ -253,13 +260,10 @@ def _join(
     """Join at the source's store. ``closing`` is called on leaving the group, or if it cannot be formed."""
     leave = ExitStack()
     leave.callback(closing)
-    try:
+    with undo_on_error(leave.close):
         store = _reach(endpoint, delta(deadline - time.monotonic()).total_seconds(), secret)
         leave.callback(store.close)
         return _member(store, endpoint, rank, bind, deadline, device, leave.close)
-    except BaseException:
-        leave.close()
-        raise
 
 
 def _reach(endpoint: SourceEndpoint, timeout_s: float, secret: str) -> CurveStore:
@@ -301,11 +305,8 @@ def _member(
             f"{left_s:.1f} s at member {rank}: {str(e).splitlines()[0]}; see the servers' logs"
         ) from e
     group = BroadcastGroup(endpoint, rank, backend, device, leave=leave)
-    try:
+    with undo_on_error(group.close):  # also torch's own errors: an open group would keep its connections
         group.agree(backend.same_host, deadline)
-    except BaseException:  # also torch's own errors: an open group would keep its connections
-        group.close()
-        raise
     if rank == 0:
         how = "read its memory" if group.same_host else "get its bytes over the network"
         log.info("the %d receivers of source rank %d %s", endpoint.world - 1, endpoint.source, how)

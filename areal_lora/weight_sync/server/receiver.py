@@ -26,13 +26,12 @@ from areal_lora.errors import ManifestError, PublishError
 from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.blocks import Marks, TensorBlocks
-from areal_lora.weight_sync.layout import AdapterLayout, Shape
+from areal_lora.weight_sync.layout import AdapterLayout, LayoutTables, Shape
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.manifest import check_layout, check_successor
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
 from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.server.reception import PhaseTimer, Reception
-from areal_lora.weight_sync.tables import LayoutTables
 
 _Groups = Mapping[int, BroadcastGroup]  # by source rank
 

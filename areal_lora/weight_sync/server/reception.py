@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from areal_lora.errors import ManifestError, PublishError
-from areal_lora.processes.faults import reached
+from areal_lora.processes.watched import reached
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.blocks import Marks
-from areal_lora.weight_sync.layout import Bucket
+from areal_lora.weight_sync.layout import Bucket, LayoutTables
 from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup
+from areal_lora.weight_sync.manifest import SEAL_BYTES, adapter_digest, seal, shard_sum, trailer_part
 from areal_lora.weight_sync.messages import StageResult
 from areal_lora.weight_sync.refusal import RefusalReason
-from areal_lora.weight_sync.seal import SEAL_BYTES, adapter_digest, seal, shard_sum, trailer_part
-from areal_lora.weight_sync.tables import LayoutTables
 
 OnTensors = Callable[[int, int, int, int, Marks], None]
 """``(shard index, address where the shard would start, first tensor, last tensor + 1, marks)``: the tensors of a

@@ -20,8 +20,7 @@ from areal_lora.errors import ManifestError, PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, StageResult
 from areal_lora.weight_sync.refusal import RefusalReason
-from areal_lora.weight_sync.server.slot_table import ResidentVersion
-from areal_lora.weight_sync.server.slot_versions import ServedVersions
+from areal_lora.weight_sync.server.slot_table import ResidentVersion, ServedVersions
 
 SLOT_WAIT_S = 1.0
 """Longest wait for a slot in place where other adapters may be waiting behind: the trainer tries again."""

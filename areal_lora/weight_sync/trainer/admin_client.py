@@ -10,8 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from areal_lora.errors import ManifestError, PublishError
-from areal_lora.network.keys import Plane, authorization
-from areal_lora.network.tls import client_context
+from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.weight_sync.messages import (
     CONTENT_TYPE,
     DISMISS_PATH,

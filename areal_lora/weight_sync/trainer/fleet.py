@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout, Payload
 from areal_lora.weight_sync.manifest import Envelope
@@ -22,9 +22,9 @@ from areal_lora.weight_sync.messages import (
     PublishReply,
     ServerEndpoint,
     SourceEndpoint,
+    check_served,
 )
 from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult, check_probe
-from areal_lora.weight_sync.served import check_served
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
 
 log = get_logger(__name__)

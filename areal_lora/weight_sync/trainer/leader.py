@@ -9,45 +9,42 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from areal_lora.algorithms.merging import MAX_LOST, CastSums
-from areal_lora.config.adapter_run import PROBE_TOLERANCES
 from areal_lora.config.models import WeightSyncConfig
+from areal_lora.config.recorded import PROBE_TOLERANCES
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, PublishError
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
 from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.manifest import adapter_digest
 from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeResult
 from areal_lora.weight_sync.refusal import RefusalReason
-from areal_lora.weight_sync.seal import adapter_digest
 from areal_lora.weight_sync.trainer.decisions import (
+    Attempt,
+    Decision,
+    Fail,
+    Failure,
+    FinishPublish,
     Look,
     Move,
+    Sent,
+    Step,
+    Wait,
+    Yield,
     after_attempt,
     after_look,
     check_results,
     judged,
     member_faults,
     sent_in_step,
+    total_cast,
     what_failed,
 )
 from areal_lora.weight_sync.trainer.fleet import AttemptRequests, Fleet, answers, errors
-from areal_lora.weight_sync.trainer.membership import ServerFinding, ServerWatch
+from areal_lora.weight_sync.trainer.membership import MemberRoster, ServerFinding, ServerWatch
 from areal_lora.weight_sync.trainer.publish_job import Job
 from areal_lora.weight_sync.trainer.report import PublishReport, server_acks, slowest_phases
 from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, StartOutcome, WaitOutcome
-from areal_lora.weight_sync.trainer.roster import MemberRoster
-from areal_lora.weight_sync.trainer.steps import (
-    Attempt,
-    Decision,
-    Fail,
-    Failure,
-    FinishPublish,
-    Sent,
-    Step,
-    Wait,
-    Yield,
-    total_cast,
-)
 
 PAUSE_S = 0.1  # between two looks for servers or slots
 WAIT_STEP_S = 1.0  # the longest time without a step for the other ranks

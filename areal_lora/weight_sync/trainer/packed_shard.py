@@ -20,11 +20,10 @@ import torch
 
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.layout import AdapterLayout, Bucket, ShardLayout, plan_buckets
+from areal_lora.weight_sync.layout import AdapterLayout, Bucket, ShardLayout, TensorTable, plan_buckets
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup
 from areal_lora.weight_sync.link.same_host import SharedSegment
-from areal_lora.weight_sync.seal import SEAL_BYTES, seal, shard_sum, trailer_part
-from areal_lora.weight_sync.tables import TensorTable
+from areal_lora.weight_sync.manifest import SEAL_BYTES, seal, shard_sum, trailer_part
 
 Pack = Callable[[np.ndarray], Iterator[int]]
 """``pack(flat)`` writes a rank's shard into ``flat`` (uint8 [shard.nbytes], host, in the wire dtype) and

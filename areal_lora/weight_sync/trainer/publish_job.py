@@ -14,10 +14,9 @@ from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.trainer.decisions import Progress
+from areal_lora.weight_sync.trainer.decisions import Failure, Progress
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 from areal_lora.weight_sync.trainer.report import PublishReport
-from areal_lora.weight_sync.trainer.steps import Failure
 
 SLACK_S = 10.0
 """Added to rank 0's remaining time when a rank waits for other ranks: they run on busy machines."""

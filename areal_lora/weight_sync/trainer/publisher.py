@@ -31,19 +31,28 @@ from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
-from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.broadcast_groups import CPU
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.trainer.decisions import Progress
+from areal_lora.weight_sync.trainer.decisions import (
+    Attempt,
+    Fail,
+    Failure,
+    FinishPublish,
+    Progress,
+    Sent,
+    Wait,
+    Yield,
+    agree,
+)
 from areal_lora.weight_sync.trainer.packed_shard import Pack, PackedShard
 from areal_lora.weight_sync.trainer.publish_job import Budget, Job, JobQueue, PublishHandle
 from areal_lora.weight_sync.trainer.report import PublishReport
 from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, Role, StartOutcome, WaitOutcome
 from areal_lora.weight_sync.trainer.source_group import SourceGroup
-from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, FinishPublish, Sent, Wait, Yield, agree
 
 log = get_logger(__name__)
 

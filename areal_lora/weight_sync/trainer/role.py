@@ -20,8 +20,8 @@ import msgspec
 
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
+from areal_lora.weight_sync.trainer.decisions import Decision, Sent, Step
 from areal_lora.weight_sync.trainer.publish_job import Job
-from areal_lora.weight_sync.trainer.steps import Decision, Sent, Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ import torch
 
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.exchange import Exchange
-from areal_lora.errors import ManifestError, PublishError
+from areal_lora.errors import ManifestError, PublishError, undo_on_error
 from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
+from areal_lora.weight_sync.trainer.decisions import Failure, agree
 from areal_lora.weight_sync.trainer.publish_job import Job
 from areal_lora.weight_sync.trainer.role import Role
-from areal_lora.weight_sync.trainer.steps import Failure, agree
 
 
 class SourceGroup:
@@ -55,15 +55,11 @@ class SourceGroup:
         """
         self.leave()
         listener = self._listen(members, deadline - time.monotonic()) if self._is_source else None
-        try:
+        with undo_on_error(listener.close if listener else lambda: None):
             mine = msgspec.msgpack.encode(listener.endpoint if listener else None)
             gathered = self._exchange.all_gather_bytes(mine, job.budget.patience_s)
             sources = [e for raw in gathered if (e := msgspec.msgpack.decode(raw, type=SourceEndpoint | None))]
             role.invite(members, sources, deadline)
-        except BaseException:
-            if listener is not None:
-                listener.close()
-            raise
         failure: Failure | None = None
         try:
             if listener is not None:

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from areal_lora.config.load import load_config
-from areal_lora.config.sections.reward import FunctionReward
+from areal_lora.config.sections.task import FunctionReward
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.score_item import ScoreItem
 from areal_lora.tasks.scorer import ScorerPool

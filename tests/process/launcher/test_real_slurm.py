@@ -21,14 +21,14 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm.job import BY_SLURM
 from areal_lora.launcher.slurm.script import submit
 from areal_lora.launcher.start import RunStart
 from areal_lora.run_folder.events import RequeueEvent, count_restarts, read_events
-from areal_lora.run_folder.heartbeat import TIMEOUT_S
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.status import TIMEOUT_S
 from tests.support.cli.command import COMMAND
 from tests.support.launcher.real_slurm import Slurm
 from tests.support.paths import EXAMPLES
@@ -187,8 +187,8 @@ def test_killed_ranks_and_servers_start_again_in_the_allocation(slurm: Slurm, tm
 def test_a_silent_server_is_found_with_the_stacks_of_all_nodes_and_starts_again(slurm: Slurm, tmp_path: Path) -> None:
     dumps = (
         "import faulthandler, os, pathlib, signal, sys, time; sys.path.insert(0, os.getcwd());"
-        "from areal_lora.processes import stacks; from areal_lora.run_folder.paths import RunFolder;"
-        "f = RunFolder(pathlib.Path(sys.argv[1])); stacks.install(f.stack_dump('controller-0'));"
+        "from areal_lora.processes import startup; from areal_lora.run_folder.paths import RunFolder;"
+        "f = RunFolder(pathlib.Path(sys.argv[1])); startup.install(f.stack_dump('controller-0'));"
         "print('installed', flush=True); time.sleep(200)"
     )
     server = UP + 'while [ "$NAME" = server-0 ]; do beat; sleep 0.3; done; sleep 200'

@@ -13,9 +13,9 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.run_folder.events import count_restarts
-from areal_lora.run_folder.heartbeat import last_beats
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint
+from areal_lora.run_folder.status import last_beats
 from tests.support.launcher.driven import Run
 from tests.support.paths import EXAMPLES
 

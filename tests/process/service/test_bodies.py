@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from areal_lora.config.models import AdapterConfig
 from areal_lora.engine.vllm_ext.server.openai_api import ChatBody, CompletionBody
-from areal_lora.service import bodies as api
-from areal_lora.service.tinker import protos, sdk_bodies
-from areal_lora.service.tinker.sample_bodies import SampleRequest
+from areal_lora.service import http as api
+from areal_lora.service.tinker import passes, sdk_bodies
+from areal_lora.service.tinker.sdk_bodies import SampleRequest
 from tests.support.edges import CHANGES, MESSAGE_CHANGES, RAW, change_message, changed, written
 from tests.support.service.hostile import typed
 from tests.support.service.running import section
@@ -90,7 +90,7 @@ def of_json(path: str, changes: list[tuple[int, Any]]) -> Make:
 
 def of_a_pass(loss: str, changes: list[tuple[int, int]]) -> Make:
     def make(me: World, draw: random.Random) -> tuple[str, bytes]:
-        message = protos.ForwardBackwardRequest()
+        message = passes.ForwardBackwardRequest()
         message.ParseFromString(pass_body(me.model, me.seq + 1, TOKENS, loss))
         change_message(message, changes)
         return PASS, message.SerializeToString()

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from areal_lora.operations.protocol import OptimStep
-from areal_lora.processes.faults import VARIABLE
+from areal_lora.processes.watched import VARIABLE
 from areal_lora.run_folder.desired import read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from areal_lora.operations.protocol import Datum, OptimStep, Pass, Poison
-from areal_lora.service.tinker import protos
+from areal_lora.service.tinker import passes
 from tests.support.clocks import wait_until
 from tests.support.operations.scripted_trainer import scores
 from tests.support.tinker.scripted import ScriptedRun
@@ -225,7 +225,7 @@ def test_a_sample_that_was_acknowledged_is_answered_after_a_kill(run: ScriptedRu
         for name in (finished, *ids):
             answer = post("retrieve_future", {"request_id": name})
             assert answer.headers["content-type"] == "application/x-protobuf", answer.text
-            message = protos.SampleResponse()
+            message = passes.SampleResponse()
             message.ParseFromString(answer.content)
             assert message.sequences[0].tokens == np.array([5, 6, 7], "<i4").tobytes()
         # Fetched a moment before the kill: it may have been sampled in vain.

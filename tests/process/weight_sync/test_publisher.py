@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.weight_sync.seal import adapter_digest
+from areal_lora.weight_sync.manifest import adapter_digest
 from tests.support.weight_sync import SOCKETS
 from tests.support.weight_sync import processes as ps
 from tests.support.weight_sync.helpers import packed, share

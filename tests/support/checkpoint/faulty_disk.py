@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from areal_lora.checkpoint.files import Disk
+from areal_lora.checkpoint.state import Disk
 
 
 class FaultyDisk(Disk):

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from areal_lora.checkpoint.checkpoint_store import CheckpointStore, Snapshot
-from areal_lora.checkpoint.files import Disk
-from areal_lora.checkpoint.state import PARTS, AdapterState, Clock, Evaluation, Manifest, RankRandom
+from areal_lora.checkpoint.state import PARTS, AdapterState, Clock, Disk, Evaluation, Manifest, RankRandom
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, AdapterSpec
 

@@ -13,8 +13,7 @@ from areal_lora.checkpoint.state import PARTS, AdapterState, Evaluation
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config, TrainerConfig
 from areal_lora.config.recorded import write_config
-from areal_lora.engine.common.arena import ShardedModel
-from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.run_folder.paths import RunFolder

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from areal_lora.launcher.plan import make_plan
 from areal_lora.launcher.run import run_local
 from areal_lora.launcher.start import RunStart

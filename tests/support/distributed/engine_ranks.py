@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from areal_lora.algorithms.credit import explained_variance
-from areal_lora.algorithms.losses import value_loss
-from areal_lora.algorithms.reduce import token_weights
+from areal_lora.algorithms.advantages import explained_variance
+from areal_lora.algorithms.losses import token_weights, value_loss
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.data.collate import split_minibatches
 from areal_lora.engine.base import LossSums

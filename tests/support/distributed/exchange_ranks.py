@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_lora.engine.megatron_utils.token_exchange import Ranks, TokenExchange
+from areal_lora.engine.megatron_utils.cpu_patches import Ranks, TokenExchange
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 9, 6, 4, 2
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.load import load_config
-from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sections.run import own_place
 from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret

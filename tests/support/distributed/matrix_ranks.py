@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.common.adapter_memory import AdapterMemory, checked
-from areal_lora.engine.common.arena import Range, ShardedModel
-from areal_lora.engine.common.parallel_layout import ParallelLayout, check_widths
+from areal_lora.engine.common.arena import ParallelLayout, Range, ShardedModel, check_widths
 from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape
@@ -210,7 +209,7 @@ def check_modules(kind: str, module: nn.Module, adapter: dict[str, Tensor], layo
 
 def one_adapter(kind: str, module: nn.Module, model: ShardedModel, spec: AdapterSpec, groups: Any, layers: int) -> str:
     """Load, compare, pack, compare; returns the digest of the wire layout."""
-    from areal_lora.engine.layers.residents import ActiveAdapter
+    from areal_lora.engine.layers.expert_mlp import ActiveAdapter
     from areal_lora.engine.megatron_utils import lora
 
     adapter = peft_adapter(kind, layers, spec.expert_layout, spec.rank)
@@ -267,12 +266,12 @@ def one_layout(sizes: Sizes, index: int, refused: dict[str, str], digests: dict[
     """All families and adapters in one layout; returns how many combinations were checked."""
     from megatron.core import parallel_state
 
-    from areal_lora.engine.megatron_utils import initialize
+    from areal_lora.engine.megatron_utils import model
     from areal_lora.engine.megatron_utils import model as base
 
     count = 0
     config = TrainerConfig(world_size=sizes.world, tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, etp=sizes.etp)
-    tp_group, etp_group = initialize.initialize_parallel(config, CPU)
+    tp_group, etp_group = model.initialize_parallel(config, CPU)
     groups = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
     try:
         for kind in KV_HEADS:

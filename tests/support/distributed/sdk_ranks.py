@@ -13,8 +13,7 @@ from areal_lora.engine.base import AdamValues
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.operations.protocol import LoadState, Loss, LossSettings, Pass
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.trainer.clients.client_passes import batch_of
-from areal_lora.trainer.clients.saved_states import load_saved
+from areal_lora.trainer.clients.client_passes import batch_of, load_saved
 from areal_lora.types import AdapterSpec
 from tests.support.distributed.engine_ranks import OPTIMIZER
 from tests.support.distributed.operations_ranks import by_hand, digest

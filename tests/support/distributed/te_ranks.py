@@ -174,11 +174,10 @@ def adapted(seed: int, overlap: bool) -> dict[str, Any]:
     from megatron.bridge.peft import utils
 
     from areal_lora.engine.common.adapter_memory import AdapterMemory
-    from areal_lora.engine.common.arena import ShardedModel
-    from areal_lora.engine.common.parallel_layout import ParallelLayout
-    from areal_lora.engine.layers.residents import ActiveAdapter
-    from areal_lora.engine.megatron_utils.initialize import initialize_parallel
+    from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
+    from areal_lora.engine.layers.expert_mlp import ActiveAdapter
     from areal_lora.engine.megatron_utils.lora import attach
+    from areal_lora.engine.megatron_utils.model import initialize_parallel
     from areal_lora.families.shape import ModelShape
 
     utils.HAVE_TE, utils.TELayerNormColumnParallelLinear = True, LayerNormColumn

@@ -27,10 +27,10 @@ def run(role: str, argv: tuple[str, ...], env: dict[str, str], fault: str, folde
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(env)
-    from areal_lora.processes import faults
+    from areal_lora.processes import watched
 
     if fault:
-        faults._plan = faults.parse(fault)
+        watched._plan = watched.parse(fault)
     main = {"trainer": _trainer, "controller": _controller, "server": _server}[role]
     code = main(list(argv), folder, life)
     sys.stdout.flush()
@@ -51,16 +51,16 @@ def _server(argv: list[str], folder: Path, life: int) -> int:
 
 
 def _trainer(argv: list[str], folder: Path, life: int) -> int:
-    from areal_lora.checkpoint.files import Disk
+    from areal_lora.checkpoint.state import Disk
     from areal_lora.rollout.channel.client import ControllerClient
     from areal_lora.trainer import loop, main
-    from areal_lora.trainer.collective import waits
+    from areal_lora.trainer.collective import next_work
     from areal_lora.trainer.versions import publishing
     from tests.support.e2e.lenient_trainer import lift_checks
 
     lift_checks()
     diary = Diary(folder, life)
-    collate, learn, announce = waits.collate, loop.learn, ControllerClient.announce
+    collate, learn, announce = next_work.collate, loop.learn, ControllerClient.announce
     publish, reached = publishing.AdapterPublishing.publish, publishing.reached
     write = Disk.write
     groups: list[Any] = []
@@ -99,7 +99,7 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
         diary.write(what="announced", adapter=ref.name, version=ref.version)
         announce(self, ref, *args)
 
-    _replace(waits, "collate", collated)
+    _replace(next_work, "collate", collated)
     _replace(loop, "learn", learned)
     _replace(ControllerClient, "announce", announced)
     _replace(publishing.AdapterPublishing, "publish", sending)

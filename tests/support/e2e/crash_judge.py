@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_lora.config.models import Config
-from areal_lora.data.order import PromptOrder
+from areal_lora.data.prompts import PromptOrder
 from areal_lora.tasks.datasets import load_samples
 from tests.support.e2e.crash_child import DIARY
 from tests.support.e2e.crash_run import CrashRun, Kill

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from areal_lora.config.adapter_run import PROBE_TOLERANCES
 from areal_lora.config.models import Config
+from areal_lora.config.recorded import PROBE_TOLERANCES
 from areal_lora.data.collate import scoring_batch
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.megatron_engine import MegatronEngine

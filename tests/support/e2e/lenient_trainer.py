@@ -24,11 +24,11 @@ def interpreter(path: Path) -> Path:
 
 def lift_checks() -> None:
     """Lift the checks of log-probabilities against those of the servers."""
-    from areal_lora.algorithms import alignment
+    from areal_lora.algorithms import merging
     from areal_lora.trainer.learn import ALIGNMENT_LIMITS
     from areal_lora.weight_sync import probe
 
-    ALIGNMENT_LIMITS["float32"] = alignment.SHIFTED = probe.SHARE = math.inf
+    ALIGNMENT_LIMITS["float32"] = merging.SHIFTED = probe.SHARE = math.inf
 
 
 if __name__ == "__main__":

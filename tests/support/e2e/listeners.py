@@ -27,9 +27,8 @@ import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from areal_lora.network.curve import HANDSHAKE_REFUSED, connect_curve
-from areal_lora.network.keys import Plane, authorization, bearer_key
-from areal_lora.network.tls import client_context
+from areal_lora.network.rpc import HANDSHAKE_REFUSED, connect_curve
+from areal_lora.network.tls import Plane, authorization, bearer_key, client_context
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 

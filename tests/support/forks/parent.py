@@ -22,8 +22,8 @@ from contextlib import suppress
 
 from setproctitle import setproctitle
 
-from areal_lora.processes import faults
-from areal_lora.processes.importing import collector_paused
+from areal_lora.processes import watched
+from areal_lora.processes.startup import collector_paused
 
 LARGEST = 1 << 17  # bytes of a request: arguments and an environment
 STANDARD = 3  # descriptors: input, output, errors
@@ -100,7 +100,7 @@ def run(
         os.setsid()  # whoever ends sessions must not find that of the tests
         os.environ.clear()
         os.environ.update(environment)
-        faults._plan = faults.parse(text) if (text := os.environ.get(faults.VARIABLE)) else None  # as at its import
+        watched._plan = watched.parse(text) if (text := os.environ.get(watched.VARIABLE)) else None  # as at its import
         join_mounts(asker)
         os.chdir(cwd)
         for standard, descriptor in enumerate(descriptors):

@@ -16,9 +16,8 @@ import torch
 import tests.support.weight_sync  # registers the backend of sockets  # noqa: F401
 from areal_lora.config.models import TrainerConfig
 from areal_lora.engine.common.adapter_memory import AdapterMemory
-from areal_lora.engine.common.arena import ShardedModel
-from areal_lora.engine.common.parallel_layout import ParallelLayout
-from areal_lora.engine.vllm_ext.compat.matrix import Matrix
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
+from areal_lora.engine.vllm_ext.compat.weights import Matrix
 from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.errors import PublishError
 from areal_lora.families.shape import ModelShape

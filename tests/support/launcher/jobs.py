@@ -10,7 +10,7 @@ from pathlib import Path
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm.script import sbatch_script
 from tests.support.paths import EXAMPLES

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from areal_lora.operations.backlog import Backlog
 from areal_lora.operations.link import TrainerEnd
 from areal_lora.operations.protocol import (
+    Backlog,
     Datum,
     DropState,
     LoadState,

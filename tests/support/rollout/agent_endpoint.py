@@ -12,8 +12,7 @@ from typing import Any
 import aiohttp
 
 from areal_lora.data.formatting import Formatter
-from areal_lora.rollout.agent_gateway import AgentGateway
-from areal_lora.rollout.agents import AgentTask, AgentWorkflow
+from areal_lora.rollout.agents import AgentGateway, AgentTask, AgentWorkflow
 from areal_lora.rollout.conversations import ConversationFile
 from areal_lora.rollout.workflow import Episode, WorkflowContext
 from tests.support.rollout.fake_server import FakeServer

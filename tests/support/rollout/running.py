@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lora.config.models import WorkflowConfig
-from areal_lora.config.sections.reward import FunctionReward
-from areal_lora.config.sections.task import EvalSetConfig
+from areal_lora.config.sections.task import EvalSetConfig, FunctionReward
 from areal_lora.rollout.main import adapter_data, serve
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint

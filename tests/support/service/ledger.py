@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue.client_sessions import insert_model, open_session
-from areal_lora.service.queue.queue_rows import AdapterRow, Quota, Tables
-from areal_lora.service.queue.queue_schema import STEPS
+from areal_lora.service.queue.queue_rows import STEPS, AdapterRow, Quota, Tables
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.requests import CreateModel, Lora
 from areal_lora.service.refused import RequestError

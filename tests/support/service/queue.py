@@ -16,7 +16,7 @@ from areal_lora.run_folder.desired import read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.service.observed import ObservedAdapter
-from areal_lora.service.queue.lifecycle import AdapterRequest
+from areal_lora.service.queue.client_sessions import AdapterRequest
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import Quota

@@ -20,12 +20,10 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules.guardrails import resolve_targets
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, publish_endpoint
-from areal_lora.service.acceptance import Acceptance, api_of
+from areal_lora.service.acceptance import Acceptance, admit_operator, api_of, read_key
 from areal_lora.service.api import Api
-from areal_lora.service.gateway import Gateway
-from areal_lora.service.inference import Meter
+from areal_lora.service.gateway import Gateway, Meter
 from areal_lora.service.observed import RunObserver
-from areal_lora.service.operator_key import admit_operator, read_key
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import Key, Quota, digest_of, new_key

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from areal_lora.config.recorded import write_config
 from areal_lora.engine.vllm_ext.server.openai_api import CompletionBody, error_body
-from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, prompts_of
+from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, prompts_of
 from areal_lora.operations.protocol import Operation, OperationFailure
 from areal_lora.run_folder.desired import DesiredPhase, read_desired
 from areal_lora.run_folder.paths import RunFolder

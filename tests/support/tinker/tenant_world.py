@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from areal_lora.service.tinker import protos
+from areal_lora.service.tinker import passes
 from tests.support.service.running import section
 from tests.support.tinker.scripted import ScriptedRun
 
@@ -23,12 +23,12 @@ PROTOBUF = {"Content-Type": "application/x-protobuf"}
 
 
 def pass_body(model: str, seq: int, tokens: list[int] = TOKENS, loss: str = "cross_entropy") -> bytes:
-    message = protos.ForwardBackwardRequest(model_id=model.encode(), seq_id=seq, loss_fn=loss.encode())
+    message = passes.ForwardBackwardRequest(model_id=model.encode(), seq_id=seq, loss_fn=loss.encode())
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array(tokens[:-1], "<i4").tobytes()
     inputs = {
-        "target_tokens": (protos.INT64, np.array(tokens[1:], "<i8")),
-        "weights": (protos.FLOAT32, np.ones(len(tokens) - 1, "<f4")),
+        "target_tokens": (passes.INT64, np.array(tokens[1:], "<i8")),
+        "weights": (passes.FLOAT32, np.ones(len(tokens) - 1, "<f4")),
     }
     for key, (kind, values) in inputs.items():
         value = datum.loss_fn_inputs.add(key=key.encode()).value

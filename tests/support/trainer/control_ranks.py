@@ -15,7 +15,7 @@ from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import work
 from areal_lora.trainer.adapter import ControllerState, TrainingState
-from areal_lora.trainer.clients.saved_states import load_saved
+from areal_lora.trainer.clients.client_passes import load_saved
 from areal_lora.trainer.collective.next_work import next_work
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.work import Work

@@ -17,14 +17,13 @@ from torch import Tensor
 from areal_lora.config.models import TrainerConfig
 from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.engine.common.adapter_memory import AdapterMemory
-from areal_lora.engine.common.arena import Range, ShardedModel
-from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.engine.common.arena import ParallelLayout, Range, ShardedModel
 from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import PublishError
 from areal_lora.families.shape import ModelShape
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.trainer.versions.peft import export_adapter
+from areal_lora.trainer.versions.checkpointing import export_adapter
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import AdapterLayout
 from tests.support.families.shapes import make_shape

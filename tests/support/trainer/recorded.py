@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 
 from areal_lora.algorithms.registry import build_algorithm
-from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.load import load_config
-from areal_lora.config.sections.algorithm import AlgorithmConfig
+from areal_lora.config.recorded import adapter_run
+from areal_lora.config.sections.adapter import AlgorithmConfig
 from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.base import LossFn
 from areal_lora.trainer.adapter import Adapter

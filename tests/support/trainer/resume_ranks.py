@@ -17,18 +17,18 @@ import torch.distributed as dist
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.checkpoint.checkpoint_store import CheckpointStore
-from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.saver import CheckpointSave, Saver
-from areal_lora.config.adapter_run import adapter_run
+from areal_lora.checkpoint.state import Disk
 from areal_lora.config.load import load_config
 from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
-from areal_lora.config.sections.algorithm import AlgorithmConfig
+from areal_lora.config.recorded import adapter_run
+from areal_lora.config.sections.adapter import AlgorithmConfig
 from areal_lora.data.collate import scoring_batch
-from areal_lora.data.order import PromptOrder
+from areal_lora.data.prompts import PromptOrder
 from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
-from areal_lora.processes import faults
+from areal_lora.processes import watched
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState
@@ -59,7 +59,7 @@ OPTIMIZER = OptimizerConfig(lr=0.01, warmup_steps=4, schedule="linear", max_grad
 
 @dataclass(frozen=True)
 class Session:
-    """``fault``: see `areal_lora.processes.faults`, empty for none."""
+    """``fault``: see `areal_lora.processes.watched`, empty for none."""
 
     folder: str
     model: str
@@ -108,11 +108,11 @@ class Publishing:
             ref, save = self._pending.pop()
             if save is not None:
                 save.wait_settled()
-            faults.reached("trainer.publish_begun")
+            watched.reached("trainer.publish_begun")
             newest = find(RunFolder(self._folder), ref.name).newest
             assert newest is not None
             assert newest.manifest.version >= ref.version, "published before its checkpoint was durable"
-            faults.reached("trainer.published")
+            watched.reached("trainer.published")
 
     def changed(self) -> bool:
         return False  # no servers, so none that come or go
@@ -231,7 +231,7 @@ def live(session: Session) -> dict[str, Any]:
     )
     loop.next_work, loop.batch_of, loop.learn = controller.next_work, controller.batch_of, controller.learn
     if session.fault:
-        faults._plan = faults.parse(session.fault)
+        watched._plan = watched.parse(session.fault)
     loop.train(trainer)
     trainer.close()
     forget_layout()
@@ -240,7 +240,7 @@ def live(session: Session) -> dict[str, Any]:
 
 def _commit(controller: Controller, ref: AdapterRef) -> None:
     controller.note(f"commit {ref.version}")
-    faults.reached("trainer.committed")
+    watched.reached("trainer.committed")
 
 
 def crash(session: Session) -> None:

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 from areal_lora.algorithms.registry import build_algorithm
-from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.load import load_config
 from areal_lora.config.models import ModelConfig, TrainerConfig
+from areal_lora.config.recorded import adapter_run
 from areal_lora.data.collate import scoring_batch, split_rows
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.trainer.adapter import Adapter
 from areal_lora.trainer.companions import start
 from areal_lora.trainer.learn import annotate
-from areal_lora.trainer.versions.peft import warm_start
+from areal_lora.trainer.versions.checkpointing import warm_start
 from tests.support.distributed.engine_ranks import (
     OPTIMIZER,
     TARGETS,

@@ -28,15 +28,15 @@ from areal_lora.rollout.controller.retries import generation_failure
 from areal_lora.rollout.controller.runtime import Capacity
 from areal_lora.rollout.routing import Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, ShardManifest
+from areal_lora.weight_sync.manifest import adapter_digest
 from areal_lora.weight_sync.messages import JoinReply, PingReply, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.refusal import RefusalReason
-from areal_lora.weight_sync.seal import adapter_digest
-from areal_lora.weight_sync.trainer import fleet, leader, membership, publish_job, roster
+from areal_lora.weight_sync.trainer import fleet, leader, membership, publish_job
+from areal_lora.weight_sync.trainer.decisions import Attempt, Fail, Failure, FinishPublish, Sent, Wait
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import WATCH_S
 from areal_lora.weight_sync.trainer.report import PublishReport
 from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, StartOutcome, WaitOutcome
-from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, FinishPublish, Sent, Wait
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, episode, feed, stream
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, share, values
@@ -361,7 +361,7 @@ class World:
         """The whole hour: versions are made as long as servers come and go, and two after that."""
         self.config = WeightSyncConfig(rejoin_s=300.0)
         with pytest.MonkeyPatch.context() as patch:
-            for module in (leader, roster, fleet, publish_job):
+            for module in (leader, membership, fleet, publish_job):
                 patch.setattr(module, "time", Time(self))
             self.fleet = VirtualFleet(self)
             patch.setattr(leader, "Fleet", lambda *_: self.fleet)

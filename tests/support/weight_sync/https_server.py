@@ -7,8 +7,7 @@ import socket
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from areal_lora.network.keys import Plane
-from areal_lora.network.tls import server_context
+from areal_lora.network.tls import Plane, server_context
 from areal_lora.weight_sync import messages as tp
 
 Answering = Callable[[str, str, str | None, bytes], tuple[int, bytes]]

@@ -17,8 +17,7 @@ from areal_lora.distributed.exchange import Exchange, GroupExchange, SoloExchang
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
-from areal_lora.weight_sync.messages import ServerEndpoint
-from areal_lora.weight_sync.served import covered
+from areal_lora.weight_sync.messages import ServerEndpoint, covered
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import PublishHandle
 from areal_lora.weight_sync.trainer.publisher import Publisher

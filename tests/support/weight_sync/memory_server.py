@@ -19,14 +19,13 @@ import msgspec
 import numpy as np
 
 from areal_lora.errors import AdapterError, ManifestError, PublishError
-from areal_lora.network.keys import Plane, authorized
-from areal_lora.processes.faults import reached
-from areal_lora.processes.watched import watched_thread
+from areal_lora.network.tls import Plane, authorized
+from areal_lora.processes.watched import reached, watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
-from areal_lora.weight_sync.server.slot_versions import ServedVersions
+from areal_lora.weight_sync.server.slot_table import ServedVersions
 from areal_lora.weight_sync.server.transaction import AwaitRelease, PublishTransaction, Stage, check_turn, late_turn
 from tests.support.weight_sync.https_server import AdminHttpsServer
 from tests.support.weight_sync.memory_writer import MemoryWriter, Shapes

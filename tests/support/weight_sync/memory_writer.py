@@ -10,7 +10,7 @@ import numpy as np
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.blocks import Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout
-from areal_lora.weight_sync.served import LORA_B
+from areal_lora.weight_sync.messages import LORA_B
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class RecordedLane:
-    """A `platforms.lane.Lane` that writes into ``calls`` what is asked of it.
+    """A `platforms.device.Lane` that writes into ``calls`` what is asked of it.
 
     A copy happens in ``synchronize`` and not before: whoever reads earlier finds old bytes. A library that works on
     the host (gloo) begins in ``queue`` at once, so the copies queued before it happen there.

@@ -11,9 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lora.algorithms.kl import ESTIMATORS, k3
-from areal_lora.algorithms.losses import LOSSES, Behaviour, Clip, PolicyTerms, policy_loss, value_loss
-from areal_lora.algorithms.reduce import denominator, token_weights
+from areal_lora.algorithms.losses import (
+    ESTIMATORS,
+    LOSSES,
+    Behaviour,
+    Clip,
+    PolicyTerms,
+    denominator,
+    k3,
+    policy_loss,
+    token_weights,
+    value_loss,
+)
 from tests.support.trainer.packed import Row, batch_of, bounds, draw_rows, packed
 
 MASK = Behaviour(correction="mask", level="token", cap=2.0, floor=0.0)

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from areal_lora.algorithms.advantages import ADVANTAGES
-from areal_lora.algorithms.kl import ESTIMATORS
-from areal_lora.algorithms.losses import LOSSES
-from areal_lora.algorithms.reduce import Reduction
+from areal_lora.algorithms.losses import ESTIMATORS, LOSSES, Reduction
 from areal_lora.algorithms.registry import ReferenceTerms, build_algorithm
-from areal_lora.config.sections.algorithm import PRESETS, AdvantageName, AlgorithmConfig, Kind, LossName
+from areal_lora.config.sections.adapter import PRESETS, AdvantageName, AlgorithmConfig, Kind, LossName
 from areal_lora.trainer.learn import annotate, make_loss
 from areal_lora.types import TrainBatch
 from tests.support.trainer.recorded import RecordedEngine, make_adapter, make_batch

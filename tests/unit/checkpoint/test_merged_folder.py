@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_lora.checkpoint.adapter_io import load_peft, save_peft
 from areal_lora.checkpoint.merged_folder import write_merged
-from areal_lora.checkpoint.versions import aliases_of
+from areal_lora.checkpoint.recover import aliases_of
 from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.families.sites import pieces_of, sites_of, wire_names

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
-from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import ResumePlan, check_compatible, explain, find, tidy
+from areal_lora.checkpoint.state import Disk
 from areal_lora.config.load import load_config
 from areal_lora.config.models import AdapterConfig
 from areal_lora.errors import CheckpointError, ConfigError

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.state import (
     FORMAT,
     PARTS,
     AdapterState,
+    Disk,
     Evaluation,
     best_version,
     decode_manifest,

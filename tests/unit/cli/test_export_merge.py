@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal_lora.checkpoint.versions import pick_version
+from areal_lora.checkpoint.recover import pick_version
 from areal_lora.cli.app import main
 from tests.support.checkpoint.trained_run import make_run
 from tests.support.paths import TINY_MODEL

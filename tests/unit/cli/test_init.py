@@ -9,8 +9,7 @@ import pytest
 
 from areal_lora.cli import app
 from areal_lora.config.load import load_config
-from areal_lora.config.sections.reward import FunctionReward
-from areal_lora.config.sections.task import DatasetTask
+from areal_lora.config.sections.task import DatasetTask, FunctionReward
 from tests.support.paths import TINY_MODEL
 
 ROWS = [{"problem": f"{n} + 1?", "solution": f"#### {n + 1}"} for n in range(20)]

@@ -9,8 +9,7 @@ import pytest
 from areal_lora.cli import look as module
 from areal_lora.cli.look import look
 from areal_lora.cli.processes import Holder
-from areal_lora.cli.recorded_runs import recorded_config
-from areal_lora.cli.status import adapter_rows
+from areal_lora.cli.status import adapter_rows, recorded_config
 from areal_lora.config.models import Config, ServiceConfig
 from areal_lora.launcher.slurm.allocation import write_hosts
 from areal_lora.launcher.slurm.states import JobRecord
@@ -20,9 +19,8 @@ from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, write_desired
 from areal_lora.run_folder.events import EndEvent, RestartEvent, StartEvent, now_utc, write_event
-from areal_lora.run_folder.heartbeat import beat
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.status import set_status
+from areal_lora.run_folder.status import beat, set_status
 from areal_lora.types import AdapterPhase
 from tests.support.obs.fake_run import make_run
 from tests.support.obs.three_adapters import REASON, make_three

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from areal_lora.cli.processes import holder, is_free, lock_holders
-from areal_lora.launcher.run_lock import RunLock
+from areal_lora.launcher.start import RunLock
 from areal_lora.run_folder.paths import RunFolder
 
 LOCKS = """\

@@ -10,7 +10,7 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.sections.algorithm import PRESETS
+from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.section import described
 from areal_lora.errors import ConfigError, ConfigErrors
 from tests.support.paths import EXAMPLES

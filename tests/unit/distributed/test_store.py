@@ -14,9 +14,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from areal_lora.distributed.store import CurveStore
-from areal_lora.distributed.store_server import Await, KeyTable, Put, StoreServer
-from areal_lora.network.curve import zmq_curve_keys
+from areal_lora.distributed.store import Await, CurveStore, KeyTable, Put, StoreServer
+from areal_lora.network.rpc import zmq_curve_keys
 from tests.support.weight_sync.helpers import SECRET
 
 OTHER = "00" * 32
@@ -145,7 +144,7 @@ def test_the_servers_public_key_is_not_enough(server, monkeypatch):
     def half(secret, role):
         return zmq_curve_keys(SECRET if role == "torch-store" else OTHER, role)
 
-    monkeypatch.setattr("areal_lora.network.curve.zmq_curve_keys", half)
+    monkeypatch.setattr("areal_lora.network.rpc.zmq_curve_keys", half)
     with pytest.raises(dist.DistNetworkError):
         CurveStore(server.host, server.port, SECRET, 2.0)
 

@@ -8,7 +8,7 @@ import pytest
 from areal_lora.config.models import Config
 from areal_lora.doctor.checks import check_all, shared_memory_bytes
 from areal_lora.doctor.doctor_findings import Level
-from areal_lora.doctor.machine_facts import (
+from areal_lora.doctor.probes import (
     BandwidthFacts,
     CanaryFacts,
     DoctorFacts,

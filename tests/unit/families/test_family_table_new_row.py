@@ -19,25 +19,21 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.config.rules.guardrails import check
-from areal_lora.engine.common.arena import ShardedModel
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.model_folder import ModelFolder
-from areal_lora.engine.common.parallel_layout import ParallelLayout
 from areal_lora.engine.common.transfer_plan import load_plan, pack_plan, wire_layout
 from areal_lora.engine.megatron_utils.architecture import architecture
 from areal_lora.engine.megatron_utils.base_weights import load_base
 from areal_lora.families import registry
-from areal_lora.families.adapter_size import adapter_size
 from areal_lora.families.family import TARGETS, Attention, Experts, Family, GatedMlp, Scope
-from areal_lora.families.family_table import TABLE
 from areal_lora.families.peft_folder import CONFIG_FILE, declared_spec
-from areal_lora.families.registry import Families, family_of, target_of
+from areal_lora.families.registry import TABLE, Families, family_of, target_of, unsupported
 from areal_lora.families.shape import ModelShape
+from areal_lora.families.sites import adapter_size
 from areal_lora.families.targets import resolve
-from areal_lora.families.variants import unsupported
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
-from areal_lora.weight_sync.messages import ModulesReply
-from areal_lora.weight_sync.served import check_served
+from areal_lora.weight_sync.messages import ModulesReply, check_served
 from tests.support.families.tiny_families import TINY, save
 from tests.support.paths import EXAMPLES
 

@@ -8,8 +8,7 @@ import pytest
 
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import Family, GatedMlp, Scope
-from areal_lora.families.family_table import TABLE
-from areal_lora.families.registry import FAMILIES, Families, family_of, supported, target_of
+from areal_lora.families.registry import FAMILIES, TABLE, Families, family_of, supported, target_of
 from tests.support.families.tiny_families import TINY
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal_lora.families.published import known_config, known_models
+from areal_lora.families.registry import known_config, known_models, unsupported
 from areal_lora.families.shape import ModelShape
-from areal_lora.families.variants import unsupported
 from tests.support.paths import TINY_MODEL
 
 

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from areal_lora.families.adapter_size import adapter_size
 from areal_lora.families.family import Scope, covers
 from areal_lora.families.registry import FAMILIES, target_of
 from areal_lora.families.shape import ModelShape, read_hf_config
-from areal_lora.families.sites import pieces_of, sites_of, wire_names
+from areal_lora.families.sites import adapter_size, pieces_of, sites_of, wire_names
 from areal_lora.families.targets import resolve
 from areal_lora.types import AdapterSpec, ExpertLayout
 from tests.support.families.conversion import to_hf, to_megatron

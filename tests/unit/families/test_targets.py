@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from areal_lora.errors import ConfigError
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.targets import resolve
 

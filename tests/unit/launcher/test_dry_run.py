@@ -9,7 +9,7 @@ from rich.console import Console
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from areal_lora.launcher.dry_run import print_plan
 from areal_lora.launcher.plan import make_plan
 from tests.support.paths import EXAMPLES

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_lora.config.config_snapshot import missing_files, wanted
 from areal_lora.config.load import load_config
+from areal_lora.config.recorded import missing_files, wanted
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.hub import resolve
-from areal_lora.weight_sync.digests import base_digest
+from areal_lora.weight_sync.manifest import base_digest
 from tests.support.launcher.fake_hub import FakeHub, HubModel
 from tests.support.launcher.hub_cache import FIRST, NAME, SECOND, fill_cache, sharded, tiny_files
 from tests.support.paths import EXAMPLES, ROOT, TINY_MODEL

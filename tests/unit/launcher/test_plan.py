@@ -11,7 +11,7 @@ import pytest
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.errors import ConfigError
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from areal_lora.launcher.plan import JobPlan, make_plan, rank_coordinates
 from tests.support.paths import EXAMPLES
 

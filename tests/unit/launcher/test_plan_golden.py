@@ -11,7 +11,7 @@ import pytest
 from areal_lora.config.facts import Facts
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from tests.support.launcher.jobs import JOBS, as_text, job
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -16,10 +16,8 @@ from areal_lora.errors import (
     RolloutError,
     StalenessError,
 )
-from areal_lora.launcher.ended import ProcessExit
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, ProcessSpec
-from areal_lora.launcher.restarts import HEALTHY_S, LAUNCHES, Restarts, to_blame
-from areal_lora.launcher.stalls import Pulse
+from areal_lora.launcher.restarts import HEALTHY_S, LAUNCHES, ProcessExit, Pulse, Restarts, to_blame
 
 
 def spec(role: str = SERVER, index: int = 0) -> ProcessSpec:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from areal_lora.errors import ConfigError
-from areal_lora.launcher.run_lock import Owner, RunLock
+from areal_lora.launcher.start import Owner, RunLock
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import SUPPORT
 
@@ -22,7 +22,7 @@ LACKS = [["flock", "ENOSYS"], ["flock", "EOPNOTSUPP"], ["flock", "ENOLCK"]]
 HOLD = """
 import sys
 from areal_lora.errors import ConfigError
-from areal_lora.launcher.run_lock import RunLock
+from areal_lora.launcher.start import RunLock
 from areal_lora.run_folder.paths import RunFolder
 try:
     lock = RunLock(RunFolder.of(sys.argv[1]))

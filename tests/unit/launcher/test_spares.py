@@ -15,9 +15,9 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher import spares
-from areal_lora.launcher.run_lock import RunLock, is_locked
 from areal_lora.launcher.slurm.states import JobRecord
 from areal_lora.launcher.spares import Going, RunState, job_going, own_devices, run_spares
+from areal_lora.launcher.start import RunLock, is_locked
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from tests.support.clocks import wait_until

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config.adapter_run import more_steps, steps_of
 from areal_lora.config.models import Config
+from areal_lora.config.recorded import more_steps, steps_of
 from areal_lora.launcher.start import PreviousRun, previous_run
 from areal_lora.obs.report.summary import write_summary
 from tests.support.obs.three_adapters import make_three, three_config

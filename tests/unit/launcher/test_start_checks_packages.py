@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from areal_lora.errors import EnvironmentError_, ExitCode
-from areal_lora.launcher.start_checks import check_packages
+from areal_lora.launcher.start import check_packages
 from tests.support.obs.fake_run import make_config
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from areal_lora.cli.app import main
 from areal_lora.config.load import load_config
-from areal_lora.launcher.start_checks import prompt_findings
+from areal_lora.launcher.start import prompt_findings
 from tests.support.paths import EXAMPLES
 
 FILES = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from areal_lora.config.load import load_config
-from areal_lora.config.sections.reward import FunctionReward
+from areal_lora.config.sections.task import FunctionReward
 from areal_lora.errors import ConfigError
 from areal_lora.library.objects import given_sections, user_code
 from areal_lora.tasks.word_problems import draw_problem

@@ -8,7 +8,7 @@ from ipaddress import ip_address
 import pytest
 
 from areal_lora.config.load import load_config
-from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sections.run import own_place
 from areal_lora.errors import ConfigError
 from areal_lora.network import addresses
 from areal_lora.network.addresses import Interface, Place, choose, look, set_variables

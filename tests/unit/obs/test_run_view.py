@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from areal_lora.config.adapter_run import steps_of
+from areal_lora.config.recorded import steps_of
 from areal_lora.obs.console import LiveConsole
 from areal_lora.obs.metrics.records import AdapterStateRecord, ResumeRecord, StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter

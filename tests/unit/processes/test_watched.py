@@ -45,7 +45,7 @@ SHORT = {
     "trainer/audit.py:Auditor.__init__": "one comparison at a time; the next step waits for its Future",
     "doctor/examine.py:_bandwidth": "two processes of one measurement; their results are the caller's",
     "rollout/main.py:SharedResources.open": "one newcomer's rows; the request that joins it awaits them",
-    "tasks/reward_check.py:_problem": "the scores of a few answers; the caller waits for its Future",
+    "tasks/check.py:_reward_problem": "the scores of a few answers; the caller waits for its Future",
     "service/api.py:Api.take_in": "the checks of one adapter; they are awaited",
     "service/queue/queue.py:RequestQueue.create_model": "the checks of one adapter; they are awaited",
     "service/queue/queue.py:RequestQueue._serve_snapshot": "the checks of one adapter; they are awaited",
@@ -53,7 +53,7 @@ SHORT = {
     "service/api.py:Api.download": "the export of one version; it is awaited",
     "service/queue/queue.py:RequestQueue.serve": "one look-up; the samples that share it await it",
     "service/download.py:_sent": "one piece of a file; it is awaited",
-    "service/tinker/archives.py:Archives.send": "the export of one saved state; it is awaited",
+    "service/tinker/checkpoints.py:Archives.send": "the export of one saved state; it is awaited",
     "service/tinker/sample_tasks.py:Sampling._start": "one sample; its outcome is kept until it is fetched",
     "tasks/scorer.py:_patient": "one scoring; it is awaited",
     "tasks/scorer.py:_Child.spawn": "one look at what this machine allows; it is awaited",
@@ -66,12 +66,12 @@ SHORT = {
     "rollout/controller/controller.py:Controller._evaluate": "one evaluation in the controller's TaskGroup",
     "rollout/controller/controller.py:Controller._start": "one rollout in the controller's TaskGroup",
     "rollout/controller/controller.py:Controller._forget": "the end of one adapter in the controller's TaskGroup",
-    "rollout/channel/control.py:ControlSocket.serve": "one request in the controller's TaskGroup",
+    "rollout/channel/channel_session.py:ControlSocket.serve": "one request in the controller's TaskGroup",
     "engine/vllm_ext/server/sampling.py:all_of": "the answers of one request in a TaskGroup that is awaited",
     "engine/vllm_ext/server/sampling.py:_merged": "the streams of one request; they are awaited",
     "network/http_server.py:unless_disconnected": "one request; it is awaited",
     "network/http_server.py:task_unless_disconnected": "one message of a request; it is awaited",
-    "rollout/agent_gateway.py:AgentGateway._within": "one request; it is awaited",
+    "rollout/agents.py:AgentGateway._within": "one request; it is awaited",
     "engine/vllm_ext/server/leaving.py:Door.__call__": "one request; it is awaited",
 }
 """Where the package starts a thread or task that ends with one piece of work that a caller waits for."""
@@ -145,7 +145,7 @@ BLOCKED = {
 def test_a_dead_thread_ends_a_process_whose_main_thread_is_blocked(blocked: str) -> None:
     code = f"""
 import threading, time
-from areal_lora.processes.log import setup_logging
+from areal_lora.processes.startup import setup_logging
 from areal_lora.processes.watched import watched_thread
 setup_logging("trainer", 3)
 def look_at_servers():
@@ -166,7 +166,7 @@ def test_the_exit_code_is_that_of_the_error_and_an_unread_log_does_not_hold_up_t
 import os, sys, threading
 from areal_lora.errors import RecordError
 from areal_lora.processes import watched
-from areal_lora.processes.log import setup_logging
+from areal_lora.processes.startup import setup_logging
 reading, writing = os.pipe()
 os.set_blocking(writing, False)
 try:
@@ -186,7 +186,7 @@ threading.Event().wait()
 def test_a_dead_task_ends_the_process_although_its_group_would_wait_for_others() -> None:
     code = """
 import asyncio
-from areal_lora.processes.log import setup_logging
+from areal_lora.processes.startup import setup_logging
 from areal_lora.processes.watched import watched_task
 setup_logging("controller", 0)
 async def stubborn():

@@ -13,12 +13,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from areal_lora.algorithms.advantages import ADVANTAGES
-from areal_lora.algorithms.credit import Shaping, token_credit
-from areal_lora.algorithms.kl import k1
+from areal_lora.algorithms.advantages import ADVANTAGES, Shaping, token_credit
+from areal_lora.algorithms.losses import k1
 from areal_lora.data.collate import collate
-from areal_lora.rollout.agent_gateway import MAX_BODY_BYTES, AgentGateway
-from areal_lora.rollout.agents import AgentTask, AgentWorkflow
+from areal_lora.rollout.agents import MAX_BODY_BYTES, AgentGateway, AgentTask, AgentWorkflow
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.routing import server_observer
 from areal_lora.rollout.workflow import Episode

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_lora.network.headers import LEAVING_HEADER
+from areal_lora.network.http_server import LEAVING_HEADER
 from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
 from areal_lora.rollout.routing import Router
 from areal_lora.types import AdapterRef, Generation, Outcome

@@ -17,7 +17,7 @@ from areal_lora.errors import AlignmentError, ConfigError
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentWorkflow
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.multi_turn import MultiTurnWorkflow
+from areal_lora.rollout.conversations import MultiTurnWorkflow
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, Workflow, WorkflowContext
 from areal_lora.rollout.workflow_loading import build_workflow
 from areal_lora.types import AdapterRef, Outcome, TrajectoryGroup

@@ -13,9 +13,9 @@ FOLDER = RunFolder(Path("runs/x"))
 PACKAGE = ROOT / "areal_lora"
 MODEL_FOLDER = {
     "families/shape.py",
-    "config/config_snapshot.py",
+    "config/recorded.py",
     "launcher/hub.py",
-    "weight_sync/digests.py",
+    "weight_sync/manifest.py",
     "checkpoint/merged_folder.py",
 }
 """These read or write the config.json of a model."""

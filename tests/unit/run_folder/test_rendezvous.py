@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import ConfigError, EnvironmentError_, ProcessFailed
-from areal_lora.network import curve
+from areal_lora.network import rpc
 from areal_lora.run_folder import rendezvous
 from areal_lora.run_folder.paths import RunFolder
 
@@ -82,11 +82,11 @@ def test_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
 
 def test_curve_keys_are_pairs_that_depend_on_secret_and_role() -> None:
     zmq = pytest.importorskip("zmq")
-    public, private = curve.zmq_curve_keys("aa", "controller")
+    public, private = rpc.zmq_curve_keys("aa", "controller")
     assert zmq.curve_public(private) == public
-    assert curve.zmq_curve_keys("aa", "controller") == (public, private)
-    assert curve.zmq_curve_keys("aa", "trainer")[1] != private
-    assert curve.zmq_curve_keys("ab", "controller")[1] != private
+    assert rpc.zmq_curve_keys("aa", "controller") == (public, private)
+    assert rpc.zmq_curve_keys("aa", "trainer")[1] != private
+    assert rpc.zmq_curve_keys("ab", "controller")[1] != private
 
 
 class Trouble:

@@ -9,7 +9,7 @@ import msgspec
 import psutil
 import pytest
 
-from areal_lora.config.sections.reward import CodeReward
+from areal_lora.config.sections.task import CodeReward
 from areal_lora.errors import EnvironmentError_
 from areal_lora.tasks.code_reward import CodeSettings, extract_program, row_tests
 from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_lora.config.sections.reward import JudgeReward
+from areal_lora.config.sections.task import JudgeReward
 from areal_lora.errors import ConfigError
 from areal_lora.tasks import scorer_setup
 from areal_lora.tasks.judge import JudgeFault, JudgeSettings, fill, read_score

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from areal_lora.config.sections.reward import BuiltInReward
+from areal_lora.config.sections.task import BuiltInReward
 from areal_lora.tasks.rewards import RewardSpec, reward_call
 from areal_lora.tasks.scorer import ScoreItem, ScorerPool
 from areal_lora.types import Outcome

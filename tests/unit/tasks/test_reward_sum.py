@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from areal_lora.config.sections.reward import BuiltInReward, CodeReward, FunctionReward, RewardConfig
+from areal_lora.config.sections.task import BuiltInReward, CodeReward, FunctionReward, RewardConfig
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.reward_sum import RewardSum, weighted
 from areal_lora.tasks.scorer import Score, ScoreItem

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lora.config.sections.reward import BuiltInReward, FunctionReward
+from areal_lora.config.sections.task import BuiltInReward, FunctionReward
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks import scorer
 from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
@@ -181,7 +181,7 @@ def test_scoring_that_ends_in_time_survives_a_controller_that_is_stopped(tmp_pat
     code = (
         "import asyncio\n"
         "from pathlib import Path\n"
-        "from areal_lora.config.sections.reward import FunctionReward\n"
+        "from areal_lora.config.sections.task import FunctionReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "async def run():\n"
         f"    async with ScorerPool(FunctionReward(path={FAULTY!r}, timeout_s=1)) as pool:\n"
@@ -377,7 +377,7 @@ def test_the_fence_holds_for_an_ordinary_user(tmp_path):
     code = (
         "import asyncio, os\n"
         "from pathlib import Path\n"
-        "from areal_lora.config.sections.reward import FunctionReward\n"
+        "from areal_lora.config.sections.task import FunctionReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "assert os.getuid() == 65534\n"
         f"folder = Path({str(tmp_path)!r})\n"
@@ -664,7 +664,7 @@ def test_a_thousand_faults_leak_no_process_and_no_descriptor():
 def test_children_end_when_their_parent_is_killed_while_they_score():
     code = (
         "import asyncio, os\n"
-        "from areal_lora.config.sections.reward import FunctionReward\n"
+        "from areal_lora.config.sections.task import FunctionReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "async def run():\n"
         f"    pool = ScorerPool(FunctionReward(path={FAULTY!r}, timeout_s=9))\n"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from areal_lora.algorithms.credit import explained_variance
+from areal_lora.algorithms.advantages import explained_variance
 from areal_lora.trainer.companions import improve
 from areal_lora.trainer.learn import annotate, learn
 from areal_lora.types import TrainBatch

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from areal_lora.algorithms.kl import k3
-from areal_lora.data.collate import collate
-from areal_lora.data.packing import find_trees, plan_microbatches
+from areal_lora.algorithms.losses import k3
+from areal_lora.data.collate import collate, find_trees, plan_microbatches
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.base import LossFn
-from areal_lora.engine.layers.packed import PackedMicroBatch, pack, to_sequences
+from areal_lora.engine.layers.attention import PackedMicroBatch, pack, to_sequences
 from areal_lora.errors import AlignmentError
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer import loop

@@ -16,8 +16,7 @@ from areal_lora.errors import AlignmentError, ArealLoraError, ParityError, Publi
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.audit import Audit
-from areal_lora.trainer.collective.next_work import next_work
-from areal_lora.trainer.collective.waits import batch_of, catch_up, collect_audit, join_checkpoint
+from areal_lora.trainer.collective.next_work import batch_of, catch_up, collect_audit, join_checkpoint, next_work
 from areal_lora.trainer.loop import save_and_publish
 from areal_lora.trainer.work import Finish, Leave, Pause, PublishFault, RolloutFault, TrainOn, Work
 from areal_lora.types import AdapterPhase

@@ -17,7 +17,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from areal_lora.errors import AdapterError
-from areal_lora.processes.parent import die_with_parent
+from areal_lora.processes.startup import die_with_parent
 
 WHOLE = "areal_lora_whole"
 """Key in ``SamplingParams.extra_args``: the reader needs the request's tokens only when it has ended

@@ -29,7 +29,7 @@ from vllm.model_executor.layers.linear import (
 
 from areal_lora.errors import AdapterError
 from areal_lora.families.registry import target_of
-from areal_lora.weight_sync.served import WEIGHT
+from areal_lora.weight_sync.messages import LORA_A, LORA_B, WEIGHT
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Of every family; vLLM's own table of a model leaves out what its LoRA does not adapt."""
@@ -178,3 +178,28 @@ def _host(layer: Any, *shape: int) -> Tensor:
 def _parameter(staged: Tensor) -> nn.Parameter:
     """A copy: some of vLLM's kernels keep the memory that they are given, and the next version is staged meanwhile."""
     return nn.Parameter(staged.clone(), requires_grad=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """One ``lora_A`` or ``lora_B`` of the model as one worker holds it.
+
+    ``stacked`` is ``[S, E, max_rank, in_part]`` (A) or ``[S, E, out_part, max_rank]`` (B) for S slots,
+    of which this is entry ``index`` of the second dimension; None where another worker holds it
+    (expert parallel). The part is ``start`` onwards of an in- or output dimension that is ``full``
+    long (tensor parallel).
+    """
+
+    name: str
+    stacked: torch.Tensor | None
+    index: int
+    start: int
+    full: int
+
+    @property
+    def is_a(self) -> bool:
+        return self.name.endswith(LORA_A)
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(LORA_A).removesuffix(LORA_B)

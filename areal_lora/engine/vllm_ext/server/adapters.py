@@ -39,14 +39,12 @@ from areal_lora.engine.vllm_ext.worker.channel import (
     WorkerChannel,
 )
 from areal_lora.errors import PublishError, UnknownVersionError
-from areal_lora.processes.faults import reached
-from areal_lora.processes.log import get_logger
-from areal_lora.processes.watched import watched_task
+from areal_lora.processes.startup import get_logger
+from areal_lora.processes.watched import reached, watched_task
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import PING_S, JoinRequest, PublishReply, StageResult
-from areal_lora.weight_sync.server.slot_table import ResidentVersion
-from areal_lora.weight_sync.server.slot_versions import ServedVersions
+from areal_lora.weight_sync.server.slot_table import ResidentVersion, ServedVersions
 from areal_lora.weight_sync.server.transaction import (
     AwaitRelease,
     Commit,

@@ -32,7 +32,7 @@ from areal_lora.engine.vllm_ext.server.leaving import Stop
 from areal_lora.engine.vllm_ext.server.sampling import all_of
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.network.http_server import BodyLimit
-from areal_lora.network.keys import Plane
+from areal_lora.network.tls import Plane
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import (
     CONTENT_TYPE,

@@ -30,18 +30,19 @@ from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.server.generate import BACKGROUND_S, BadRequest, Generator
 from areal_lora.engine.vllm_ext.server.openai_api import (
+    PATH,
     AnswerBody,
     ChatBody,
     CompletionBody,
     CompletionChoice,
+    ToolCallParsers,
     Usage,
     error_body,
+    tool_calls_handler,
 )
 from areal_lora.engine.vllm_ext.server.sampling import SampledPart, Sampler
-from areal_lora.engine.vllm_ext.server.tool_calls import PATH, ToolCallParsers, tool_calls_handler
 from areal_lora.errors import PublishError, UnknownVersionError
-from areal_lora.network.http_server import unless_disconnected
-from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, prompts_of, too_large
+from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, prompts_of, too_large, unless_disconnected
 
 Body = CompletionBody | ChatBody
 JSON = "application/json"

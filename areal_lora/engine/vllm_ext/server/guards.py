@@ -5,8 +5,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_lora.network.http_server import BodyLimit, header, refusal
-from areal_lora.network.keys import Plane, authorized, bearer_key
-from areal_lora.network.tls import ca_pem, on_loopback
+from areal_lora.network.tls import Plane, authorized, bearer_key, ca_pem, on_loopback
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 

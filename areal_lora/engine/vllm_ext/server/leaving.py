@@ -18,8 +18,8 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from areal_lora.network.headers import LEAVING_HEADER
-from areal_lora.processes.log import get_logger
+from areal_lora.network.http_server import LEAVING_HEADER
+from areal_lora.processes.startup import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, forget_endpoint, read_endpoint
 from areal_lora.run_folder.status import set_status

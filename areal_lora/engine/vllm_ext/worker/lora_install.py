@@ -12,17 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from areal_lora.engine.vllm_ext.compat.matrix import Matrix
+from areal_lora.engine.vllm_ext.compat.weights import Matrix
 from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.families.family import Scope, covers
 from areal_lora.families.registry import path_of
-from areal_lora.platforms.lane import LaneFactory, lane_of
-from areal_lora.processes.faults import renamed
+from areal_lora.platforms.device import LaneFactory, lane_of
+from areal_lora.processes.watched import renamed
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout, WireTensor
+from areal_lora.weight_sync.messages import check_targets, served_shapes
 from areal_lora.weight_sync.refusal import RefusalReason
-from areal_lora.weight_sync.served import check_targets, served_shapes
 
 _VLLM_MODULES = {
     ("linear_qkv", Scope.ATTENTION): "qkv_proj",

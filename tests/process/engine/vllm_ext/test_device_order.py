@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_lora.engine.vllm_ext.compat.matrix import Matrix
+from areal_lora.engine.vllm_ext.compat.weights import Matrix
 from areal_lora.engine.vllm_ext.server.adapters import ServedAdapters
 from areal_lora.engine.vllm_ext.worker import channel as ch
 from areal_lora.run_folder.paths import RunFolder

@@ -20,9 +20,9 @@ import pytest
 from areal_lora.errors import AdapterError, PublishError
 from areal_lora.families.registry import target_of
 from areal_lora.types import AdapterRef, ExpertLayout
-from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import make_layout
-from areal_lora.weight_sync.served import check_served
+from areal_lora.weight_sync.manifest import base_digest
+from areal_lora.weight_sync.messages import check_served
 from tests.support.clocks import wait_until
 from tests.support.engine.vllm_ext.serving import (
     ALPHA,

@@ -25,9 +25,9 @@ from areal_lora.families.shape import ModelShape
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef, AdapterSpec
-from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import make_layout
-from areal_lora.weight_sync.served import covered
+from areal_lora.weight_sync.manifest import base_digest
+from areal_lora.weight_sync.messages import covered
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import PublishHandle
 from areal_lora.weight_sync.trainer.publisher import Publisher

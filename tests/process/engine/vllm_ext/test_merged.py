@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from areal_lora.errors import AdapterError, ManifestError, PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import Payload, make_layout
-from areal_lora.weight_sync.served import check_served
+from areal_lora.weight_sync.messages import check_served
 from tests.support.engine.vllm_ext.serving import (
     ALPHA,
     PROMPT,

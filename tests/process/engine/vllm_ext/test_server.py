@@ -22,15 +22,13 @@ from areal_lora.engine.vllm_ext.server import admin_routes
 from areal_lora.engine.vllm_ext.server.main import WORKERS_S
 from areal_lora.engine.vllm_ext.worker.extension import NICE
 from areal_lora.errors import ManifestError, ProcessFailed, PublishError
-from areal_lora.network.keys import Plane
-from areal_lora.network.tls import client_context
-from areal_lora.run_folder.heartbeat import last_beats
+from areal_lora.network.tls import Plane, client_context
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
+from areal_lora.run_folder.status import last_beats
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import messages as transport
-from areal_lora.weight_sync.digests import base_digest
-from areal_lora.weight_sync.manifest import Announcement, encode
+from areal_lora.weight_sync.manifest import Announcement, base_digest, encode
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from tests.support import shared_memory
 from tests.support.clocks import wait_until

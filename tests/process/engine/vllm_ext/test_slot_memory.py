@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 from areal_lora.config.sizing.memory import job_memory, slot_count, slot_parameters
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterRef, AdapterSpec
-from areal_lora.weight_sync.digests import base_digest
+from areal_lora.weight_sync.manifest import base_digest
 from tests.support.engine.vllm_ext.serving import (
     ALPHA,
     RANK,

@@ -15,12 +15,11 @@ import aiohttp
 import pytest
 
 from areal_lora.errors import PublishError
-from areal_lora.processes.faults import VARIABLE
+from areal_lora.processes.watched import VARIABLE
 from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.rollout.completion_client import CompletionClient
-from areal_lora.rollout.controller.eval_places import EvalPlaces
 from areal_lora.rollout.controller.eval_sets import HeldOut
-from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator
+from areal_lora.rollout.controller.evaluation import CHUNK, EvalPlaces, Evaluator
 from areal_lora.rollout.routing import Router
 from areal_lora.tasks.rewards import numeric_match
 from areal_lora.tasks.scorer import Score, ScoreItem

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_lora.families.family import Family
-from areal_lora.families.family_table import TABLE
+from areal_lora.families.registry import TABLE
 
 pytestmark = pytest.mark.slow  # importing vLLM
 

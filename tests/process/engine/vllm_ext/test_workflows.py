@@ -18,8 +18,7 @@ from areal_lora.config.models import SamplingConfig
 from areal_lora.data.collate import collate
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import Prompt
-from areal_lora.rollout.agent_gateway import AgentGateway
-from areal_lora.rollout.agents import AgentTask, AgentWorkflow
+from areal_lora.rollout.agents import AgentGateway, AgentTask, AgentWorkflow
 from areal_lora.rollout.completion_client import (
     CompletionClient,
     GenerationFault,
@@ -27,7 +26,7 @@ from areal_lora.rollout.completion_client import (
     ParsedText,
     ToolCallsRequest,
 )
-from areal_lora.rollout.multi_turn import MultiTurnWorkflow, Reply
+from areal_lora.rollout.conversations import MultiTurnWorkflow, Reply
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Episode, WorkflowContext
 from areal_lora.tasks.scorer import Score, ScoreItem

@@ -9,8 +9,7 @@ import torch
 
 from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.types import AdapterSpec
-from areal_lora.weight_sync.layout import AdapterLayout, make_layout
-from areal_lora.weight_sync.tables import LayoutTables
+from areal_lora.weight_sync.layout import AdapterLayout, LayoutTables, make_layout
 from tests.support.weight_sync.adapters import pack_of
 
 Full = dict[str, np.ndarray]

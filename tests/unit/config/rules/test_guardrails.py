@@ -13,8 +13,7 @@ from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.config.sizing.slots import adapter_capacity, served_targets
 from areal_lora.errors import ConfigError
-from areal_lora.families.derived import derive
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import derive, known_config
 from tests.support.paths import EXAMPLES
 
 MOE = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"]

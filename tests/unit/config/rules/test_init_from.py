@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from areal_lora.checkpoint.adapter_io import load_peft
-from areal_lora.checkpoint.fuse import fused
+from areal_lora.checkpoint.merged_folder import fused
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.rules.guardrails import check, resolve_targets
-from areal_lora.engine.common.arena import ShardedModel
-from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.errors import AdapterError
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE

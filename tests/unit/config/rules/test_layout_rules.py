@@ -11,9 +11,9 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import TrainerConfig
 from areal_lora.config.rules.layout_rules import trainer_layout
-from areal_lora.engine.common.parallel_layout import ParallelLayout, check_widths
+from areal_lora.engine.common.arena import ParallelLayout, check_widths
 from areal_lora.errors import ConfigError
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
 from tests.support.paths import EXAMPLES
 

@@ -8,7 +8,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from tests.support.paths import EXAMPLES
 
 MOE = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"]

@@ -9,12 +9,12 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import AdapterConfig, Config, ServiceConfig
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
-from areal_lora.config.sections.reward import BuiltInReward
-from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory, slurm_bytes, staging_bytes
-from areal_lora.engine.common.arena import ShardedModel
-from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.config.rules.memory_rules import slurm_bytes
+from areal_lora.config.sections.task import BuiltInReward
+from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory, staging_bytes
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import wire_layout
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
 from areal_lora.weight_sync.layout import plan_buckets
 from areal_lora.weight_sync.link.inbox import RING

@@ -7,7 +7,7 @@ from dataclasses import replace
 from areal_lora.config.load import load_config
 from areal_lora.config.sizing.memory import job_memory
 from areal_lora.config.sizing.what_if import AS_IT_IS, WhatIf, what_if
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
 from tests.support.paths import EXAMPLES
 

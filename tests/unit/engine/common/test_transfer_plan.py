@@ -16,8 +16,7 @@ from torch import Tensor
 
 from areal_lora.config.models import TrainerConfig
 from areal_lora.engine.common import transfer_plan as plans
-from areal_lora.engine.common.arena import Arena, ShardedModel, arrange
-from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.engine.common.arena import Arena, ParallelLayout, ShardedModel, arrange
 from areal_lora.families.family import Scope
 from areal_lora.families.sites import SiteKey
 from areal_lora.types import AdapterSpec, ExpertLayout

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_lora.config.models import ModelConfig
 from areal_lora.engine.common import model_folder
-from areal_lora.engine.common.model_folder import ModelFolder
-from areal_lora.engine.common.shared_base import share
+from areal_lora.engine.common.model_folder import ModelFolder, share
 from areal_lora.engine.fsdp_utils.base_weights import Sources, shard_rows
 from areal_lora.errors import UnknownTensorError
 from tests.support.families.tiny_families import TINY, save

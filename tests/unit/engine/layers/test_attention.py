@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_lora.data.packing import MicroPlan, Tree
-from areal_lora.engine.layers.attention import attend
-from areal_lora.engine.layers.packed import pack
+from areal_lora.data.collate import MicroPlan, Tree
+from areal_lora.engine.layers.attention import attend, pack
 from tests.support.distributed.engine_ranks import make_batch
 
 ROWS = [[7] * 9 + [1, 2], [7] * 9 + [3], [7] * 9 + [4, 5, 6, 7, 8], [9, 9, 1], [5] * 23, [2]]

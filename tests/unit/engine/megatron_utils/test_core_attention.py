@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_lora.data.packing import MicroPlan, Tree
-from areal_lora.engine.layers.attention import AttentionPlan, Segment
-from areal_lora.engine.layers.packed import pack
+from areal_lora.data.collate import MicroPlan, Tree
+from areal_lora.engine.layers.attention import AttentionPlan, Segment, pack
 from areal_lora.engine.megatron_utils.core_attention import PackedAttention, Packing, Rotary
 from tests.support.distributed.engine_ranks import make_batch
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from areal_lora.engine.megatron_utils.experts import ExpertLora, GroupedExperts, GroupedLinear
+from areal_lora.engine.layers.expert_mlp import ExpertLora
+from areal_lora.engine.megatron_utils.experts import GroupedExperts, GroupedLinear
 
 HIDDEN, WIDTH, RANK, SCALE = 12, 6, 3, 1.7
 SPLITS = [4, 0, 7, 1]

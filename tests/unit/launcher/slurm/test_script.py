@@ -14,7 +14,7 @@ import pytest
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
-from areal_lora.families.published import known_config
+from areal_lora.families.registry import known_config
 from areal_lora.launcher.plan import make_plan
 from areal_lora.launcher.slurm.script import SUPERVISOR, sbatch_script
 from tests.support.paths import EXAMPLES

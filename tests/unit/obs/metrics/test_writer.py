@@ -12,9 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from areal_lora.errors import RecordError
 from areal_lora.obs.metrics.reader import MetricsTail, read_metrics
 from areal_lora.obs.metrics.records import AdapterStateRecord
-from areal_lora.obs.metrics.sample_records import sample_files, sample_lines
-from areal_lora.obs.metrics.writer import MetricsWriter
-from areal_lora.run_folder.jsonl import JsonlSink
+from areal_lora.obs.metrics.writer import MetricsWriter, sample_files, sample_lines
+from areal_lora.run_folder.events import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
 from tests.support.obs.records import EVAL, PUBLISH, SAMPLE, STEP, step_record

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config.adapter_run import ENDLESS
+from areal_lora.config.recorded import ENDLESS
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.plots import Plots
 from tests.support.obs.page import Page

@@ -16,8 +16,7 @@ from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
 from areal_lora.data.formatting import Formatter
-from areal_lora.engine.vllm_ext.server.openai_api import ToolCallsBody
-from areal_lora.engine.vllm_ext.server.tool_calls import ToolCallParsers
+from areal_lora.engine.vllm_ext.server.openai_api import ToolCallParsers, ToolCallsBody
 from areal_lora.rollout.agents import AgentTask
 from areal_lora.rollout.conversations import ConversationFile, read_conversations
 from areal_lora.run_folder.paths import RunFolder

@@ -15,9 +15,8 @@ from areal_lora.errors import RolloutError
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.channel import channel_session as sessions
 from areal_lora.rollout.channel import client as verbs
-from areal_lora.rollout.channel.channel_session import Reminders
+from areal_lora.rollout.channel.channel_session import ControlSocket, Reminders
 from areal_lora.rollout.channel.client import ControllerClient
-from areal_lora.rollout.channel.control import ControlSocket
 from areal_lora.run_folder.rendezvous import Endpoint
 from areal_lora.types import AdapterRef
 from tests.support.rollout.helpers import NAME, episode, stream

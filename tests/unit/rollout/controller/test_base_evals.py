@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.sections.reward import FunctionReward
-from areal_lora.config.sections.task import EvalSetConfig, WordProblemsTask
+from areal_lora.config.sections.task import EvalSetConfig, FunctionReward, WordProblemsTask
 from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
 from areal_lora.rollout.controller.base_evals import BaseEvals
-from areal_lora.rollout.eval_record import eval_record
 from areal_lora.rollout.main import adapter_data
+from areal_lora.rollout.workflow import eval_record
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfig
-from areal_lora.config.sections.reward import FunctionReward
+from areal_lora.config.sections.task import FunctionReward
 from areal_lora.data.collate import collate
 from areal_lora.errors import ExitCode, RolloutError
 from areal_lora.rollout.channel import channel_messages as m
@@ -241,7 +241,7 @@ def test_a_reward_that_fails_on_everything_ends_the_adapter_with_the_users_line(
 
 
 ENVIRONMENT = """
-from areal_lora.rollout.multi_turn import Reply
+from areal_lora.rollout.conversations import Reply
 
 class Twice:
     def __init__(self, said):

@@ -17,9 +17,9 @@ from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller import controller as controller_module
 from areal_lora.rollout.controller import retries
-from areal_lora.rollout.controller.admission import Claim
 from areal_lora.rollout.controller.controller import Controller, JoinedAdapter
 from areal_lora.rollout.controller.groups import GroupTally
+from areal_lora.rollout.controller.pacing import Claim
 from areal_lora.rollout.ledger.file import LedgerError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret

@@ -11,7 +11,7 @@ import pytest
 
 from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfig
 from areal_lora.rollout.channel.channel_messages import EvalSetResult, NotReady, StepRequest
-from areal_lora.rollout.controller.eval_places import EvalPlaces
+from areal_lora.rollout.controller.evaluation import EvalPlaces
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.tasks.datasets import load_samples
@@ -28,7 +28,7 @@ REF = AdapterRef(name=NAME, version=0)
 Start = Callable[..., Running]
 
 ENVIRONMENT = """
-from areal_lora.rollout.multi_turn import Reply
+from areal_lora.rollout.conversations import Reply
 
 class Twice:
     def __init__(self):

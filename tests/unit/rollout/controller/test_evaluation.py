@@ -11,9 +11,8 @@ from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.rollout import routing
 from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
 from areal_lora.rollout.completion_client import CompletionClient
-from areal_lora.rollout.controller.eval_places import EvalPlaces
 from areal_lora.rollout.controller.eval_sets import HeldOut, fitting
-from areal_lora.rollout.controller.evaluation import CHUNK, MAX_TRIES, SCORED_AT_ONCE, Evaluator
+from areal_lora.rollout.controller.evaluation import CHUNK, MAX_TRIES, SCORED_AT_ONCE, EvalPlaces, Evaluator
 from areal_lora.rollout.routing import Router
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Outcome, Sample

@@ -14,8 +14,7 @@ from areal_lora.rollout.controller.retries import (
     RequestFailure,
     generation_failure,
 )
-from areal_lora.rollout.ledger.file import LedgerFile
-from areal_lora.rollout.ledger.ledger_records import GroupState
+from areal_lora.rollout.ledger.file import GroupState, LedgerFile
 from areal_lora.types import Cause
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, admit_all, episode, feed, stream

@@ -8,9 +8,8 @@ from itertools import product
 
 import pytest
 
-from areal_lora.rollout.controller.pacing import LARGEST, WINDOW, Pacer, Pacing
+from areal_lora.rollout.controller.pacing import LARGEST, WINDOW, Pacer, Pacing, StalenessBudget
 from areal_lora.rollout.controller.pool import GroupPool
-from areal_lora.rollout.controller.staleness import StalenessBudget
 from tests.support.clocks import Clock
 from tests.support.rollout.workload import Outcome, Workload
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.rollout.ledger.file import LedgerError
+from areal_lora.rollout.ledger.file import GroupState, LedgerError
 from areal_lora.rollout.ledger.ledger import FOLD_EVERY, KEEP_STEPS
-from areal_lora.rollout.ledger.ledger_records import GroupState
 from tests.support.rollout.helpers import open_ledger
 
 

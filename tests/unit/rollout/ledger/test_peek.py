@@ -14,9 +14,8 @@ import pytest
 
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.ledger.file import LedgerFile
-from areal_lora.rollout.ledger.ledger import Ledger
+from areal_lora.rollout.ledger.ledger import Ledger, take_snapshot
 from areal_lora.rollout.ledger.peek import group_counts, reconciliations
-from areal_lora.rollout.ledger.snapshot import take_snapshot
 from areal_lora.run_folder.paths import RunFolder
 
 KEPT: list[LedgerFile] = []  # a connection that is collected would fold its log in

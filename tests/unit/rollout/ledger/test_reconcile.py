@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger.file import LedgerFile
+from areal_lora.rollout.ledger.file import GroupState, Head, LedgerFile, LedgerRow, LedgerSnapshot
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.ledger_records import GroupState, Head, LedgerRow, LedgerSnapshot
 from areal_lora.rollout.ledger.reconcile import apply, plan, plan_for
 
 S = GroupState

@@ -17,6 +17,7 @@ from areal_lora.service.queue.placement import DEAD_S, SILENT_S
 from areal_lora.service.queue.queue import SHARED_S
 from areal_lora.service.queue.queue_rows import Tables
 from areal_lora.service.queue.queue_store import Transaction
+from areal_lora.service.queue.queue_writer import UNUSED_S
 from areal_lora.service.queue.requests import (
     CreateModel,
     Load,
@@ -29,7 +30,6 @@ from areal_lora.service.queue.requests import (
     StoredState,
     Train,
 )
-from areal_lora.service.queue.retention import UNUSED_S
 from areal_lora.service.queue.sequencer import set_ttl
 from areal_lora.service.refused import RequestError
 from tests.support.operations.scripted_trainer import scores
@@ -398,7 +398,7 @@ def test_a_session_does_not_wait_for_its_own_models(tmp_path: Path) -> None:
 
 
 def test_sessions_that_end_leave_nothing_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_lora.service.queue.retention.MAX_ENDED", 4)
+    monkeypatch.setattr("areal_lora.service.queue.queue_writer.MAX_ENDED", 4)
 
     async def run() -> None:
         async with town(tmp_path / "run") as it:

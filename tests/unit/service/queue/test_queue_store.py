@@ -13,7 +13,7 @@ import pytest
 
 from areal_lora.errors import ConfigError, RecordError
 from areal_lora.run_folder.desired import DesiredPhase
-from areal_lora.service.queue.lifecycle import AdapterRequest, change, create
+from areal_lora.service.queue.client_sessions import AdapterRequest, change, create
 from areal_lora.service.queue.queue_rows import AdapterOperation, AdapterRow, Key, Quota, Tables, Verb, digest_of
 from areal_lora.service.queue.queue_store import Store
 from areal_lora.service.refused import RequestError, Unavailable

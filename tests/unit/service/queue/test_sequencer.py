@@ -14,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from areal_lora.operations.backlog import Backlog
-from areal_lora.operations.outbox import SendWindows
+from areal_lora.operations.link import SendWindows
 from areal_lora.operations.protocol import (
     Acknowledgement,
+    Backlog,
     Expects,
     Loss,
     LossSettings,
@@ -38,8 +38,8 @@ from areal_lora.operations.protocol import (
     ends_window,
 )
 from areal_lora.service.queue.ordering import GAP_S
+from areal_lora.service.queue.queue_writer import seal
 from areal_lora.service.queue.requests import Answer, ModelAction, Pending, Save, Train
-from areal_lora.service.queue.retention import seal
 from areal_lora.service.queue.sequencer import completed, expected, look, submit, to_send
 from areal_lora.service.refused import RequestError
 from tests.support.service.ledger import Ledger

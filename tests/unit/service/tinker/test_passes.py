@@ -14,9 +14,8 @@ import pytest
 
 from areal_lora.operations.protocol import Loss, LossSettings, Pass, PassResult
 from areal_lora.service.refused import RequestError
-from areal_lora.service.tinker.passes import PassRequest, read_pass, scored_body
-from areal_lora.service.tinker.protos import INT64, ForwardBackwardRequest
-from areal_lora.service.tinker.sample_bodies import read_sample, sampled_body
+from areal_lora.service.tinker.passes import INT64, ForwardBackwardRequest, PassRequest, read_pass, scored_body
+from areal_lora.service.tinker.sdk_bodies import read_sample, sampled_body
 from tests.support.paths import ROOT
 from tests.support.tinker.sdk import VERSIONS, environment
 

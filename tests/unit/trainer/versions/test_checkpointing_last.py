@@ -13,15 +13,15 @@ import torch
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.checkpoint.checkpoint_store import CheckpointStore
-from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.saver import CheckpointSave, Saver
+from areal_lora.checkpoint.state import Disk
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import ControllerState, TrainingState, build_adapter
-from areal_lora.trainer.collective import waits
+from areal_lora.trainer.collective import next_work
 from areal_lora.trainer.versions.checkpointing import Checkpointing
 from areal_lora.trainer.work import Finish
 from areal_lora.types import AdapterPhase, AdapterRef
@@ -86,7 +86,7 @@ class Trainer:
 
 @pytest.fixture
 def trainer_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(waits, "RETRY_S", 0.0)
+    monkeypatch.setattr(next_work, "RETRY_S", 0.0)
     made: list[Trainer] = []
     monkeypatch.setattr(loop, "export_adapter", lambda *_: made[0].log.append("exported"))
 

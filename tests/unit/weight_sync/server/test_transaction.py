@@ -11,8 +11,7 @@ from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, StageResult
 from areal_lora.weight_sync.refusal import RefusalReason
-from areal_lora.weight_sync.server.slot_table import ResidentVersion
-from areal_lora.weight_sync.server.slot_versions import ServedVersions
+from areal_lora.weight_sync.server.slot_table import ResidentVersion, ServedVersions
 from areal_lora.weight_sync.server.transaction import (
     SLOT_WAIT_S,
     AwaitRelease,

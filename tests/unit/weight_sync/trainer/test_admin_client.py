@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from areal_lora.errors import ManifestError, PublishError
-from areal_lora.network.keys import Plane, authorization, bearer_key
-from areal_lora.network.tls import client_context, server_context
+from areal_lora.network.tls import Plane, authorization, bearer_key, client_context, server_context
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.manifest import RefusalReason
 from areal_lora.weight_sync.trainer.admin_client import AdminClient

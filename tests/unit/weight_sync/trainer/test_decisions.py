@@ -11,9 +11,11 @@ from areal_lora.errors import AdapterError, ManifestError, PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint
 from areal_lora.weight_sync.trainer.decisions import (
+    Failure,
     Look,
     Move,
     Progress,
+    Sent,
     after_attempt,
     after_look,
     check_results,
@@ -22,7 +24,6 @@ from areal_lora.weight_sync.trainer.decisions import (
     what_failed,
 )
 from areal_lora.weight_sync.trainer.membership import Judgement, ServerFinding
-from areal_lora.weight_sync.trainer.steps import Failure, Sent
 
 REF, DIGEST, LAYOUT = AdapterRef(name="a", version=3), "d" * 32, "l" * 32
 CONFIG = WeightSyncConfig(rejoin_s=60.0)

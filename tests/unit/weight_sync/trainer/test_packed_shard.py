@@ -9,7 +9,7 @@ import torch
 
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link.same_host import MappedSegment
-from areal_lora.weight_sync.seal import seal, trailer_part
+from areal_lora.weight_sync.manifest import seal, trailer_part
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BUCKET_BYTES, layout_of, packed, ref, share, values

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order, withdraw
-from areal_lora.network.headers import LEAVING_HEADER
+from areal_lora.network.http_server import LEAVING_HEADER
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_endpoint
 from areal_lora.weight_sync.messages import RESTART_EXIT

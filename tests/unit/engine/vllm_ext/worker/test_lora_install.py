@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext.compat.matrix import Matrix
+from areal_lora.engine.vllm_ext.compat.weights import Matrix
 from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter, vllm_modules
 from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.types import AdapterSpec

@@ -1,0 +1,103 @@
+"""Combinations of an algorithm's keys that make no sense, all reported at once."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from areal_lora.config.facts import Facts
+from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
+from areal_lora.config.rules.adapter_rules import UNGROUPED
+from areal_lora.config.rules.guardrails import check
+from areal_lora.config.sections.adapter import AdvantageName, Kind
+from tests.support.paths import EXAMPLES
+
+FILES = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
+
+
+def load(*keys: str) -> Config:
+    return load_config(FILES, [f"adapters.0.{key}" for key in keys])
+
+
+def found(*keys: str) -> dict[str, str]:
+    """Findings about the adapter: its key, then reason and fix."""
+    findings = check(load(*keys), Facts(hf_config=None))
+    return {f.path.removeprefix("adapters.0."): f"{f.reason}; {f.fix}" for f in findings if "adapters.0" in f.path}
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_every_preset_passes(kind: str) -> None:
+    assert found(f"algorithm.kind={kind}") == {}
+    assert found(f"algorithm.kind={kind}", "algorithm.kl_coef=0.1", "minibatches=4") == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "path", "words"),
+    [
+        (["eps_clip=1.5"], "eps_clip", "below 1"),
+        (["dual_clip=1.1"], "dual_clip", "1 + 0.2"),
+        (["ratio=rollout"], "behaviour_correction", "twice"),
+        (["kind=opo", "ratio=rollout", "behaviour_correction=none"], "ratio", "no ratio"),
+        (["kind=tis", "behaviour_floor=0.5"], "behaviour_floor", "no lower bound"),
+        (["kind=icepop", "behaviour_floor=1"], "behaviour_floor", "w = 1"),
+        (["behaviour_cap=0.9"], "behaviour_cap", "w = 1"),
+        (["kl_coef=0.1", "kl_estimator=k1"], "kl_estimator", "mean zero"),
+        (["kind=gpg", "eps_clip=0.3"], "eps_clip", "no ratio to clip"),
+        (["kind=cispo", "dual_clip=9"], "dual_clip", "objective"),
+        (["kind=cispo", "behaviour_cap=3"], "behaviour_cap", "none"),
+        (["kl_in=reward"], "kl_in", "kl_coef is 0"),
+        (["kl_target=0.1"], "kl_target", "kl_coef is 0"),
+        (["reference=initial"], "reference", "kl_coef is 0"),
+        (["kl_coef=0.1", "reference=initial"], "reference", "starts at the base"),
+        (["kl_coef=0.1", "reference_refresh_steps=5"], "reference_refresh_steps", "reference is base"),
+        (["critic_rank=4"], "critic_rank", "no critic"),
+        (["critic_lr=0.1"], "critic_lr", "no critic"),
+        (["gae_lambda=0.9"], "gae_lambda", "no critic"),
+        (["gamma=0.9"], "gamma", "no critic"),
+        (["value_clip=null"], "value_clip", "no critic"),
+        (["kind=remax", "drop_uniform=true"], "drop_uniform", "greedy answer"),
+        (["overlong_penalty=0.5"], "overlong_penalty", "overlong_share is 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_key_reason_and_fix(keys: list[str], path: str, words: str) -> None:
+    findings = found(*(f"algorithm.{key}" for key in sorted(keys, key=lambda key: not key.startswith("kind"))))
+    assert list(findings) == [f"algorithm.{path}"]
+    assert words in findings[f"algorithm.{path}"]
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    keys = ("algorithm.kind=gpg", "algorithm.eps_clip=0.3", "algorithm.kl_estimator=k2", "sampling.n_samples=1")
+    assert set(found(*keys)) == {"algorithm.eps_clip", "algorithm.kl_estimator", "sampling.n_samples"}
+
+
+@pytest.mark.parametrize("advantage", get_args(AdvantageName))
+def test_only_advantages_that_compare_a_prompts_answers_need_two(advantage: str) -> None:
+    findings = found(f"algorithm.advantage={advantage}", "sampling.n_samples=1")
+    assert set(findings) == (set() if advantage in UNGROUPED else {"sampling.n_samples"})
+    both = found("algorithm.advantage=batch", "algorithm.drop_uniform=true", "sampling.n_samples=1")
+    assert "drop_uniform" in both["sampling.n_samples"]
+
+
+def test_a_reference_that_differs_from_the_base_passes() -> None:
+    for keys in (["init_from=x"], ["sft.steps=3"], ["algorithm.reference_refresh_steps=4"]):
+        findings = found("algorithm.kl_coef=0.1", "algorithm.reference=initial", *keys)
+        assert "algorithm.reference" not in findings
+
+
+def test_an_agent_has_no_greedy_answer() -> None:
+    findings = found("algorithm.kind=remax", "workflow.kind=agent", "workflow.path=x:y")
+    assert "state how they are sampled" in findings["algorithm.advantage"]
+
+
+def test_a_length_penalty_needs_one_answer_per_sample() -> None:
+    keys = ("algorithm.kind=dapo", "workflow.kind=custom", "workflow.path=x:y")
+    assert "overlong_share" in next(iter(found(*keys)))
+
+
+def test_a_key_beside_the_kind_overrides_the_preset() -> None:
+    chosen = load("algorithm.kind=dapo", "algorithm.overlong_share=0.5").adapters[0].algorithm
+    assert (chosen.eps_clip_high, chosen.overlong_share, chosen.drop_uniform) == (0.28, 0.5, True)
+    assert chosen.changed() == {"overlong_share": 0.5}
+    assert load("algorithm.eps_clip_high=null", "algorithm.kind=dapo").adapters[0].algorithm.changed() == {}

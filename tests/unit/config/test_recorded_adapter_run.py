@@ -1,0 +1,81 @@
+"""What counts for an adapter: its own settings, else the run's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from areal_lora.config.facts import Facts
+from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
+from areal_lora.config.recorded import adapter_named, adapter_run, adapter_runs, conflict, probe_tolerance, total_steps
+from areal_lora.config.rules.adapter_rules import staleness_fits
+from areal_lora.errors import ConfigError
+from tests.support.paths import EXAMPLES
+
+FILES = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
+OWN = {
+    "steps": ("steps", "run.steps", 7),
+    "seed": ("seed", "run.seed", 9),
+    "max_staleness": ("max_staleness", "rollout.max_staleness", 0),
+    "eval_every": ("eval_every_steps", "eval.every_steps", 3),
+    "checkpoint_every": ("checkpoint_every_steps", "checkpoint.every_steps", 5),
+}
+
+
+def load(*keys: str) -> Config:
+    return load_config(FILES, list(keys))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_own_setting_counts_for_its_adapter_and_the_runs_for_the_others(name: str) -> None:
+    key, of_run, value = OWN[name]
+    config = load(f"adapters.0.{key}={value}")
+    twin = load().adapters[0].model_copy(update={"name": "twin"})
+    both = config.model_copy(update={"adapters": [config.adapters[0], twin]})
+    own, other = (asdict(run) for run in adapter_runs(both).values())
+    assert own[name] == value != other[name]
+    assert {k: v for k, v in own.items() if k != name} == {k: v for k, v in other.items() if k != name}
+    everyones = load(f"{of_run}={value}")
+    assert asdict(adapter_run(everyones, everyones.adapters[0])) == own
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.15)])
+def test_wire_type_and_tolerance_are_those_of_the_base(dtype: str, tolerance: float) -> None:
+    config = load(f"model.dtype={dtype}")
+    assert (adapter_run(config, config.adapters[0]).wire_dtype, probe_tolerance(config)) == (dtype, tolerance)
+    other = load(f"model.dtype={dtype}", "weight_sync.wire_dtype=float32", "weight_sync.probe_tolerance=0.3")
+    assert (adapter_run(other, other.adapters[0]).wire_dtype, probe_tolerance(other)) == ("float32", 0.3)
+
+
+def test_steps_of_all_adapters() -> None:
+    config = load("run.steps=20", "adapters.0.steps=7")
+    twin = load().adapters[0].model_copy(update={"name": "twin"})
+    assert total_steps(config.model_copy(update={"adapters": [config.adapters[0], twin]})) == 27
+
+
+def test_adapters_by_name() -> None:
+    config = load()
+    twin = config.adapters[0].model_copy(update={"name": "twin"})
+    both = config.model_copy(update={"adapters": [config.adapters[0], twin]})
+    assert adapter_named(config).name == "gsm8k"
+    assert adapter_named(both, "twin") is twin
+    with pytest.raises(ConfigError, match="the run has several: gsm8k, twin"):
+        adapter_named(both)
+    with pytest.raises(ConfigError, match="no adapter 'nobody'; it has gsm8k"):
+        adapter_named(config, "nobody")
+
+
+def test_servers_have_room_for_the_runs_staleness_only() -> None:
+    facts = Facts(hf_config=None)
+    assert not list(staleness_fits(load("adapters.0.max_staleness=0"), facts))
+    [finding] = staleness_fits(load("rollout.max_staleness=1", "adapters.0.max_staleness=2"), facts)
+    assert (finding.path, "rollout.max_staleness = 1" in finding.reason) == ("adapters.0.max_staleness", True)
+
+
+def test_the_seed_that_counts_is_fixed_at_a_resume() -> None:
+    assert conflict(load("run.seed=3"), load("run.seed=4", "adapters.0.seed=3")) is None
+    error = conflict(load("run.seed=3"), load("run.seed=3", "adapters.0.seed=4"))
+    assert error is not None
+    assert (error.path, error.reason[:7]) == ("adapters.gsm8k.seed", "it is 4")

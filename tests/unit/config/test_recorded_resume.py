@@ -1,0 +1,107 @@
+"""What may change between two starts with one run folder, key by key."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
+from areal_lora.config.recorded import changes, conflict
+from tests.support.paths import EXAMPLES
+
+
+def config(*overrides: str) -> Config:
+    return load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"], list(overrides))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "run.steps=99",
+        "trainer.world_size=1",
+        "trainer.ep=1",
+        "trainer.tp=2",
+        "rollout.servers=3",
+        "rollout.tp=2",
+        "rollout.max_staleness=0",
+        "rollout.in_flight=interrupt",
+        "adapters.gsm8k.optimizer.lr=3.0e-4",
+        "adapters.gsm8k.optimizer.schedule=cosine",
+        "adapters.gsm8k.minibatches=2",
+        "adapters.gsm8k.sampling.prompts_per_step=7",
+        "adapters.gsm8k.sampling.n_samples=3",
+        "adapters.gsm8k.sampling.max_new_tokens=9",
+        "adapters.gsm8k.algorithm.kl_coef=0.1",
+        "adapters.gsm8k.task.n_eval=11",
+        "eval.every_steps=0",
+        "checkpoint.every_steps=4",
+        "run.max_restarts=0",
+        "adapters.gsm8k.reward.workers=2",
+        "weight_sync.bucket_mib=1",
+        "cluster.kind=slurm",
+    ],
+)
+def test_may_change(change: str) -> None:
+    assert conflict(config(), config(change)) is None
+    assert changes(config(), config()) == []
+    [line] = changes(config(), config(change))
+    assert line.startswith(change.partition("=")[0].replace("adapters.0", "adapters.gsm8k"))
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "was", "now"),
+    [
+        ("run.seed=5", "run.seed", "1", "5"),
+        ("model.path=other", "model.path", "tiny_model", "other"),
+        ("model.dtype=bfloat16", "model.dtype", "float32", "bfloat16"),
+        ("adapters.gsm8k.rank=4", "adapters.gsm8k.rank", "8", "4"),
+        ("adapters.gsm8k.alpha=32", "adapters.gsm8k.alpha", "16.0", "32.0"),
+        ("adapters.gsm8k.target_modules=[linear_fc1]", "adapters.gsm8k.target_modules", "linear_qkv", "linear_fc1"),
+        ("adapters.gsm8k.expert_layout=shared", "adapters.gsm8k.expert_layout", "per_expert", "shared"),
+        ("adapters.gsm8k.task.seed=3", "adapters.gsm8k.task.seed", "0", "3"),
+        ("adapters.gsm8k.task.n_train=3", "adapters.gsm8k.task.n_train", "4096", "3"),
+        ("adapters.gsm8k.name=other", "adapters", "gsm8k", "other"),
+    ],
+)
+def test_must_not_change(change: str, path: str, was: str, now: str) -> None:
+    error = conflict(config(), config(change))
+    assert error is not None
+    assert error.path == path
+    assert was in error.reason
+    assert now in error.reason
+    assert "--fresh" in error.fix
+    assert "\n" not in str(error)
+
+
+def test_a_task_of_another_kind_is_named() -> None:
+    before = config()
+    task = {"kind": "gsm8k", "train": "a.jsonl", "eval": "b.jsonl"}
+    data = before.model_dump(mode="json")
+    data["adapters"][0]["task"] = task
+    error = conflict(before, Config.model_validate(data))
+    assert error is not None
+    assert (error.path, "word_problems" in error.reason) == ("adapters.gsm8k.task.kind", True)
+
+
+OWN = ("adapters.gsm8k.task.kind=dataset", "adapters.gsm8k.task.train=a.jsonl")
+
+
+@pytest.mark.parametrize("change", ["adapters.gsm8k.task.n_eval=11", "adapters.gsm8k.task.eval=b.jsonl"])
+def test_rows_held_out_of_the_training_rows_stay_held_out(change: str) -> None:
+    """Otherwise a resume would train on rows that were held out before."""
+    error = conflict(config(*OWN), config(*OWN, change))
+    assert error is not None
+    assert error.path == change.partition("=")[0]
+    apart = (*OWN, "adapters.gsm8k.task.eval=c.jsonl")
+    assert conflict(config(*apart), config(*apart, change)) is None
+
+
+def test_the_order_of_modules_and_adapters_is_nothing() -> None:
+    data = config().model_dump(mode="json")
+    [adapter] = data["adapters"]
+    adapter["target_modules"] = ["linear_fc1", "linear_fc2"]
+    data["adapters"] = [adapter, adapter | {"name": "other"}]
+    before = Config.model_validate(data)
+    adapter["target_modules"] = ["linear_fc2", "linear_fc1"]
+    data["adapters"] = data["adapters"][::-1]
+    assert conflict(before, Config.model_validate(data)) is None

@@ -1,0 +1,141 @@
+"""The optimizer of one adapter against Adam steps written by hand in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_lora.config.models import OptimizerConfig, TrainerConfig
+from areal_lora.engine.base import AdamValues
+from areal_lora.engine.common.adapter_memory import AdapterMemory, AdapterOptimizer, GradientClass
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel, spans
+from areal_lora.types import AdapterSpec
+from tests.support.families.shapes import make_shape
+
+SPEC = AdapterSpec(
+    name="a",
+    base_model="m",
+    rank=2,
+    alpha=4.0,
+    target_modules=("linear_qkv", "linear_proj", "linear_fc1"),
+    value_head=True,
+)
+SHAPE = make_shape(
+    "qwen3_moe", layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=8, expert_ffn=4, experts=2, dense={1}
+)
+SEED = 11
+
+
+@pytest.fixture(autouse=True)
+def world_of_one() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def memory_of() -> AdapterMemory:
+    layout = ParallelLayout.of(TrainerConfig(world_size=1), layers=SHAPE.layers, experts=SHAPE.experts)
+    return AdapterMemory(ShardedModel(shape=SHAPE, layout=layout), SPEC, 0, torch.device("cpu"))
+
+
+def by_hand(weights: Tensor, grads: list[Tensor], lr: Tensor, config: OptimizerConfig) -> Tensor:
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) element by element in float64; ``lr`` of each element."""
+    w, m, v = weights.double(), torch.zeros(weights.numel()).double(), torch.zeros(weights.numel()).double()
+    for t, g in enumerate((g.double() for g in grads), 1):
+        m = config.beta1 * m + (1 - config.beta1) * g
+        v = config.beta2 * v + (1 - config.beta2) * g * g
+        step = (m / (1 - config.beta1**t)) / ((v / (1 - config.beta2**t)).sqrt() + config.eps)
+        w = w - lr * (config.weight_decay * w + step)
+    return w
+
+
+@pytest.mark.parametrize("ratio", [1.0, 16.0, 0.25])
+def test_lora_b_learns_ratio_times_as_fast(ratio: float) -> None:
+    print("seed", SEED)
+    generator = torch.Generator().manual_seed(SEED)
+    config = OptimizerConfig(lr=1.0, eps=0.1, weight_decay=0.1, max_grad_norm=1e9, lora_plus_ratio=ratio)
+    memory = memory_of()
+    memory.weights.copy_(torch.randn(memory.arena.size, generator=generator))
+    optimizer = AdapterOptimizer(
+        config, memory, [GradientClass(start=0, end=memory.arena.size, groups=[], counted=True)]
+    )
+    lr = torch.full((memory.arena.size,), math.nan).double()
+    for bank in memory.arena.banks:  # of each matrix, from where it lies
+        lr[bank.a : bank.a + math.prod(bank.a_shape)] = 0.01
+        lr[bank.b : bank.b + math.prod(bank.b_shape)] = 0.01 * ratio
+    assert memory.arena.head is not None
+    lr[memory.arena.head : memory.arena.head + SHAPE.hidden + 1] = 0.01
+    before = memory.weights.clone()
+    grads = [torch.randn(memory.arena.size, generator=generator) for _ in range(2)]
+    for grad in grads:
+        memory.grads.copy_(3 * grad)
+        stats = optimizer.step(3.0, 0.01).values
+    expected = by_hand(before, grads, lr, config)
+    torch.testing.assert_close(memory.weights.double(), expected, atol=2e-7, rtol=1e-6)
+    assert (memory.weights - before).abs().min() > 0, "every element moved"
+    assert stats["lr"] == 0.01
+    assert stats["grad_norm"] == pytest.approx(float(grads[1].double().norm()), rel=1e-6)
+    assert not memory.grads.any()
+
+
+def test_steps_are_those_of_torch_bit_for_bit() -> None:
+    """With values that change from step to step, and decay; torch's optimizer has one parameter for each rate."""
+    print("seed", SEED)
+    generator = torch.Generator().manual_seed(SEED)
+    memory = memory_of()
+    memory.weights.copy_(torch.randn(memory.arena.size, generator=generator))
+    parts = spans(memory.arena, apart=True)
+    whole = [GradientClass(start=0, end=memory.arena.size, groups=[], counted=True)]
+    ours = AdapterOptimizer(OptimizerConfig(lr=0.01, lora_plus_ratio=4.0), memory, whole)
+    theirs = [torch.nn.Parameter(memory.weights[part.start : part.end].clone()) for part in parts]
+    adam = torch.optim.AdamW([{"params": [weights]} for weights in theirs], foreach=True)
+    for step in range(4):
+        values = AdamValues(
+            beta1=0.9 - 0.1 * step, beta2=0.999 - 0.05 * step, eps=1e-8, weight_decay=0.1 * step, max_grad_norm=None
+        )
+        grads, lr = torch.randn(memory.arena.size, generator=generator), 0.01 / (step + 1)
+        memory.grads.copy_(grads)
+        ours.step(1.0, lr, values)
+        for part, weights, group in zip(parts, theirs, adam.param_groups, strict=True):
+            weights.grad = grads[part.start : part.end].clone()
+            group |= {"lr": lr * (4.0 if part.is_b else 1.0), "betas": (values.beta1, values.beta2)}
+            group |= {"eps": values.eps, "weight_decay": values.weight_decay}
+        adam.step()
+        assert torch.equal(memory.weights, torch.cat([weights.detach() for weights in theirs])), f"step {step}"
+
+
+def test_the_clock_is_that_of_every_weight() -> None:
+    config = OptimizerConfig(lr=0.1, max_grad_norm=1e9, lora_plus_ratio=4.0)
+    two = []
+    for _ in range(2):
+        memory = memory_of()
+        whole = [GradientClass(start=0, end=memory.arena.size, groups=[], counted=True)]
+        two.append((memory, AdapterOptimizer(config, memory, whole)))
+    (one, first), (other, second) = two
+    for _ in range(3):
+        one.grads.fill_(1.0)
+        first.step(1.0, 0.1)
+    other.weights.copy_(one.weights)
+    for name, moment in one.moments.items():
+        other.moments[name].copy_(moment)
+    second.set_clock(3)
+    for memory, optimizer in two:
+        memory.grads.fill_(-0.5)
+        optimizer.step(1.0, 0.1)
+    assert torch.equal(one.weights, other.weights)
+
+
+def test_spans_cover_the_memory_once() -> None:
+    arena = memory_of().arena
+    (whole,) = spans(arena, apart=False)
+    assert (whole.start, whole.end) == (0, arena.size)
+    apart = spans(arena, apart=True)
+    assert [span.start for span in apart] == [0, *(span.end for span in apart[:-1])]
+    assert apart[-1].end == arena.size
+    assert all(one.is_b != other.is_b for one, other in itertools.pairwise(apart)), "as few as possible"

@@ -1,0 +1,85 @@
+"""Trees to one row and back: entry t stays with token t, shared starts are computed once, padding is dropped."""
+
+from __future__ import annotations
+
+import torch
+
+from areal_lora.data.collate import MicroPlan, Tree
+from areal_lora.engine.layers.attention import PackedMicroBatch, pack, to_sequences
+from tests.support.distributed.engine_ranks import make_batch
+
+ROWS = [[11, 12, 13], [21], [31, 32, 33, 34], [31, 32, 43]]
+TREES = ((Tree(sequences=(2, 3), shared=2), Tree(sequences=(1,), shared=0)), (Tree(sequences=(0,), shared=0),))
+PLAN = MicroPlan(trees=TREES, n_tokens=8)
+EMPTY = MicroPlan(trees=((Tree(sequences=(0,), shared=0),), ()), n_tokens=4)
+CPU = torch.device("cpu")
+
+
+def packed_on(device: torch.device = CPU) -> PackedMicroBatch:
+    return pack(make_batch(ROWS), PLAN, 0, device)
+
+
+def test_a_shared_start_stands_once_and_positions_restart_in_each_branch() -> None:
+    packed = packed_on()
+    assert packed.token_ids.tolist() == [[31, 32, 33, 34, 43, 21, 0, 0]]
+    assert packed.attention.positions.tolist() == [0, 1, 2, 3, 2, 0, 0, 0]
+    assert packed.sequences == (2, 3, 1)
+    assert packed.micro is not None
+    assert packed.micro.token_ids.tolist() == [31, 32, 33, 34, 31, 32, 43, 21]
+
+
+def test_both_branches_are_predicted_from_the_end_of_the_shared_start() -> None:
+    packed = packed_on()
+    assert packed.sources.tolist() == [0, 1, 2, 1]
+    assert packed.targets.tolist() == [32, 33, 34, 43]
+
+
+def test_each_sequence_reads_the_predictions_of_its_tokens() -> None:
+    packed = packed_on()
+    # A model whose "score" of a prediction is the target token itself.
+    assert to_sequences(packed.targets.float(), packed).tolist() == [0, 32, 33, 34, 0, 32, 43, 0]
+
+
+def test_a_shared_prediction_gets_the_gradient_of_each_sequence() -> None:
+    packed = packed_on()
+    values = torch.zeros(4, requires_grad=True)
+    (to_sequences(values, packed) * torch.tensor([0, 1.0, 2, 3, 0, 10, 20, 0])).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [11, 2, 3, 20]
+
+
+def test_a_rank_without_sequences_gets_padding_of_the_same_size() -> None:
+    packed = pack(make_batch(ROWS), EMPTY, 1, CPU)
+    assert packed.micro is None
+    assert packed.token_ids.tolist() == [[0] * 4]
+    assert packed.index.numel() == packed.sources.numel() == 0
+    assert packed.attention.order.tolist() == [0] * 4
+
+
+def test_a_batch_is_packed_on_the_host_whatever_the_default_device_is() -> None:
+    batch, want = make_batch(ROWS), packed_on()
+    torch.set_default_device("meta")
+    try:
+        got = pack(batch, PLAN, 0, CPU)
+        padding = pack(batch, EMPTY, 1, CPU)
+        values = to_sequences(got.targets.float(), got)
+    finally:
+        torch.set_default_device(None)
+    for name in ("token_ids", "sources", "targets", "index"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert torch.equal(got.attention.order, want.attention.order)
+    for mine, theirs in zip(got.attention.blocks, want.attention.blocks, strict=True):
+        assert torch.equal(mine.queries, theirs.queries)
+        assert torch.equal(mine.keys, theirs.keys)
+    assert got.micro is not None
+    assert got.micro.token_ids.device == padding.index.device == values.device == CPU
+    assert values.tolist() == [0, 32, 33, 34, 0, 32, 43, 0]
+
+
+def test_a_batch_reaches_the_device_that_was_asked_for() -> None:
+    packed = packed_on(torch.device("meta"))
+    assert packed.micro is not None
+    plan = packed.attention
+    tensors = [packed.token_ids, packed.index, packed.micro.token_ids, packed.micro.cu_seqlens, plan.order]
+    tensors += [t for b in plan.blocks for t in (b.queries, b.keys, b.mask, b.kept) if t is not None]
+    assert {t.device.type for t in tensors} == {"meta"}

@@ -1,0 +1,95 @@
+"""Layers of a family without a row, from names and shapes of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_lora.errors import ConfigError
+from areal_lora.families.registry import derive, read_checkpoint
+from areal_lora.families.shape import ModelShape, read_shape
+from areal_lora.families.sites import adapter_size
+from areal_lora.families.targets import modules, resolve
+from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.messages import covered
+
+CONFIG = {"model_type": "made_up", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 32}
+FUSED = {"self_attn.qkv_proj": (24, 8), "self_attn.dense": (8, 8), "mlp.c_fc": (12, 8), "mlp.c_proj": (8, 12)}
+NAMES = {
+    "model.embed_tokens.weight": (32, 8),
+    "model.norm.weight": (8,),
+    **{f"model.layers.{i}.{path}.weight": shape for i in range(2) for path, shape in FUSED.items()},
+    **{f"model.layers.{i}.mlp.c_fc.bias": (12,) for i in range(2)},
+    **{f"model.layers.{i}.input_layernorm.weight": (8,) for i in range(2)},
+    **{f"model.layers.{i}.mlp.gate.weight": (3, 8) for i in range(2)},
+    "model.layers.1.mlp.router.layer.weight": (3, 8),
+    "lm_head.weight": (32, 8),
+}
+EXPERTS = {
+    f"model.layers.1.mlp.experts.{e}.{leaf}.weight": shape
+    for e in range(3)
+    for leaf, shape in {"gate_proj": (6, 8), "up_proj": (6, 8), "down_proj": (8, 6)}.items()
+}
+
+
+def shape_of(names: dict[str, tuple[int, ...]]) -> ModelShape:
+    return ModelShape.from_hf(CONFIG, derive(names))
+
+
+def test_linear_layers_are_the_matrices_of_layers_but_routers() -> None:
+    found = modules(["all-linear"], [], shape_of(NAMES))
+    assert found == {
+        f"model.layers.{i}.{path}": (inputs, outputs) for i in range(2) for path, (outputs, inputs) in FUSED.items()
+    }
+    assert shape_of(NAMES).parameters == sum(a * (b[0] if b else 1) for a, *b in NAMES.values())
+
+
+@pytest.mark.parametrize(
+    ("targets", "excluded", "expected"),
+    [
+        (["all-linear"], ["mlp"], ("self_attn.dense", "self_attn.qkv_proj")),
+        (["attention"], [], ("self_attn.dense", "self_attn.qkv_proj")),
+        (["c_fc", "*.qkv_proj"], [], ("mlp.c_fc", "self_attn.qkv_proj")),
+        (["all-linear"], ["lm_head", "self_attn.*", "c_proj"], ("mlp.c_fc",)),
+        (["mlp.c_fc"], [], ("mlp.c_fc",)),
+    ],
+)
+def test_targets_are_paths_below_a_layer(targets: list[str], excluded: list[str], expected: tuple[str, ...]) -> None:
+    found = resolve(targets, excluded, shape_of(NAMES))
+    assert found == expected
+    assert resolve(found, [], shape_of(NAMES)) == expected, "canonical targets are valid input"
+
+
+def test_a_target_that_matches_nothing_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"linear_qkv.*the model has all-linear, mlp\.c_fc"):
+        resolve(["linear_qkv"], [], shape_of(NAMES))
+
+
+def test_experts_with_known_names_are_adapted_one_by_one() -> None:
+    shape = shape_of(NAMES | EXPERTS)
+    assert (shape.experts, shape.sparse_layers, shape.expert_ffn) == (3, (1,), 6)
+    found = resolve(["all-linear"], [], shape)
+    assert found == ("expert.linear_fc1", "expert.linear_fc2", *sorted(FUSED))
+    assert "model.layers.1.mlp.experts.2.up_proj" in modules(["experts"], [], shape)
+    # A server with these names takes exactly these modules.
+    names = [n.removesuffix(".weight") for n in NAMES | EXPERTS if n.endswith("weight")]
+    assert {n for n in names if covered(n, found)} == modules(["all-linear"], [], shape).keys()
+
+
+def test_the_size_of_an_adapter_is_counted_from_every_tensor() -> None:
+    spec = AdapterSpec(name="a", base_model="m", rank=2, alpha=1.0, target_modules=tuple(sorted(FUSED)))
+    size = adapter_size(shape_of(NAMES), spec)
+    assert size.parameters == size.file_parameters == 2 * 2 * sum(map(sum, FUSED.values()))
+    assert size.tensors == size.names == 2 * 2 * len(FUSED)
+
+
+def test_a_folder_is_read_by_its_headers(tmp_path: Path) -> None:
+    assert read_checkpoint(tmp_path) is None
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    items = list(NAMES.items())
+    for name, part in (("a", items[:5]), ("b", items[5:])):
+        header = json.dumps({n: {"dtype": "F32", "shape": s, "data_offsets": [0, 0]} for n, s in part}).encode()
+        (tmp_path / f"{name}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert read_shape(tmp_path) == shape_of(NAMES)

@@ -1,0 +1,37 @@
+"""Which line of a log says why its process ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_lora.launcher.plan import ProcessSpec
+from areal_lora.launcher.restarts import ProcessExit, with_error
+
+SPEC = ProcessSpec(role="trainer", index=0, argv=("x",), env={})
+EARLIER = "12:00:00.000 trainer-0 ERROR trainer.audit: the audit of a batch\n    ValueError: no such row\n"
+LAST = (
+    "12:00:09.000 trainer-0 ERROR trainer.main: RolloutError: refused (fix: look)\n    Traceback\n    RolloutError: x\n"
+)
+AGAIN = "---- trainer-0 starts again, 2026-11-23 10:00:00 UTC ----\n"
+RAISED = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nareal_lora.errors.EnvironmentError_: none\n'
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "error"),
+    [
+        (EARLIER + LAST, 75, "RolloutError: refused (fix: look)"),
+        ("12:00:00.000 server-0 INFO x: Error: not one\n" + RAISED, 1, "areal_lora.errors.EnvironmentError_: none"),
+        (LAST + AGAIN + "12:00:10.000 trainer-0 INFO x: loads\n", 1, ""),
+        (LAST, -9, ""),  # an error before a kill is not its reason
+        ("", 1, ""),
+    ],
+)
+def test_the_last_error_since_the_start_is_the_cause(tmp_path: Path, log: str, code: int, error: str) -> None:
+    path = tmp_path / "trainer-0.log"
+    path.write_text(log)
+    ended = with_error(ProcessExit(spec=SPEC, code=code, log=path))
+    assert ended.error == error
+    assert ended.cause == (f"exited with code {code}: {error}" if error else ended.how())
+    assert with_error(ProcessExit(spec=SPEC, code=code, log=path, why="was ended")).cause == "was ended"

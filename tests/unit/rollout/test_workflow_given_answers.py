@@ -1,0 +1,86 @@
+"""Given answers become groups like sampled ones: scored by a server, with its log-probabilities and version."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from areal_lora.data.trajectory_checks import check_alignment
+from areal_lora.rollout.completion_client import GenerationFault
+from areal_lora.rollout.controller.groups import ScoredGroup, Ticket
+from areal_lora.rollout.workflow import Episode, GivenFirst, GivenWorkflow
+from areal_lora.types import AdapterRef
+from tests.support.rollout.fake_server import FakeServer, Fault
+from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
+
+PROMPT = prompt_of("6*7=", answer="42")
+
+
+def run(server: FakeServer, scorer: Graded | None = None, answer: str = "42", temperature: float = 1.0) -> Episode:
+    async def main() -> Episode:
+        sampling = SAMPLING.model_copy(update={"temperature": temperature})
+        async with served(server, scorer or Graded(), sampling) as context:
+            workflow = GivenWorkflow(context=context, column=None)
+            return await workflow.run(prompt_of("6*7=", answer=answer), V1, seed=1)
+
+    return asyncio.run(main())
+
+
+def test_the_given_answer_is_one_trajectory_with_the_servers_scores() -> None:
+    server, scorer = FakeServer(models={str(V1)}), Graded()
+    (trajectory,) = run(server, scorer, temperature=0.7).group.trajectories
+    check_alignment(trajectory)
+    assert trajectory.given
+    assert trajectory.token_ids == [*map(ord, "6*7=42"), EOS]
+    assert trajectory.loss_mask == [0, 0, 0, 0, 1, 1, 1]
+    # The stand-in gives token t of what it scores -t / 100.
+    assert trajectory.rollout_logprobs == pytest.approx([0, 0, 0, 0, -0.04, -0.05, -0.06])
+    assert trajectory.versions == [-1, -1, -1, -1, 1, 1, 1]
+    assert trajectory.reward == len("42"), "the reward judges it as any answer"
+    assert [item.completion for item in scorer.asked] == ["42"]
+    (request,) = server.requests
+    assert (request["echo"], request["temperature"], request["max_tokens"]) == (True, 0.7, 1)
+
+
+def test_the_version_is_the_one_that_the_server_used() -> None:
+    server = FakeServer(models={str(V1), str(V2)}, served_as=lambda _: str(V2))
+    (trajectory,) = run(server).group.trajectories
+    assert (trajectory.adapter, set(trajectory.versions)) == (V2, {-1, 2})
+
+
+def test_an_answer_that_does_not_fit_is_refused_and_not_cut() -> None:
+    with pytest.raises(GenerationFault, match="max_model_len = 64") as fault:
+        run(FakeServer(models={str(V1)}), answer="7" * MAX_MODEL_LEN)
+    assert not fault.value.retryable
+
+
+def test_scores_of_another_length_are_a_fault_of_the_server() -> None:
+    def cut(reply: dict) -> None:
+        del reply["choices"][0]["logprobs"]["token_logprobs"][-1]
+
+    with pytest.raises(GenerationFault, match="7 log-probabilities for 7"):
+        run(FakeServer(models={str(V1)}, fault=lambda _: Fault(edit=cut)))
+
+
+def test_a_group_of_one_given_answer_is_not_dropped_for_lack_of_variance() -> None:
+    episode = run(FakeServer(models={str(V1)}))
+    finished = ScoredGroup(ticket=Ticket(seq=0, prompt=PROMPT, issue=0), episode=episode, oldest=1, newest=1)
+    assert not finished.uniform
+    (trajectory,) = episode.group.trajectories
+    group = replace(episode.group, trajectories=(replace(trajectory, given=False),))
+    assert replace(finished, episode=replace(episode, group=group)).uniform
+
+
+def test_the_version_that_a_group_is_issued_with_chooses_the_phase() -> None:
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def run(self, prompt: object, ref: AdapterRef, seed: int) -> str:
+            return self.name
+
+    phases = GivenFirst(given=Named("given"), then=Named("then"), steps=2)
+    refs = [AdapterRef(name="math", version=v) for v in range(4)]
+    assert [asyncio.run(phases.run(PROMPT, ref, 0)) for ref in refs] == ["given", "given", "then", "then"]

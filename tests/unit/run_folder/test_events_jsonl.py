@@ -1,0 +1,19 @@
+"""A torn last line of a JSONL file is cut."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_lora.run_folder.events import BLOCK_BYTES, JsonlSink
+
+
+@pytest.mark.parametrize("torn", [1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5])
+@pytest.mark.parametrize("before", [b"", b"{}\n", b"{}\n" * BLOCK_BYTES])
+def test_a_torn_line_of_any_length_is_cut(tmp_path: Path, before: bytes, torn: int) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(before + b"x" * torn)
+    sink = JsonlSink(path)
+    assert sink.nbytes == len(before)
+    sink.write(b"[]")
+    sink.close()
+    assert path.read_bytes() == before + b"[]\n"

@@ -1,0 +1,254 @@
+"""What is removed when no one needs it, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_lora.operations.protocol import (
+    Datum,
+    LoadState,
+    Loss,
+    OperationFailure,
+    OptimStep,
+    Pass,
+    PassResult,
+    Poison,
+    PublishResult,
+    StateResult,
+    StepResult,
+)
+from areal_lora.service.queue import client_sessions, queue_writer
+from areal_lora.service.queue.client_sessions import end_session, open_sampler, served, unload
+from areal_lora.service.queue.requests import CreateModel, Load, Save, SaveForSampler, Train, UnloadedModel
+from areal_lora.service.queue.sequencer import completed, expected, look, submit, to_send
+from areal_lora.service.refused import RequestError
+from tests.support.service.ledger import QUOTA, Ledger
+
+PASS = Train(what=Pass(data=(), loss=Loss.DRO))
+STEP = Train(what=OptimStep(lr=1.0))
+SCORED, KEPT = PassResult(logprobs=(b"x" * 1000,), loss=0.0), StateResult(step=1, n_bytes=9)
+STEPPED = StepResult(step=1, grad_norm=1.0, skipped=False)
+
+
+class World:
+    """One model, and outcomes as a test gives them."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.model, self.adapter = self.ledger.model()
+        self.ledger.change(lambda tx: expected(tx, self.adapter, 1))
+        self.seq = self.number = 0
+
+    def submit(self, action: Train | Save | SaveForSampler | Load) -> str:
+        self.seq += 1
+        return self.ledger.change(lambda tx: submit(tx, "acme", self.model, self.seq, "f", action))
+
+    def done(self, *outcomes: PassResult | StepResult | StateResult | PublishResult | OperationFailure) -> None:
+        for outcome in outcomes:
+            self.number += 1
+            self.ledger.change(lambda tx, o=outcome: completed(tx, self.adapter, self.number, o))
+
+    def count(self, sql: str) -> int:
+        return int(self.ledger.db.execute(f"SELECT COUNT(*) FROM {sql}").fetchone()[0])
+
+    def forget(self, *fetched: str) -> None:
+        self.ledger.change(lambda tx: queue_writer.forget(tx, set(fetched)))
+
+
+def test_data_are_kept_until_a_step_covers_them() -> None:
+    it = World()
+    it.submit(PASS)
+    it.submit(PASS)
+    it.done(SCORED, SCORED)
+    it.ledger.now_s += 10 * queue_writer.ANSWERED_S
+    it.forget()
+    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 1, 9))
+    assert [operation.what for operation in again] == [PASS.what, PASS.what], "the trainer may action for them again"
+    it.submit(STEP)
+    it.done(STEPPED)
+    assert (
+        it.count("client_operations")
+        == it.count("requests WHERE action IS NOT NULL AND owner = '" + it.model + "'")
+        == 0
+    )
+
+
+def test_of_a_failed_window_no_data_are_kept() -> None:
+    it = World()
+    it.submit(PASS)
+    it.submit(STEP)
+    it.done(OperationFailure(reason="bad", by_client=True), OperationFailure(reason="bad", by_client=True))
+    assert it.count("requests WHERE n_bytes > 0 AND action IS NOT NULL AND seq > 0") == 0
+    it.submit(PASS)
+    it.submit(STEP)
+    it.done(SCORED, STEPPED)
+    assert it.count("client_operations") == 0
+
+
+def test_answers_are_kept_for_an_hour_after_they_were_fetched_and_else_for_a_day() -> None:
+    it = World()
+    first, second = it.submit(PASS), it.submit(STEP)
+    it.done(SCORED, STEPPED)
+    it.forget(first)
+    it.ledger.now_s += queue_writer.FETCHED_S + 1
+    it.forget()
+    with pytest.raises(RequestError):
+        it.ledger.change(lambda tx: look(tx, "acme", first))
+    assert it.ledger.change(lambda tx: look(tx, "acme", second))[0] == STEPPED
+    with pytest.raises(RequestError, match="answered long ago"):
+        it.ledger.change(lambda tx: submit(tx, "acme", it.model, 1, "f", PASS))
+    it.ledger.now_s += queue_writer.ANSWERED_S
+    it.forget()
+    assert it.count("requests") == 0
+
+
+def test_the_oldest_answers_of_a_tenant_leave_when_they_are_too_long_together() -> None:
+    it = World()
+    requests = []
+    for _ in range(5):
+        requests.append(it.submit(PASS))
+        it.submit(STEP)
+        it.done(SCORED, STEPPED)
+        it.ledger.now_s += 1
+    it.ledger.change(lambda tx: queue_writer._shorten(tx, "acme", 2500))
+    kept = [each for each in requests if it.count(f"requests WHERE request = '{each}'")]
+    assert kept == requests[-2:]
+
+
+def test_states_of_sampling_sessions_expire_and_named_ones_stay() -> None:
+    it = World()
+    it.submit(SaveForSampler(sampler_seq=0))
+    it.done(KEPT, PublishResult(version=0))
+    it.submit(Save(name="named"))
+    it.done(KEPT)
+    it.submit(Save(name="for-a-while", ttl_s=10.0))
+    it.done(KEPT)
+    session = it.model.partition(":")[0]
+    begin = it.ledger.now_s
+    it.ledger.now_s += 20
+    it.ledger.change(lambda tx: queue_writer.expire_states(tx, {}, begin))
+    assert it.count("saved_states") == 2
+    it.ledger.change(lambda tx: served(tx, "acme", f"{session}:sample:0", None))
+    it.ledger.now_s += queue_writer.UNUSED_S
+    it.ledger.change(lambda tx: queue_writer.expire_states(tx, {}, begin))
+    assert [row[0] for row in it.ledger.db.execute("SELECT name FROM saved_states")] == ["named"]
+    with pytest.raises(RequestError):
+        it.ledger.change(lambda tx: served(tx, "acme", f"{session}:sample:0", None))
+    assert it.ledger.change(queue_writer.drop_states) == []
+    dropped = it.ledger.change(lambda tx: to_send(tx, it.adapter, it.number + 1, 9))
+    assert sorted(type(operation.what).__name__ for operation in dropped) == ["DropState", "DropState"]
+
+
+def test_a_save_under_a_name_in_use_drops_what_was_there_only_once_it_is_kept() -> None:
+    it = World()
+    it.submit(Save(name="one"))
+    it.done(KEPT)
+    it.submit(Save(name="one", overwrite=True))
+    assert [row[0] for row in it.ledger.db.execute("SELECT label FROM saved_states")] == ["n1"]
+    it.done(KEPT)
+    assert [row[0] for row in it.ledger.db.execute("SELECT label FROM saved_states")] == ["n2"]
+    assert it.ledger.db.execute("SELECT label FROM dropped_states").fetchall() == [("n1",)]
+
+
+def test_saved_states_have_a_quota() -> None:
+    it = World()
+    for number in range(QUOTA.saved):
+        it.submit(Save(name=f"state{number}"))
+        it.done(KEPT)
+    above = it.submit(Save(name="another"))
+    answer, _ = it.ledger.change(lambda tx: look(tx, "acme", above))
+    assert isinstance(answer, OperationFailure)
+    assert "saved states" in answer.reason
+
+
+def test_requests_of_an_adapter_that_failed_have_an_answer_and_its_load_is_not_made_later() -> None:
+    it = World()
+    it.submit(Save(name="one"))
+    it.done(KEPT)
+    it.submit(PASS)
+    load = it.submit(Load(path=f"tinker://{it.model}/weights/one", optimizer=True))
+    it.ledger.change(lambda tx: queue_writer.follow(tx, {it.adapter: "its disk is full"}))
+    answer, _ = it.ledger.change(lambda tx: look(tx, "acme", load))
+    assert isinstance(answer, OperationFailure)
+    assert "its disk is full" in answer.reason
+    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 2, 9))
+    assert not [operation for operation in again if isinstance(operation.what, LoadState)]
+
+
+def test_a_trainer_that_has_lost_steps_ends_the_model() -> None:
+    it = World()
+    it.submit(PASS)
+    it.submit(STEP)
+    it.done(SCORED, STEPPED)
+    waits = it.submit(PASS)
+    assert not it.ledger.change(lambda tx: expected(tx, it.adapter, 1))
+    answer, _ = it.ledger.change(lambda tx: look(tx, "acme", waits))
+    assert isinstance(answer, OperationFailure)
+    with pytest.raises(RequestError, match="newest checkpoint"):
+        it.submit(PASS)
+
+
+def test_a_deleted_adapter_ends_its_model_and_its_states_stay() -> None:
+    it = World()
+    it.submit(Save(name="one"))
+    it.done(KEPT)
+    waits = it.submit(PASS)
+    it.ledger.tables = Ledger().tables
+    it.ledger.change(lambda tx: queue_writer.follow(tx, {}))
+    answer, _ = it.ledger.change(lambda tx: look(tx, "acme", waits))
+    assert isinstance(answer, OperationFailure)
+    _, adapter = it.ledger.model(
+        action=CreateModel(lora=None, load=Load(path=f"tinker://{it.model}/weights/one", optimizer=True))
+    )
+    [first] = it.ledger.change(lambda tx: to_send(tx, adapter, 1, 9))
+    assert first.what == LoadState(adapter=it.adapter, label="n1", optimizer=True)
+
+
+def test_a_sample_is_kept_until_it_is_dropped_its_session_ends_or_a_day_is_over() -> None:
+    it = World()
+    session = it.model.partition(":")[0]
+    sampler = it.ledger.change(lambda tx: open_sampler(tx, "acme", session, 0, None))
+    for name in ("one", "two"):
+        it.ledger.change(lambda tx, name=name: client_sessions.keep_sample(tx, "acme", sampler, name, "print", b"body"))
+    it.ledger.change(lambda tx: client_sessions.keep_sample(tx, "acme", sampler, "one", "print", b"body"))
+    with pytest.raises(RequestError, match="another request"):
+        it.ledger.change(lambda tx: client_sessions.keep_sample(tx, "acme", sampler, "one", "another print", b"body"))
+    it.ledger.change(lambda tx: client_sessions.drop_samples(tx, ["one"]))
+    [kept] = it.ledger.change(client_sessions.kept_samples)
+    assert (kept.sample, kept.tenant, kept.fingerprint, kept.body) == ("two", "acme", "print", b"body")
+    it.ledger.now_s += client_sessions.UNFETCHED_S + 1
+    it.ledger.change(lambda tx: client_sessions.keep_sample(tx, "acme", sampler, "three", "print", b"body"))
+    it.ledger.change(lambda tx: client_sessions.drop_samples(tx, []))
+    assert [each.sample for each in it.ledger.change(client_sessions.kept_samples)] == ["three"]
+    it.ledger.change(lambda tx: end_session(tx, session))
+    assert it.ledger.change(client_sessions.kept_samples) == []
+
+
+def test_a_model_that_is_unloaded_leaves_once_and_what_it_saved_stays() -> None:
+    it = World()
+    it.submit(Save(name="one"))
+    it.done(KEPT)
+    waits = it.submit(PASS)
+    requests = {it.ledger.change(lambda tx: unload(tx, "acme", it.model)) for _ in range(2)}
+    assert requests == {f"{it.model}:unload"}
+    assert it.ledger.change(lambda tx: look(tx, "acme", f"{it.model}:unload"))[0] == UnloadedModel(model=it.model)
+    answer, _ = it.ledger.change(lambda tx: look(tx, "acme", waits))
+    assert isinstance(answer, OperationFailure)
+    assert it.ledger.change(lambda tx: tx.state("acme", f"tinker://{it.model}/weights/one"))
+    with pytest.raises(RequestError):
+        it.ledger.change(lambda tx: unload(tx, "bolt", it.model))
+
+
+def test_a_pass_above_the_quota_of_bytes_fails_its_window_and_the_next_one_begins_clean() -> None:
+    it = World()
+    large = Train(what=Pass(data=(Datum(tokens=b"x" * (QUOTA.queued_mib << 20), weights=b""),), loss=Loss.DRO))
+    waits = it.submit(large)
+    [sent] = it.ledger.change(lambda tx: to_send(tx, it.adapter, 1, 9))
+    assert isinstance(sent.what, Poison)
+    assert "optim_step, or fewer data" in sent.what.reason
+    it.done(OperationFailure(reason=sent.what.reason, by_client=True))
+    assert isinstance(it.ledger.change(lambda tx: look(tx, "acme", waits))[0], OperationFailure)
+    it.submit(STEP)
+    it.done(OperationFailure(reason="its window has failed", by_client=True))
+    it.submit(PASS)
+    assert it.count("client_operations WHERE fate IS NULL") == 1
