@@ -88,7 +88,7 @@ class RolloutSide:
         watch = RendezvousWatch(self.folder, self.config.rollout.tp)
         sync, run = self.config.weight_sync, self.config.run.name
         leader = Leader(run=run, secret=secret, servers=watch.present(), config=sync, watch=watch)
-        self.publisher = Publisher(run=run, config=sync, exchange=SoloExchange(), role=leader, secret=secret)
+        self.publisher = Publisher(run=run, config=sync, exchange=SoloExchange(), leader=leader, secret=secret)
         self.client = ControllerClient(lambda: read_endpoint(self.folder, CONTROLLER, 0), secret)
         spec = adapter.spec(self.config.model.path)
         shape = ModelShape.from_hf(read_hf_config(Path(self.config.model.folder)))

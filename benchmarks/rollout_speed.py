@@ -157,7 +157,7 @@ class Publishing:
         watch, secret = RendezvousWatch(run_folder, 1), read_secret(run_folder)
         sync = self.config.weight_sync
         leader = Leader(run=mode, secret=secret, servers=watch.present(), config=sync)
-        self._publisher = Publisher(run=mode, config=sync, exchange=SoloExchange(), role=leader, secret=secret)
+        self._publisher = Publisher(run=mode, config=sync, exchange=SoloExchange(), leader=leader, secret=secret)
         stack.callback(self._publisher.close)
         self._version = 0
 

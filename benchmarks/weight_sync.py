@@ -45,10 +45,10 @@ from areal_lora.run_folder.rendezvous import create_secret, read_secret
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import plan_buckets
 from areal_lora.weight_sync.link.broadcast_groups import GroupListener
-from areal_lora.weight_sync.manifest import base_digest, trailer_bytes
+from areal_lora.weight_sync.manifest import base_digest, trailer_part
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer.leader import Leader
-from areal_lora.weight_sync.trainer.publish_job import PublishHandle
+from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from areal_lora.weight_sync.trainer.publisher import Publisher
 
 HERE = Path(__file__).resolve().parent
@@ -163,10 +163,10 @@ class Setup:
         config = self._weight_sync.model_copy(update={"bucket_mib": BUCKET_MIB})
         leader = Leader(run=self._run, secret=self.secret, servers=[s.endpoint for s in servers], config=config)
         return Publisher(
-            run=self._run, config=config, exchange=SoloExchange(), role=leader, secret=self.secret, backend=backend
+            run=self._run, config=config, exchange=SoloExchange(), leader=leader, secret=self.secret, backend=backend
         )
 
-    def begin(self, adapter: int = 0, publisher: Publisher | None = None) -> PublishHandle:
+    def begin(self, adapter: int = 0, publisher: Publisher | None = None) -> PublishJob:
         """Pack the next version and begin its publish, as a trainer does at the end of a step."""
         self._versions[adapter] += 1
         name, version = self.specs[adapter].name, self._versions[adapter]
@@ -331,7 +331,7 @@ def compare(case: Case, repeats: int, console: Console) -> dict[str, Any]:
                 times[name].append(run())
         ways.close()
         tensors = setup.tensors[0]
-        wire = tensors.nbytes + sum(trailer_bytes(s) for s in tensors.layout.shards)
+        wire = tensors.nbytes + sum(end - start for start, end in map(trailer_part, tensors.layout.shards))
         spreads = {name: Spread.of(values) for name, values in times.items()}
         table = Table(
             title=f"{case.name}: {case.names:,} tensors, {tensors.nbytes / 2**20:.1f} MiB unique, rank {case.rank}, "

@@ -4,16 +4,9 @@
 with the prefix ``base_model.model.``. Values are unscaled: the reader applies alpha / rank,
 or what the configuration has instead.
 
-``adapter_config.json`` of an adapter, for stock peft and stock vLLM.
-
 transformers 5 has the experts of a layer as two parameters, ``gate_up_proj`` and ``down_proj``. peft turns an adapter
 of single experts into one of these parameters when it loads it, with twice the rank for gate and up, and looks for
 their numbers under their own names. So patterns of such modules are written a second time, for these names.
-
-The head of a safetensors file: names, shapes and places of its tensors. This module imports no torch.
-
-The library writes tensors that are all in memory; checkpoints and exports are written piece by piece (`Disk`,
-`PeftWriter`, `write_merged`), behind the head that the library would write.
 """
 
 from __future__ import annotations
@@ -31,7 +24,6 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from areal_lora.checkpoint.safetensors_head import head_of
 from areal_lora.errors import AdapterError
 from areal_lora.families.family import Scope
 from areal_lora.families.peft_folder import (
@@ -45,6 +37,7 @@ from areal_lora.families.peft_folder import (
     wire_name,
 )
 from areal_lora.families.registry import target_of
+from areal_lora.families.safetensors_head import head_of
 from areal_lora.types import AdapterSpec
 
 _EXPERT = re.compile(r"(layers\.\d+\.).*\.experts\.0\.[^.]+$")

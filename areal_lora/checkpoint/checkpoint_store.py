@@ -66,12 +66,6 @@ def leftovers_in(root: Path) -> list[Path]:
     return sorted(root.glob(".*")) if root.is_dir() else []
 
 
-def note_newest(disk: Disk, root: Path, version: int) -> None:
-    scratch = root / f".{NEWEST_FILE}.{secrets.token_hex(4)}"
-    disk.write(scratch, [f"{version}\n".encode()])
-    disk.rename(scratch, root / NEWEST_FILE)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """One rank's data of a checkpoint. ``manifest`` lacks files and random states; that of rank 0 is used.
@@ -107,20 +101,18 @@ class CheckpointStore:
     def __init__(self, run_folder: RunFolder, exchange: Exchange, disk: Disk) -> None:
         self._run_folder, self._exchange, self._disk = run_folder, exchange, disk
 
-    def write(self, snapshot: Snapshot) -> int:
+    def write(self, snapshot: Snapshot, label: str = "") -> int:
         """Write one durable checkpoint and return its size in bytes. Collective over all ranks.
+
+        With ``label`` it is the saved state of that name of its adapter, in place of what is there.
 
         Raises CheckpointError on every rank, with path and reason, if a rank could not write; PublishError
         if a rank is lost.
         """
-        root = self._run_folder.adapter_checkpoints(snapshot.ref.name)
-        return self._write(snapshot, version_folder(root, snapshot.ref.version))
-
-    def keep(self, snapshot: Snapshot, label: str) -> int:
-        """Write ``snapshot`` as the saved state ``label`` of its adapter, in place of what is there; like `write`."""
-        return self._write(snapshot, self._run_folder.saved_state(snapshot.ref.name, label), label)
-
-    def _write(self, snapshot: Snapshot, to: Path, label: str = "") -> int:
+        name, version = snapshot.ref.name, snapshot.ref.version
+        to = version_folder(self._run_folder.adapter_checkpoints(name), version)
+        if label:
+            to = self._run_folder.saved_state(name, label)
         opened = self._broadcast(self._open(to) if self._exchange.rank == 0 else None)
         if opened.failure:
             raise CheckpointError(opened.failure)
@@ -182,7 +174,9 @@ class CheckpointStore:
                 self._name(scratch, to, replace=bool(label))
                 reached("trainer.checkpoint.renamed")
                 if not label:
-                    note_newest(self._disk, root, snapshot.ref.version)
+                    newest = root / f".{NEWEST_FILE}.{secrets.token_hex(4)}"
+                    self._disk.write(newest, [f"{snapshot.ref.version}\n".encode()])
+                    self._disk.rename(newest, root / NEWEST_FILE)
         except OSError as e:
             failures = [_reason(e, scratch)]
         if failures:

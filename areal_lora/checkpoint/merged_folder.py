@@ -29,10 +29,10 @@ from torch import Tensor
 
 from areal_lora.algorithms.merging import FLOATS, CastLoss, adapted_weights, merged
 from areal_lora.checkpoint.adapter_io import DTYPES
-from areal_lora.checkpoint.safetensors_head import Entry, head_of, read_head
 from areal_lora.config.recorded import INDEX_FILE, WEIGHT_FILE, wanted
 from areal_lora.errors import AdapterError, ConfigError, UnknownTensorError
 from areal_lora.families.peft_folder import misfits, module_of
+from areal_lora.families.safetensors_head import Entry, head_of, read_head
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout, WireTensor
 

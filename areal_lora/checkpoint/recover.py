@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from areal_lora.checkpoint.checkpoint_store import BROKEN_PREFIX, NEWEST_FILE, leftovers_in, version_folder, versions_in
 from areal_lora.checkpoint.state import (
-    CHUNK_BYTES,
     MANIFEST_FILE,
     Disk,
     Manifest,
@@ -129,13 +128,11 @@ def explain(run_folder: RunFolder, config: Config, *, base_is_here: bool = True)
                 f"{folder} holds checkpoints of {folder.name!r}, and no adapter has this name",
                 "give the adapter its name back, choose another run.name, or start over with --fresh",
             )
-    plans = []
-    for index, adapter in enumerate(config.adapters):
-        plan = find(run_folder, adapter.name)
-        if plan.newest is not None:
-            check_compatible(plan.newest, adapter, index, base_digest(config.model.folder) if base_is_here else None)
-        plans.append(plan)
-    return ResumePlan(adapters=tuple(plans))
+    plan = ResumePlan(adapters=tuple(find(run_folder, adapter.name) for adapter in config.adapters))
+    for index, (adapter, found) in enumerate(zip(config.adapters, plan.adapters, strict=True)):
+        if found.newest is not None:
+            check_compatible(found.newest, adapter, index, base_digest(config.model.folder) if base_is_here else None)
+    return plan
 
 
 def find(run_folder: RunFolder, adapter: str) -> AdapterResume:
@@ -201,21 +198,15 @@ def verify(folder: Path, ref: AdapterRef) -> Manifest:
             size = path.stat().st_size
             if size != entry.nbytes:
                 raise CheckpointError(f"{entry.name} is torn: {size} of {entry.nbytes} bytes")
-            if _digest(path) != entry.blake2b:
+            with path.open("rb", buffering=0) as file:
+                found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            if found != entry.blake2b:
                 raise CheckpointError(f"{entry.name} is damaged: its checksum differs")
     except FileNotFoundError as e:
         raise CheckpointError(f"{Path(e.filename).name} is missing") from e
     except OSError as e:
         raise CheckpointError(f"{e.filename}: {e.strerror}") from e
     return manifest
-
-
-def _digest(path: Path) -> str:
-    sum_ = hashlib.blake2b(digest_size=16)
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            sum_.update(chunk)
-    return sum_.hexdigest()
 
 
 def check_compatible(found: WholeCheckpoint, adapter: AdapterConfig, index: int, base: str | None) -> None:
@@ -260,7 +251,6 @@ class Version:
     path: Path
     manifest: Manifest
     aliases: dict[str, str]
-    base: str
     revision: str | None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -282,7 +272,7 @@ class Version:
         if base is not None:
             spec = replace(spec, base_model=base)
         tensors = {name: tensor for name, tensor in self.tensors().items() if name not in self.aliases}
-        save_peft(folder, spec, tensors, base or self.base, self.aliases, revision=self.revision)
+        save_peft(folder, spec, tensors, spec.base_model, self.aliases, revision=self.revision)
 
 
 def pick_version(folder: RunFolder, config: Config, text: str = NEWEST, name: str | None = None) -> Version:
@@ -303,15 +293,7 @@ def pick_version(folder: RunFolder, config: Config, text: str = NEWEST, name: st
         manifest = verify(path, ref)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error} (fix: choose another version)") from None
-    shape = read_shape(Path(config.model.folder))
-    return Version(
-        ref=ref,
-        path=path,
-        manifest=manifest,
-        aliases=aliases_of(shape, manifest.spec),
-        base=manifest.spec.base_model,
-        revision=config.model.commit,
-    )
+    return _version(config, ref, path, manifest)
 
 
 def saved_version(folder: RunFolder, config: Config, adapter: str, label: str) -> Version:
@@ -322,14 +304,12 @@ def saved_version(folder: RunFolder, config: Config, adapter: str, label: str) -
     except OSError as error:
         raise CheckpointError(f"{MANIFEST_FILE}: {error.strerror}") from error
     ref = AdapterRef(name=manifest.spec.name, version=manifest.version)
-    return Version(
-        ref=ref,
-        path=path,
-        manifest=verify(path, ref),
-        aliases=aliases_of(read_shape(Path(config.model.folder)), manifest.spec),
-        base=manifest.spec.base_model,
-        revision=config.model.commit,
-    )
+    return _version(config, ref, path, verify(path, ref))
+
+
+def _version(config: Config, ref: AdapterRef, path: Path, manifest: Manifest) -> Version:
+    aliases = aliases_of(read_shape(Path(config.model.folder)), manifest.spec)
+    return Version(ref=ref, path=path, manifest=manifest, aliases=aliases, revision=config.model.commit)
 
 
 def aliases_of(shape: ModelShape, spec: AdapterSpec) -> dict[str, str]:

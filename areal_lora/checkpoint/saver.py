@@ -142,7 +142,7 @@ class Saver:
         adapter = job.ref.name
         began_s = time.monotonic()
         try:
-            job.nbytes = self._store.keep(snapshot, job.label) if job.label else self._store.write(snapshot)
+            job.nbytes = self._store.write(snapshot, job.label)
         except CheckpointError as e:
             job.failed, job.reason = True, str(e)
             what = f"state {job.label!r}" if job.label else "checkpoint"

@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from areal_lora.checkpoint.safetensors_head import head_of, read_head
 from areal_lora.errors import CheckpointError
+from areal_lora.families.safetensors_head import head_of, read_head
 from areal_lora.types import AdapterSpec
 
 FORMAT = 2
@@ -204,7 +204,7 @@ def read_files(paths: Sequence[Path]) -> dict[str, dict[str, np.ndarray]]:
     for path in paths:
         try:
             with path.open("rb") as file:
-                entries, start = read_head(file)
+                entries, start, _ = read_head(file)
                 # A private writable mapping: no code writes to it, but torch warns about read-only memory.
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             for key, entry in entries.items():

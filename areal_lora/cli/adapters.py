@@ -10,7 +10,8 @@ from urllib.parse import quote
 
 import typer
 
-from areal_lora.cli.status import RUN_HELP, find_run, run_names
+from areal_lora.cli.status import Run as RunArgument
+from areal_lora.cli.status import aligned, find_run, run_names
 from areal_lora.errors import ConfigError
 
 Run = Annotated[
@@ -44,10 +45,7 @@ def overview(run: Run) -> None:
     if not found:
         print("no adapters")
         return
-    rows = [COLUMNS, *(_row(adapter) for adapter in found)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(*aligned([COLUMNS, *(_row(adapter) for adapter in found)]), sep="\n")
 
 
 @app.command(short_help="One adapter with its settings.")
@@ -60,20 +58,19 @@ def show(run: Run, name: Name) -> None:
 @app.command(short_help="Let an adapter take no steps for a while.")
 def pause(run: Run, name: Name) -> None:
     """The adapter stays on the servers and takes no further steps until `resume`."""
-    _change(run, name, "pause")
+    _wanted(_client(run).post(_path(name, "pause")))
 
 
 @app.command(short_help="Let a paused adapter train.")
 def resume(run: Run, name: Name) -> None:
     """The adapter takes steps again."""
-    _change(run, name, "resume")
+    _wanted(_client(run).post(_path(name, "resume")))
 
 
 @app.command(short_help="Take an adapter out of the run.")
 def delete(run: Run, name: Name) -> None:
     """The adapter leaves trainer and servers. Its name may be used again."""
-    deleted = _client(run).delete(_path(name))
-    print(f"{deleted['name']} is wanted {deleted['wanted']}")
+    _wanted(_client(run).delete(_path(name)))
 
 
 @app.command(short_help="States of an adapter, with reasons.")
@@ -135,8 +132,7 @@ def keys(
     print(client.post(path, {"label": label})["key"])
 
 
-def _change(run: str, name: str, verb: str) -> None:
-    changed = _client(run).post(_path(name, verb))
+def _wanted(changed: dict[str, Any]) -> None:
     print(f"{changed['name']} is wanted {changed['wanted']}")
 
 
@@ -181,7 +177,7 @@ def _text(value: Any) -> str:
 
 
 def add_servers(
-    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
+    run: RunArgument,
     servers: Annotated[int, typer.Option(help="servers to add; on Slurm, of each node")] = 1,
     nodes: Annotated[int, typer.Option(help="Slurm jobs of one node each")] = 1,
     time: Annotated[str, typer.Option(help="time limit of the Slurm jobs, instead of the run's")] = "",
@@ -196,23 +192,14 @@ def add_servers(
     from rich.console import Console
 
     from areal_lora.launcher import add_servers as action
+    from areal_lora.launcher.slurm.job_steps import SpareJob
 
-    code = action.add_servers(
-        find_run(run),
-        servers=servers,
-        nodes=nodes,
-        time_limit=time,
-        partition=partition,
-        grace_s=grace_s,
-        here=here,
-        console=Console(highlight=False),
-    )
-    raise typer.Exit(code)
+    console, job = Console(highlight=False), SpareJob(servers, grace_s, time, partition)
+    raise typer.Exit(action.add_servers(find_run(run), job, nodes=nodes, here=here, console=console))
 
 
 def remove_servers(
-    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
-    job: Annotated[str, typer.Option(help="only those of this Slurm job, or of this process")] = "",
+    run: RunArgument, job: Annotated[str, typer.Option(help="only those of this Slurm job, or of this process")] = ""
 ) -> None:
     """Have added servers leave: they take no more requests, end those in progress, and the run continues."""
     from rich.console import Console

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_lora.cli.status import find_run, with_overrides
+from areal_lora.cli.status import OptionalFiles, Overrides, find_run, with_overrides
 from areal_lora.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -17,13 +17,8 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="override one key, such as run.seed=2")
-    ] = None,
-    config: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="YAML file or the name of a shipped example; several are merged in order"),
-    ] = None,
+    overrides: Overrides = None,
+    config: OptionalFiles = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="take the configuration of a run")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="without the network's bandwidth and the canary")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="keep the files of the probes, with the canary's logs")] = False,
@@ -35,7 +30,7 @@ def doctor(
     """
     import msgspec
 
-    from areal_lora.doctor.doctor_findings import Level
+    from areal_lora.doctor.checks import Level
     from areal_lora.doctor.examine import examine
 
     chosen = chosen_config(config or [], run, overrides or [])
@@ -66,6 +61,6 @@ def chosen_config(files: list[Path], run: str | None, overrides: list[str]) -> C
         return load_config(files, overrides)
     if overrides:
         raise ConfigError(overrides[0], "an override needs a configuration", "add --config FILE or --run RUN")
-    from areal_lora.doctor.canary import plain_config
+    from areal_lora.doctor.canary import canary_config
 
-    return plain_config()
+    return canary_config(Path.cwd() / "runs")

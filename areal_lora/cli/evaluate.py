@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from areal_lora.cli.status import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.status import RUN_HELP, Adapter, Run, Version, aligned, find_run, recorded_config, run_names
 from areal_lora.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
-    version: Annotated[str, typer.Option(metavar="N", help=VERSION_HELP)] = "newest",
-    adapter: Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)] = None,
+    run: Run,
+    version: Version = "newest",
+    adapter: Adapter = None,
     names: Annotated[list[str] | None, typer.Option("--set", metavar="NAME", help="this set only; repeatable")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the records, one a line")] = False,
 ) -> None:
@@ -41,7 +41,6 @@ def evaluate(
     from areal_lora.config.recorded import adapter_named
     from areal_lora.data.formatting import load_tokenizer
     from areal_lora.rollout.controller.eval_sets import load_sets
-    from areal_lora.rollout.workflow import eval_record
 
     folder = find_run(run)
     config = recorded_config(folder)
@@ -52,7 +51,7 @@ def evaluate(
         result = asyncio.run(_measured(folder, config, chosen, sets, server))
     for order, found in enumerate(result.sets):
         if not found.error:
-            record = eval_record(result, order)
+            record = result.record(order)
             text = msgspec.json.encode(record).decode() if as_json else f"{found.name}: {record.figures()}"
             print(text if as_json else f"{server.model}  {text}")
     if lost := [f"{found.name}: {found.error}" for found in result.sets if found.error]:
@@ -120,7 +119,8 @@ def compare(
         print()
         return
     names = ("", str(folders[0]), str(folders[1]))
-    print(table([names, *(keys or [("(no key differs)", "", "")]), ("", "", ""), *rows]))
+    table = [names, *(keys or [("(no key differs)", "", "")]), ("", "", ""), *rows]
+    print(*aligned([(name, _text(a), _text(b)) for name, a, b in table]), sep="\n")
 
 
 def differences(first: Any, second: Any, path: str = "") -> Iterator[Row]:
@@ -159,8 +159,12 @@ def figures_of(folder: RunFolder, config: Config, adapter: str | None) -> Figure
 
 def figures(steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> Figures:
     """Figures of the curves of one adapter; None: not measured."""
+    from operator import itemgetter
+    from statistics import fmean, median
+
     from areal_lora.obs.metrics.records import mean_lag
 
+    last = itemgetter(-1)
     accuracies = [e.accuracy for e in evals if e.accuracy is not None and e.order == 0]
     lags: dict[int, int] = {}
     for step in steps:
@@ -168,24 +172,17 @@ def figures(steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> Figures
             lags[lag] = lags.get(lag, 0) + count
     return {
         "steps": len(steps),
-        "seconds": _last(step.time_s for step in steps),
-        "median s of a step": _median(step.step_s for step in steps),
-        f"mean reward, first {LAST} steps": _mean(step.reward_mean for step in steps[:LAST]),
-        f"mean reward, last {LAST} steps": _mean(step.reward_mean for step in steps[-LAST:]),
+        "seconds": _of(last, [step.time_s for step in steps]),
+        "median s of a step": _of(median, [step.step_s for step in steps]),
+        f"mean reward, first {LAST} steps": _of(fmean, [step.reward_mean for step in steps[:LAST]]),
+        f"mean reward, last {LAST} steps": _of(fmean, [step.reward_mean for step in steps[-LAST:]]),
         "accuracy, first": accuracies[0] if accuracies else None,
         "accuracy, last": accuracies[-1] if accuracies else None,
         "accuracy, best": max(accuracies, default=None),
-        "entropy, last step": _last(step.metrics.get("train/entropy") for step in steps),
+        "entropy, last step": _of(last, [step.metrics.get("train/entropy") for step in steps]),
         "mean lag of tokens": mean_lag(lags),
-        "sampled tokens per s, median": _median(step.metrics.get("train/rollout_tokens_per_s") for step in steps),
+        "sampled tokens per s, median": _of(median, [step.metrics.get("train/rollout_tokens_per_s") for step in steps]),
     }
-
-
-def table(rows: Iterable[Row]) -> str:
-    """Rows as columns of plain text."""
-    cells = [(name, _text(a), _text(b)) for name, a, b in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
 
 
 def _text(value: Any) -> str:
@@ -194,23 +191,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else "-" if value is None else json.dumps(value)
 
 
-def _measured_run(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _last(values: Iterable[float | None]) -> float | None:
-    return next(reversed(_measured_run(values)), None)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    import statistics
-
-    found = _measured_run(values)
-    return statistics.fmean(found) if found else None
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    import statistics
-
-    found = _measured_run(values)
-    return statistics.median(found) if found else None
+def _of(how: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
+    """A figure of the values that were measured; None where none was."""
+    measured = [value for value in values if value is not None]
+    return how(measured) if measured else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_lora.cli.status import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.status import ADAPTER_HELP, VERSION_HELP, Adapter, Run, Version, find_run, recorded_config
 from areal_lora.errors import ConfigError, EnvironmentError_
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ CARD_FILE = "README.md"
 
 
 def export(
-    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
+    run: Run,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="folder to make; it must not exist")],
-    version: Annotated[str, typer.Option(metavar="N", help=VERSION_HELP)] = "newest",
-    adapter: Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)] = None,
+    version: Version = "newest",
+    adapter: Adapter = None,
 ) -> None:
     """Write a version as a PEFT folder that stock peft, transformers and vLLM load; also while the run works."""
     from areal_lora.checkpoint.recover import pick_version
@@ -106,10 +106,10 @@ def _model_folder(text: str) -> Path:
 
 
 def push(
-    run: Annotated[str, typer.Argument(help=RUN_HELP)],
+    run: Run,
     repo: Annotated[str, typer.Argument(metavar="REPO", help="hub name org/name; made if it does not exist")],
-    version: Annotated[str, typer.Option(metavar="N", help=VERSION_HELP)] = "newest",
-    adapter: Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)] = None,
+    version: Version = "newest",
+    adapter: Adapter = None,
     base: Annotated[str, typer.Option(metavar="NAME", help="hub name of the base model, if the run has a folder")] = "",
     public: Annotated[bool, typer.Option("--public", help="make a new repository public; else it is private")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="list the files and print the card; send nothing")] = False,
@@ -128,7 +128,7 @@ def push(
     folder = find_run(run)
     config = recorded_config(folder)
     chosen = pick_version(folder, config, version, adapter)
-    name = base or chosen.base
+    name = base or chosen.manifest.spec.base_model
     if not is_hub_name(name) or Path(name).exists():
         fix = "name the base on the hub: --base org/name"
         raise ConfigError("--base", f"the base model is the folder {name}, which other machines lack", fix)
@@ -163,7 +163,7 @@ def _send(folder: Path, files: list[str], repo: str, what: str, *, private: bool
         ) from None
 
 
-def report(run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)]) -> None:
+def report(run: Run) -> None:
     """Write report.html now, also while the run works."""
     from areal_lora.obs.report.page import write_report
 
@@ -180,7 +180,7 @@ def schema(
 
     # yaml-language-server: $schema=FILE
     """
-    from areal_lora.config.schema import json_schema
+    from areal_lora.config.models import json_schema
 
     if out is None:
         print(json_schema(), end="")
@@ -195,7 +195,7 @@ EXPERIMENT = "areal_lora"
 
 
 def track(
-    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
+    run: Run,
     wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="project of Weights & Biases")] = None,
     entity: Annotated[str | None, typer.Option(metavar="E", help="user or team of the project")] = None,
     mlflow: Annotated[str | None, typer.Option(metavar="URI", help="address of an MLflow server or store")] = None,
@@ -214,34 +214,22 @@ def track(
     config = recorded_config(folder)
 
     from areal_lora.obs.tracking.tracker import follow as send
-    from areal_lora.obs.tracking.tracker import only_one
+    from areal_lora.obs.tracking.tracker import only_one, public_config, tracked_run
 
     with only_one(folder, "wandb" if wandb is not None else "mlflow"):
-        tracker = _tracker(folder, config, wandb, entity, mlflow, experiment, name)
+        tracked = tracked_run(folder, name, public_config(config))
+        tracker: Tracker
+        if wandb is not None:
+            from areal_lora.obs.tracking.to_wandb import WandbTracker
+
+            tracker = WandbTracker(tracked, wandb, entity)
+        else:
+            from areal_lora.obs.tracking.to_mlflow import MlflowTracker
+
+            tracker = MlflowTracker(tracked, mlflow or "", experiment)
         print(f"{folder} is sent to {tracker.where}", flush=True)
         state = send(folder, tracker, _now_and_then(folder, config), wait=follow)
     print(f"the run is {state}; everything is sent" if state else "what was recorded is sent; the run continues")
-
-
-def _tracker(
-    folder: RunFolder,
-    config: Config,
-    wandb: str | None,
-    entity: str | None,
-    mlflow: str | None,
-    experiment: str,
-    name: str | None,
-) -> Tracker:
-    from areal_lora.obs.tracking.tracker import public_config, tracked_run
-
-    run = tracked_run(folder, name, public_config(config))
-    if wandb is not None:
-        from areal_lora.obs.tracking.to_wandb import WandbTracker
-
-        return WandbTracker(run, wandb, entity)
-    from areal_lora.obs.tracking.to_mlflow import MlflowTracker
-
-    return MlflowTracker(run, mlflow or "", experiment)
 
 
 def _now_and_then(folder: RunFolder, config: Config) -> Callable[[], str | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Annotated
@@ -33,34 +32,35 @@ def init(
     device = device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
     if device not in ("cpu", "cuda"):
         raise ConfigError("--device", f"{device!r} is no device", "cpu or cuda")
-    wanted = Choices(
-        name=file.stem,
-        model=_absolute(_asked("--model", model, "Base model (folder or hub name)")),
-        data=_absolute(_asked("--data", data, "Data (JSONL, JSON, CSV or parquet file, or hub name)")),
-        prompt=_asked("--prompt", prompt, "Column with the problem", "prompt"),
-        answer=_asked("--answer", answer, "Column with the gold answer (- for none)", "answer"),
-        reward=_asked("--reward", reward, f"Reward ({NUMERIC}, {MATH}, or file.py:name)", NUMERIC),
-        chat=chat,
+    on_cpu = device == "cpu"
+    model = _absolute(_asked("--model", model, "Base model (folder or hub name)"))
+    data = _absolute(_asked("--data", data, "Data (JSONL, JSON, CSV or parquet file, or hub name)"))
+    prompt = _asked("--prompt", prompt, "Column with the problem", "prompt")
+    answer = _asked("--answer", answer, "Column with the gold answer (- for none)", "answer")
+    reward = _asked("--reward", reward, f"Reward ({NUMERIC}, {MATH}, or file.py:name)", NUMERIC)
+    longest = min(1024 if on_cpu else 4096, _positions(model))
+    # Every value that comes from outside is quoted.
+    text = TEMPLATE.format(
+        name=json.dumps("".join(c if c.isalnum() or c in "._-" else "-" for c in file.stem).strip("._-") or "run"),
+        model=json.dumps(model),
+        data=json.dumps(data),
+        prompt=json.dumps(prompt),
+        answer="null" if answer == "-" else json.dumps(answer),
+        reward=_reward(reward),
+        format="kind: chat # by the tokenizer's chat template" if chat else "kind: template\n" + TEXT,
+        max_model_len=longest,
+        max_new_tokens=longest // 4,
+        prompts=16 if on_cpu else 64,
+        microbatch=4096 if on_cpu else 16384,
+        dtype="float32" if on_cpu else "bfloat16",
         device=device,
+        devices_per_node="" if on_cpu else DEVICES,
+        cache=CACHE if on_cpu else "",
     )
-    file.write_text(render(wanted), encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
     command, place = f"{quote(sys.executable)} -m areal_lora", quote(str(file.absolute()))
     print(f"{file} is written. What a start would do, and the start:")
     print(f"  {command} plan --config {place}\n  {command} train --config {place}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """What the user chose. ``answer`` is ``-`` for data without one."""
-
-    name: str
-    model: str
-    data: str
-    prompt: str
-    answer: str
-    reward: str
-    chat: bool
-    device: str
 
 
 def _asked(option: str, given: str, question: str, default: str | None = None) -> str:
@@ -75,31 +75,6 @@ def _asked(option: str, given: str, question: str, default: str | None = None) -
 def _absolute(text: str) -> str:
     path = Path(text).expanduser()
     return str(path.absolute()) if path.exists() else text
-
-
-def render(wanted: Choices) -> str:
-    """The file; every value that comes from outside is quoted."""
-    on_cpu = wanted.device == "cpu"
-    longest = min(1024 if on_cpu else 4096, _positions(wanted.model))
-    answer = "null" if wanted.answer == "-" else json.dumps(wanted.answer)
-    name = json.dumps("".join(c if c.isalnum() or c in "._-" else "-" for c in wanted.name).strip("._-") or "run")
-    return TEMPLATE.format(
-        name=name,
-        model=json.dumps(wanted.model),
-        data=json.dumps(wanted.data),
-        prompt=json.dumps(wanted.prompt),
-        answer=answer,
-        reward=_reward(wanted.reward),
-        format="kind: chat # by the tokenizer's chat template" if wanted.chat else "kind: template\n" + TEXT,
-        max_model_len=longest,
-        max_new_tokens=longest // 4,
-        prompts=16 if on_cpu else 64,
-        microbatch=4096 if on_cpu else 16384,
-        dtype="float32" if on_cpu else "bfloat16",
-        device=wanted.device,
-        devices_per_node="" if on_cpu else DEVICES,
-        cache=CACHE if on_cpu else "",
-    )
 
 
 def _positions(model: str) -> int:

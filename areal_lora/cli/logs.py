@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from areal_lora.cli.status import RUN_HELP, find_run, run_names
+from areal_lora.cli.status import Run, find_run
 from areal_lora.errors import ConfigError
 
 POLL_S = 0.3
@@ -19,7 +19,7 @@ BLOCK_BYTES = 1 << 16
 
 
 def logs(
-    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
+    run: Run,
     role: Annotated[
         str | None,
         typer.Argument(metavar="[ROLE[-INDEX]]", help="trainer, controller, server, service, job, or one of them"),

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
-from areal_lora.cli.processes import Holder, holder, is_free, local_processes
+from areal_lora.cli.processes import is_free, local_processes
 from areal_lora.config.recorded import ends_of, with_joined
-from areal_lora.launcher.slurm.allocation import placement
 from areal_lora.launcher.slurm.job_query import look as look_up
-from areal_lora.launcher.slurm.job_query import lost_nodes
+from areal_lora.launcher.slurm.job_query import lost_nodes, placement
 from areal_lora.launcher.slurm.states import Phase, explain
+from areal_lora.launcher.start import Holder, holder
 from areal_lora.obs.metrics.reader import newest_records, state_records
-from areal_lora.obs.metrics.records import EvalRecord, mean_lag
+from areal_lora.obs.metrics.records import mean_lag
 from areal_lora.obs.run_view import AdapterView, RunView
 from areal_lora.run_folder.events import EndEvent, StartEvent, count_restarts, last_end, read_events
 from areal_lora.run_folder.paths import RunFolder
@@ -140,7 +140,7 @@ def look(folder: RunFolder, config: Config) -> Status:
         again = f"areal-lora resume {quote(str(folder))} tries again"
         state, why = "stopped", f"{', '.join(failed)} failed{cause} (fix: {again})"
     last = view.steps[-1] if view.steps else None
-    evaluation = _measured(view.only)
+    accuracy, accuracy_version = _measured(view.only)
     events = read_events(folder)
     newest = {a.name: max(versions_in(folder.adapter_checkpoints(a.name)), default=None) for a in config.adapters}
     ages = [_age_s(folder.adapter_checkpoints(name) / f"v{v:06d}") for name, v in newest.items() if v is not None]
@@ -157,8 +157,8 @@ def look(folder: RunFolder, config: Config) -> Status:
         eta_s=view.remaining_s() if state == "running" else None,
         step_s=last.step_s if last else None,
         reward=last.reward_mean if last and view.only else None,
-        accuracy=evaluation.accuracy if evaluation else None,
-        accuracy_version=evaluation.version if evaluation else None,
+        accuracy=accuracy,
+        accuracy_version=accuracy_version,
         staleness=dict(sorted(view.staleness.items())),
         staleness_mean=mean_lag(view.staleness),
         checkpoints={name: version for name, version in newest.items() if version is not None},
@@ -190,7 +190,7 @@ def _adapters(view: RunView, checkpoints: Mapping[str, int | None]) -> Iterator[
     shares = view.shares()
     for name, newest in checkpoints.items():
         one = view.adapters[name]
-        evaluation = _measured(one)
+        accuracy, version = _measured(one)
         yield AdapterStatus(
             name=name,
             state=one.state,
@@ -198,8 +198,8 @@ def _adapters(view: RunView, checkpoints: Mapping[str, int | None]) -> Iterator[
             steps_done=one.steps_done,
             steps=one.total,
             reward=one.steps[-1].reward_mean if one.steps else None,
-            accuracy=evaluation.accuracy if evaluation else None,
-            accuracy_version=evaluation.version if evaluation else None,
+            accuracy=accuracy,
+            accuracy_version=version,
             lag=one.mean_lag,
             share=shares[name],
             checkpoint=newest,
@@ -257,37 +257,29 @@ def _processes(
     folder: RunFolder, config: Config, here: Mapping[str, int], job: JobStatus | None
 ) -> Iterator[ProcessStatus]:
     doing = read_statuses(folder)
-    names = dict.fromkeys([*_planned(config), *doing, *here])
+    servers = [f"server-{i}" for i in range(config.rollout.servers)]
+    planned = [*(f"trainer-{i}" for i in range(config.trainer.world_size)), "controller-0", *servers]
+    names = dict.fromkeys([*planned, *doing, *here])
     nodes = placement(folder) if job else {}
     lost = lost_nodes(set(nodes.values())) if job and job.phase == Phase.RUNNING else set()
     over = job is not None and job.phase in (Phase.OVER, Phase.WAITING)
     for name in names:
-        endpoint = _endpoint(folder, name)
-        alive: bool | None = name in here
-        beat_s = _age_s(folder.heartbeat(name))
-        node = nodes.get(name)
-        if not alive and not over and node not in lost and (config.cluster.kind == "slurm" or _elsewhere(endpoint)):
-            alive = None  # another machine's, as far as can be seen
+        (role, _, index), endpoint = name.rpartition("-"), None
+        with contextlib.suppress(OSError, ValueError):
+            endpoint = read_endpoint(folder, role, int(index))
+        elsewhere, node = _elsewhere(endpoint), nodes.get(name)
+        # Another machine's cannot be seen from here.
+        unseen = not over and node not in lost and (config.cluster.kind == "slurm" or elsewhere)
+        node_name = os.uname().nodename if name in here or endpoint else ""
+        host = endpoint.host if endpoint and elsewhere and name not in here else node_name
         yield ProcessStatus(
             name=name,
-            node=f"{node} (lost)" if node in lost else node or _host(endpoint, name in here),
+            node=f"{node} (lost)" if node in lost else node or host,
             pid=here.get(name, endpoint.pid if endpoint else None),
-            alive=alive,
-            beat_s=beat_s,
+            alive=name in here or (None if unseen else False),
+            beat_s=_age_s(folder.heartbeat(name)),
             doing=doing.get(name, ""),
         )
-
-
-def _planned(config: Config) -> list[str]:
-    servers = [f"server-{i}" for i in range(config.rollout.servers)]
-    return [*(f"trainer-{i}" for i in range(config.trainer.world_size)), "controller-0", *servers]
-
-
-def _endpoint(folder: RunFolder, name: str) -> Endpoint | None:
-    role, _, index = name.rpartition("-")
-    with contextlib.suppress(OSError, ValueError):
-        return read_endpoint(folder, role, int(index))
-    return None
 
 
 def _elsewhere(endpoint: Endpoint | None) -> bool:
@@ -296,13 +288,6 @@ def _elsewhere(endpoint: Endpoint | None) -> bool:
     if endpoint is None or endpoint.host.startswith("127."):
         return False
     return endpoint.host not in {str(address) for one in interfaces() for address in one.addresses}
-
-
-def _host(endpoint: Endpoint | None, here: bool) -> str:
-    """Name of this machine, or the address that a process of another one has published."""
-    if here or (endpoint is not None and not _elsewhere(endpoint)):
-        return os.uname().nodename
-    return endpoint.host if endpoint is not None else ""
 
 
 def _view(folder: RunFolder, config: Config) -> RunView:
@@ -315,10 +300,10 @@ def _view(folder: RunFolder, config: Config) -> RunView:
     return view
 
 
-def _measured(adapter: AdapterView | None) -> EvalRecord | None:
-    """The last evaluation that has an accuracy."""
+def _measured(adapter: AdapterView | None) -> tuple[float | None, int | None]:
+    """Accuracy and version of the last evaluation, if it has an accuracy."""
     last = adapter.last_eval if adapter else None
-    return last if last is not None and last.accuracy is not None else None
+    return (None, None) if last is None or last.accuracy is None else (last.accuracy, last.version)
 
 
 def _age_s(path: os.PathLike[str]) -> float | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_lora.cli.status import ADAPTER_HELP, RUN_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.status import Adapter, Run, find_run, recorded_config
 from areal_lora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def samples(
-    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
+    run: Run,
     step: Annotated[int | None, typer.Option(metavar="K", min=0, help="the step; the newest if unset")] = None,
     worst: Annotated[bool, typer.Option("--worst", help="lowest rewards first")] = False,
-    adapter: Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)] = None,
+    adapter: Adapter = None,
     count: Annotated[int, typer.Option("-n", "--last", min=1, help="at most so many answers")] = 4,
 ) -> None:
     """Show the answers that were recorded for a step, its groups, drops and errors.
@@ -71,7 +71,7 @@ def _answer(sample: RolloutSampleRecord) -> str:
 
 
 def conversations(
-    run: Annotated[str, typer.Argument(help=RUN_HELP)],
+    run: Run,
     uid: Annotated[str | None, typer.Option(metavar="TEXT", help="only of problems whose id has this text")] = None,
     count: Annotated[int, typer.Option("-n", "--last", min=1, help="the last ones")] = 1,
     tokens: Annotated[

@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from areal_lora.cli.status import ADAPTER_HELP, RUN_HELP, VERSION_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.status import Adapter, Run, Version, find_run, recorded_config
 
 
 def serve(
-    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
-    version: Annotated[str, typer.Option(metavar="N", help=VERSION_HELP)] = "newest",
-    adapter: Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)] = None,
+    run: Run,
+    version: Version = "newest",
+    adapter: Adapter = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="port on 127.0.0.1; 0: a free one")] = 8000,
 ) -> None:
     """Serve a version with vLLM's own OpenAI server until Ctrl-C; only this machine can reach it.
@@ -36,9 +36,9 @@ def serve(
 
 
 def chat(
-    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
-    version: Annotated[str, typer.Option(metavar="N", help=VERSION_HELP)] = "newest",
-    adapter: Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)] = None,
+    run: Run,
+    version: Version = "newest",
+    adapter: Adapter = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="send this, print the answer and end")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time")] = 0.0,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="longest answer; the run's if not given")] = None,

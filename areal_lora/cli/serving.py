@@ -15,9 +15,8 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from areal_lora.config.models import AdapterConfig
 from areal_lora.data.formatting import Formatter
 from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessFailed, RolloutError
 from areal_lora.tasks.reward_calls import typed_sample
@@ -62,14 +61,25 @@ def served(
         chosen.export(exported)
         command = [config.rollout.python or sys.executable, "-m", "areal_lora.engine.vllm_ext.stock"]
         command += ["--run-folder", str(folder), "--lora", f"{chosen.ref}={exported}", "--port", str(port)]
-        with log.open("wb") as output:
-            process = _started(command, output)
+        with log.open("wb") as out:
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                )
+            except FileNotFoundError:
+                reason = f"{command[0]} does not exist"
+                raise ConfigError("rollout.python", reason, "run the command where it does") from None
         try:
             url = f"http://127.0.0.1:{port}/v1"
             _wait(process, f"{url}/models", log)
             yield ServingEndpoint(url=url, model=str(chosen.ref), process=process, log=log)
         finally:
-            _end(process)
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its engine ends with it
+                process.wait()
 
 
 def free_port(port: int) -> int:
@@ -82,13 +92,6 @@ def free_port(port: int) -> int:
             raise ConfigError("--port", f"cannot bind 127.0.0.1:{port}: {error.strerror}", "give another") from None
         number: int = probe.getsockname()[1]
         return number
-
-
-def _started(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
-    except FileNotFoundError:
-        raise ConfigError("rollout.python", f"{command[0]} does not exist", "run the command where it does") from None
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -112,15 +115,6 @@ def _failed(what: str, log: Path) -> ProcessFailed:
     return ProcessFailed(f"the server {what}; its last lines are above")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()  # its engine ends with it
-        process.wait()
-
-
 @contextlib.contextmanager
 def _ended_by_term() -> Iterator[None]:
     """Within the block SIGTERM ends the process like Ctrl-C, so that nothing remains."""
@@ -133,10 +127,6 @@ def _ended_by_term() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-if TYPE_CHECKING:
-    pass
 
 
 ANSWER_S = 600.0

@@ -26,6 +26,16 @@ VERSION_HELP = "a number, newest or best"
 ADAPTER_HELP = "which adapter, if the run has several"
 SHOWN = 8
 
+Run = Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=lambda incomplete: run_names(incomplete))]
+Version = Annotated[str, typer.Option(metavar="N", help=VERSION_HELP)]
+Adapter = Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)]
+_FILE = typer.Option(metavar="FILE", help="YAML file or the name of a shipped example; several are merged in order")
+Files = Annotated[list[Path], _FILE]
+OptionalFiles = Annotated[list[Path] | None, _FILE]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[a.b=c]...", help="override one key, such as run.seed=2")
+]
+
 
 def find_run(text: str) -> RunFolder:
     """The run folder at path ``text``, or of the run of that name below ``runs/`` of this folder or of one above it.
@@ -98,13 +108,15 @@ NAME_WIDTH = 10
 
 
 def status(
-    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
+    run: Run,
     watch: Annotated[bool, typer.Option("--watch", help="show it again every 2 seconds until the run ends")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object, or one a line with --watch")] = False,
     groups: Annotated[bool, typer.Option("--groups", help="also prompt groups by state, and drops by reason")] = False,
     details: Annotated[bool, typer.Option("--details", help="of a finished run also commands and all figures")] = False,
 ) -> None:
     """Show roles, step, reward, staleness, remaining time, checkpoints and the Slurm job of a run."""
+    import msgspec
+
     from areal_lora.cli.look import look
 
     folder = find_run(run)
@@ -114,7 +126,7 @@ def status(
         return
     while True:
         seen = look(folder, config)
-        _show_json(seen) if as_json else print(render(seen), flush=True)
+        print(msgspec.json.encode(seen).decode() if as_json else render(seen), flush=True)
         if groups and not as_json:
             print("", *aligned(group_rows(folder)), sep="\n", flush=True)
         if details and not as_json and folder.summary.is_file():
@@ -141,13 +153,6 @@ def _watch_live(take: Callable[[], Status]) -> None:
             if not going(seen):
                 return
             time.sleep(EVERY_S)
-
-
-def _show_json(seen: Status) -> None:
-    import msgspec
-
-    sys.stdout.buffer.write(msgspec.json.encode(seen) + b"\n")
-    sys.stdout.buffer.flush()
 
 
 def render(seen: Status) -> str:

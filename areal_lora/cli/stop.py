@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import psutil
 import typer
 
-from areal_lora.cli.processes import descendants, holder, local_processes
-from areal_lora.cli.status import RUN_HELP, find_run, recorded_config, run_names
+from areal_lora.cli.processes import descendants, local_processes
+from areal_lora.cli.status import Run, find_run, recorded_config
 from areal_lora.errors import ConfigError, ProcessFailed
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ SLURM_END_S = 180.0
 
 
 def stop(
-    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
+    run: Run,
     now: Annotated[bool, typer.Option("--now", help="kill at once, without a grace for the processes")] = False,
 ) -> None:
     """Stop a run and wait for its end: the launcher here, or its Slurm job, which is not requeued.
@@ -42,6 +42,7 @@ def stop(
 
 def stop_launcher(folder: RunFolder, now: bool) -> None:
     """TERM to the launcher (twice for ``now``), then wait for it and for the processes of the run."""
+    from areal_lora.launcher.start import holder
     from areal_lora.launcher.supervise import STOP_GRACE_S
 
     held = holder(folder)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from areal_lora.cli.status import RUN_HELP, find_run, run_names, with_overrides
+from areal_lora.cli.status import Files, OptionalFiles, Overrides, Run, find_run, with_overrides
 from areal_lora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,13 +15,8 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Annotated[
-        list[Path],
-        typer.Option(metavar="FILE", help="YAML file or the name of a shipped example; several are merged in order"),
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="override one key, such as run.seed=2")
-    ] = None,
+    config: Files,
+    overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved plan and start nothing")] = False,
     details: Annotated[bool, typer.Option("--details", help="with --dry-run: also processes, ports and files")] = False,
     explain_resume: Annotated[
@@ -55,10 +50,7 @@ def plan(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[RUN] [a.b=c]...", help="run folder or its name; overrides")
     ] = None,
-    config: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="YAML file or the name of a shipped example; several are merged in order"),
-    ] = None,
+    config: OptionalFiles = None,
     details: Annotated[bool, typer.Option("--details", help="also all processes, ports and files")] = False,
 ) -> None:
     """Print the resolved plan of a start; starts and creates nothing (as `train --dry-run`)."""
@@ -90,12 +82,7 @@ def chosen_config(files: list[Path], words: list[str]) -> Config:
     return with_overrides(find_run(runs[0]), overrides) if runs else load_config(files, overrides)
 
 
-def resume(
-    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="override one key, such as run.steps=200")
-    ] = None,
-) -> None:
+def resume(run: Run, overrides: Overrides = None) -> None:
     """Start a run again from the newest checkpoints: here, or as a Slurm job.
 
     The checks are those of a start; a run that still works is not touched.

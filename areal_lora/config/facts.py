@@ -1,10 +1,8 @@
 """Facts outside the configuration that the guardrails check it against: model, adapters, user code, machine.
 
-Check user code named in a configuration (``package.module:name`` or ``file.py:name``) without running it.
-
-The module's source is located and parsed, never imported. A misspelt name is thus reported before any process starts,
-also on a machine that lacks the imports of the user code. `areal_lora.tasks.loading` imports the code later, in the
-process that uses it.
+User code named in a configuration (``package.module:name`` or ``file.py:name``) is located and parsed, never imported:
+a misspelt name is reported before any process starts, also on a machine that lacks the imports of the user code.
+`areal_lora.tasks.loading` imports the code later, in the process that uses it.
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.peft_folder import PeftFolder, describe
 from areal_lora.families.registry import Checkpoint, known_config, read_checkpoint, supported
 from areal_lora.families.shape import read_hf_config
+from areal_lora.processes.startup import VISIBLE
 
 SPELLING = "write package.module:name or file.py:name"
 LOOKED = "correct the path; a relative one starts at the configuration's folder or the working folder"
@@ -72,7 +71,9 @@ def check_import_path(text: str, config_key: str) -> None:
     A name that only exists at run time (``from x import *``, ``__getattr__``, a compiled module) counts as found.
     """
     path = parse_import_path(text, config_key)
-    source = _file(path.file, config_key) if path.file is not None else _module_file(path.module, config_key)
+    if path.file is not None and not path.file.is_file():
+        raise ConfigError(config_key, f"there is no file {path.file}", LOOKED)
+    source = path.file or _module_file(path.module, config_key)
     if source is None:
         return
     try:
@@ -86,12 +87,6 @@ def check_import_path(text: str, config_key: str) -> None:
         raise ConfigError(config_key, f"{source} defines no {path.name!r}", fix)
 
 
-def _file(path: Path, config_key: str) -> Path:
-    if not path.is_file():
-        raise ConfigError(config_key, f"there is no file {path}", LOOKED)
-    return path
-
-
 def _module_file(module: str, config_key: str) -> Path | None:
     """Find the module's source without importing parent packages; None for a compiled or frozen module."""
     found: ModuleSpec | None = None
@@ -101,11 +96,8 @@ def _module_file(module: str, config_key: str) -> Path | None:
         name = ".".join(parts[: depth + 1])
         found = _find(name, locations)
         if found is None:
-            raise ConfigError(
-                config_key,
-                f"there is no module {name!r}",
-                "install it, put its folder on PYTHONPATH, start in its folder, or give file.py:name",
-            )
+            fix = "install it, put its folder on PYTHONPATH, start in its folder, or give file.py:name"
+            raise ConfigError(config_key, f"there is no module {name!r}", fix)
         if found.submodule_search_locations is None and depth + 1 < len(parts):
             raise ConfigError(config_key, f"{name!r} is a module, not a package with modules in it", SPELLING)
         locations = found.submodule_search_locations
@@ -169,8 +161,8 @@ class Facts:
 
     ``hf_config`` is the model's config.json; if it is None, ``model_problem`` is the reason. ``model_is_local`` is
     False for a hub name with files to download. ``peft_folders`` describes each readable folder of ``init_from``,
-    ``peft_problems`` holds the reasons for the others. ``code_problems`` are the faults of named user code,
-    ``service_problems`` those of folders and code that a service offers.
+    ``peft_problems`` holds the reasons for the others. ``code_problems`` are the faults of user code that
+    is named, and of folders and code that a service offers.
     ``address_problem`` is the reason why no address of this machine matches ``cluster``. ``devices`` is the number of
     visible accelerators, None on a CPU or for a cluster. ``memory_bytes`` is this machine's, ``device_bytes`` that of
     its smallest accelerator, ``shared_bytes`` what its shared memory can hold; None if unknown. ``chat_template`` is
@@ -184,7 +176,6 @@ class Facts:
     peft_folders: Mapping[str, PeftFolder] = field(default_factory=dict)
     peft_problems: Mapping[str, str] = field(default_factory=dict)
     code_problems: tuple[ConfigError, ...] = ()
-    service_problems: tuple[ConfigError, ...] = ()
     address_problem: ConfigError | None = None
     ports_in_use: frozenset[int] = frozenset()
     devices: int | None = None
@@ -201,15 +192,21 @@ def gather_facts(config: Config, *, runs_here: bool) -> Facts:
     Host memory is compared for every run of this machine: a plan needs no free port, but it needs to fit.
     """
     hf_config, problem, is_local = _read_model(config.model)
-    peft_folders, peft_problems = _read_adapters(config)
+    peft_folders: dict[str, PeftFolder] = {}
+    peft_problems: dict[str, str] = {}
+    for path in {a.init_from for a in config.adapters if a.init_from is not None}:
+        try:
+            peft_folders[path] = describe(Path(path).expanduser())
+        except AdapterError as error:
+            peft_problems[path] = " ".join(str(error).split())
+    shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
     return Facts(
         hf_config=hf_config,
         model_problem=problem,
         model_is_local=is_local,
         peft_folders=peft_folders,
         peft_problems=peft_problems,
-        code_problems=tuple(_code_problems(config)),
-        service_problems=tuple(_service_problems(config)),
+        code_problems=(*_code_problems(config), *_service_problems(config)),
         chat_template=_chat_template(config.model),
         checkpoint=_checkpoint(config.model, hf_config),
         address_problem=_address_problem(config) if runs_here else None,
@@ -217,7 +214,7 @@ def gather_facts(config: Config, *, runs_here: bool) -> Facts:
         devices=_visible_devices(config.cluster.device) if runs_here else None,
         memory_bytes=machine_memory() if config.cluster.kind == "local" else None,
         device_bytes=_device_bytes() if runs_here and config.cluster.device == "cuda" else None,
-        shared_bytes=_shared_bytes() if runs_here else None,
+        shared_bytes=shared if runs_here else None,
     )
 
 
@@ -265,17 +262,6 @@ def _checkpoint(model: ModelConfig, hf_config: Mapping[str, Any] | None) -> Chec
         return None
 
 
-def _read_adapters(config: Config) -> tuple[dict[str, PeftFolder], dict[str, str]]:
-    folders: dict[str, PeftFolder] = {}
-    problems: dict[str, str] = {}
-    for path in {a.init_from for a in config.adapters if a.init_from is not None}:
-        try:
-            folders[path] = describe(Path(path).expanduser())
-        except AdapterError as error:
-            problems[path] = " ".join(str(error).split())
-    return folders, problems
-
-
 def _code_problems(config: Config) -> Iterator[ConfigError]:
     """Yield the faults of named user code, which does not run, and keys of judges that are not set."""
     for i, adapter in enumerate(config.adapters):
@@ -315,9 +301,8 @@ def _service_problems(config: Config) -> Iterator[ConfigError]:
         try:
             file = parse_import_path(text, key).file
             if file is not None and not file.is_absolute():
-                raise ConfigError(
-                    key, f"{text!r} is a relative path", "give the whole path: tenants spell it like this"
-                )
+                reason = f"{text!r} is a relative path"
+                raise ConfigError(key, reason, "give the whole path: tenants spell it like this")
             check_import_path(text, key)
         except ConfigError as error:
             yield error
@@ -348,20 +333,12 @@ def _ports_in_use(config: Config) -> frozenset[int]:
 
 
 def _visible_devices(device: str) -> int | None:
-    if device == "cpu":
+    if device not in VISIBLE:
         return None
-    variable, pattern = {
-        "cuda": ("CUDA_VISIBLE_DEVICES", "nvidia[0-9]*"),
-        "npu": ("ASCEND_RT_VISIBLE_DEVICES", "davinci[0-9]*"),
-    }[device]
-    chosen = os.environ.get(variable)
+    chosen = os.environ.get(VISIBLE[device])
     if chosen is not None:
         return len([part for part in chosen.split(",") if part.strip()])
-    return len(list(Path("/dev").glob(pattern)))
-
-
-def _shared_bytes() -> int:
-    return shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
+    return len(list(Path("/dev").glob({"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}[device])))
 
 
 def _device_bytes() -> int | None:

@@ -1,10 +1,8 @@
 """YAML files and dotted overrides -> Config, or a ConfigError for each key that names file, key and fix.
 
-Merging of configuration trees: files over files, overrides over files.
-
-Maps merge key by key; the entries of ``adapters`` merge by ``name``, a single entry with a single entry; every other
-list replaces. An overlay that changes the ``kind`` of a section replaces the whole section, because the keys of the
-old kind mean nothing to the new one.
+Files merge over files, overrides over files. Maps merge key by key; the entries of ``adapters`` merge by ``name``, a
+single entry with a single entry; every other list replaces. An overlay that changes the ``kind`` of a section replaces
+the whole section, because the keys of the old kind mean nothing to the new one.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from areal_lora.config import schema
+from areal_lora.config import models
 from areal_lora.config.models import Config
 from areal_lora.config.problems import to_config_errors
-from areal_lora.config.sources import COMMAND_LINE, Source, configuration_file, origin_of, read_source, value_at
+from areal_lora.config.sources import COMMAND_LINE, Source, configuration_file, origin_of, read_source
 from areal_lora.errors import ConfigError, ConfigErrors
 
 _TAGGED = frozenset({"task", "format", "workflow", "reward", "algorithm"})
@@ -51,9 +49,8 @@ def _merge_adapters(base: list[Any], overlay: list[Any], label: str) -> list[Any
     for i, entry in enumerate(overlay):
         name = entry.get("name") if isinstance(entry, dict) else None
         if name is None:
-            raise ConfigError(
-                f"adapters.{i}", f"an entry without a name in {label} cannot be matched", f"name one of {names}"
-            )
+            reason = f"an entry without a name in {label} cannot be matched"
+            raise ConfigError(f"adapters.{i}", reason, f"name one of {names}")
         if name in names:
             at = names.index(name)
             merged[at] = merge_maps(merged[at], entry, label)
@@ -101,12 +98,8 @@ def _find_adapter(adapters: list[Any], key: str) -> tuple[int, list[str]]:
     first, _, rest = address.partition(".")
     if first.isdecimal() and int(first) < len(adapters):
         return int(first), rest.split(".") if rest else []
-    raise ConfigError(key, f"there is no adapter {first!r}", _addresses(names))
-
-
-def _addresses(names: list[str]) -> str:
     numbers = "0" if len(names) == 1 else f"0 to {len(names) - 1}"
-    return f"use {' or '.join(names)}, or its number, {numbers}"
+    raise ConfigError(key, f"there is no adapter {first!r}", f"use {' or '.join(names)}, or its number, {numbers}")
 
 
 def _nest(parts: list[str], value: Any) -> dict[str, Any]:
@@ -191,20 +184,17 @@ def _plain(value: Any) -> Any:
 
 def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
     """Make relative paths absolute where they exist next to the file that set them, or in the working folder."""
-    spots: list[schema.Path] = [("model", "path"), ("service", "api", "data")]
+    spots: list[models.Path] = [("model", "path"), ("service", "api", "data")]
     for i, adapter in enumerate(data.get("adapters") or []):
         sets = adapter.get("evals") if isinstance(adapter, dict) else None
         for j, _ in enumerate(sets if isinstance(sets, list) else []):
             spots += [("adapters", i, "evals", j, "task", key) for key in ("train", "eval", "keep")]
-        spots += [("adapters", i, "task", "train"), ("adapters", i, "task", "eval"), ("adapters", i, "init_from")]
-        spots += [
-            ("adapters", i, *key)
-            for key in (("reward", "path"), ("workflow", "path"), ("workflow", "environment"), ("task", "keep"))
-        ]
+        keys = ("task.train", "task.eval", "task.keep", "init_from", "reward.path", "workflow.path")
+        spots += [("adapters", i, *key.split(".")) for key in (*keys, "workflow.environment")]
         rewards = adapter.get("reward") if isinstance(adapter, dict) else None
         spots += [("adapters", i, "reward", j, "path") for j in range(len(rewards) if isinstance(rewards, list) else 0)]
     for spot in spots:
-        holder = value_at(data, spot[:-1])
+        holder = models.value_at(data, spot[:-1])
         value = holder.get(spot[-1]) if isinstance(holder, dict) else None
         if not isinstance(value, str):
             continue

@@ -6,7 +6,13 @@ import them from here.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
 from pydantic import Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 
 from areal_lora.config.sections.adapter import AdapterConfig, OptimizerConfig, SamplingConfig, SftConfig
 from areal_lora.config.sections.run import (
@@ -31,28 +37,14 @@ from areal_lora.config.sections.task import (
 )
 from areal_lora.run_folder.paths import RunFolder
 
+# fmt: off
 __all__ = [
-    "AdapterConfig",
-    "AgentWorkflowConfig",
-    "CheckpointConfig",
-    "ClientWorkflowConfig",
-    "ClusterConfig",
-    "Config",
-    "CustomWorkflowConfig",
-    "EvalConfig",
-    "ModelConfig",
-    "MultiTurnWorkflowConfig",
-    "OptimizerConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "ServiceConfig",
-    "SftConfig",
-    "SingleTurnWorkflowConfig",
-    "TrainerConfig",
-    "WeightSyncConfig",
-    "WorkflowConfig",
+    "AdapterConfig", "AgentWorkflowConfig", "CheckpointConfig", "ClientWorkflowConfig", "ClusterConfig", "Config",
+    "CustomWorkflowConfig", "EvalConfig", "ModelConfig", "MultiTurnWorkflowConfig", "OptimizerConfig", "RolloutConfig",
+    "RunConfig", "SamplingConfig", "ServiceConfig", "SftConfig", "SingleTurnWorkflowConfig", "TrainerConfig",
+    "WeightSyncConfig", "WorkflowConfig",
 ]
+# fmt: on
 
 
 class Config(Section):
@@ -81,3 +73,96 @@ class Config(Section):
     @property
     def run_folder(self) -> RunFolder:
         return RunFolder(self.run.root / self.run.name)
+
+
+Key = str | int
+Path = tuple[Key, ...]
+
+
+def dotted(path: Path) -> str:
+    return ".".join(str(key) for key in path)
+
+
+def variants(field: FieldInfo) -> tuple[type[Section], ...]:
+    """The sections a field can hold: none for a scalar, several for a tagged union, list items looked through."""
+    found = (o for o in _options(field.annotation) if isinstance(o, type) and issubclass(o, Section))
+    return tuple(dict.fromkeys(found))
+
+
+def _options(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) in (Union, UnionType):
+        for option in get_args(annotation):
+            yield from _options(option)
+    elif get_origin(annotation) in (list, Annotated):
+        yield from _options(get_args(annotation)[0])
+    else:
+        yield annotation
+
+
+def section_at(path: Path, data: Any) -> type[Section] | None:
+    """The section that ``path`` leads to within ``data``; None where it leads to a scalar or nowhere."""
+    section: type[Section] | None = Config
+    field: FieldInfo | None = None
+    for key in path:
+        data = value_at(data, (key,))
+        if isinstance(key, int):
+            section = None if field is None else choose(field, data)
+            continue
+        if section is None or key not in section.model_fields:
+            return None
+        field = section.model_fields[key]
+        section = choose(field, data)
+    return section
+
+
+def choose(field: FieldInfo, data: Any) -> type[Section] | None:
+    """The section that ``data`` selects among those of ``field``."""
+    options = variants(field)
+    if len(options) <= 1:
+        return options[0] if options else None
+    kind = data.get("kind") if isinstance(data, Mapping) else None
+    return next((option for option in options if kind in get_args(option.model_fields["kind"].annotation)), None)
+
+
+def leaf_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
+    """Every settable dotted key, ``adapters.0`` standing for any adapter."""
+    for name, field in section.model_fields.items():
+        options = variants(field)
+        below = f"{prefix}{name}.0." if get_origin(field.annotation) is list else f"{prefix}{name}."
+        if not options:
+            yield f"{prefix}{name}"
+        for option in options:
+            yield from leaf_keys(option, below)
+
+
+def value_at(data: Any, path: Path) -> Any:
+    """The value at ``path`` of a tree of dicts and lists; None where there is none."""
+    for key in path:
+        if isinstance(data, dict):
+            data = data.get(str(key))
+        elif isinstance(data, list) and isinstance(key, int) and key < len(data):
+            data = data[key]
+        else:
+            return None
+    return data
+
+
+def json_schema() -> str:
+    """JSON schema of the configuration, for editors: they complete keys, show their meaning and mark wrong ones.
+
+    No key is required and several alternatives may fit: a file may be an overlay, and what it lacks is in another one.
+    """
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_of_overlays(Config.model_json_schema())}
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def _of_overlays(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_of_overlays(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    names = {"oneOf": "anyOf"}
+    found = {names.get(key, key): _of_overlays(value) for key, value in node.items() if key != "discriminator"}
+    if isinstance(found.get("required"), list):
+        del found["required"]
+    return found

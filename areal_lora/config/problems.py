@@ -9,10 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from areal_lora.config import schema
+from areal_lora.config import models
 from areal_lora.config.sections.section import described
 from areal_lora.config.sections.task import ONE, SEVERAL
-from areal_lora.config.sources import COMMAND_LINE, Source, local_path, origin_of, value_at
+from areal_lora.config.sources import COMMAND_LINE, Source, local_path, origin_of
 from areal_lora.errors import ConfigError
 
 _TAG_FAULTS = ("union_tag_invalid", "union_tag_not_found")
@@ -47,13 +47,13 @@ def to_config_errors(error: ValidationError, data: Any, sources: Sequence[Source
 
 def _to_config_error(first: ErrorDetails, data: Any, sources: Sequence[Source]) -> ConfigError:
     path = without_tags(first["loc"], data)
-    name = schema.dotted(path)
+    name = models.dotted(path)
     if first["type"] == "missing":
         labels = ", ".join(s.label for s in sources if s.label != COMMAND_LINE)
         return ConfigError(name, f"is required and set nowhere ({labels})", f"add {name}: <value>")
     if first["type"] in _TAG_FAULTS:
         path = (*path, "kind")
-        name = schema.dotted(path)
+        name = models.dotted(path)
     if first["type"] == "union_tag_not_found":
         return ConfigError(name, "is required and set nowhere", f"add {name}, or give the file that this one overlays")
     source = origin_of(path, data, sources)
@@ -66,35 +66,35 @@ def _to_config_error(first: ErrorDetails, data: Any, sources: Sequence[Source]) 
     if first["type"] == "value_error":
         reason, _, fix = str(first["ctx"]["error"]).partition(": ")
         return ConfigError(name, reason + (where and f" ({where.strip()})"), fix)
-    value = value_at(data, path) if first["type"] in _TAG_FAULTS else first["input"]
+    value = models.value_at(data, path) if first["type"] in _TAG_FAULTS else first["input"]
     return ConfigError(name, f"{value!r} is not allowed{where}", _what_is_allowed(first))
 
 
-def without_tags(loc: tuple[int | str, ...], data: Any) -> schema.Path:
+def without_tags(loc: tuple[int | str, ...], data: Any) -> models.Path:
     """pydantic puts the chosen ``kind`` or spelling into the location; keys have no such part."""
-    path: list[schema.Key] = []
+    path: list[models.Key] = []
     for key in loc:
-        here = value_at(data, tuple(path))
+        here = models.value_at(data, tuple(path))
         if key in (ONE, SEVERAL) or (isinstance(here, dict) and key not in here and here.get("kind") == key):
             continue
         path.append(key)
     return tuple(path)
 
 
-def nearest_key(path: schema.Path, data: Any) -> str:
+def nearest_key(path: models.Path, data: Any) -> str:
     """The valid dotted key most like ``path``: among its siblings first, then anywhere in the tree."""
-    section = schema.section_at(path[:-1], data)
+    section = models.section_at(path[:-1], data)
     siblings = list(section.model_fields) if section is not None else []
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
     if close:
-        return schema.dotted((*path[:-1], close[0]))
+        return models.dotted((*path[:-1], close[0]))
     everywhere: dict[str, str] = {}
-    for key in schema.leaf_keys():
+    for key in models.leaf_keys():
         everywhere.setdefault(key.rpartition(".")[2], key)
     close = difflib.get_close_matches(str(path[-1]), list(everywhere), n=1, cutoff=0.75)
     if close and len(close[0]) > 1:  # one letter is a coincidence
         return everywhere[close[0]]
-    at = schema.dotted(path[:-1])
+    at = models.dotted(path[:-1])
     return f"one of {', '.join(siblings)}" + (f" below {at}" if at else "")
 
 

@@ -1,28 +1,16 @@
-"""The resolved configuration of a run, as its run folder records it, with the adapters that have joined since.
+"""The resolved configuration of a run, as its run folder records it; its adapters, those that joined included.
 
-What joins a run is configured like what started it: adapters of the desired state become entries of ``adapters``.
-
-Locate a hub model in the local cache and check that it is complete. Uses no network.
-
-The layout is huggingface_hub's: ``models--org--name/{blobs,refs,snapshots/<commit>}``, with links from the
-snapshot to the blobs. Its variables (``HF_HOME``, ``HF_HUB_CACHE`` and others) apply.
-
-The run of one adapter: its own settings, with the run's in place of those that it leaves out.
-
-They are resolved where they are used, not when a configuration is read: a resume with ``run.steps=200`` then counts
-for every adapter that has no ``steps`` of its own.
-
-The rule for resuming: which keys must stay as they are between two starts with one run folder. Pure.
-
-`RUN`, `ADAPTER` and `SEED` are the rule. Every other key may change: parallel layouts, servers, steps, learning rate,
-algorithm, sampling, evaluation, checkpoints, cluster. It is applied twice:
-
-- `conflict` compares two configurations, before anything starts;
-- `adapter_conflict` compares a checkpoint with the configuration, before its tensors are loaded.
+- Adapters of the desired state become entries of ``adapters``.
+- A hub model is located in the local cache, without network: ``models--org--name/{blobs,refs,snapshots/<commit>}``.
+- `adapter_run`: an adapter's own settings, with the run's in place of those that it leaves out. They are resolved where
+  they are used: a resume with ``run.steps=200`` then counts for every adapter that has no ``steps`` of its own.
+- `RUN`, `ADAPTER` and `SEED` are the keys that must stay as they are between two starts with one run folder. `conflict`
+  compares two configurations, before anything starts; `adapter_conflict` a checkpoint with the configuration.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -35,9 +23,9 @@ from typing import Any, Literal
 from huggingface_hub import try_to_load_from_cache
 from pydantic import ValidationError
 
-from areal_lora.config.models import AdapterConfig, Config, ModelConfig
+from areal_lora.config.models import AdapterConfig, Config, ModelConfig, value_at
 from areal_lora.config.problems import to_config_errors, without_tags
-from areal_lora.config.sources import Source, value_at
+from areal_lora.config.sources import Source
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.desired import DesiredAdapter, read_desired
@@ -56,11 +44,8 @@ def read_config(run_folder: RunFolder) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(
-            str(run_folder.config),
-            f"this version cannot read it ({error.error_count()} keys differ), so the run cannot be resumed",
-            "set another run.name, or start over with --fresh",
-        ) from None
+        reason = f"this version cannot read it ({error.error_count()} keys differ), so the run cannot be resumed"
+        raise ConfigError(str(run_folder.config), reason, "set another run.name, or start over with --fresh") from None
 
 
 def _without_old_keys(data: Any) -> Any:
@@ -129,23 +114,14 @@ def alone(config: Config, adapter: AdapterConfig) -> Config:
 
 
 def with_joined(config: Config, run_folder: RunFolder) -> Config:
-    """``config`` with the adapters of the run's desired state beside its own, for readers of the run.
-
-    Invalid settings are skipped; the adapter's state names what is wrong with them.
-    """
+    """``config`` with the adapters of the desired state beside its own; invalid settings are skipped."""
     if config.service is None:
         return config
-    return config.model_copy(
-        update={"adapters": [*config.adapters, *_valid(config, read_desired(run_folder).adapters)]}
-    )
-
-
-def _valid(config: Config, adapters: Iterable[DesiredAdapter]) -> Iterator[AdapterConfig]:
-    for desired in adapters:
-        try:
-            yield joined(config, desired)
-        except ConfigError:
-            continue
+    adapters = list(config.adapters)
+    for desired in read_desired(run_folder).adapters:
+        with contextlib.suppress(ConfigError):
+            adapters.append(joined(config, desired))
+    return config.model_copy(update={"adapters": adapters})
 
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -222,6 +198,8 @@ class AdapterRun:
 def adapter_run(config: Config, adapter: AdapterConfig) -> AdapterRun:
     """The settings that count for ``adapter``, an entry of ``config.adapters``."""
     steps = config.run.steps if adapter.steps is None else adapter.steps
+    # Merged weights are sums in fp32, cast once: to the type in which servers hold them.
+    merged = config.rollout.adapter_mode == "merged"
     every = config.checkpoint.every_steps if adapter.checkpoint_every_steps is None else adapter.checkpoint_every_steps
     return AdapterRun(
         steps=ENDLESS if adapter.is_client else steps,
@@ -229,16 +207,9 @@ def adapter_run(config: Config, adapter: AdapterConfig) -> AdapterRun:
         max_staleness=config.rollout.max_staleness if adapter.max_staleness is None else adapter.max_staleness,
         eval_every=config.eval.every_steps if adapter.eval_every_steps is None else adapter.eval_every_steps,
         checkpoint_every=1 if adapter.is_client else every,
-        wire_dtype=_wire_dtype(config),
+        wire_dtype=config.model.dtype if merged else config.weight_sync.wire_dtype or config.model.dtype,
         weight=adapter.weight,
     )
-
-
-def _wire_dtype(config: Config) -> Literal["float32", "bfloat16"]:
-    """Merged weights are sums in fp32, cast once: to the type in which servers hold them."""
-    if config.rollout.adapter_mode == "merged":
-        return config.model.dtype
-    return config.weight_sync.wire_dtype or config.model.dtype
 
 
 def probe_tolerance(config: Config) -> float:
@@ -325,17 +296,13 @@ def conflict(before: Config, now: Config) -> ConfigError | None:
         for key, why in ADAPTER.items():
             values = [_at(one, key) for one in (was[adapter.name], adapter)]
             if key == "task":
-                free = _evaluation_only(*values)
+                # None where held-out rows are taken from the training rows.
+                shared = any(value["kind"] == "dataset" and value["eval"] is None for value in values)
+                free = set() if shared else _SIZE_OF_EVAL
                 values = [{k: v for k, v in value.items() if k not in free} for value in values]
             if error := _differs(why, f"adapters.{adapter.name}.{key}", *values):
                 return error
     return None
-
-
-def _evaluation_only(*tasks: dict[str, Any]) -> set[str]:
-    """Keys of a task that change no training prompt: none where held-out rows are taken from the training rows."""
-    shared = any(task["kind"] == "dataset" and task["eval"] is None for task in tasks)
-    return set() if shared else _SIZE_OF_EVAL
 
 
 def adapter_conflict(trained: AdapterSpec, now: AdapterConfig, index: int, source: str) -> ConfigError | None:
@@ -343,18 +310,16 @@ def adapter_conflict(trained: AdapterSpec, now: AdapterConfig, index: int, sourc
 
     Only what a spec declares is compared.
     """
-    before, want = _declared(trained), _declared(now.spec(trained.base_model))
+    before, want = (
+        {key: sorted(value) if isinstance(value, tuple) else value for key, value in asdict(spec).items()}
+        for spec in (trained, now.spec(trained.base_model))
+    )
     for key, why in ADAPTER.items():
         if key in before:
             values = before[key], want[key]
             if error := _differs(why, f"adapters.{index}.{key}", *values, source=f"{source} was trained"):
                 return error
     return None
-
-
-def _declared(spec: AdapterSpec) -> dict[str, Any]:
-    values = asdict(spec) | {"expert_layout": spec.expert_layout.value}
-    return {key: sorted(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def _other_commit(before: ModelConfig, now: ModelConfig) -> ConfigError | None:
@@ -401,8 +366,5 @@ def _differs(why: str, path: str, before: Any, now: Any, source: str = "the run 
         return None
     if isinstance(before, dict) and isinstance(now, dict):
         path, before, now = next(found for found in _pairs(path, before, now) if found[1] != found[2])
-    return ConfigError(
-        path,
-        f"it is {now}, but {source} with {before}, and {why}",
-        f"set it back to {before}, choose another run.name, or start over with --fresh",
-    )
+    reason = f"it is {now}, but {source} with {before}, and {why}"
+    return ConfigError(path, reason, f"set it back to {before}, choose another run.name, or start over with --fresh")

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from areal_lora.config import schema
+from areal_lora.config import models
 from areal_lora.errors import ConfigError
 
 COMMAND_LINE = "the command line"
@@ -21,10 +21,10 @@ class Source:
 
     label: str
     data: dict[str, Any]
-    lines: dict[schema.Path, int]
+    lines: dict[models.Path, int]
     folder: Path
 
-    def where(self, path: schema.Path) -> str:
+    def where(self, path: models.Path) -> str:
         line = self.lines.get(path)
         return self.label if line is None else f"{self.label}:{line}"
 
@@ -45,10 +45,9 @@ def read_source(path: Path) -> Source:
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise ConfigError(
-            str(path), f"holds a {type(data).__name__}, not key: value pairs", "start with a section such as `run:`"
-        )
-    lines: dict[schema.Path, int] = {}
+        reason = f"holds a {type(data).__name__}, not key: value pairs"
+        raise ConfigError(str(path), reason, "start with a section such as `run:`")
+    lines: dict[models.Path, int] = {}
     if root is not None:
         _index_lines(root, (), lines, str(path))
     return Source(label=str(path), data=data, lines=lines, folder=path.resolve().parent)
@@ -62,60 +61,44 @@ def _not_yaml(path: Path, error: yaml.YAMLError) -> ConfigError:
     return ConfigError(at, f"is not valid YAML: {problem}", "correct indentation, quotes, brackets; no tabs, no tags")
 
 
-def _index_lines(node: yaml.Node, path: schema.Path, lines: dict[schema.Path, int], label: str) -> None:
+def _index_lines(node: yaml.Node, path: models.Path, lines: dict[models.Path, int], label: str) -> None:
     """Record the line of each key; a key given twice is an error, YAML would silently keep the last."""
     if isinstance(node, yaml.SequenceNode):
         for i, item in enumerate(node.value):
             _index_lines(item, (*path, i), lines, label)
     elif isinstance(node, yaml.MappingNode):
-        seen: set[schema.Path] = set()
+        seen: set[models.Path] = set()
         for key, value in node.value:
             here = (*path, key.value)
             line = key.start_mark.line + 1
             if here in seen:
-                raise ConfigError(schema.dotted(here), f"given twice in {label}:{line}", "keep one of the two")
+                raise ConfigError(models.dotted(here), f"given twice in {label}:{line}", "keep one of the two")
             seen.add(here)
             lines[here] = line
             _index_lines(value, here, lines, label)
 
 
-def value_at(data: Any, path: schema.Path) -> Any:
-    """The value at ``path`` of a tree of dicts and lists; None where there is none."""
-    for key in path:
-        if isinstance(data, dict):
-            data = data.get(str(key))
-        elif isinstance(data, list) and isinstance(key, int) and key < len(data):
-            data = data[key]
-        else:
-            return None
-    return data
-
-
-def origin_of(path: schema.Path, data: Any, sources: Sequence[Source]) -> Source | None:
+def origin_of(path: models.Path, data: Any, sources: Sequence[Source]) -> Source | None:
     """The last source that set ``path``."""
     return next((s for s in reversed(sources) if local_path(path, data, s.data) is not None), None)
 
 
-def local_path(path: schema.Path, data: Any, local: Mapping[str, Any]) -> schema.Path | None:
+def local_path(path: models.Path, data: Any, local: Mapping[str, Any]) -> models.Path | None:
     """``path`` of the merged tree as it is numbered within one source; None where the source does not set it."""
     if path[:1] == ("adapters",) and len(path) > 1:
         entries = local.get("adapters")
         if not isinstance(entries, list):
             return None
-        name = value_at(data, (*path[:2], "name"))
+        name = models.value_at(data, (*path[:2], "name"))
         single = len(entries) == 1 and len(data["adapters"]) == 1
-        at = next((i for i, e in enumerate(entries) if single or _is_named(e, name)), None)
+        at = next((i for i, e in enumerate(entries) if single or (isinstance(e, dict) and e.get("name") == name)), None)
         if at is None:
             return None
         path = ("adapters", at, *path[2:])
-    holder = value_at(local, path[:-1])
+    holder = models.value_at(local, path[:-1])
     key = path[-1]
     present = key in holder if isinstance(holder, dict) else isinstance(holder, list) and int(key) < len(holder)
     return path if present else None
-
-
-def _is_named(entry: Any, name: Any) -> bool:
-    return isinstance(entry, dict) and entry.get("name") == name
 
 
 _PACKAGE = Path(__file__).resolve().parents[1]

@@ -26,18 +26,12 @@ Layout = Literal["none", "per_expert", "shared", "shared_outer"]
 Mode = Literal["unmerged", "merged"]
 Group = Literal["row", "no row", "not served", "unknown"]
 """What is known of a model type; ``not served``: no row, and vLLM does not serve it, or not as it is trained."""
+# fmt: off
 Need = Literal[
-    "several minibatches",
-    "KL to the base",
-    "KL to a version",
-    "entropy bonus",
-    "critic",
-    "greedy answers",
-    "given answers",
-    "several adapters",
-    "a service",
-    "an agent",
+    "several minibatches", "KL to the base", "KL to a version", "entropy bonus", "critic", "greedy answers",
+    "given answers", "several adapters", "a service", "an agent",
 ]
+# fmt: on
 """What an adapter's settings need of engine and servers beyond sampling and one gradient."""
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -1,6 +1,4 @@
-"""Pack trajectory groups into one batch, check a batch, cut it into parts.
-
-Cut a packed batch into micro-batches that compute each common start of sequences once.
+"""Pack trajectory groups into one batch, check a batch, cut it into micro-batches that compute common starts once.
 
 The answers to one prompt start with the same tokens. A causal model gives these tokens the same activations in
 every answer, so one copy serves all of them: a *tree* has a shared start and one branch per sequence::
@@ -50,6 +48,7 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
         samples.setdefault((g, trajectory.sample), len(samples))
     check_rewards(rows)
     lengths = torch.tensor([0, *(len(t.token_ids) for _, t in rows)], device=HOST)
+    baselines = [math.nan if group.baseline is None else group.baseline for group in groups for _ in group.trajectories]
     return TrainBatch(
         token_ids=host_tensor([x for _, t in rows for x in t.token_ids], torch.int64),
         cu_seqlens=lengths.cumsum(0),
@@ -61,15 +60,8 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
         sample_ids=host_tensor([samples[g, t.sample] for g, t in rows], torch.int64),
         given=host_tensor([t.given for _, t in rows], torch.bool),
         adapters=tuple(t.adapter.name for _, t in rows),
-        baselines=_baselines([group.baseline for group in groups for _ in group.trajectories]),
+        baselines=None if all(map(math.isnan, baselines)) else host_tensor(baselines, torch.float32),
     )
-
-
-def _baselines(found: Sequence[float | None]) -> Tensor | None:
-    """[N] fp32, NaN for a group without a baseline; None if no group has one."""
-    if all(baseline is None for baseline in found):
-        return None
-    return host_tensor([math.nan if baseline is None else baseline for baseline in found], torch.float32)
 
 
 def check_batch(batch: TrainBatch) -> None:
@@ -263,7 +255,8 @@ def plan_microbatches(
     for at in range(0, len(bins), dp):
         held = bins[at : at + dp]
         if largest := max(_load(part, lengths) for part in held):
-            plans.append(MicroPlan(trees=tuple(tuple(b) for b in held), n_tokens=_round_up(largest, multiple)))
+            rounded = -(-largest // multiple) * multiple
+            plans.append(MicroPlan(trees=tuple(map(tuple, held)), n_tokens=rounded))
     if uniform:
         frame = max((plan.n_tokens for plan in plans), default=0)
         plans = [MicroPlan(trees=plan.trees, n_tokens=frame) for plan in plans]
@@ -302,7 +295,3 @@ def _balance(parts: Sequence[Tree], lengths: Sequence[int], n: int) -> list[list
 
 def _load(trees: Sequence[Tree], lengths: Sequence[int]) -> int:
     return sum(tree.size(lengths) for tree in trees)
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

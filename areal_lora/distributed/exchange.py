@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
@@ -69,7 +71,10 @@ class SoloExchange:
 
 
 class GroupExchange:
-    """Exchange over a separate gloo group of all ranks of the default process group (created collectively)."""
+    """Exchange over a separate gloo group of all ranks of the default process group (created collectively).
+
+    It is unusable after a PublishError.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -78,7 +83,6 @@ class GroupExchange:
         self._world = dist.get_world_size()
 
     def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """Raises PublishError if a rank does not take part in time; the exchange is unusable afterwards."""
         heads = self._gather(_framed(data, INLINE_BYTES), timeout_s)
         sizes = [_size(head) for head in heads]
         widest = max(sizes)
@@ -87,51 +91,48 @@ class GroupExchange:
         return [_unframed(head) for head in heads]
 
     def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
-        """Raises PublishError if a rank does not take part in time; the exchange is unusable afterwards."""
         head = self._broadcast(_framed(data or b"", INLINE_BYTES), timeout_s)
         if _size(head) > INLINE_BYTES:
             head = self._broadcast(_framed(data or b"", _size(head)), timeout_s)
         return _unframed(head)
 
     def send(self, data: np.ndarray, to: int) -> None:
-        try:
+        with self._named():
             self._group.send([torch.from_numpy(data)], to, 0).wait()
-        except RuntimeError as e:
-            raise self._lost(e) from e
 
     def receive(self, room: np.ndarray, source: int) -> None:
-        try:
+        with self._named():
             self._group.recv([torch.from_numpy(room)], source, 0).wait()
-        except RuntimeError as e:
-            raise self._lost(e) from e
 
     def _gather(self, mine: torch.Tensor, timeout_s: float | None) -> list[torch.Tensor]:
         rows = [torch.empty_like(mine) for _ in range(self._world)]
         options = AllgatherOptions()
         options.timeout = self._bound(timeout_s)
-        try:
+        with self._named():
             self._group.allgather([rows], [mine], options).wait()
-        except RuntimeError as e:
-            raise self._lost(e) from e
         return rows
 
     def _broadcast(self, flat: torch.Tensor, timeout_s: float | None) -> torch.Tensor:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._bound(timeout_s)
-        try:
+        with self._named():
             self._group.broadcast([flat], options).wait()
-        except RuntimeError as e:
-            raise self._lost(e) from e
         return flat
 
     def _bound(self, timeout_s: float | None) -> timedelta:
         return timedelta(seconds=max(self._timeout_s if timeout_s is None else timeout_s, 0.001))
 
-    def _lost(self, e: RuntimeError) -> PublishError:
-        return PublishError(
-            f"trainer rank {self.rank}: a trainer rank has ended or is late ({str(e).splitlines()[0]}); see its log"
-        )
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Turn what torch raises into a PublishError that names the rank."""
+        try:
+            yield
+        except RuntimeError as e:
+            reason = str(e).splitlines()[0]
+            raise PublishError(
+                f"trainer rank {self.rank}: a trainer rank has ended or is late ({reason}); see its log"
+            ) from e
 
 
 def _framed(data: bytes, room: int) -> torch.Tensor:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import ClassVar, Self
 
@@ -142,10 +143,6 @@ class KeyTable:
             self._waiting[key] = [w for w in waiters if w[2] > now]
             if not self._waiting[key]:
                 del self._waiting[key]
-
-    @property
-    def waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
 
     def _store(self, key: str, value: bytes) -> None:
         self._values[key] = value
@@ -281,13 +278,9 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
 
     def _call(self, request: StoreRequest, timeout_s: float | None = None) -> StoreReply:
         timeout_s = self.timeout.total_seconds() if timeout_s is None else timeout_s
-        connection = self._borrow()
-        usable = False
         try:
-            reply = msgspec.msgpack.decode(
-                connection.exchange(msgspec.msgpack.encode(request), timeout_s), type=StoreReply
-            )
-            usable = True
+            with self._connection() as connection:
+                raw = connection.exchange(msgspec.msgpack.encode(request), timeout_s)
         except ConnectionLost as lost:
             if not lost.late or not connection.ready:
                 another = ": it belongs to another run" if lost.refused else ""
@@ -295,13 +288,14 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
             host, port = self._where
             waited = f", keys: {', '.join(request.keys)}" if isinstance(request, Await) else ""
             raise dist.DistStoreError(f"store at {host}:{port}: wait timeout after {timeout_s:.3g} s{waited}") from None
-        finally:
-            self._give_back(connection, usable=usable)
+        reply = msgspec.msgpack.decode(raw, type=StoreReply)
         if reply.error:
             raise dist.DistStoreError(reply.error)
         return reply
 
-    def _borrow(self) -> Connection:
+    @contextmanager
+    def _connection(self) -> Iterator[Connection]:
+        """An idle connection, or a new one. After an error it is closed: a late answer may arrive there."""
         with self._lock:
             if self._closed:
                 raise dist.DistStoreError("the store is closed")
@@ -309,18 +303,20 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
                 self._idle.pop().close()
             connection = self._idle.pop() if self._idle else Connection(self._context, *self._where, self._secret, WIRE)
             self._busy += 1
-            return connection
-
-    def _give_back(self, connection: Connection, *, usable: bool) -> None:
-        with self._lock:
-            self._busy -= 1
-            if usable and not self._closed:
-                self._idle.append(connection)
-            else:
-                connection.close()
-            over = self._closed and self._busy == 0
-        if over:
-            self._context.term()
+        usable = False
+        try:
+            yield connection
+            usable = True
+        finally:
+            with self._lock:
+                self._busy -= 1
+                if usable and not self._closed:
+                    self._idle.append(connection)
+                else:
+                    connection.close()
+                over = self._closed and self._busy == 0
+            if over:
+                self._context.term()
 
 
 def _raw(value: str | bytes) -> bytes:

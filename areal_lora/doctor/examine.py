@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,8 +19,7 @@ from areal_lora.config.facts import gather_facts
 from areal_lora.config.models import Config
 from areal_lora.doctor import node as node_module
 from areal_lora.doctor.canary import fly
-from areal_lora.doctor.checks import LOGS_BYTES, check_all
-from areal_lora.doctor.doctor_findings import DoctorFinding
+from areal_lora.doctor.checks import LOGS_BYTES, DoctorFinding, check_all
 from areal_lora.doctor.probes import (
     BandwidthFacts,
     CanaryFacts,
@@ -31,7 +31,9 @@ from areal_lora.doctor.probes import (
     probe_node,
 )
 from areal_lora.errors import ConfigError
+from areal_lora.families.sites import adapter_size
 from areal_lora.launcher.plan import make_plan
+from areal_lora.launcher.slurm.job_query import hosts as expanded
 
 NODE_S, BANDWIDTH_S = 60.0, 90.0
 BANDWIDTH = "areal_lora.doctor.bandwidth"  # imports torch, which this process does not need
@@ -44,22 +46,23 @@ def examine(config: Config, report: Report, *, quick: bool = False, keep: bool =
 
     ``quick``: without bandwidth and canary. Nothing remains in the run root, except the canary's logs with ``keep``.
     """
-    clock = _Clock(report)
-    with clock.step("the run root"):
+    step = partial(_step, report)
+    with step("the run root"):
         folder = probe_folder(config.run.root)
     with _workplace(config.run.root, folder, keep, report) as place:
         if place is not None:
             (place / node_module.CONFIG).write_text(config.model_dump_json(), encoding="utf-8")
         hosts = allocated_hosts()
-        with clock.step(f"{len(hosts)} nodes of the allocation" if hosts else "this machine"):
+        with step(f"{len(hosts)} nodes of the allocation" if hosts else "this machine"):
             nodes = _nodes(config, folder, place, hosts)
         speeds: list[BandwidthFacts] = []
-        for backend in _backends(config) if place is not None and not quick else ():
-            with clock.step(f"{backend} bandwidth"):
+        backends = ("gloo", "nccl") if config.cluster.device == "cuda" else ("gloo",)
+        for backend in backends if place is not None and not quick else ():
+            with step(f"{backend} bandwidth"):
                 speeds.append(_bandwidth(config, place, hosts, backend))
         flown = CanaryFacts(skipped="--quick" if quick else "the run root cannot be written")
         if not quick and place is not None and not any(role.problem for node in nodes for role in node.roles):
-            with clock.step("the adapter canary"):
+            with step("the adapter canary"):
                 flown = fly(config, place)
         elif not quick and place is not None:
             flown = CanaryFacts(skipped="an interpreter cannot be used")
@@ -75,11 +78,11 @@ def examine(config: Config, report: Report, *, quick: bool = False, keep: bool =
 def needed_bytes(config: Config) -> int:
     """Disk space of the checkpoints that are kept, one in progress, the exported adapter, logs and records."""
     try:
-        estimates = make_plan(config, gather_facts(config, runs_here=False)).estimates
+        shape = make_plan(config, gather_facts(config, runs_here=False)).shape
     except ConfigError:  # its model is not here
         return LOGS_BYTES
     keep = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
-    files = sum(adapter.file_bytes for adapter in estimates.adapters)
+    files = sum(4 * adapter_size(shape, adapter.spec("")).file_parameters for adapter in config.adapters)
     return LOGS_BYTES + files * (STATES_OF_A_CHECKPOINT * keep + 1)
 
 
@@ -88,23 +91,16 @@ def allocated_hosts() -> list[str]:
     nodes = os.environ.get("SLURM_JOB_NODELIST", "")
     if not nodes or shutil.which("srun") is None:
         return []
-    from areal_lora.launcher.slurm.job_query import hosts
-
-    return hosts(nodes)
+    return expanded(nodes)
 
 
-class _Clock:
-    """Progress lines with the seconds of each step."""
-
-    def __init__(self, report: Report) -> None:
-        self._say = report
-
-    @contextmanager
-    def step(self, what: str) -> Iterator[None]:
-        started = time.monotonic()
-        self._say(f"looking at {what} ...")
-        yield
-        self._say(f"  {time.monotonic() - started:.1f} s")
+@contextmanager
+def _step(report: Report, what: str) -> Iterator[None]:
+    """Progress lines with the seconds of a step."""
+    started = time.monotonic()
+    report(f"looking at {what} ...")
+    yield
+    report(f"  {time.monotonic() - started:.1f} s")
 
 
 @contextmanager
@@ -131,11 +127,7 @@ def _nodes(config: Config, folder: FolderFacts, place: Path | None, hosts: list[
     command = ["srun", "--overlap", f"--nodes={len(hosts)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     module = [sys.executable, "-m", node_module.__name__, "--folder", str(place)]
     _run([*command, *module], NODE_S)
-    return node_module.read_nodes(place)
-
-
-def _backends(config: Config) -> tuple[str, ...]:
-    return ("gloo", "nccl") if config.cluster.device == "cuda" else ("gloo",)
+    return [msgspec.json.decode(path.read_bytes(), type=NodeFacts) for path in sorted(place.glob("node-*.json"))]
 
 
 def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: str) -> BandwidthFacts:

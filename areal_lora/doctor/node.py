@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.config.models import Config
-from areal_lora.doctor.probes import NodeFacts, node_name, probe_folder, probe_node
+from areal_lora.doctor.probes import node_name, probe_folder, probe_node
 from areal_lora.run_folder.atomic import write_file
 
 CONFIG = "examined.json"
@@ -26,11 +26,6 @@ def main(argv: list[str] | None = None) -> int:
     facts = probe_node(config, probe_folder(config.run.root), folder)
     write_file(folder / f"node-{node_name()}.json", msgspec.json.encode(facts))
     return 0
-
-
-def read_nodes(folder: Path) -> list[NodeFacts]:
-    """What the nodes have written so far."""
-    return [msgspec.json.decode(path.read_bytes(), type=NodeFacts) for path in sorted(folder.glob("node-*.json"))]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from areal_lora.doctor import role_probe
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.start import NO_FLOCK
 from areal_lora.network.addresses import WILDCARDS, find_place
-from areal_lora.run_folder.atomic import write_file
+from areal_lora.run_folder.atomic import sync_folder, write_file
 
 
 class RoleFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,6 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     blocked_ports: dict[int, str] = {}
     loop_problem: str = ""
     open_files: int = 0
-    open_files_most: int = 0
     shared_memory_bytes: int = 0
     clock_ahead_s: float | None = None
     gpus: list[GpuFacts] = []
@@ -91,10 +92,7 @@ class BandwidthFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CanaryFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A perturbed adapter on its way from a real trainer to a real server; differences are of log-probabilities.
-
-    ``skipped``: why it was not tried. ``problem``: the last error of ``side``.
-    """
+    """Differences of log-probabilities of a perturbed adapter. ``skipped``: why not tried. ``problem``: of ``side``."""
 
     skipped: str = ""
     side: str = ""
@@ -163,7 +161,11 @@ def probe_folder(root: Path) -> FolderFacts:
         return FolderFacts(path=str(root), write=_text(error))
     try:
         started = time.monotonic()
-        for name, attempt in (("write", _try_write), ("fsync", _try_fsync), ("rename", _try_rename)):
+        for name, attempt in (
+            ("write", lambda at: (at / "a").write_bytes(bytes(BLOCK_BYTES))),
+            ("fsync", _try_fsync),
+            ("rename", _try_rename),
+        ):
             try:
                 attempt(path)
             except OSError as error:
@@ -179,17 +181,10 @@ def _text(error: OSError) -> str:
     return f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})"
 
 
-def _try_write(folder: Path) -> None:
-    (folder / "a").write_bytes(bytes(BLOCK_BYTES))
-
-
 def _try_fsync(folder: Path) -> None:
-    for path, flags in ((folder / "a", os.O_RDWR), (folder, os.O_RDONLY)):
-        fd = os.open(path, flags)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    with (folder / "a").open("r+b") as file:
+        os.fsync(file)
+    sync_folder(folder)
 
 
 def _try_rename(folder: Path) -> None:
@@ -216,18 +211,19 @@ def _try_flock(folder: Path) -> str:
 
 def probe_node(config: Config, folder: FolderFacts, shared: Path | None = None) -> NodeFacts:
     """Everything about this node. ``shared`` is a folder on the run root for the comparison of clocks."""
-    name = socket.gethostname()
+    resolved: list[str] = []
+    with contextlib.suppress(OSError):
+        resolved = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)})
     address, problem = _address(config)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return NodeFacts(
         host=node_name(),
-        resolved=_resolved(name),
+        resolved=resolved,
         address=address,
         address_problem=problem,
         blocked_ports=dict(_blocked(config, address)),
         loop_problem=_loop(address),
-        open_files=_limit(soft),
-        open_files_most=_limit(hard),
+        open_files=1 << 30 if files == resource.RLIM_INFINITY else files,
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
         clock_ahead_s=None if shared is None or folder.write else _clock_ahead_s(shared),
         gpus=probe_gpus() if config.cluster.device == "cuda" else [],
@@ -243,20 +239,7 @@ def node_name() -> str:
 
 def interpreters(config: Config) -> dict[str, str]:
     """Interpreter of each role; that of the controller is the one which runs this."""
-    import sys
-
     return {"trainer": config.trainer.python or sys.executable, "rollout": config.rollout.python or sys.executable}
-
-
-def _limit(value: int) -> int:
-    return (1 << 30) if value == resource.RLIM_INFINITY else value
-
-
-def _resolved(host: str) -> list[str]:
-    try:
-        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)})
-    except OSError:
-        return []
 
 
 def _address(config: Config) -> tuple[str, str]:
@@ -294,11 +277,5 @@ def _loop(address: str) -> str:
 
 def _clock_ahead_s(folder: Path) -> float:
     """This clock minus that of the file system, which stamps a new file."""
-    path = folder / f"clock-{secrets.token_hex(4)}"
-    try:
-        path.touch()
-        now = time.time()
-        return now - path.stat().st_mtime
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="clock-") as file:
+        return time.time() - os.stat(file.name).st_mtime

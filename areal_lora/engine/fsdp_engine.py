@@ -1,6 +1,6 @@
 """The FSDP2 engine: one rank of a Hugging Face model whose frozen weights are sharded over all ranks.
 
-`fsdp_utils.fsdp_model` computes; the verbs of `TrainEngine` are those of `common.adapter_engine`. Adapters are whole
+`fsdp_utils.fsdp_model` computes. Adapters are whole
 on every rank, in fp32; rank 0 publishes them.
 """
 
@@ -16,23 +16,20 @@ from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import read_shape
 
-SIZES = ("tp", "pp", "ep", "etp")
-
 
 class FsdpEngine(AdapterEngine):
-    """`TrainEngine` on `fully_shard`; holds any number of adapters. Joins torch.distributed unless the caller has."""
+    """`AdapterEngine` on `fully_shard`. Joins torch.distributed unless the caller has."""
 
     def __init__(self, model: ModelConfig, trainer: TrainerConfig, device: torch.device) -> None:
         """Raises ConfigError for parallel sizes other than 1, or a model that cannot train on packed sequences."""
-        for key in SIZES:
+        for key in ("tp", "pp", "ep", "etp"):
             if (size := getattr(trainer, key)) != 1:
-                raise ConfigError(
-                    f"trainer.{key}", f"{size} with trainer.engine = fsdp, which only shards", "set it to 1"
-                )
+                reason = f"{size} with trainer.engine = fsdp, which only shards"
+                raise ConfigError(f"trainer.{key}", reason, "set it to 1")
         shape = read_shape(Path(model.folder))
         layout = ParallelLayout.of(trainer, layers=shape.layers, experts=shape.experts)
         sharded = ShardedModel(shape=shape, layout=layout)
         # This import loads transformers' modelling code.
         from areal_lora.engine.fsdp_utils.fsdp_model import FsdpModel
 
-        super().__init__(FsdpModel(model, trainer, sharded, device), sharded, model, device)
+        super().__init__(FsdpModel(model, trainer, sharded, device), sharded, model, trainer, device)

@@ -1,7 +1,6 @@
 """The Megatron engine: one rank of a Megatron-core model with LoRA adapters.
 
-`megatron_utils.megatron_model` computes; the verbs of `TrainEngine` are those of `common.adapter_engine`. Importing
-this file does not import Megatron.
+`megatron_utils.megatron_model` computes. Importing this file does not import Megatron.
 """
 
 from __future__ import annotations
@@ -18,20 +17,18 @@ from areal_lora.families.shape import ModelShape, read_hf_config
 
 
 class MegatronEngine(AdapterEngine):
-    """`TrainEngine` on Megatron-core. Joins torch.distributed unless the caller has."""
+    """`AdapterEngine` on Megatron-core. Joins torch.distributed unless the caller has."""
 
     def __init__(self, model: ModelConfig, trainer: TrainerConfig, device: torch.device) -> None:
         """Raises ConfigError where the parallel sizes do not fit the model."""
         hf = read_hf_config(Path(model.folder))
         shape = ModelShape.from_hf(hf)
         check_widths(trainer, shape)
-        sharded = ShardedModel(
-            shape=shape, layout=ParallelLayout.of(trainer, layers=shape.layers, experts=shape.experts)
-        )
+        layout = ParallelLayout.of(trainer, layers=shape.layers, experts=shape.experts)
+        sharded = ShardedModel(shape=shape, layout=layout)
         if device.type == "cpu":
             install_cpu_patches()
         # This import loads Megatron, which must find the patches in place.
         from areal_lora.engine.megatron_utils.megatron_model import MegatronModel
 
-        compute = MegatronModel(model, trainer, sharded, hf, device)
-        super().__init__(compute, sharded, model, device)
+        super().__init__(MegatronModel(model, trainer, sharded, hf, device), sharded, model, trainer, device)

@@ -15,6 +15,7 @@ import msgspec
 
 from areal_lora.errors import AdapterError
 from areal_lora.families.registry import kind_of, linears
+from areal_lora.families.safetensors_head import read_head
 from areal_lora.types import AdapterSpec
 
 CONFIG_FILE = "adapter_config.json"
@@ -42,23 +43,19 @@ def describe(folder: Path) -> PeftFolder:
     """Raises AdapterError for anything that `checkpoint.adapter_io.load_peft` would refuse."""
     try:
         with (folder / TENSOR_FILE).open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            start = 8 + int.from_bytes(data[:8], "little")
-            header = msgspec.json.decode(data[8:start], type=dict[str, msgspec.Raw])
-            own = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str]).get(OWN_KEY)
-            entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
+            entries, start, metadata = read_head(f)
             if start + max((e.data_offsets[1] for e in entries.values()), default=0) != len(data):
                 raise AdapterError(f"{folder} is not a readable PEFT adapter folder: {TENSOR_FILE} is not whole")
-            digests = {name: _digest(data, start, e) for name, e in entries.items()}
-    except (OSError, ValueError, msgspec.MsgspecError) as e:
+            digests = {}
+            for name, entry in entries.items():
+                first, end = (start + offset for offset in entry.data_offsets)
+                digests[wire_name(folder, name)] = hashlib.blake2b(data[first:end], digest_size=16).digest()
+    except (OSError, ValueError) as e:
         raise AdapterError(f"{folder} is not a readable PEFT adapter folder: {e}") from e
-    shapes = {name: e.shape for name, e in entries.items()}
-    spec = declared_spec(folder, own, shapes)
+    shapes = {name: tuple(e.shape) for name, e in entries.items()}
+    spec = declared_spec(folder, metadata.get(OWN_KEY), shapes)
     checked_modules(spec, shapes)
-    return PeftFolder(
-        spec=spec,
-        shapes={wire_name(folder, n): s for n, s in shapes.items()},
-        digests={wire_name(folder, n): d for n, d in digests.items()},
-    )
+    return PeftFolder(spec=spec, shapes={wire_name(folder, n): s for n, s in shapes.items()}, digests=digests)
 
 
 def declared_spec(folder: Path, own: str | None, names: Iterable[str]) -> AdapterSpec:
@@ -134,19 +131,6 @@ def misfits(have: Iterable[str], wanted: Iterable[str]) -> tuple[list[str], list
     file, adapter = set(have), set(wanted)
     kinds = {kind_of(module) for module in file}
     return sorted(file - adapter), sorted(m for m in adapter - file if kind_of(m) in kinds)
-
-
-def _digest(data: mmap.mmap, start: int, entry: _Entry) -> bytes:
-    with memoryview(data) as view:
-        begin, end = (start + offset for offset in entry.data_offsets)
-        return hashlib.blake2b(view[begin:end], digest_size=16).digest()
-
-
-class _Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor in the header of a safetensors file; ``data_offsets`` count from the end of the header."""
-
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
 
 
 _NULL = msgspec.Raw(b"null")

@@ -1,6 +1,6 @@
 """The rows by model type and by the names that they give to modules.
 
-A family without a row: what a checkpoint's safetensors headers say about the linear layers of its model.
+A family without a row: what a checkpoint's safetensors headers state of the linear layers of its model.
 
 Every two-dimensional ``weight`` of a numbered layer is a linear layer under its published name, except routers. It
 is adapted alone, with a lora_A of its own, as PEFT does. Experts that are published one by one as gate, up and down
@@ -9,7 +9,6 @@ projections under names that a row of the table uses are adapted like those of t
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -20,6 +19,7 @@ from typing import Any
 
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Attention, Experts, Family, GatedMlp, Scope
+from areal_lora.families.safetensors_head import read_head
 
 TABLE = (
     # Layers of mlp_only_layers, or those that decoder_sparse_step leaves out, keep the dense MLP.
@@ -61,13 +61,15 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 class Families:
     """``rows`` by model type; ``linears`` is Megatron's linear by the last component of a projection's name.
 
+    ``modules`` has linear and scope by a projection's path below its layer, with ``*`` for the expert.
+
     Raises ValueError if two rows have one model type or give one name two meanings.
     """
 
     def __init__(self, rows: Iterable[Family]) -> None:
         self.rows: dict[str, Family] = {}
         self.linears: dict[str, str] = {}
-        self._modules: dict[str, tuple[str, Scope]] = {}
+        self.modules: dict[str, tuple[str, Scope]] = {}
         for row in rows:
             if row.model_type in self.rows:
                 raise ValueError(f"two families have the model type {row.model_type}")
@@ -81,19 +83,10 @@ class Families:
 
     def _add(self, name: str, linear: str, scope: Scope) -> None:
         path, leaf = name.replace("{}", "*"), name.rpartition(".")[2]
-        if self._modules.setdefault(path, (linear, scope)) != (linear, scope):
+        if self.modules.setdefault(path, (linear, scope)) != (linear, scope):
             raise ValueError(f"families disagree about {name}")
         if self.linears.setdefault(leaf, linear) != linear:
             raise ValueError(f"families disagree about {leaf}")
-
-    def target_of(self, module: str) -> tuple[str, Scope] | None:
-        """See the function `target_of`."""
-        rest = kind_of(module)
-        while rest:
-            if (found := self._modules.get(rest)) is not None:
-                return found
-            rest = rest.partition(".")[2]
-        return None
 
 
 FAMILIES = Families(TABLE)
@@ -116,10 +109,13 @@ def supported() -> tuple[str, ...]:
 def target_of(module: str) -> tuple[str, Scope] | None:
     """Megatron's linear and scope of a Hugging Face module (no ``.weight``, any prefix); None: not adaptable.
 
-    ``model.layers.3.mlp.experts.7.gate_proj`` is ``("linear_fc1", Scope.EXPERT)``. All families are asked,
+    ``model.layers.3.mlp.experts.7.gate_proj`` is ``("linear_fc1", Scope.EXPERT)``. All families are looked through,
     so a server needs no model to judge a name.
     """
-    return FAMILIES.target_of(module)
+    rest = kind_of(module)
+    while rest and rest not in FAMILIES.modules:
+        rest = rest.partition(".")[2]
+    return FAMILIES.modules.get(rest)
 
 
 def path_of(module: str) -> str | None:
@@ -219,11 +215,6 @@ def known_config(hub_name: str) -> dict[str, Any] | None:
     return PUBLISHED.get(hub_name) or PUBLISHED.get(hub_name.removesuffix("-Base"))
 
 
-def known_models() -> tuple[str, ...]:
-    """Hub names of the models described here."""
-    return tuple(PUBLISHED)
-
-
 # Megatron's numbers, those of Llama 3.1 and later; only the factor can be chosen.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -283,18 +274,13 @@ class Checkpoint:
     parameters: int
     largest_layer: int
 
-    def family(self, model_type: str) -> Family:
-        """What a row would state of the experts; nothing else of it is read for a family without a row."""
-        return Family(model_type=model_type, experts=Experts(mlp=self.experts) if self.experts else None)
-
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
     """Read the headers of all safetensors files; None where there are none. Raises OSError, ValueError."""
     tensors: dict[str, Shape] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        tensors |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+            tensors |= {name: tuple(entry.shape) for name, entry in read_head(opened)[0].items()}
     return derive(tensors) if tensors else None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_lora.families.family import Family, Scope
+from areal_lora.families.family import Experts, Family, Scope
 from areal_lora.families.registry import Checkpoint, family_of, read_checkpoint, supported
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -20,7 +20,7 @@ class ModelShape:
 
     ``experts`` is 0 for a dense model; only ``sparse_layers`` have experts. ``ffn``, ``expert_ffn`` and
     ``shared_ffn`` are the widths of a dense MLP, of a routed expert and of the shared expert. ``checkpoint`` is there
-    for a family without a row and says what its layers are.
+    for a family without a row and describes its layers.
     """
 
     family: Family
@@ -77,56 +77,43 @@ class ModelShape:
             KeyError: a field is missing; names it.
             ConfigError: the family has no row and there is no ``checkpoint``.
         """
-        if checkpoint is not None and config["model_type"] not in supported():
-            return cls._derived(config, checkpoint)
-        family = family_of(str(config["model_type"]))
-        layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+        kind = str(config["model_type"])
+        layers, heads, hidden = (
+            int(config[key]) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        )
+        if kind in supported():
+            checkpoint = None
         experts = expert_ffn = shared_ffn = 0
-        if family.experts is not None:
-            # Published folders write num_experts; transformers 5 writes num_local_experts.
-            experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-            if not experts:
-                raise KeyError("num_experts")
-            expert_ffn = int(config[family.experts.ffn_key])
-            if family.experts.shared is not None:
-                shared_ffn = int(config.get("shared_expert_intermediate_size") or 0)
-        every = int(config.get("decoder_sparse_step") or 1)
-        plain = set(config.get("mlp_only_layers") or [])
-        sparse = [i for i in range(layers) if experts and i not in plain and (i + 1) % every == 0]
+        if checkpoint is not None:
+            # What a row would state of the experts; nothing else of it is read for a family without a row.
+            family = Family(model_type=kind, experts=Experts(mlp=checkpoint.experts) if checkpoint.experts else None)
+            experts, expert_ffn, sparse = checkpoint.n_experts, checkpoint.expert_ffn, checkpoint.expert_layers
+            ffn = int(config.get("intermediate_size") or 4 * hidden)
+        else:
+            family, ffn = family_of(kind), int(config["intermediate_size"])
+            if family.experts is not None:
+                # Published folders write num_experts; transformers 5 writes num_local_experts.
+                experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+                if not experts:
+                    raise KeyError("num_experts")
+                expert_ffn = int(config[family.experts.ffn_key])
+                if family.experts.shared is not None:
+                    shared_ffn = int(config.get("shared_expert_intermediate_size") or 0)
+            every = int(config.get("decoder_sparse_step") or 1)
+            plain = set(config.get("mlp_only_layers") or [])
+            sparse = tuple(i for i in range(layers) if experts and i not in plain and (i + 1) % every == 0)
         return cls(
             family=family,
             layers=layers,
-            sparse_layers=tuple(sparse),
-            hidden=int(config["hidden_size"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-            ffn=int(config["intermediate_size"]),
-            expert_ffn=expert_ffn,
-            shared_ffn=shared_ffn,
-            experts=experts,
-            experts_per_token=int(config.get("num_experts_per_tok") or 0),
-            vocab=int(config["vocab_size"]),
-            max_positions=int(config.get("max_position_embeddings") or 0),
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
-
-    @classmethod
-    def _derived(cls, config: Mapping[str, Any], checkpoint: Checkpoint) -> ModelShape:
-        layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
-        hidden = int(config["hidden_size"])
-        return cls(
-            family=checkpoint.family(str(config["model_type"])),
-            layers=layers,
-            sparse_layers=checkpoint.expert_layers,
+            sparse_layers=sparse,
             hidden=hidden,
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
-            ffn=int(config.get("intermediate_size") or 4 * hidden),
-            expert_ffn=checkpoint.expert_ffn,
-            shared_ffn=0,
-            experts=checkpoint.n_experts,
+            ffn=ffn,
+            expert_ffn=expert_ffn,
+            shared_ffn=shared_ffn,
+            experts=experts,
             experts_per_token=int(config.get("num_experts_per_tok") or 0),
             vocab=int(config["vocab_size"]),
             max_positions=int(config.get("max_position_embeddings") or 0),

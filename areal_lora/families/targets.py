@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -211,7 +211,11 @@ def check_patterns(shape: ModelShape, spec: AdapterSpec) -> None:
     if not spec.rank_pattern and not spec.alpha_pattern:
         return
     layers = [
-        [name for key in _experts(shape, first) for name in _modules(shape, key)]
+        [
+            piece.name
+            for expert in (range(shape.experts) if first.scope is Scope.EXPERT else [None])
+            for piece in pieces_of(shape, replace(first, expert=expert))
+        ]
         for first in linear_sites(shape)
         if first.covered(spec.target_modules)
     ]
@@ -249,15 +253,3 @@ def _check_pattern(key: str, pattern: str, layers: list[list[str]]) -> None:
 
 def _first(pairs: tuple[tuple[str, float], ...], module: str) -> float | None:
     return next((number for pattern, number in pairs if matches(pattern, module)), None)
-
-
-def _experts(shape: ModelShape, first: SiteKey) -> Iterator[SiteKey]:
-    if first.scope is not Scope.EXPERT:
-        yield first
-        return
-    for expert in range(shape.experts):
-        yield SiteKey(linear=first.linear, layer=first.layer, scope=first.scope, expert=expert)
-
-
-def _modules(shape: ModelShape, key: SiteKey) -> list[str]:
-    return [piece.name for piece in pieces_of(shape, key)]

@@ -6,26 +6,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from areal_lora.checkpoint.recover import AdapterResume, ResumePlan, explain
-from areal_lora.config.facts import machine_memory
+from areal_lora.checkpoint.recover import AdapterResume, explain
+from areal_lora.config.facts import machine_memory, server_ports
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import adapter_runs, changes, conflict, missing_files, steps_of, total_steps
+from areal_lora.config.recorded import (
+    adapter_run,
+    adapter_runs,
+    changes,
+    conflict,
+    missing_files,
+    steps_of,
+    total_steps,
+)
 from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.run import LINK_BITS
-from areal_lora.config.sizing.memory import GIB, LEAST_KV, Memory, device_bytes
+from areal_lora.config.sizing.memory import GIB, LEAST_KV, device_bytes, kv_token_bytes, version_bytes
+from areal_lora.config.sizing.slots import has_tenants
+from areal_lora.config.sizing.what_if import what_if
+from areal_lora.families.shape import ModelShape, base_bytes
+from areal_lora.families.sites import adapter_size
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm.script import sbatch_script
 from areal_lora.launcher.start import previous_run, with_absolute_root
+from areal_lora.network.addresses import WILDCARDS
+from areal_lora.network.tls import on_loopback
 from areal_lora.obs.console import duration, human_bytes
 from areal_lora.rollout.ledger.peek import reconciliations
+from areal_lora.run_folder.paths import RunFolder
 
 _WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller", SERVICE: "service"}
 _SHORT = {"trainer": "rank:", "rollout": "server:", "controller": "controller:", "service": "service:"}
@@ -36,9 +50,11 @@ SMALL = 4 * GIB
 
 def print_plan(config: Config, plan: JobPlan, console: Console, *, full: bool = False) -> None:
     where = "this machine" if config.cluster.kind == "local" else f"Slurm, {plan.nodes} nodes"
-    console.print(f"[bold]{config.run.name}[/bold]: {_steps(config)} on {where}; nothing is started")
+    several = f" of {len(config.adapters)} adapters" if len(config.adapters) > 1 else ""
+    steps = f"{total_steps(config)} steps{several}"
+    console.print(f"[bold]{config.run.name}[/bold]: {steps} on {where}; nothing is started")
     console.print(_summary(config, plan))
-    for line in (*_adapters(config, plan), *_algorithms(config)):
+    for line in (*_adapters(config, plan.shape), *_algorithms(config)):
         console.print(line, markup=False, soft_wrap=True)
     console.print(_memory(plan))
     for line in (*_publishes(config, plan), *_kv(config, plan), _first_to_run_out(config, plan)):
@@ -59,7 +75,8 @@ def _summary(config: Config, plan: JobPlan) -> Table:
         for role in (TRAINER, SERVER, CONTROLLER, SERVICE):
             here = [spec for spec in plan.processes if (spec.node, spec.role) == (node, role)]
             if here:
-                memory = [m for m in plan.memory.processes if m.role == _role(role) and node in m.nodes]
+                of_role = "rollout" if role == SERVER else role
+                memory = [m for m in plan.memory.processes if m.role == of_role and node in m.nodes]
                 devices = _ranges(sorted(d for spec in here for d in spec.devices)) or "none"
                 each = max(m.device for m in memory)
                 text = f"{_gib(each)}{f' of {_gib(limit)}' if limit else ''}" if each else ""
@@ -68,24 +85,16 @@ def _summary(config: Config, plan: JobPlan) -> Table:
     return table
 
 
-def _steps(config: Config) -> str:
-    """``40 steps``; of several adapters the sum."""
-    several = f" of {len(config.adapters)} adapters" if len(config.adapters) > 1 else ""
-    return f"{total_steps(config)} steps{several}"
-
-
-def _adapters(config: Config, plan: JobPlan) -> Iterator[str]:
+def _adapters(config: Config, shape: ModelShape) -> Iterator[str]:
     """A line for each of several adapters: its own steps, its part of the tokens, the bytes of a publish."""
     runs = adapter_runs(config)
-    if len(runs) == 1:
-        return
     weights = sum(run.weight for run in runs.values())
-    for estimate in plan.estimates.adapters:
-        run = runs[estimate.name]
+    for adapter in config.adapters if len(runs) > 1 else ():
+        run = runs[adapter.name]
         yield (
-            f"Adapter {estimate.name}: {run.steps} steps, weight {run.weight:g}, "
+            f"Adapter {adapter.name}: {run.steps} steps, weight {run.weight:g}, "
             f"{100 * run.weight / weights:.0f}% of the trained tokens while all train, "
-            f"{human_bytes(estimate.wire_bytes)} ({estimate.wire_dtype}) a version"
+            f"{human_bytes(version_bytes(config, shape, adapter))} ({run.wire_dtype}) a version"
         )
 
 
@@ -123,18 +132,14 @@ def _runs(specs: list[ProcessSpec]) -> str:
     return text + (f", {size} devices each" if size > 1 else "")
 
 
-def _role(role: str) -> str:
-    return "rollout" if role == SERVER else role
-
-
 def _memory(plan: JobPlan) -> Table:
     """Estimates of the largest trainer rank, of a server replica and of the controller: part by part."""
-    kinds = [max((m for m in plan.memory.processes if m.role == role), key=_size) for role in ("trainer", "rollout")]
-    kinds.append(next(m for m in plan.memory.processes if m.role == "controller"))
+    of_role = {role: [m for m in plan.memory.processes if m.role == role] for role in _SHORT}
+    kinds = [max(of_role[role], key=lambda m: m.device + m.host) for role in ("trainer", "rollout", "controller")]
     names = list(dict.fromkeys(part.name for m in kinds for part in m.parts))
-    columns = [(m, where) for m in kinds for where in ("device", "host") if _sum(m, where)]
+    columns = [(m, where) for m in kinds for where in ("device", "host") if getattr(m, where)]
     titles = [f"{_SHORT[m.role]} {where}" for m, where in columns]
-    small = max(_sum(m, where) for m, where in columns) < SMALL
+    small = max(getattr(m, where) for m, where in columns) < SMALL
     unit, size = ("MiB", 2**20) if small else ("GiB", GIB)
     table = make_table(f"Memory, estimated, in {unit} of one device and of the host", "part", *titles, right=titles)
     table.columns[0].no_wrap = True
@@ -142,16 +147,8 @@ def _memory(plan: JobPlan) -> Table:
         values = [sum(getattr(p, where) for p in m.parts if p.name == name) for m, where in columns]
         if any(values):
             table.add_row(name, *(f"{value / size:.{0 if small else 2}f}" if value else "" for value in values))
-    table.add_row("all", *(f"{_sum(m, where) / size:.{0 if small else 2}f}" for m, where in columns))
+    table.add_row("all", *(f"{getattr(m, where) / size:.{0 if small else 2}f}" for m, where in columns))
     return table
-
-
-def _size(memory: Memory) -> int:
-    return memory.device + memory.host
-
-
-def _sum(memory: Memory, where: str) -> int:
-    return memory.device if where == "device" else memory.host
 
 
 def _gib(n: float) -> str:
@@ -163,22 +160,23 @@ def _publishes(config: Config, plan: JobPlan) -> Iterator[str]:
     servers, ranks = plan.role(SERVER), plan.role(TRAINER)
     remote = [spec for spec in servers if spec.node not in {rank.node for rank in ranks}]
     link = LINK_BITS / 8
-    for adapter in plan.estimates.adapters:
-        line = f"Publish of {adapter.name}: {human_bytes(adapter.wire_bytes)} ({adapter.wire_dtype})"
+    for adapter in config.adapters:
+        nbytes = version_bytes(config, plan.shape, adapter)
+        line = f"Publish of {adapter.name}: {human_bytes(nbytes)} ({adapter_run(config, adapter).wire_dtype})"
         if not remote:
             yield f"{line} a version; trainer and servers share a node, so no link is a bound"
             continue
         workers = max(sum(s.node == node for s in remote) for node in {s.node for s in remote}) * config.rollout.tp
-        most = workers * adapter.wire_bytes
+        most = workers * nbytes
         yield (
-            f"{line} a version, at least {adapter.wire_bytes / link:.2f} s at {LINK_BITS / 1e9:g} Gbit/s; "
+            f"{line} a version, at least {nbytes / link:.2f} s at {LINK_BITS / 1e9:g} Gbit/s; "
             f"{human_bytes(most)} and {most / link:.2f} s if each of the {workers} workers of a node receives a copy"
         )
 
 
 def _kv(config: Config, plan: JobPlan) -> Iterator[str]:
     """What the KV cache of a replica holds."""
-    per_token, limit = plan.estimates.kv_token_bytes, device_bytes(config, None)
+    per_token, limit = kv_token_bytes(config, plan.shape), device_bytes(config, None)
     if config.rollout.kv_cache_gib is not None:
         bytes_ = int(config.rollout.kv_cache_gib * GIB) * (config.rollout.tp if config.cluster.device == "cpu" else 1)
     elif config.cluster.device == "cpu":
@@ -200,38 +198,33 @@ def _fixed(plan: JobPlan) -> int:
     return sum(p.device for m in plan.memory.processes if m.role == "rollout" for p in m.parts if p.name not in _KV)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Resource:
-    name: str
-    used: float
-    limit: float
-
-    def __str__(self) -> str:
-        return f"{self.name}: {_gib(self.used)} of {_gib(self.limit)} GiB"
-
-
 def _first_to_run_out(config: Config, plan: JobPlan) -> str:
     """Resources with a known limit, the fullest first."""
-    found, limit = [], device_bytes(config, None)
+    found: list[tuple[str, float, float]] = []
+    limit = device_bytes(config, None)
     if limit is not None and config.cluster.device != "cpu":
         rank = max(m.device for m in plan.memory.processes if m.role == "trainer")
         share = config.rollout.gpu_memory_utilization * limit
         left = limit - share if config.cluster.share_devices else limit
-        found.append(_Resource(name="device memory of a trainer rank", used=rank, limit=left))
-        found.append(_Resource(name="device memory of a server before its KV cache", used=_fixed(plan), limit=share))
+        found.append(("device memory of a trainer rank", rank, left))
+        found.append(("device memory of a server before its KV cache", _fixed(plan), share))
     host = slurm_bytes(config.cluster.slurm.mem) if config.cluster.kind == "slurm" else machine_memory()
     most = max(plan.memory.host_of(node) for node in range(plan.nodes))
     if host is not None:
         name = "host memory of a node" if config.cluster.kind == "slurm" else "memory of this machine"
-        found.append(_Resource(name=name, used=most, limit=host))
+        found.append((name, most, host))
     if not found:
         return f"Host memory of a node: {_gib(most)} GiB; no limit of a resource is known to the plan"
-    first, *others = sorted(found, key=lambda r: -r.used / r.limit)
-    return f"Runs out first: {first}" + "".join(f"; next: {other}" for other in others)
+    fullest = sorted(found, key=lambda resource: -resource[1] / resource[2])
+    return "Runs out first: " + "; next: ".join(f"{n}: {_gib(used)} of {_gib(all_)} GiB" for n, used, all_ in fullest)
 
 
 def details(config: Config, plan: JobPlan) -> Iterator[Table]:
-    yield from (_processes(plan), _ranks(config, plan), _ports(plan), _estimates(plan), _what_if(plan), _files(plan))
+    files = make_table("Files", f"in RUN = {plan.run_folder}")
+    for name in file_names(config, plan.run_folder):
+        files.add_row(name)
+    yield from (_processes(plan), _ranks(config), _ports(config), _sizes(config, plan.shape))
+    yield from (_what_if(config, plan.shape), files)
 
 
 def make_table(title: str, *columns: str, right: Iterable[str] = ()) -> Table:
@@ -245,75 +238,105 @@ def _processes(plan: JobPlan) -> Table:
     table = make_table("Processes", "process", "node", "devices", "threads", "module", right=("node", "threads"))
     for process in plan.processes:
         devices = ",".join(map(str, process.devices)) or "cpu"
-        table.add_row(process.name, str(process.node), devices, str(process.cpus), _command(process))
+        _, _, module, _, _, *rest = process.argv  # without the run folder, which is the same for all
+        table.add_row(process.name, str(process.node), devices, str(process.cpus), " ".join([module, *rest]))
     return table
 
 
-def _command(process: ProcessSpec) -> str:
-    """Return module and arguments without the run folder, which is the same for all processes."""
-    _, _, module, _, _, *rest = process.argv
-    return " ".join([module, *rest])
+class RankCoordinates(NamedTuple):
+    """Position of one trainer rank in the parallel layout (Megatron's order: tp fastest, then dp, then pp)."""
+
+    rank: int
+    tp: int
+    pp: int
+    dp: int
+    ep: int
+    etp: int
 
 
-def _ranks(config: Config, plan: JobPlan) -> Table:
+class PortPlan(NamedTuple):
+    """One listening socket: ``host`` is an address, or words where each node finds its own.
+
+    ``port`` 0 is chosen by the system and published in ``rendezvous/``.
+    """
+
+    process: str
+    plane: str
+    host: str
+    port: int
+
+
+def rank_coordinates(config: Config, rank: int) -> RankCoordinates:
+    """Megatron's ``tp-cp-ep-dp-pp`` order; attention and expert layouts share only the pipeline stage."""
     t = config.trainer
-    title = f"Trainer ranks (tp {t.tp}, pp {t.pp}, ep {t.ep}, etp {t.etp})"
-    table = make_table(title, "rank", "tp", "pp", "dp", "ep", "etp", right=("rank", "tp", "pp", "dp", "ep", "etp"))
-    for c in plan.ranks:
-        table.add_row(*map(str, (c.rank, c.tp, c.pp, c.dp, c.ep, c.etp)))
+    stage = t.world_size // t.pp
+    within = rank % stage
+    ep, etp = within // t.etp % t.ep, within % t.etp
+    return RankCoordinates(rank, tp=within % t.tp, pp=rank // stage, dp=within // t.tp, ep=ep, etp=etp)
+
+
+def _ranks(config: Config) -> Table:
+    t = config.trainer
+    columns = RankCoordinates._fields
+    table = make_table(f"Trainer ranks (tp {t.tp}, pp {t.pp}, ep {t.ep}, etp {t.etp})", *columns, right=columns)
+    for rank in range(t.world_size):
+        table.add_row(*map(str, rank_coordinates(config, rank)))
     return table
 
 
-def _ports(plan: JobPlan) -> Table:
+def ports(config: Config) -> list[PortPlan]:
+    """Every port that the processes of a run listen on."""
+    bind, interface = config.cluster.bind, config.cluster.interface
+    host = bind if bind not in WILDCARDS else "the node's address" + ("" if interface == "auto" else f" ({interface})")
+    found = [PortPlan(f"{TRAINER}-0", "store", host, 0), PortPlan(f"{CONTROLLER}-0", "control", host, 0)]
+    if config.service is not None and config.service.api is not None:
+        found.append(PortPlan(f"{SERVICE}-0", "api", "127.0.0.1", config.service.api.port))
+    for i, port in enumerate(server_ports(config) or [0] * config.rollout.servers):
+        found += [PortPlan(f"{SERVER}-{i}", "data", host, port), PortPlan(f"{SERVER}-{i}", "admin", host, 0)]
+    return found
+
+
+def _ports(config: Config) -> Table:
     table = make_table("Ports", "process", "plane", "bind", "port", right=("port",))
-    for port in plan.ports:
-        table.add_row(port.process, port.plane, port.host, str(port.port) if port.port else "chosen by the system")
+    for process, plane, host, port in ports(config):
+        table.add_row(process, plane, host, str(port) if port else "chosen by the system")
     return table
 
 
-def _estimates(plan: JobPlan) -> Table:
-    e = plan.estimates
+def _sizes(config: Config, shape: ModelShape) -> Table:
     table = make_table("Sizes", "what", "parameters", "tensors", "bytes", right=("parameters", "tensors", "bytes"))
-    table.add_row("base model (frozen)", f"{e.base_parameters:,}", "", human_bytes(e.base_bytes))
-    for adapter in e.adapters:
-        size = adapter.size
-        table.add_row(
-            f"adapter {adapter.name}: PEFT file",
-            f"{size.file_parameters:,}",
-            f"{size.names:,}",
-            human_bytes(adapter.file_bytes),
-        )
-        table.add_row(
-            f"adapter {adapter.name}: wire, each publish",
-            f"{size.parameters:,}",
-            f"{size.tensors:,}",
-            human_bytes(adapter.wire_bytes),
-        )
-    table.add_row("adapter versions resident on a server", str(e.resident_versions), "", "")
+    base = human_bytes(base_bytes(shape, config.model.dtype))
+    table.add_row("base model (frozen)", f"{shape.parameters:,}", "", base)
+    for adapter in config.adapters:
+        size = adapter_size(shape, adapter.spec(""))
+        wire = human_bytes(version_bytes(config, shape, adapter))
+        file, names = human_bytes(4 * size.file_parameters), f"{size.names:,}"
+        table.add_row(f"adapter {adapter.name}: PEFT file", f"{size.file_parameters:,}", names, file)
+        table.add_row(f"adapter {adapter.name}: wire, each publish", f"{size.parameters:,}", f"{size.tensors:,}", wire)
+    table.add_row("adapter versions resident on a server", str(config.rollout.resident_versions), "", "")
     return table
 
 
-def _what_if(plan: JobPlan) -> Table:
+def _what_if(config: Config, shape: ModelShape) -> Table:
     columns = ("rank: device", "rank: host", "server: device", "server: host")
     table = make_table("What if, estimated, in GiB of one device and of the host", "change", *columns, right=columns)
-    for one in plan.what_if:
-        values = (one.rank_device, one.rank_host, one.server_device, one.server_host)
-        table.add_row(one.change, *(f"{value / GIB:.2f}" if value else "" for value in values))
+    for change, *values in what_if(config, shape):
+        table.add_row(change, *(f"{value / GIB:.2f}" if value else "" for value in values))
     return table
 
 
-def _files(plan: JobPlan) -> Table:
-    table = make_table("Files", f"in RUN = {plan.run_folder}")
-    for name in plan.files:
-        table.add_row(name.removeprefix(f"{plan.run_folder}/"))
-    return table
+def file_names(config: Config, run: RunFolder) -> list[str]:
+    """What a run writes into its folder, of a process once."""
+    process = "<role>-<index>"
+    files = [run.config, run.secret, run.endpoint(process), run.status(process), run.log(process), run.metrics]
+    folders = [run.samples, run.tensorboard, run.adapter_export("<name>")]
+    keys = [run.ca, run.data_key] if not on_loopback(config.cluster.bind) or has_tenants(config) else []
+    names = [*map(str, files), *(f"{path}/" for path in folders), *map(str, [run.report, run.summary, *keys])]
+    return [name.removeprefix(f"{run}/") for name in names]
 
 
 def explain_resume(config: Config) -> Iterator[str]:
-    """Yield, line by line, the effect of a start with ``config`` on its run folder.
-
-    Raises ConfigError if the start would be refused, CheckpointError if no checkpoint can be used.
-    """
+    """The effect of a start with ``config``, by line. Raises ConfigError or CheckpointError for one that is refused."""
     config = with_absolute_root(config)
     folder, steps = config.run_folder, steps_of(config)
     earlier = previous_run(folder)
@@ -332,20 +355,16 @@ def explain_resume(config: Config) -> Iterator[str]:
     yield f"The run in {folder} would resume."
     if not base_is_here:
         yield f"  {config.model.path} is not complete in the hub's cache: a start downloads it and compares it then"
-    yield from _changes(earlier.config, config)
+    yield from (f"  changed: {line}" for line in changes(earlier.config, config))
     versions = {adapter.adapter: adapter.ref.version for adapter in plan.adapters}
     snapshots = {adapter.adapter: adapter.newest.manifest.ledger for adapter in plan.adapters if adapter.newest}
     groups = reconciliations(folder, config.run.name, versions, snapshots)
     for adapter in plan.adapters:
         yield from _adapter(adapter, steps[adapter.adapter])
         yield f"  prompt groups: {groups[adapter.adapter]}"
-    yield from _leftovers(plan)
+    for path in (path for adapter in plan.adapters for path in adapter.leftovers):
+        yield f"  {path} was being written when a process died; it would be removed"
     yield "Nothing was started or changed."
-
-
-def _changes(before: Config, now: Config) -> Iterator[str]:
-    for line in changes(before, now):
-        yield f"  changed: {line}"
 
 
 def _adapter(adapter: AdapterResume, steps: int) -> Iterator[str]:
@@ -359,8 +378,3 @@ def _adapter(adapter: AdapterResume, steps: int) -> Iterator[str]:
     yield f"{adapter.ref}: from {found.path} ({written}), {following}"
     for line in adapter.lines():
         yield f"  {line}"
-
-
-def _leftovers(plan: ResumePlan) -> Iterator[str]:
-    for path in (path for adapter in plan.adapters for path in adapter.leftovers):
-        yield f"  {path} was being written when a process died; it would be removed"

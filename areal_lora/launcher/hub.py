@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,25 +39,20 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubDownload:
-    """Files of one commit of a hub model that are not in the cache yet."""
+    """Files of one commit of a hub model that are not in ``folder``, its snapshot in the cache, yet."""
 
     name: str
-    commit: str
     folder: Path
     files: tuple[str, ...]
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelResolution:
-    """``config`` with the model's folder known as far as it can be, and what has to be downloaded before a start."""
+def resolve(
+    config: Config, recorded: Callable[[], ModelConfig | None], *, online: bool
+) -> tuple[Config, HubDownload | None]:
+    """``config`` with the model's folder known as far as it can be, and what has to be downloaded before a start.
 
-    config: Config
-    download: HubDownload | None = None
-
-
-def resolve(config: Config, recorded: Callable[[], ModelConfig | None], *, online: bool) -> ModelResolution:
-    """Find the folder of ``config.model``. ``recorded`` gives the model of the run that is resumed, if there is one.
+    ``recorded`` gives the model of the run that is resumed, if there is one.
 
     Offline (``--dry-run``) nothing is requested or downloaded: a hub name without a snapshot in the cache stays
     without a folder. Raises ConfigError for what is neither a folder nor a hub model, and EnvironmentError_ where
@@ -67,32 +62,23 @@ def resolve(config: Config, recorded: Callable[[], ModelConfig | None], *, onlin
     if Path(model.path).is_dir():
         if model.revision is not None:
             raise ConfigError("model.revision", f"{model.path} is a folder, which has no revisions", "leave it out")
-        return ModelResolution(config=config.model_copy(update={"model": model}))
+        return config.model_copy(update={"model": model}), None
     if not is_hub_name(model.path):
         reason = f"there is no folder {model.path!r}, and it is not a hub name"
         raise ConfigError("model.path", reason, "give a Hugging Face model folder, or a hub name org/name")
-    revision = _pinned(model, recorded())
+    earlier, revision = recorded(), model.revision
+    if earlier is not None and earlier.commit and (earlier.path, earlier.revision) == (model.path, model.revision):
+        revision = earlier.commit
     folder = _look_up(model, revision) if online else cached_snapshot(model.path, revision)
     if folder is None:
-        return ModelResolution(config=config.model_copy(update={"model": model}))
+        return config.model_copy(update={"model": model}), None
     model = model.model_copy(update={"commit": folder.name, "snapshot": str(folder)})
-    resolved = config.model_copy(update={"model": model})
-    return ModelResolution(
-        config=resolved, download=_plan(model.path, folder) if online and missing_files(folder) else None
-    )
-
-
-def _pinned(model: ModelConfig, recorded: ModelConfig | None) -> str | None:
-    """The commit that the run started with, if the same revision of the same model is configured; else the revision."""
-    same = recorded is not None and (recorded.path, recorded.revision) == (model.path, model.revision)
-    return recorded.commit if recorded is not None and same and recorded.commit else model.revision
+    needed = _plan(model.path, folder) if online and missing_files(folder) else None
+    return config.model_copy(update={"model": model}), needed
 
 
 def _look_up(model: ModelConfig, revision: str | None) -> Path:
-    """The snapshot folder of the commit that ``revision`` is now, with config.json in it.
-
-    A complete snapshot in the cache is used where the hub does not answer or does not give access any more.
-    """
+    """The snapshot folder of ``revision``; a complete one in the cache counts where the hub gives no access."""
     cached = cached_snapshot(model.path, revision)
     try:
         with _hub(model.path, revision, "config.json"), _quiet():
@@ -111,12 +97,9 @@ def _plan(name: str, folder: Path) -> HubDownload:
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
     files = tuple(file for file in wanted(sizes) if not (folder / file).is_file())
     if not any(file.endswith(".safetensors") for file in wanted(sizes)):
-        raise ConfigError(
-            "model.path", f"{name} has no model.safetensors and no shards of it", "use one that is saved as safetensors"
-        )
-    return HubDownload(
-        name=name, commit=folder.name, folder=folder, files=files, nbytes=sum(sizes[file] for file in files)
-    )
+        reason = f"{name} has no model.safetensors and no shards of it"
+        raise ConfigError("model.path", reason, "use one that is saved as safetensors")
+    return HubDownload(name=name, folder=folder, files=files, nbytes=sum(sizes[file] for file in files))
 
 
 def download(plan: HubDownload, report: Callable[[str], None]) -> None:
@@ -128,24 +111,22 @@ def download(plan: HubDownload, report: Callable[[str], None]) -> None:
         f"Downloading {plan.name} ({len(plan.files)} files, {human_bytes(plan.nbytes)}) from {constants.ENDPOINT} "
         f"into {plan.folder}"
     )
-    started_s = time.monotonic()
-    with _hub(plan.name, plan.commit, ", ".join(plan.files)), _ends_at_once(), _quiet(unless=sys.stderr.isatty()):
-        snapshot_download(plan.name, revision=plan.commit, allow_patterns=list(plan.files))
+    started_s, quiet = time.monotonic(), nullcontext() if sys.stderr.isatty() else _quiet()
+    with _hub(plan.name, plan.folder.name, ", ".join(plan.files)), _ends_at_once(), quiet:
+        snapshot_download(plan.name, revision=plan.folder.name, allow_patterns=list(plan.files))
     if lacks := missing_files(plan.folder):
         raise EnvironmentError_(f"model.path: {plan.name} as downloaded lacks {', '.join(lacks)} ({plan.folder})")
     report(f"Downloaded {human_bytes(plan.nbytes)} in {duration(time.monotonic() - started_s)}.")
 
 
 @contextmanager
-def _quiet(*, unless: bool = False) -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Without huggingface_hub's progress bars: in a log file they are thousands of lines."""
-    if not unless:
-        disable_progress_bars()
+    disable_progress_bars()
     try:
         yield
     finally:
-        if not unless:
-            enable_progress_bars()
+        enable_progress_bars()
 
 
 @contextmanager
@@ -166,7 +147,9 @@ def _ends_at_once() -> Iterator[None]:
 @contextmanager
 def _hub(name: str, revision: str | None, what: str) -> Iterator[None]:
     """Translate what huggingface_hub raises into one line with the fix."""
-    hub, access = constants.ENDPOINT, f"run `{_hf()} auth login` or set HF_TOKEN"
+    own = Path(sys.executable).with_name("hf")  # as a shell finds it without an activated environment
+    program = shlex.quote(str(own)) if own.is_file() else "hf"
+    hub, access = constants.ENDPOINT, f"run `{program} auth login` or set HF_TOKEN"
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error repeats what its warnings state
     try:
         yield
@@ -177,11 +160,10 @@ def _hub(name: str, revision: str | None, what: str) -> Iterator[None]:
         reason = f"there is no folder {name!r}, and {hub} has no model of this name that this machine may read"
         raise ConfigError("model.path", reason, f"correct the name; if the model is private, {access}") from error
     except RevisionNotFoundError as error:
-        raise ConfigError(
-            "model.revision", f"{name} has no revision {revision!r} on {hub}", "give a branch, a tag or a commit of it"
-        ) from error
+        reason = f"{name} has no revision {revision!r} on {hub}"
+        raise ConfigError("model.revision", reason, "give a branch, a tag or a commit of it") from error
     except LocalEntryNotFoundError as error:
-        raise _unreachable(name, revision, what, _cause(error)) from error
+        raise _unreachable(name, revision, what, _line(error.__cause__ or error)) from error
     except EntryNotFoundError as error:
         raise ConfigError("model.path", f"{name} has no {what} on {hub}", "use a model for transformers") from error
     except HfHubHTTPError as error:
@@ -194,12 +176,6 @@ def _hub(name: str, revision: str | None, what: str) -> Iterator[None]:
         raise _unreachable(name, revision, what, _line(error)) from error
 
 
-def _hf() -> str:
-    """huggingface_hub's program, as a shell finds it without an activated environment."""
-    own = Path(sys.executable).with_name("hf")
-    return shlex.quote(str(own)) if own.is_file() else "hf"
-
-
 def _unreachable(name: str, revision: str | None, what: str, why: str) -> EnvironmentError_:
     at = f" at revision {revision}" if revision else ""
     offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
@@ -210,10 +186,6 @@ def _unreachable(name: str, revision: str | None, what: str, why: str) -> Enviro
     )
 
 
-def _cause(error: Exception) -> str:
-    return _line(error.__cause__) if isinstance(error.__cause__, Exception) else _line(error)
-
-
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -9,18 +9,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_lora.config.facts import Facts, server_ports
+from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sections.run import Role
-from areal_lora.config.sizing.memory import JobMemory, job_memory, kv_token_bytes, version_bytes
+from areal_lora.config.sizing.memory import JobMemory, job_memory
 from areal_lora.config.sizing.slots import Pool, Seats, has_tenants, pools_of, seats_of
-from areal_lora.config.sizing.what_if import WhatIf, what_if
 from areal_lora.errors import ConfigError
-from areal_lora.families.shape import ModelShape, base_bytes
-from areal_lora.families.sites import AdapterSize, adapter_size
-from areal_lora.network.addresses import WILDCARDS
-from areal_lora.network.tls import on_loopback
+from areal_lora.families.shape import ModelShape
 from areal_lora.processes.startup import DEVICES_VARIABLE, VISIBLE
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 
@@ -33,7 +28,7 @@ MODULES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ProcessSpec:
     """One process. ``env`` is added to the inherited environment; ``cpus`` are threads it computes with."""
 
@@ -51,68 +46,17 @@ class ProcessSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankCoordinates:
-    """Position of one trainer rank in the parallel layout (Megatron's order: tp fastest, then dp, then pp)."""
-
-    rank: int
-    tp: int
-    pp: int
-    dp: int
-    ep: int
-    etp: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterEstimate:
-    """Sizes of one version of one adapter."""
-
-    name: str
-    size: AdapterSize
-    file_bytes: int
-    wire_bytes: int
-    wire_dtype: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizeEstimates:
-    """Sizes derived from config.json and the ranks. ``kv_token_bytes``: of one token in the KV cache of a device."""
-
-    base_parameters: int
-    base_bytes: int
-    adapters: tuple[AdapterEstimate, ...]
-    resident_versions: int
-    kv_token_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PortPlan:
-    """One listening socket: ``host`` is an address, or words where each node finds its own.
-
-    ``port`` 0 is chosen by the system and published in ``rendezvous/``.
-    """
-
-    process: str
-    plane: str
-    host: str
-    port: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
     """All that a launcher needs. ``processes`` are in starting order; their ``node`` counts over all ``pools``.
 
-    There is one pool, or one for each component of a heterogeneous Slurm job, in its order.
+    There is one pool, or one for each component of a heterogeneous Slurm job, in its order. ``shape``: of the model.
     """
 
     run_folder: RunFolder
     pools: tuple[Pool, ...]
     processes: tuple[ProcessSpec, ...]
-    ports: tuple[PortPlan, ...]
-    files: tuple[str, ...]
-    ranks: tuple[RankCoordinates, ...]
-    estimates: SizeEstimates
     memory: JobMemory
-    what_if: tuple[WhatIf, ...]
+    shape: ModelShape
 
     @property
     def nodes(self) -> int:
@@ -133,32 +77,19 @@ def make_plan(config: Config, facts: Facts) -> JobPlan:
     if facts.hf_config is None:
         raise ConfigError("model.path", facts.model_problem)
     shape = ModelShape.from_hf(facts.hf_config, facts.checkpoint)
+    scorers = sum(reward.workers for adapter in config.adapters for reward in adapter.rewards)
+    here, beside = seats.controller.node, [(CONTROLLER, 1 + scorers)] + [(SERVICE, 1)] * has_tenants(config)
     return JobPlan(
         run_folder=folder,
         pools=pools_of(config.cluster),
         # Servers take longest to come up.
         processes=(
             *_servers(config, folder, seats),
-            _controller(config, folder, seats),
-            *_services(config, folder, seats),
+            *(ProcessSpec(role, 0, _argv(config, role, folder), _common_env(config, 1), here, n) for role, n in beside),
             *_trainers(config, folder, seats),
         ),
-        ports=_ports(config),
-        files=_files(config, folder),
-        ranks=tuple(rank_coordinates(config, rank) for rank in range(config.trainer.world_size)),
-        estimates=_estimates(config, shape),
         memory=job_memory(config, shape),
-        what_if=what_if(config, shape),
-    )
-
-
-def rank_coordinates(config: Config, rank: int) -> RankCoordinates:
-    """Megatron's ``tp-cp-ep-dp-pp`` order; attention and expert layouts share only the pipeline stage."""
-    t = config.trainer
-    stage = t.world_size // t.pp
-    within = rank % stage
-    return RankCoordinates(
-        rank=rank, pp=rank // stage, tp=within % t.tp, dp=within // t.tp, etp=within % t.etp, ep=within // t.etp % t.ep
+        shape=shape,
     )
 
 
@@ -197,17 +128,8 @@ def _trainers(config: Config, folder: RunFolder, seats: Seats) -> list[ProcessSp
             # All of the role's devices on the node are visible, so that ranks can copy to each other directly.
             here = sorted(device for other in seats.trainer if other.node == seat.node for device in other.devices)
             env[DEVICES_VARIABLE] = ",".join(map(str, here))
-        specs.append(
-            ProcessSpec(
-                role=TRAINER,
-                index=rank,
-                argv=_argv(config, TRAINER, folder),
-                env=env,
-                node=seat.node,
-                cpus=trainer.threads,
-                devices=seat.devices,
-            )
-        )
+        argv = _argv(config, TRAINER, folder)
+        specs.append(ProcessSpec(TRAINER, rank, argv, env, seat.node, trainer.threads, seat.devices))
     return specs
 
 
@@ -218,100 +140,17 @@ def _servers(config: Config, folder: RunFolder, seats: Seats) -> list[ProcessSpe
         env = _common_env(config, rollout.threads)
         if seat.devices:
             env[DEVICES_VARIABLE] = ",".join(map(str, seat.devices))
-        specs.append(
-            ProcessSpec(
-                role=SERVER,
-                index=i,
-                argv=_argv(config, SERVER, folder, "--index", str(i)),
-                env=env,
-                node=seat.node,
-                # On a device each worker has a thread of its own; besides, there are the engine's loop and the planes.
-                cpus=rollout.threads * rollout.tp + (2 if seat.devices else 0),
-                devices=seat.devices,
-            )
-        )
+        argv = _argv(config, SERVER, folder, "--index", str(i))
+        # On a device each worker has a thread of its own; besides, there are the engine's loop and the planes.
+        cpus = rollout.threads * rollout.tp + (2 if seat.devices else 0)
+        specs.append(ProcessSpec(SERVER, i, argv, env, seat.node, cpus, seat.devices))
     return specs
 
 
 def spare_server(config: Config, folder: RunFolder, index: int, devices: Sequence[str], grace_s: float) -> ProcessSpec:
-    """A server beyond those of the plan. It leaves the run in order within ``grace_s`` after SIGTERM.
-
-    ``devices`` are the values that its device variable names.
-    """
+    """A server beyond those of the plan, on these ``devices``, that leaves within ``grace_s`` after SIGTERM."""
     env = _common_env(config, config.rollout.threads) | {SESSION_VARIABLE: folder.session}
     if devices:
         env[VISIBLE[config.cluster.device]] = ",".join(devices)
-    return ProcessSpec(
-        role=SERVER,
-        index=index,
-        argv=_argv(config, SERVER, folder, "--index", str(index), "--grace-s", f"{grace_s:g}"),
-        env=env,
-        cpus=config.rollout.threads * config.rollout.tp,
-    )
-
-
-def _controller(config: Config, folder: RunFolder, seats: Seats) -> ProcessSpec:
-    return ProcessSpec(
-        role=CONTROLLER,
-        index=0,
-        argv=_argv(config, CONTROLLER, folder),
-        env=_common_env(config, 1),
-        node=seats.controller.node,
-        cpus=1 + sum(reward.workers for adapter in config.adapters for reward in adapter.rewards),
-    )
-
-
-def _services(config: Config, folder: RunFolder, seats: Seats) -> list[ProcessSpec]:
-    """The service beside the controller, where the run is one."""
-    if not has_tenants(config):
-        return []
-    argv, env = _argv(config, SERVICE, folder), _common_env(config, 1)
-    return [ProcessSpec(role=SERVICE, index=0, argv=argv, env=env, node=seats.controller.node)]
-
-
-def _ports(config: Config) -> tuple[PortPlan, ...]:
-    bind, interface = config.cluster.bind, config.cluster.interface
-    host = bind if bind not in WILDCARDS else "the node's address" + ("" if interface == "auto" else f" ({interface})")
-    fixed = server_ports(config) or [0] * config.rollout.servers
-    ports = [PortPlan(process=f"{TRAINER}-0", plane="store", host=host, port=0)]
-    ports.append(PortPlan(process=f"{CONTROLLER}-0", plane="control", host=host, port=0))
-    if config.service is not None and config.service.api is not None:
-        ports.append(PortPlan(process=f"{SERVICE}-0", plane="api", host="127.0.0.1", port=config.service.api.port))
-    for i, port in enumerate(fixed):
-        ports.append(PortPlan(process=f"{SERVER}-{i}", plane="data", host=host, port=port))
-        ports.append(PortPlan(process=f"{SERVER}-{i}", plane="admin", host=host, port=0))
-    return tuple(ports)
-
-
-def _files(config: Config, folder: RunFolder) -> tuple[str, ...]:
-    process = "<role>-<index>"
-    files = [folder.config, folder.secret, folder.endpoint(process), folder.status(process), folder.log(process)]
-    folders = [folder.samples, folder.tensorboard, folder.adapter_export("<name>")]
-    names = [*map(str, [*files, folder.metrics]), *(f"{path}/" for path in folders)]
-    names += map(str, [folder.report, folder.summary])
-    if not on_loopback(config.cluster.bind) or has_tenants(config):
-        names += map(str, [folder.ca, folder.data_key])
-    return tuple(names)
-
-
-def _estimates(config: Config, shape: ModelShape) -> SizeEstimates:
-    adapters = []
-    for adapter in config.adapters:
-        wire_dtype = adapter_run(config, adapter).wire_dtype
-        size = adapter_size(shape, adapter.spec(""))
-        adapters.append(
-            AdapterEstimate(
-                name=adapter.name,
-                size=size,
-                file_bytes=4 * size.file_parameters,
-                wire_bytes=version_bytes(config, shape, adapter),
-                wire_dtype=wire_dtype,
-            )
-        )
-    return SizeEstimates(
-        base_parameters=shape.parameters,
-        base_bytes=base_bytes(shape, config.model.dtype),
-        adapters=tuple(adapters),
-        resident_versions=config.rollout.resident_versions,
-        kv_token_bytes=kv_token_bytes(config, shape),
-    )
+    argv = _argv(config, SERVER, folder, "--index", str(index), "--grace-s", f"{grace_s:g}")
+    return ProcessSpec(SERVER, index, argv, env, cpus=config.rollout.threads * config.rollout.tp)

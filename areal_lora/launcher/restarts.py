@@ -54,7 +54,7 @@ class ProcessExit:
     @property
     def cause(self) -> str:
         """How it ended, and the error where it is known."""
-        return f"{self.how()}: {self.error}" if self.error else self.how()
+        return self.how() + (f": {self.error}" if self.error else "")
 
     def how(self) -> str:
         if self.lost:
@@ -191,7 +191,11 @@ class Restarts:
         if ended.lost:
             return self._abandon(unit, ended)
         if ended.never_started:
-            return self._launch_again(unit, ended, now)
+            unit.launches += 1
+            if unit.launches >= (LAUNCHES if unit.has_worked else FIRST_LAUNCHES):
+                return self._abandon(unit, replace(ended, lost=unit.has_worked))
+            unit.due = now + LAUNCH_AGAIN_S
+            return RestartVerdict(ended=ended, ends_run=False, wait_s=LAUNCH_AGAIN_S)
         unit.launches = 0
         if (worked_s or 0.0) >= HEALTHY_S:
             unit.times = 0
@@ -213,12 +217,10 @@ class Restarts:
 
     def due(self, now: float) -> list[tuple[ProcessSpec, ...]]:
         """Units to restart now; each is returned once."""
-        ready = []
-        for unit in self._units.values():
-            if unit.due is not None and now >= unit.due:
-                unit.due = None
-                ready.append(unit.specs)
-        return ready
+        ready = [unit for unit in self._units.values() if unit.due is not None and now >= unit.due]
+        for unit in ready:
+            unit.due = None
+        return [unit.specs for unit in ready]
 
     def _abandon(self, unit: _Unit, ended: ProcessExit) -> RestartVerdict:
         unit.over = True
@@ -226,22 +228,12 @@ class Restarts:
         enough = sum(not u.over for u in servers) >= min(self.min_servers, len(servers))
         return RestartVerdict(ended=ended, ends_run=ended.spec.role != SERVER or not enough)
 
-    def _launch_again(self, unit: _Unit, ended: ProcessExit, now: float) -> RestartVerdict:
-        unit.launches += 1
-        if unit.launches >= (LAUNCHES if unit.has_worked else FIRST_LAUNCHES):
-            return self._abandon(unit, replace(ended, lost=unit.has_worked))
-        unit.due = now + LAUNCH_AGAIN_S
-        return RestartVerdict(ended=ended, ends_run=False, wait_s=LAUNCH_AGAIN_S)
-
 
 WRITE_S, SETTLE_S = 3.0, 0.3
 
 
 def write_stall(run_folder: RunFolder, request: Callable[[], int], stuck: str) -> Path:
-    """Gather the stacks of all processes in ``stacks/stall-N.txt``; returns that file.
-
-    ``request`` has them write their stacks and returns how many will do so.
-    """
+    """Gather in ``stacks/stall-N.txt`` the stacks that ``request`` has so many processes write; returns that file."""
     folder = run_folder.stacks
     folder.mkdir(exist_ok=True)
     before = _sizes(folder)
@@ -294,9 +286,6 @@ class _Session:
     last: float
     excused: float = 0.0
 
-    def silent_s(self, now: float) -> float:
-        return now - self.last - self.excused
-
 
 @dataclass(slots=True)
 class Pulse:
@@ -324,7 +313,7 @@ class Pulse:
 
     def silent(self, now: float) -> dict[str, float]:
         """Seconds of silence by process, for those that have beaten and then not beaten for longer than their limit."""
-        silences = {name: session.silent_s(now) for name, session in self._sessions.items()}
+        silences = {name: now - session.last - session.excused for name, session in self._sessions.items()}
         return {name: s for name, s in silences.items() if s > self.limits[name.rpartition("-")[0]]}
 
     def worked_s(self, name: str) -> float | None:

@@ -9,7 +9,7 @@ from functools import partial
 from rich.console import Console
 
 from areal_lora.checkpoint.recover import check_present
-from areal_lora.config.facts import Facts, gather_facts
+from areal_lora.config.facts import gather_facts
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import ends_of, more_steps
 from areal_lora.config.rules.findings import Finding, Severity
@@ -19,7 +19,7 @@ from areal_lora.launcher.hub import HubDownload, download, resolve
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.restarts import RunEnd
 from areal_lora.launcher.slurm.script import submit
-from areal_lora.launcher.start import PreviousRun, RunStart, check_packages, prompt_findings, recorded_model
+from areal_lora.launcher.start import RunStart, check_packages, prompt_findings, recorded_model
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole, print_line
@@ -50,34 +50,25 @@ def run(config: Config, *, fresh: bool = False) -> int:
 
 
 def prepare(config: Config, err: Console, *, fresh: bool = False, starts: bool = True) -> PreparedRun:
-    """Find the model, check and plan; warnings go to ``err``. Offline, and blind to this machine, unless ``starts``.
-
-    Raises ConfigErrors with everything that the guardrails refuse.
-    """
+    """Find the model, check and plan; warnings go to ``err``. Offline unless ``starts``. Raises ConfigErrors."""
     here = starts and config.cluster.kind == "local"
-    resolved = resolve(config, lambda: None if fresh else recorded_model(config), online=starts)
-    facts = gather_facts(resolved.config, runs_here=here)
+    config, needed = resolve(config, lambda: None if fresh else recorded_model(config), online=starts)
+    facts = gather_facts(config, runs_here=here)
     if here:
-        check_packages(resolved.config)
-    refuse_or_warn(resolved.config, facts, err)
-    for check in (task_problems, reward_problems):
-        if problems := list(check(resolved.config, online=starts)):
-            raise ConfigErrors(problems)
-    warn(prompt_findings(resolved.config, online=starts), err)
-    config = resolve_targets(resolved.config, facts)
-    return PreparedRun(config=config, plan=make_plan(config, facts), download=resolved.download)
-
-
-def refuse_or_warn(config: Config, facts: Facts, err: Console) -> None:
-    """Raise ConfigErrors for the errors that the guardrails find; print the warnings where there are none."""
+        check_packages(config)
     findings = check_start(config, facts)
-    errors = [finding.error() for finding in findings if finding.severity is Severity.ERROR]
-    if errors:
+    if errors := [finding.error() for finding in findings if finding.severity is Severity.ERROR]:
         raise ConfigErrors(errors)
-    warn(findings, err)
+    _warn(findings, err)
+    for check in (task_problems, reward_problems):
+        if problems := list(check(config, online=starts)):
+            raise ConfigErrors(problems)
+    _warn(prompt_findings(config, online=starts), err)
+    config = resolve_targets(config, facts)
+    return PreparedRun(config=config, plan=make_plan(config, facts), download=needed)
 
 
-def warn(findings: Iterable[Finding], err: Console) -> None:
+def _warn(findings: Iterable[Finding], err: Console) -> None:
     for finding in findings:
         print_line(err, f"{finding.severity}: {finding.error()}")
 
@@ -90,49 +81,38 @@ def start(
     needed: HubDownload | None = None,
     code: Mapping[str, str] | None = None,
 ) -> RunEnd:
-    """Make or take up the run folder, download what of the model is ``needed``, run here or submit to Slurm.
-
-    ``code`` is user code by file name that the run folder gets.
-    """
+    """Take the run folder with ``code``, download what of the model is ``needed``, run here or submit to Slurm."""
     with RunStart(config, fresh, code) as run_start:
         if run_start.moved is not None:
             print_line(out, f"A previous run was in {plan.run_folder}; it is now {run_start.moved.name}.")
         if run_start.previous is not None and run_start.previous.finished(config):
-            return say_finished(run_start.previous, plan, out)
+            steps = run_start.previous.steps
+            more = f"more steps, such as {' '.join(more_steps(run_start.previous.config, steps))}"
+            done = f"This run is done: {run_start.previous.steps_done} steps."
+            print_line(out, f"{done} Continue with {more}, or start over with --fresh.")
+            print_closing(plan.run_folder, out)
+            return RunEnd(code=ExitCode.DONE)
         print_line(out, f"Run folder: {plan.run_folder}")
         if run_start.previous is not None:
             check_present(plan.run_folder, config)
-            print_line(out, resumed_from(run_start.previous))
+            newest = [f"{name}@v{max(found)}" for name, found in run_start.previous.versions.items() if found]
+            if newest:
+                print_line(out, f"The run in it is resumed; its newest checkpoints: {', '.join(newest)}.")
+            else:
+                print_line(out, "A run in it ended before its first checkpoint: it restarts at step 0.")
         if config.model.commit is not None:
             print_line(out, f"Base model: {config.model.path} at {config.model.commit}, in {config.model.snapshot}")
         if needed is not None:
             download(needed, partial(print_line, out))
         if config.cluster.kind == "slurm":
-            print_line(
-                out, f"Submitted Slurm job {submit(config, plan, run_start.prepare)}; logs in {plan.run_folder.logs}"
-            )
+            job = submit(config, plan, run_start.prepare)
+            print_line(out, f"Submitted Slurm job {job}; logs in {plan.run_folder.logs}")
             return RunEnd(code=ExitCode.DONE)
         run_start.prepare()
         end = run_local(config, plan, out)
     if plan.run_folder.summary.is_file():  # also where an adapter has failed
         print_closing(plan.run_folder, out)
     return end
-
-
-def resumed_from(previous: PreviousRun) -> str:
-    """State which checkpoints the run resumes from."""
-    newest = [f"{name}@v{max(versions)}" for name, versions in previous.versions.items() if versions]
-    if not newest:
-        return "A run in it ended before its first checkpoint: it restarts at step 0."
-    return f"The run in it is resumed; its newest checkpoints: {', '.join(newest)}."
-
-
-def say_finished(previous: PreviousRun, plan: JobPlan, out: Console) -> RunEnd:
-    """Print the closing lines of a finished run again; this is a success."""
-    more = f"more steps, such as {' '.join(more_steps(previous.config, previous.steps))}"
-    print_line(out, f"This run is done: {previous.steps_done} steps. Continue with {more}, or start over with --fresh.")
-    print_closing(plan.run_folder, out)
-    return RunEnd(code=ExitCode.DONE)
 
 
 def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
@@ -156,11 +136,9 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
             print_failure(failure, console)
         supervisor.stop(interrupted=interrupts)
     if interrupts.count:
-        again = "The same command resumes the run."
-        console.print(f"Stopped. The run folder is {plan.run_folder}. {again}", markup=False, soft_wrap=True)
-        record_end(
-            plan.run_folder, EndEvent(at=now_utc(), code=ExitCode.INTERRUPTED, process="it", how="was interrupted")
-        )
+        print_line(console, f"Stopped. The run folder is {plan.run_folder}. The same command resumes the run.")
+        event = EndEvent(at=now_utc(), code=ExitCode.INTERRUPTED, process="it", how="was interrupted")
+        record_end(plan.run_folder, event)
         return RunEnd(code=ExitCode.INTERRUPTED, why="it was interrupted")
     if failure is None:
         return RunEnd(code=ExitCode.DONE)

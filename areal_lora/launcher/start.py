@@ -1,6 +1,4 @@
-"""The run folder at a start: new, with a run to resume, or with a finished run.
-
-One launcher a run folder, also on file systems without flock.
+"""The run folder at a start: new, with a run to resume, or with a finished run; one launcher uses it at a time.
 
 A file beside the run folder is locked with flock. Some network file systems have none (Lustre without ``-o flock``:
 ENOSYS). There a second file names the owner of the folder: host, boot, process and start time of that process. It is
@@ -10,11 +8,13 @@ whether its process is alive cannot be seen from here.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+import psutil
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.config.models import AdapterConfig, Config, ModelConfig
 from areal_lora.config.recorded import conflict, read_config, steps_of, write_config
-from areal_lora.config.rules.findings import Finding, Severity
+from areal_lora.config.rules.findings import Finding, warning
 from areal_lora.data.formatting import Formatter, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_, undo_on_error
 from areal_lora.launcher.slurm.job_query import look
@@ -43,6 +44,8 @@ from areal_lora.types import Sample
 NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
+LOCKS = Path("/proc/locks")
+_LOCK = re.compile(r"^\d+: (?:FLOCK|OFDLCK|POSIX)\s+ADVISORY\s+WRITE (-?\d+) [0-9a-f]+:[0-9a-f]+:(\d+) ", re.MULTILINE)
 
 log = get_logger(__name__)
 
@@ -56,12 +59,13 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     started: int
 
-    def encoded(self) -> bytes:
-        return msgspec.json.encode(self)
-
     @classmethod
-    def decoded(cls, text: bytes) -> Self:
-        return msgspec.json.decode(text, type=cls)
+    def of(cls, path: Path) -> Self | None:
+        """The process that the file at ``path`` names; None where there is none, or none that can be read."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
 
     @classmethod
     def me(cls) -> Self:
@@ -76,13 +80,9 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     def is_over(self) -> bool:
         """True only where that is certain, as seen from this process."""
         here = Owner.me()
-        if self.host != here.host:
+        if self.host != here.host or (self.boot == here.boot and self.namespace != here.namespace):
             return False
-        if self.boot != here.boot:
-            return True
-        if self.namespace != here.namespace:
-            return False
-        return _started(self.pid) != self.started
+        return self.boot != here.boot or _started(self.pid) != self.started
 
 
 def _started(pid: int) -> int | None:
@@ -95,29 +95,40 @@ def _started(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])
 
 
-def is_locked(run_folder: RunFolder, locks: Path = Path("/proc/locks")) -> bool:
-    """Whether a launcher of this host uses ``run_folder``. Takes no lock, which a launcher that starts would meet."""
-    try:
-        owner = msgspec.json.decode(run_folder.owner.read_bytes(), type=Owner)
-        return not owner.is_over()
-    except (FileNotFoundError, msgspec.DecodeError):
-        pass
-    try:
-        inode = run_folder.lock.stat().st_ino
-    except FileNotFoundError:
-        return False
-    # 1: FLOCK  ADVISORY  WRITE 707 fe:00:263171 0 EOF
-    rows = [line.split() for line in locks.read_text(encoding="ascii").splitlines()]
-    return any("FLOCK" in row and row[5].rpartition(":")[2] == str(inode) for row in rows if len(row) > 5)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The launcher that holds a run folder. ``pid`` is a process of this machine if ``here``."""
+
+    pid: int
+    host: str
+    here: bool
+
+
+def holder(folder: RunFolder) -> Holder | None:
+    """The launcher of this machine that holds ``folder``, or the one that its mark names; None where none is known.
+
+    Takes no lock, which a launcher that starts would meet.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        for pid in lock_holders(LOCKS.read_text(encoding="ascii"), folder.lock.stat().st_ino):
+            if pid > 0 and psutil.pid_exists(pid):
+                return Holder(pid=pid, host=socket.gethostname(), here=True)
+    owner = Owner.of(folder.owner)
+    if owner is None or owner.is_over():
+        return None
+    return Holder(pid=owner.pid, host=owner.host, here=owner.host == socket.gethostname())
+
+
+def lock_holders(locks: str, inode: int) -> list[int]:
+    """Processes that hold a lock of the file ``inode``, from the text of /proc/locks."""
+    return [int(pid) for pid, number in _LOCK.findall(locks) if int(number) == inode]
 
 
 class RunLock:
     """Held from :meth:`take` to :meth:`release`, or until the process ends."""
 
     def __init__(self, run_folder: RunFolder) -> None:
-        self._folder = run_folder
-        self._path = run_folder.lock
-        self.owner_path = run_folder.owner
+        self._folder, self._path, self.owner_path = run_folder, run_folder.lock, run_folder.owner
         self._fd = -1
         self._mine = False
 
@@ -143,36 +154,24 @@ class RunLock:
         except OSError as error:
             if error.errno not in NO_FLOCK:
                 raise ConfigError("run.root", f"{self._path} cannot be locked: {error.strerror}") from error
-            log.warning(
-                "the file system of %s has no flock (%s): %s marks the run as started here instead",
-                self._path.parent,
-                error.strerror,
-                self.owner_path.name,
-            )
+            lacks = f"the file system of {self._path.parent} has no flock ({error.strerror})"
+            log.warning("%s: %s marks the run as started here instead", lacks, self.owner_path.name)
         else:
             return
         with _one_at_a_time(self.owner_path):
-            if (other := self._owner()) is not None:
+            other = Owner.of(self.owner_path)
+            if other is None and self.owner_path.exists():
+                raise self._going(", according to a mark that cannot be read", self.owner_path)
+            if other is not None:
                 if not other.is_over():
                     raise self._going(f", started by process {other.pid} on {other.host}", self.owner_path)
                 self.owner_path.unlink()
-            self._create()
-
-    def _owner(self) -> Owner | None:
-        try:
-            return msgspec.json.decode(self.owner_path.read_bytes(), type=Owner)
-        except FileNotFoundError:
-            return None
-        except msgspec.DecodeError:
-            raise self._going(", according to a mark that cannot be read", self.owner_path) from None
-
-    def _create(self) -> None:
-        try:
-            with self.owner_path.open("xb") as file:
-                self._mine = True
-                file.write(msgspec.json.encode(Owner.me()))
-        except FileExistsError:
-            raise self._going(", started a moment ago", self.owner_path) from None
+            try:
+                with self.owner_path.open("xb") as file:
+                    self._mine = True
+                    file.write(msgspec.json.encode(Owner.me()))
+            except FileExistsError:
+                raise self._going(", started a moment ago", self.owner_path) from None
 
     def _going(self, holder: str, mark: Path | None = None) -> ConfigError:
         fix = "wait for it, or set another run.name"
@@ -228,22 +227,17 @@ def previous_run(folder: RunFolder) -> PreviousRun | None:
         return None
     config = read_config(folder)
     versions = {a.name: versions_in(folder.adapter_checkpoints(a.name)) for a in config.adapters}
-    return PreviousRun(config=config, steps=_steps(folder, config), versions=versions)
+    steps = dict.fromkeys(versions, 0)
+    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+        summary = read_summary(folder)
+        steps = {name: summary.steps_of(name) for name in versions}
+    return PreviousRun(config=config, steps=steps, versions=versions)
 
 
 def recorded_model(config: Config) -> ModelConfig | None:
     """The base model of the run that ``config`` would resume; None where there is none."""
     previous = previous_run(with_absolute_root(config).run_folder)
     return previous.config.model if previous else None
-
-
-def _steps(folder: RunFolder, config: Config) -> dict[str, int]:
-    """Return the steps of each adapter of a run that ended, else 0."""
-    try:
-        summary = read_summary(folder)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return dict.fromkeys(steps_of(config), 0)
-    return {adapter.name: summary.steps_of(adapter.name) for adapter in config.adapters}
 
 
 def with_absolute_root(config: Config) -> Config:
@@ -254,9 +248,9 @@ def with_absolute_root(config: Config) -> Config:
 class RunStart:
     """The run folder, locked while the launcher runs.
 
-    Entering takes the lock and, with ``fresh``, moves an earlier run aside (``moved``). ``previous`` is
-    the run to resume; ``prepare`` makes the folder ready for processes to start and puts ``code`` (texts by file name)
-    into it.
+    Entering takes the lock and, with ``fresh``, renames an earlier run to the first free ``<name>.N`` (``moved``).
+    ``previous`` is the run to resume; ``prepare`` makes the folder ready for processes to start and puts ``code``
+    (texts by file name) into it.
 
     Raises ConfigError where a launcher or a job is using the folder, it holds something else, or
     the run in it cannot be resumed with this configuration.
@@ -273,23 +267,20 @@ class RunStart:
     def __enter__(self) -> RunStart:
         self.folder.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock.take()
-        try:
-            self._look()
-        except ConfigError:
-            self._lock.release()
-            raise
+        with undo_on_error(self._lock.release):
+            check_no_job(self.folder)
+            if self._fresh and _holds_run(self.folder):
+                n = 1
+                while (self.folder.path.with_name(f"{self.folder.name}.{n}")).exists():
+                    n += 1
+                self.moved = self.folder.path.rename(self.folder.path.with_name(f"{self.folder.name}.{n}"))
+            self.previous = previous_run(self.folder)
+            if self.previous is not None and (error := conflict(self.previous.config, self.config)) is not None:
+                raise error
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._lock.release()
-
-    def _look(self) -> None:
-        check_no_job(self.folder)
-        if self._fresh:
-            self.moved = move_aside(self.folder)
-        self.previous = previous_run(self.folder)
-        if self.previous is not None and (error := conflict(self.previous.config, self.config)) is not None:
-            raise error
 
     def prepare(self) -> None:
         """Write the configuration and the given code; start the session of a run on this machine."""
@@ -307,17 +298,6 @@ class RunStart:
             (self.folder.code / name).write_text(text, encoding="utf-8")
         write_config(self.folder, self.config)
         write_event(self.folder, StartEvent(at=now_utc(), resumes=self.previous is not None))
-
-
-def move_aside(folder: RunFolder) -> Path | None:
-    """Rename an earlier run's folder to the first free ``<name>.N``; None where there was none."""
-    if not _holds_run(folder):
-        return None
-    n = 1
-    while (target := folder.path.with_name(f"{folder.name}.{n}")).exists():
-        n += 1
-    folder.path.rename(target)
-    return target
 
 
 def _holds_run(folder: RunFolder) -> bool:
@@ -341,11 +321,8 @@ def check_no_job(folder: RunFolder) -> None:
         fix = f"wait for it, scancel {job}, or set another run.name"
         raise ConfigError("run.name", f"Slurm job {job} works in {folder}", fix)
     if explain(record).phase is Phase.UNKNOWN and not record.forgotten:
-        raise ConfigError(
-            "run.name",
-            f"Slurm job {job} may still work in {folder}: {record.why or record.state}",
-            f"start where scontrol works, or remove {folder.job_id} if the job is over",
-        )
+        fix = f"start where scontrol works, or remove {folder.job_id} if the job is over"
+        raise ConfigError("run.name", f"Slurm job {job} may still work in {folder}: {record.why or record.state}", fix)
 
 
 def prompt_findings(config: Config, *, online: bool) -> Iterator[Finding]:
@@ -359,20 +336,15 @@ def prompt_findings(config: Config, *, online: bool) -> Iterator[Finding]:
         samples = load_samples(adapter.task, "train")
         different = len({sample.prompt for sample in samples})
         if different <= len(samples) // 2:
-            yield Finding(
-                path=f"adapters.{i}.task",
-                reason=f"{len(samples)} training rows have {different} different prompt{'s' * (different != 1)}",
-                fix="check task.columns.prompt and the template",
-                severity=Severity.WARNING,
-            )
+            reason = f"{len(samples)} training rows have {different} different prompt{'s' * (different != 1)}"
+            yield warning(f"adapters.{i}.task", reason, "check task.columns.prompt and the template")
         room = config.rollout.max_model_len - adapter.sampling.max_new_tokens
         if not _one_fits(config, adapter, samples, room):
-            yield Finding(
-                path="rollout.max_model_len",
-                reason=f"all {len(samples)} prompts of {adapter.name} are longer than the {room} tokens left beside "
+            yield warning(
+                "rollout.max_model_len",
+                f"all {len(samples)} prompts of {adapter.name} are longer than the {room} tokens left beside "
                 "the answer: the run would end at its start",
-                fix="raise it, or lower sampling.max_new_tokens",
-                severity=Severity.WARNING,
+                "raise it, or lower sampling.max_new_tokens",
             )
 
 
@@ -404,13 +376,10 @@ def check_packages(config: Config) -> None:
         if own[role] not in (None, sys.executable):
             continue
         for module in modules:
-            if not _is_here(module):
+            try:
+                spec = importlib.util.find_spec(module)
+            except ModuleNotFoundError:  # its parent is missing
+                spec = None
+            if spec is None:
                 fix = f"see 'Install' in docs/en/quickstart.md, or set {role}.python to an interpreter that has it"
                 raise EnvironmentError_(f"{role}: {sys.executable} has no package {module} (fix: {fix})")
-
-
-def _is_here(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent is missing
-        return False

@@ -19,7 +19,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from uuid import uuid4
 
 import psutil
@@ -46,8 +45,7 @@ class Supervisor:
     """The processes of one run on this machine. Use as a context manager: leaving it stops everything."""
 
     def __init__(self, log_folder: Path, grace_s: float) -> None:
-        self._logs = log_folder
-        self._grace_s = grace_s
+        self._logs, self._grace_s = log_folder, grace_s
         self._running: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = []
         self._not_ours = set(psutil.Process().children(recursive=True))
         self._shared_before = startup.entries()
@@ -63,15 +61,14 @@ class Supervisor:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.stop()
         # This process continues after the run and must not adopt orphans of other programs.
         _adopt_orphans(False)
 
     def start(self, specs: Sequence[ProcessSpec]) -> None:
         """Start ``specs`` in order. Raises EnvironmentError_ where a program cannot be started."""
+        null = subprocess.DEVNULL
         for spec in specs:
             env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES} | spec.env
             env[guardian.MARK] = self._mark
@@ -81,15 +78,10 @@ class Supervisor:
                     log.write(f"---- {spec.name} starts again, {when} ----\n".encode())
                     log.flush()
                 try:
+                    # No preexec_fn: with one the child runs Python after the fork, and destroys there what other
+                    # threads hold (torch keeps process groups so), which does not return.
                     process = subprocess.Popen(
-                        spec.argv,
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                        # No preexec_fn: with one the child runs Python after the fork, and destroys there what
-                        # other threads hold (torch keeps process groups so), which does not return.
+                        spec.argv, env=env, stdin=null, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
                     )
                 except OSError as error:
                     raise EnvironmentError_(
@@ -101,11 +93,7 @@ class Supervisor:
             self._tell_guardian(str(process.pid))
 
     def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[ProcessExit]:
-        """Wait up to ``grace_s`` for ``specs`` to end by themselves, then kill them with all they started.
-
-        Those that were still running get ``why``. What is not running is passed over. Raises ProcessFailed for one
-        that cannot be killed: a second one beside it would fight for its devices.
-        """
+        """As `watch.Processes.end`. Raises ProcessFailed for one that cannot be killed: it would keep its devices."""
         deadline = time.monotonic() + grace_s
         mine = [(spec, process) for spec, process in self._running if spec in specs]
         while any(process.poll() is None for _, process in mine) and time.monotonic() < deadline:
@@ -139,7 +127,7 @@ class Supervisor:
         self._running = running
         return ended
 
-    def note_shared_memory(self, looks: int = SHARED_LOOKS) -> None:
+    def look_after(self, looks: int = SHARED_LOOKS) -> None:
         """Remember which shared memory our processes use, so that it can be removed if they die without doing so.
 
         Cheap enough to be called often: users of shared memory are looked up only while a name was checked fewer
@@ -149,7 +137,7 @@ class Supervisor:
         if all(self._shared_looks[name] >= looks for name in names):
             return
         self._shared_looks.update(names)
-        ours = startup.used_by(self.pids()) & names
+        ours = startup.used_by(process.pid for process in self._descendants()) & names
         self._shared_ours |= ours
         for name in ours:
             self._tell_guardian(guardian.SHARED + name)
@@ -158,23 +146,15 @@ class Supervisor:
         """Kill what processes that are over have left in their sessions."""
         kill_sessions({e.pid for e in ended})
 
-    def look_after(self) -> None:
-        """Called often; see ``note_shared_memory``."""
-        self.note_shared_memory()
-
     def ask_stacks(self) -> int:
         """Request the stacks of every process; returns how many will write them."""
-        return sum(startup.request(pid) for pid in self.pids())
+        return sum(startup.request(process.pid) for process in self._descendants())
 
     def running(self) -> list[ProcessSpec]:
         return [spec for spec, _ in self._running]
 
-    def pids(self) -> list[int]:
-        """Everything that is alive below this process: what was started, and what that started."""
-        return [process.pid for process in self._descendants()]
-
     def terminate(self) -> None:
-        """Send SIGTERM to every process that was started, without waiting."""
+        """Send SIGTERM to every process that was started, not to their children, whose order it knows."""
         for _, process in self._running:
             process.terminate()
 
@@ -184,32 +164,30 @@ class Supervisor:
         A further signal counted by ``interrupted`` ends the waiting at once. Afterwards no
         process and no shared memory of the run remains. May be called twice.
         """
-        self.note_shared_memory(sys.maxsize)
+        self.look_after(sys.maxsize)
         signals_before = interrupted.count if interrupted else 0
-        for _, process in self._running:
-            # Only the process we started gets the signal: it knows in which order its own children must go.
-            process.terminate()
+        self.terminate()
         deadline = time.monotonic() + (self._grace_s if grace_s is None else grace_s)
         while self._running and time.monotonic() < deadline:
             self.poll()
             if interrupted and interrupted.count > signals_before:
                 break
             time.sleep(0.02)
-        self.note_shared_memory(sys.maxsize)
-        self._kill_rest()
-        startup.remove(self._shared_ours)
-        self._release_guardian()
-
-    def _kill_rest(self) -> None:
+        self.look_after(sys.maxsize)
         deadline = time.monotonic() + KILL_WAIT_S
-        left = self._descendants()
-        while left and time.monotonic() < deadline:
+        while (left := self._descendants()) and time.monotonic() < deadline:
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(left, timeout=0.2)
-            left = self._descendants()
         self.poll()
+        startup.remove(self._shared_ours)
+        if self._guardian is not None and self._guardian.stdin is not None:
+            self._tell_guardian(guardian.DONE)
+            with contextlib.suppress(BrokenPipeError):
+                self._guardian.stdin.close()
+            self._guardian.wait()
+            self._guardian = None
 
     def _descendants(self) -> list[psutil.Process]:
         """Living processes below this one that came after the supervisor, its guardian aside."""
@@ -229,14 +207,6 @@ class Supervisor:
             with contextlib.suppress(BrokenPipeError):
                 self._guardian.stdin.write(f"{word}\n".encode())
                 self._guardian.stdin.flush()
-
-    def _release_guardian(self) -> None:
-        if self._guardian is not None and self._guardian.stdin is not None:
-            self._tell_guardian(guardian.DONE)
-            with contextlib.suppress(BrokenPipeError):
-                self._guardian.stdin.close()
-            self._guardian.wait()
-            self._guardian = None
 
 
 def kill_sessions(leaders: set[int]) -> None:

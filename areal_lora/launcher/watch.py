@@ -51,10 +51,7 @@ class Processes(Protocol):
         """Processes that ended since the last call, in starting order."""
 
     def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[ProcessExit]:
-        """Wait up to ``grace_s`` for ``specs`` to end by themselves, then kill them with all they started.
-
-        Those that were still running get ``why``. What is not running is passed over.
-        """
+        """Wait up to ``grace_s`` for ``specs``, then kill them and what they started; those that ran get ``why``."""
 
     def clear(self, ended: Collection[ProcessExit]) -> None:
         """Kill what processes that are over have left."""
@@ -76,11 +73,8 @@ class Watch:
     ) -> None:
         self._folder, self._processes, self._view, self._poll_s = plan.run_folder, processes, view, poll_s
         budget, beats_s = config.run.max_restarts, HEARTBEAT_TIMEOUT_S
-        self._restarts = Restarts(
-            plan.processes,
-            {TRAINER: budget, CONTROLLER: budget, SERVER: budget},
-            min_servers=config.cluster.min_servers,
-        )
+        budgets = {TRAINER: budget, CONTROLLER: budget, SERVER: budget}
+        self._restarts = Restarts(plan.processes, budgets, min_servers=config.cluster.min_servers)
         self._pulse = Pulse({TRAINER: config.run.stall_s, CONTROLLER: beats_s, SERVER: beats_s, SERVICE: beats_s})
         self._early: list[tuple[float, ProcessExit]] = []
         self._next_tick = 0.0
@@ -100,8 +94,14 @@ class Watch:
             if failure is not None:
                 return failure
             for specs in self._restarts.due(time.monotonic()):
-                self._start_again(specs)
-            self._show(now)
+                for spec in (spec for spec in specs if spec.role != SERVER):
+                    # Others wait for the new ports. The trainer needs those of a server to check whether it is alive.
+                    forget_endpoint(self._folder, spec.role, spec.index)
+                self._processes.start(specs)
+            self._processes.look_after()
+            if now >= self._next_tick:
+                self._view.tick()
+                self._next_tick = now + TICK_S
             time.sleep(self._poll_s)
         return None
 
@@ -149,26 +149,11 @@ class Watch:
         self._early = [(at, e) for at, e in self._early if unit_of(e.spec) != unit_of(ended.spec)]
         if not verdict.ends_run:
             self._view.note(str(verdict))
-        if verdict.wait_s is None and not verdict.ends_run:
-            self._folder.excluded(ended.spec.name).touch()
-        if verdict.abandoned:
-            write_event(self._folder, AbandonEvent(at=now_utc(), process=unit_of(ended.spec), how=verdict.ended.cause))
-        if verdict.wait_s is not None:
-            write_event(self._folder, RestartEvent(at=now_utc(), process=unit_of(ended.spec), how=verdict.ended.cause))
+            if verdict.abandoned:
+                self._folder.excluded(ended.spec.name).touch()
+            event = AbandonEvent if verdict.abandoned else RestartEvent
+            write_event(self._folder, event(at=now_utc(), process=unit_of(ended.spec), how=verdict.ended.cause))
         return verdict
-
-    def _start_again(self, specs: tuple[ProcessSpec, ...]) -> None:
-        for spec in specs:
-            if spec.role != SERVER:
-                # Others wait for the new ports. The trainer needs those of a server to check whether it is alive.
-                forget_endpoint(self._folder, spec.role, spec.index)
-        self._processes.start(specs)
-
-    def _show(self, now: float) -> None:
-        self._processes.look_after()
-        if now >= self._next_tick:
-            self._view.tick()
-            self._next_tick = now + TICK_S
 
 
 def end_event(failure: ProcessExit, code: int) -> EndEvent:

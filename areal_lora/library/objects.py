@@ -1,12 +1,9 @@
 """Python objects in a configuration: the processes of a run import them by a path.
 
 An object of a module file is named by this file, one of an installed package by its module. One of a script or
-notebook is saved as source (`objects`) in the folder ``code`` of the run.
-
-Source text of an object that a script or a notebook defines, so that another process can import it.
-
-What the object uses is followed by name: functions and classes of the same script are copied, imports written down,
-constants written as literals. Everything else is refused: nothing is pickled, no statement of the script runs again.
+notebook is saved as source in the folder ``code`` of the run. What that uses is followed by name: functions and classes
+of the same script are copied, imports written down, constants written as literals. Everything else is refused: nothing
+is pickled, no statement of the script runs again.
 """
 
 from __future__ import annotations
@@ -51,13 +48,6 @@ def saved_source(value: Any, name: str, main: ModuleType) -> str:
     place = Path(file).resolve().parent if file else Path.cwd()
     head = f"import sys\n\nsys.path.append({str(place)!r})\n\n"
     return f"{future}{head}" + "\n\n".join(parts.texts.values()) + "\n"
-
-
-def stub_source(value: Any, name: str, folder: Path) -> str:
-    """A module that imports ``value`` from its package, which lies in ``folder``."""
-    return (
-        f"import sys\n\nsys.path.append({str(folder)!r})\n\nfrom {value.__module__} import {value.__name__} as {name}\n"
-    )
 
 
 class _Parts:
@@ -154,21 +144,18 @@ def _definition(value: Any, name: str, main: ModuleType) -> str:
     # A class without code of its own is in the script, or in a cell of the notebook, the newest one first.
     for file in [code.co_filename] if code else [script] if script else reversed(linecache.cache):
         lines = linecache.getlines(file)
-        for node in _definitions("".join(lines), name):
+        try:
+            nodes = [*ast.walk(ast.parse("".join(lines)))]
+        except SyntaxError:  # a cell with a magic command
+            continue
+        for node in nodes:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name != name:
+                continue
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             last = node.end_lineno or first
             if code is None or first <= code.co_firstlineno <= last:
                 return textwrap.dedent("".join(lines[first - 1 : last]))
     raise ConfigError(name, "its source is not to be found: it was typed at a prompt, or its file has changed", FIX)
-
-
-def _definitions(text: str, name: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    try:
-        nodes = ast.walk(ast.parse(text))
-    except SyntaxError:  # a cell with a magic command
-        return []
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    return [node for node in nodes if isinstance(node, kinds) and node.name == name]
 
 
 def _code(value: Any) -> CodeType | None:
@@ -264,50 +251,36 @@ def _travel(what: str, value: Any) -> tuple[str, str | None]:
     file = Path(str(vars(module).get("__file__")))
     if "." not in value.__module__ and file.suffix == ".py" and file.name != "__init__.py":
         return f"{file.resolve()}:{name}", None
-    root = _root(value.__module__)
+    spec = importlib.util.find_spec(value.__module__.partition(".")[0])
+    places = None if spec is None else spec.submodule_search_locations  # None: a compiled one
+    root = Path(next(iter(places))).resolve().parent if places else None
     if root is None or root in _SEARCHED:
         return f"{value.__module__}:{name}", None
-    return f"{what}.py:{name}", stub_source(value, name, root)
+    head = f"import sys\n\nsys.path.append({str(root)!r})\n\n"
+    return f"{what}.py:{name}", f"{head}from {value.__module__} import {name} as {name}\n"
 
 
 _SEARCHED = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")}
 
 
-def _root(module: str) -> Path | None:
-    """Folder in which the top package of ``module`` is; None for a compiled one."""
-    spec = importlib.util.find_spec(module.partition(".")[0])
-    places = None if spec is None else spec.submodule_search_locations
-    return Path(next(iter(places))).resolve().parent if places else None
+_WORKFLOWS: Mapping[str, tuple[type[MultiTurnWorkflowConfig | CustomWorkflowConfig | AgentWorkflowConfig], str]] = {
+    ENVIRONMENT: (MultiTurnWorkflowConfig, "environment"),
+    WORKFLOW: (CustomWorkflowConfig, "path"),
+    AGENT: (AgentWorkflowConfig, "path"),
+}
 
 
 def _with(adapter: AdapterConfig, paths: Mapping[str, str]) -> AdapterConfig:
+    """A reward replaces all. Limits of the first one remain; its other keys too, if it names a function itself."""
     update: dict[str, object] = {}
     for what, path in paths.items():
         if what == REWARD:
-            update["reward"] = _reward(adapter, path)
+            old = adapter.rewards[0]
+            kept = set(type(old).model_fields if isinstance(old, FunctionReward) else RewardSection.model_fields)
+            settings = old.model_dump(include=kept - {"kind", "path"})
+            update["reward"] = FunctionReward.model_validate(settings | {"path": path})
         else:
-            update["workflow"] = _workflow(adapter, what, path)
+            kind, key = _WORKFLOWS[what]
+            settings = adapter.workflow.model_dump() if isinstance(adapter.workflow, kind) else {}
+            update["workflow"] = kind.model_validate(settings | {key: path})
     return adapter.model_copy(update=update)
-
-
-def _reward(adapter: AdapterConfig, path: str) -> FunctionReward:
-    """It replaces all rewards. Limits of the first one remain; its other keys too, if it names a function itself."""
-    old = adapter.rewards[0]
-    kept = set(type(old).model_fields) if isinstance(old, FunctionReward) else set(RewardSection.model_fields)
-    return FunctionReward.model_validate(old.model_dump(include=kept - {"kind", "path"}) | {"path": path})
-
-
-def _workflow(
-    adapter: AdapterConfig, what: str, path: str
-) -> MultiTurnWorkflowConfig | CustomWorkflowConfig | AgentWorkflowConfig:
-    old = adapter.workflow.model_dump()
-    match what:
-        case "environment":
-            kept = old if isinstance(adapter.workflow, MultiTurnWorkflowConfig) else {}
-            return MultiTurnWorkflowConfig.model_validate(kept | {"environment": path})
-        case "workflow":
-            kept = old if isinstance(adapter.workflow, CustomWorkflowConfig) else {}
-            return CustomWorkflowConfig.model_validate(kept | {"path": path})
-        case _:
-            kept = old if isinstance(adapter.workflow, AgentWorkflowConfig) else {}
-            return AgentWorkflowConfig.model_validate(kept | {"path": path})

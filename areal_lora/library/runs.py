@@ -84,7 +84,7 @@ class Run:
         return self.versions_of()
 
     def versions_of(self, adapter: str | None = None) -> list[int]:
-        """Versions of ``adapter`` that have a checkpoint, oldest first; of the only one without a name."""
+        """The same of ``adapter``; of the only one without a name."""
         return versions_in(RunFolder(self.folder).adapter_checkpoints(adapter_named(self.config, adapter).name))
 
     @property

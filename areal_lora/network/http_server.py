@@ -100,13 +100,11 @@ class BodyLimit:
         return f"the body is longer than {self._max_bytes} bytes"
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Run ``work`` after the body was read; cancel it when the client disconnects."""
-    return await task_unless_disconnected(request, asyncio.create_task(work))
-
-
-async def task_unless_disconnected(request: Request, task: asyncio.Task[Response]) -> Response:
-    """The result of ``task``, whose request's body was read; cancel it when the client disconnects."""
+async def unless_disconnected(
+    request: Request, work: Coroutine[Any, Any, Response] | asyncio.Task[Response]
+) -> Response:
+    """The result of ``work`` for ``request``, whose body was read; cancel it when the client disconnects."""
+    task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(request.receive())  # after the body the next message is the disconnect
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)

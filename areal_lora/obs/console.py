@@ -31,7 +31,7 @@ from areal_lora.obs.metrics.records import (
     StepRecord,
     mean_lag,
 )
-from areal_lora.obs.run_view import AdapterView, RunView, counted
+from areal_lora.obs.run_view import RunView, counted
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
 from areal_lora.types import AdapterPhase
@@ -142,10 +142,6 @@ class LiveConsole:
         else:
             self._print_plain(records, problems, statuses)
 
-    def note(self, text: str) -> None:
-        """Print one line about an event that no record holds."""
-        self._line(text)
-
     def stop(self) -> None:
         """Show the last records and restore the terminal. Idempotent."""
         self.tick()
@@ -162,7 +158,7 @@ class LiveConsole:
         except ConfigError as error:
             records, problem = [], str(error)
         if problem and problem != self._unreadable:
-            self._line(f"records cannot be shown: {problem}; the run continues")
+            self.note(f"records cannot be shown: {problem}; the run continues")
         self._unreadable = problem
         return records
 
@@ -170,14 +166,15 @@ class LiveConsole:
         if not self.view.steps or self._clock() - self._changed > QUIET_S:
             for process, text in statuses.items():
                 if self._statuses.get(process) != text:
-                    self._line(f"{process}: {text}")
+                    self.note(f"{process}: {text}")
         self._statuses = statuses
         for record, found in zip(records, problems, strict=True):
             line = self._plain_line(record)
             for text in [*([line] if line else []), *found]:
-                self._line(text)
+                self.note(text)
 
-    def _line(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Print one line about an event."""
         # Wrapping would split one event over several lines of a log file.
         self._console.print(f"[{duration(self._clock() - self._started)}] {text}", markup=False, soft_wrap=True)
 
@@ -198,7 +195,9 @@ class LiveConsole:
             case ResumeRecord():
                 return f"{name}resumed from checkpoint v{record.version}"
             case AdapterStateRecord():
-                return name + state_text(record) if name or record.state is AdapterPhase.FAILED else None
+                reason = f": {record.reason}" if record.reason else ""
+                shown = name or record.state is AdapterPhase.FAILED
+                return f"{name}{record.state} at v{record.version}{reason}" if shown else None
 
     def _step_line(self, record: StepRecord) -> str:
         view, adapter, get = self.view, self.view.adapter(record.adapter), record.metrics.get
@@ -217,7 +216,12 @@ class LiveConsole:
         view, rows = self.view, Table.grid(padding=(0, 2))
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column()
-        rows.add_row("steps", self._progress())
+        left, done, total = view.remaining_s(), view.steps_done, view.total
+        bar = ProgressBar(total=total, completed=done if total is None else min(done, total), width=32)
+        elapsed, eta = duration(self._clock() - self._started), "-" if left is None else duration(left)
+        progress = Table.grid(padding=(0, 2))
+        progress.add_row(bar, counted(done, total), f"elapsed {elapsed}", f"ETA {eta}")
+        rows.add_row("steps", progress)
         if view.steps:
             self._add_step_rows(rows)
         if view.only and view.only.last_eval and view.only.first_eval:
@@ -230,19 +234,15 @@ class LiveConsole:
             phases = "  ".join(f"{name} {number(ms, 1)}" for name, ms in sync[1].items())
             rows.add_row("sync", f"{number(sync[0], 1)} ms p50   {phases}")
         parts: list[RenderableType] = [rows] if view.only else [rows, Text(""), adapter_table(view)]
-        parts += [Text(problem, style="bold red") for problem in (*failures(view), *view.problems)]
+        failed = {name: one for name, one in view.adapters.items() if one.state is AdapterPhase.FAILED}
+        reasons = [f"{view.prefix(name)}failed at v{one.steps_done}: {one.reason}" for name, one in failed.items()]
+        parts += [Text(problem, style="bold red") for problem in (*reasons, *view.problems)]
         if not view.steps or self._clock() - self._changed > QUIET_S:
-            parts += [Text(""), self._status_table()]
+            table = Table.grid(padding=(0, 2))
+            for process, text in self._statuses.items():
+                table.add_row(Text(process, style="cyan"), Text(text))
+            parts += [Text(""), table if self._statuses else Text("starting processes", style="dim")]
         return Panel(Group(*parts), title=self._folder.name, title_align="left", border_style="dim")
-
-    def _progress(self) -> RenderableType:
-        left, done, total = self.view.remaining_s(), self.view.steps_done, self.view.total
-        eta = "-" if left is None else duration(left)
-        grid = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=total, completed=done if total is None else min(done, total), width=32)
-        elapsed = duration(self._clock() - self._started)
-        grid.add_row(bar, counted(done, total), f"elapsed {elapsed}", f"ETA {eta}")
-        return grid
 
     def _add_step_rows(self, rows: Table) -> None:
         view, last = self.view, self.view.steps[-1]
@@ -259,12 +259,6 @@ class LiveConsole:
             rows.add_row("rollout", f"{sampling_rate(last)}   {ready:.0f} groups ready")
         wait_s, train_s = (last.spans.get(name, 0.0) for name in ("wait_batch", "train"))
         rows.add_row("step", f"{last.step_s:.2f} s: wait {wait_s:.2f}  train {train_s:.2f}")
-
-    def _status_table(self) -> RenderableType:
-        table = Table.grid(padding=(0, 2))
-        for process, text in self._statuses.items():
-            table.add_row(Text(process, style="cyan"), Text(text))
-        return table if self._statuses else Text("starting processes", style="dim")
 
 
 def client_line(record: StepRecord, view: RunView) -> str:
@@ -287,23 +281,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%"
 
 
-def state_text(record: AdapterStateRecord) -> str:
-    """``failed at v3: reward is NaN``."""
-    return f"{record.state} at v{record.version}" + (f": {record.reason}" if record.reason else "")
-
-
-def failures(view: RunView) -> list[str]:
-    """One line per failed adapter, with its reason."""
-    failed = {name: one for name, one in view.adapters.items() if one.state is AdapterPhase.FAILED}
-    return [f"{view.prefix(name)}failed at v{one.steps_done}: {one.reason}" for name, one in failed.items()]
-
-
-def eval_text(adapter: AdapterView) -> str:
-    """``0.850 (v20)``: accuracy of the last evaluation, or mean reward where the task has no rule."""
-    last = adapter.last_eval
-    if last is None:
+def eval_text(record: EvalRecord | None) -> str:
+    """``0.850 (v20)``: accuracy of an evaluation, or mean reward where the task has no rule."""
+    if record is None:
         return "-"
-    return f"{number(last.reward_mean if last.accuracy is None else last.accuracy)} (v{last.version})"
+    return f"{number(record.reward_mean if record.accuracy is None else record.accuracy)} (v{record.version})"
 
 
 def adapter_table(view: RunView) -> Table:
@@ -318,5 +300,5 @@ def adapter_table(view: RunView) -> Table:
         newest = number(rewards[-1] if rewards else None)
         step, lag, share = one.place, number(one.mean_lag, 2), percent(shares[name])
         curve = sparkline(rewards, ROW_BARS)
-        table.add_row(name, str(one.state), step, newest, lag, eval_text(one), share, curve)
+        table.add_row(name, str(one.state), step, newest, lag, eval_text(one.last_eval), share, curve)
     return table

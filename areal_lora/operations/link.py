@@ -2,11 +2,6 @@
 
 Rank 0 publishes its port as ``operations-0`` in the run folder. What is sent while the other end is away is lost; the
 service sends `ServiceHello` after every connect, and receives what is expected (`link`, `protocol`).
-
-The service's side of ordered delivery: sends rank 0 what is due of each adapter, hands on what arrives.
-
-Expects n              -> everything from n on is sent, at most `AHEAD` operations before their outcomes
-OperationCompletion n  -> it is stored, then acknowledged
 """
 
 from __future__ import annotations
@@ -17,27 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import zmq.asyncio
 
 from areal_lora.network.rpc import LOOK_S, ConnectionLost, RpcServer, Subscription, Wire
-from areal_lora.operations.protocol import (
-    Acknowledgement,
-    Expects,
-    Operation,
-    OperationCompletion,
-    Outcome,
-    ServiceHello,
-    ToService,
-    ToTrainer,
-    decode_to_service,
-    decode_to_trainer,
-    encode,
-)
+from areal_lora.operations import protocol
 from areal_lora.processes.startup import get_logger
-from areal_lora.processes.watched import reached, watched_thread
+from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, publish_endpoint, read_endpoint, read_secret
 
@@ -55,14 +37,14 @@ class TrainerEnd:
     """Rank 0's end, in a thread. Every method may be called from any thread."""
 
     def __init__(self, run_folder: RunFolder, host: str = "127.0.0.1") -> None:
-        self._received: deque[ToTrainer] = deque()
+        self._received: deque[protocol.ToTrainer] = deque()
         self._changed = threading.Condition()
         self._service = b""
         self._server = RpcServer(host, read_secret(run_folder), WIRE, self._took, linger_s=0.5)
         self._thread = watched_thread("operations", self._server.run)
         publish_endpoint(run_folder, ROLE, 0, {"operations": self._server.port}, host=host)
 
-    def take(self, wait_s: float = 0.0) -> list[ToTrainer]:
+    def take(self, wait_s: float = 0.0) -> list[protocol.ToTrainer]:
         """Messages since the last call, after at most ``wait_s`` if there are none."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._received), wait_s)
@@ -70,10 +52,10 @@ class TrainerEnd:
             self._received.clear()
         return taken
 
-    def send(self, message: ToService) -> None:
+    def send(self, message: protocol.ToService) -> None:
         """To the service that sent `ServiceHello` last; lost if there is none."""
         if self._service:
-            self._server.send(self._service, encode(message))
+            self._server.send(self._service, protocol.encode(message))
 
     def close(self) -> None:
         """Messages that were sent before still leave."""
@@ -82,11 +64,11 @@ class TrainerEnd:
 
     def _took(self, sender: bytes, payload: bytes) -> None:
         try:
-            message = decode_to_trainer(payload)
+            message = protocol.decode_to_trainer(payload)
         except msgspec.DecodeError as error:
             log.error("a message of the service is not understood: %s", error)
             return
-        if isinstance(message, ServiceHello):
+        if isinstance(message, protocol.ServiceHello):
             self._service = sender
         if sender != self._service:
             return  # of a connection that has ended
@@ -101,7 +83,7 @@ class ServiceEnd:
     Nothing that was sent before an `Expects` of its adapter needs to have arrived.
     """
 
-    def __init__(self, run_folder: RunFolder, received: Callable[[ToService], None]) -> None:
+    def __init__(self, run_folder: RunFolder, received: Callable[[protocol.ToService], None]) -> None:
         self._run_folder, self._received = run_folder, received
         self._connection: Subscription | None = None
 
@@ -121,10 +103,10 @@ class ServiceEnd:
         finally:
             context.destroy(linger=0)
 
-    async def send(self, message: ToTrainer) -> None:
+    async def send(self, message: protocol.ToTrainer) -> None:
         """Send to rank 0; lost if it is away."""
         if self._connection is not None and self._connection.ready:
-            await self._connection.send(encode(message))
+            await self._connection.send(protocol.encode(message))
 
     async def _session(self, context: zmq.asyncio.Context, endpoint: Endpoint) -> None:
         """One connection, until the other side has closed it or has another endpoint."""
@@ -132,8 +114,8 @@ class ServiceEnd:
         self._connection = connection = Subscription(context, endpoint.host, port, secret, WIRE)
         try:
             await connection.run(
-                lambda: encode(ServiceHello()),
-                lambda payload: self._received(decode_to_service(payload)),
+                lambda: protocol.encode(protocol.ServiceHello()),
+                lambda payload: self._received(protocol.decode_to_service(payload)),
                 lambda: self._find() not in (None, endpoint),
             )
         except ConnectionLost:
@@ -195,61 +177,3 @@ class SendWindows:
             return False  # the trainer was restarted meanwhile
         at.next += 1
         return True
-
-
-class OperationSource(Protocol):
-    """Where operations come from and outcomes go to. What a call has done is durable when it returns."""
-
-    async def expected(self, adapter: str, number: int) -> bool: ...
-
-    async def completed(self, adapter: str, number: int, outcome: Outcome) -> None: ...
-
-    async def to_send(self, adapter: str, start: int, limit: int) -> list[Operation]: ...
-
-
-class Outbox:
-    """``run``, ``receive`` and ``pump`` are tasks. ``moved`` reports that an adapter has new operations."""
-
-    def __init__(self, run_folder: RunFolder, queue: OperationSource) -> None:
-        self._queue, self._windows = queue, SendWindows()
-        self._incoming: asyncio.Queue[ToService] = asyncio.Queue()
-        self._link = ServiceEnd(run_folder, self._incoming.put_nowait)
-        self._due: set[str] = set()
-        self._wake = asyncio.Event()
-
-    async def run(self) -> None:
-        await self._link.run()
-
-    def moved(self, adapter: str) -> None:
-        self._due.add(adapter)
-        self._wake.set()
-
-    async def receive(self) -> None:
-        """Take messages in their order."""
-        while True:
-            match await self._incoming.get():
-                case OperationCompletion(adapter=adapter, number=number, outcome=outcome):
-                    await self._queue.completed(adapter, number, outcome)
-                    reached("queue.acknowledging")
-                    await self._link.send(Acknowledgement(adapter=adapter, number=number))
-                    self._windows.completed(adapter, number)
-                    self.moved(adapter)
-                case Expects(adapter=adapter, number=number):
-                    self._windows.closed(adapter)
-                    if await self._queue.expected(adapter, number):
-                        self._windows.expected(adapter, number)
-                        self.moved(adapter)
-
-    async def pump(self) -> None:
-        """Send what is due."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            due, self._due = self._due, set()
-            for adapter in sorted(due):
-                if (window := self._windows.due(adapter)) is not None:
-                    for operation in await self._queue.to_send(adapter, *window):
-                        if not self._windows.sends(adapter, operation.number):
-                            break
-                        reached("queue.sending")
-                        await self._link.send(operation)

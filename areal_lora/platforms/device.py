@@ -1,15 +1,13 @@
-"""Differences between device types, as data.
+"""Differences between device types, as data, and transfers of one device beside the model's kernels.
 
-Transfers of one device beside the model's kernels: copies must not queue behind kernels, nor kernels behind copies.
-
-Everything that a publish does on a device goes through a `Lane`, so its order can be tested without one.
+Copies must not queue behind kernels, nor kernels behind copies. Everything that a publish does on a device goes through
+a `Lane`, so its order can be tested without one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,22 +16,8 @@ from torch import Tensor
 
 from areal_lora.errors import ConfigError
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Platform:
-    """``collective`` is the torch.distributed backend string of the trainer's own groups."""
-
-    device_type: str
-    collective: str
-
-
-PLATFORMS = {
-    "cpu": Platform(device_type="cpu", collective="gloo"),
-    "cuda": Platform(device_type="cuda", collective="cpu:gloo,cuda:nccl"),
-    "npu": Platform(device_type="npu", collective="cpu:gloo,npu:hccl"),
-}
-
-
+COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+"""By device type, the torch.distributed backend string of the trainer's own groups."""
 PAGE_BYTES = 4096
 
 
@@ -42,7 +26,7 @@ def own_device(kind: str, local_rank: int) -> torch.device:
 
     Every other thread must select it too: a thread starts on device 0.
     """
-    if platform_of(kind).device_type == "cpu":
+    if collective_of(kind) == COLLECTIVES["cpu"]:
         return torch.device("cpu")
     device = torch.device(kind, local_rank)
     torch.get_device_module(device).set_device(device)
@@ -59,12 +43,12 @@ def host_buffer(nbytes: int, device: torch.device) -> np.ndarray:
     return buffer
 
 
-def platform_of(device: torch.device | str) -> Platform:
+def collective_of(device: torch.device | str) -> str:
     """Raises ConfigError for a device type that is not in the table."""
     kind = torch.device(device).type
-    if kind not in PLATFORMS:
-        raise ConfigError("cluster.device", f"{kind!r} is not supported", f"one of {', '.join(PLATFORMS)}")
-    return PLATFORMS[kind]
+    if kind not in COLLECTIVES:
+        raise ConfigError("cluster.device", f"{kind!r} is not supported", f"one of {', '.join(COLLECTIVES)}")
+    return COLLECTIVES[kind]
 
 
 class Lane(Protocol):

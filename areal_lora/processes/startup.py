@@ -1,14 +1,10 @@
-"""Log to stderr, which the launcher redirects to the ``logs`` folder of the run.
+"""What a process sets up at its start: log, stacks on demand, devices; and the shared memory of processes.
 
-Dump stacks on demand: on SIGUSR1 a process appends the stacks of all its threads to a file.
+On SIGUSR1 a process appends the stacks of all its threads to a file: ``faulthandler`` writes inside the signal handler,
+also while the interpreter is blocked in a C call such as a collective.
 
-``faulthandler`` writes inside the signal handler, so that a dump works while the interpreter is blocked in a C call
-such as a collective.
-
-Which accelerators a process uses: a choice among those that Slurm or the user's environment gave.
-
-The plan numbers the devices of a node from 0. What is given may be 4,5,6,7 or UUIDs, so a number of the plan is a
-position in the inherited list.
+The plan numbers the devices of a node from 0. What Slurm or the user's environment gives may be 4,5,6,7 or UUIDs, so a
+number of the plan is a position in the inherited list.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -133,10 +129,7 @@ VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 def take_devices(device: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make only the devices of the plan visible to this process and its children. Call before the device is used.
-
-    Without a choice of the plan, or on CPUs, nothing changes. Raises ConfigError if there are too few devices.
-    """
+    """Make only the plan's devices visible to this process, before it uses them. Raises ConfigError for too few."""
     chosen = environment.get(DEVICES_VARIABLE)
     if chosen is None or device not in VISIBLE:
         return
@@ -170,8 +163,12 @@ def used_by(pids: Iterable[int]) -> set[str]:
     Found by inode: a semaphore is mapped under another name than it has, because glibc makes it under a
     temporary one and then links it.
     """
-    inodes = {inode for pid in pids for inode in _inodes(pid)}
-    return {name for name in entries() if _inode(FOLDER / name) in inodes}
+    inodes, found = {inode for pid in pids for inode in _inodes(pid)}, set()
+    for name in entries():
+        with suppress(FileNotFoundError):
+            if (FOLDER / name).stat().st_ino in inodes:
+                found.add(name)
+    return found
 
 
 def _inodes(pid: int) -> Iterator[int]:
@@ -185,13 +182,6 @@ def _inodes(pid: int) -> Iterator[int]:
                 yield fd.stat().st_ino
     except OSError:
         return  # it ended while we looked, or is not ours to look at
-
-
-def _inode(path: Path) -> int | None:
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return None
 
 
 def remove(names: Iterable[str]) -> None:

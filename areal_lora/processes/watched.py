@@ -1,11 +1,8 @@
-"""Start long-lived threads and tasks whose failure ends the process.
+"""Start long-lived threads and tasks whose failure ends the process, and inject faults at named points, for tests.
 
-A dead thread would leave the rest of the process waiting for work that no thread does. So every long-lived thread or
-task of the package starts here. An exception is logged with the name and the traceback, and the process ends with the
-exit code of the error, even if its main thread is blocked in a wait, a collective or zmq.
-docs/en/design/running.md lists all threads and tasks.
-
-Inject faults at named points of a step, for tests.
+A dead thread would leave the rest of the process waiting for work that no thread does. An exception is logged with the
+name and the traceback, and the process ends with the exit code of the error, even if its main thread is blocked in a
+wait, a collective or zmq. docs/en/design/running.md lists all threads and tasks.
 
 ``reached(name)`` costs one comparison unless the variable ``AREAL_LORA_FAULT`` is set. The value is a list of
 ``point:n:action``, separated by commas. When this process reaches ``point`` for the ``n``-th time (from 1), the action
@@ -24,7 +21,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +39,9 @@ _tasks: set[asyncio.Task[None]] = set()  # an event loop holds its tasks by weak
 
 def end_process(failed: BackgroundFailed) -> None:
     """Log the reason, then end this process immediately, regardless of its other threads."""
-    threading.Thread(target=_force_exit, args=(failed.exit_code,), name="force-exit", daemon=True).start()
+    force = threading.Timer(FINAL_LOG_TIMEOUT_S, os._exit, [failed.exit_code])
+    force.daemon = True
+    force.start()
     try:
         log.critical("%s", failed, exc_info=failed.__cause__)
         logging.shutdown()
@@ -52,11 +50,6 @@ def end_process(failed: BackgroundFailed) -> None:
                 stream.flush()
     finally:
         os._exit(failed.exit_code)
-
-
-def _force_exit(exit_code: int) -> None:
-    time.sleep(FINAL_LOG_TIMEOUT_S)
-    os._exit(exit_code)
 
 
 def watched_thread(name: str, target: Callable[[], object], on_death: OnDeath = end_process) -> threading.Thread:

@@ -8,8 +8,6 @@ The gateway listens on loopback in the controller. A key belongs to one session 
 ends with it; the run secret stays on this side. What was sampled is never tokenized again (``prompt_tokens``), so
 that a conversation stays one trajectory. Tool calls are parsed by a rollout server, which has vLLM.
 
-The agents' endpoint: an HTTP server on loopback that knows sessions by their keys.
-
 Routes: ``POST /v1/chat/completions``, ``/v1/responses``, ``/v1/completions``; ``GET /v1/models``. A streamed answer is
 sent when it is whole: its events are those of OpenAI, but the first one comes after the last token.
 """
@@ -32,15 +30,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from areal_lora.data.prompts import Prompt
-from areal_lora.network.http_server import BodyLimit, HttpServer, task_unless_disconnected
+from areal_lora.network.http_server import BodyLimit, HttpServer, unless_disconnected
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.chat import SamplingRequest, parse_chat, parse_text, reply_body, reply_events, sse
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, error_body
-from areal_lora.rollout.agent_api.responses import parse_response, response_body, response_events, response_id
+from areal_lora.rollout.agent_api.responses import parse_response, response_body, response_events
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, conversation_of
-from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
+from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed
 from areal_lora.rollout.workflows.user_code import call
 from areal_lora.types import AdapterRef, Cause, Outcome, Sample, TrajectoryGroup
 
@@ -78,9 +76,7 @@ class AgentWorkflow:
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n = self.context.sampling.n_samples
         ended = await all_samples(self._sample(prompt, ref, i, derived_seed(seed, i)) for i in range(n))
-        left = [s.item(prompt.sample) for s, reward in ended if reward is None]
-        scored = iter(await self.context.score(left) if left else ())
-        scores = [next(scored) if reward is None else given_score(reward) for _, reward in ended]
+        scores = await self.context.scores([(session.item(prompt.sample), reward) for session, reward in ended])
         for i, ((session, _), score) in enumerate(zip(ended, scores, strict=True)):
             self._keep(session, prompt, i, score.reward if score.outcome is Outcome.OK else None, score.detail)
         trajectories = tuple(
@@ -158,11 +154,10 @@ class AgentGateway:
             "/v1/completions": partial(_completions, parse=parse_text),
             "/v1/responses": _responses,
         }
-        gets: dict[str, _Handler] = {"/v1/models": _models, "/v1/models/{name}": _model}
         app = Starlette(
             routes=[
-                *(Route(path, partial(self._guarded, handler), methods=["POST"]) for path, handler in posts.items()),
-                *(Route(path, partial(self._guarded, handler)) for path, handler in gets.items()),
+                *(Route(path, partial(self._answer, handler), methods=["POST"]) for path, handler in posts.items()),
+                *(Route(path, partial(self._answer, _models)) for path in ("/v1/models", "/v1/models/{name}")),
             ]
         )
         sock = self._stack.enter_context(socket.create_server((HOST, 0)))
@@ -176,36 +171,30 @@ class AgentGateway:
     async def __aexit__(self, *exc_info: Any) -> None:
         await self._stack.aclose()
 
-    async def _guarded(self, handler: _Handler, request: Request) -> Response:
-        """Find the session, and turn known errors into OpenAI's bodies."""
+    async def _answer(self, handler: _Handler, request: Request) -> Response:
+        """Answer within the session of the request's key, with OpenAI's bodies for known errors.
+
+        An agent that disconnects ends its request, and the sequence on the server.
+        """
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self.sessions.of_key(key) if kind == "Bearer" else None
+        if session is None:
+            return _error(401, "the key is not, or no longer, valid")
         try:
-            return await self._within(self._session(request), handler, request)
+            await request.body()
+            task = asyncio.create_task(handler(session, request))
+            session.requests.add(task)
+            try:
+                return await unless_disconnected(request, task)
+            finally:
+                session.requests.discard(task)
         except HTTPException as error:
             return _error(error.status_code, error.detail)
         except AgentRequestError as error:
             return _error(error.status, str(error), error.param)
         except GenerationFault as fault:
-            return _error(503, str(fault))
-
-    def _session(self, request: Request) -> Session:
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self.sessions.of_key(key) if kind == "Bearer" else None
-        if session is None:
-            raise AgentRequestError(401, "the key is not, or no longer, valid")
-        return session
-
-    async def _within(self, session: Session, handler: _Handler, request: Request) -> Response:
-        """Answer within the session; an agent that disconnects ends its request, and the sequence on the server."""
-        await request.body()
-        task = asyncio.create_task(handler(session, request))
-        session.requests.add(task)
-        try:
-            return await task_unless_disconnected(request, task)
-        except GenerationFault as fault:
             session.fail(fault)
-            raise
-        finally:
-            session.requests.discard(task)
+            return _error(503, str(fault))
 
 
 async def _stop(server: HttpServer, serving: asyncio.Task[None]) -> None:
@@ -223,26 +212,19 @@ async def _completions(session: Session, request: Request, *, parse: Callable[[B
 
 async def _responses(session: Session, request: Request) -> Response:
     body = await _checked_body(session, request)
-    earlier = {response_id(number): turns for number, turns in session.turns_of().items()}
-    answered = await session.answer(parse_response(body, earlier))
+    answered = await session.answer(parse_response(body, session.turns_of()))
     whole = response_body(answered, session.ref.name, body, session.spell)
     return _events(sse(response_events(whole), named=True)) if body.get("stream") else JSONResponse(whole)
 
 
 async def _models(session: Session, request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_described(session)]})
-
-
-async def _model(session: Session, request: Request) -> Response:
-    if request.path_params["name"] != session.ref.name:
-        raise AgentRequestError(
-            404, f"there is no model {request.path_params['name']!r} for this key, only {session.ref.name!r}"
-        )
-    return JSONResponse(_described(session))
-
-
-def _described(session: Session) -> Body:
-    return {"id": session.ref.name, "object": "model", "created": 0, "owned_by": "areal_lora"}
+    model = {"id": session.ref.name, "object": "model", "created": 0, "owned_by": "areal_lora"}
+    name = request.path_params.get("name")
+    if name is None:
+        return JSONResponse({"object": "list", "data": [model]})
+    if name != session.ref.name:
+        raise AgentRequestError(404, f"there is no model {name!r} for this key, only {session.ref.name!r}")
+    return JSONResponse(model)
 
 
 async def _checked_body(session: Session, request: Request) -> Body:

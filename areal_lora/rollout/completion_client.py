@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
 from areal_lora.errors import RolloutError
+from areal_lora.network.completions import ParsedText, ToolCallsAnswer, ToolCallsBody
 from areal_lora.network.http_server import LEAVING_HEADER
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.rollout.routing import Router, Server, VersionRetired
@@ -40,13 +40,18 @@ class FaultKind(StrEnum):
     ENVIRONMENT = "environment"
     AGENT = "agent"
     WORKFLOW = "workflow"
+    LEASE = "lease_expired"
 
 
+# Faults of the transport or the server: the retry samples the same answer, with the same seed.
+# Not the time of an episode, which may never end with these answers.
+_UNSERVED = (FaultKind.CONNECTION, FaultKind.RETIRED)  # a server that restarts is lost, then without the version
+_SAME_ANSWER = (*_UNSERVED, FaultKind.SERVER_ERROR, FaultKind.ABORTED, FaultKind.LEASE)
 _OUTCOMES = {FaultKind.TIMEOUT: Outcome.TIMEOUT, FaultKind.ABORTED: Outcome.ABORTED}
 
 
 class GenerationFault(RolloutError):
-    """A rollout request did not give an answer that may be trained on."""
+    """A rollout request gave no answer that may be trained on. ``cause`` is that of user code."""
 
     def __init__(self, kind: FaultKind, detail: str, cause: Cause = Cause.OTHER) -> None:
         self.kind, self.detail, self.cause = kind, detail, cause
@@ -61,20 +66,19 @@ class GenerationFault(RolloutError):
         """False where the same request would be refused again."""
         return self.kind is not FaultKind.REJECTED
 
+    @property
+    def resample(self) -> bool:
+        """Whether the answer itself was at fault: a retry with the same seed would fail again."""
+        return self.kind not in _SAME_ANSWER
+
+    @property
+    def unserved(self) -> bool:
+        """Whether nothing has had the request yet: no server, or not what user code connects to."""
+        return self.kind in _UNSERVED or self.cause is Cause.UNREACHABLE
+
 
 class HandedBack(Exception):
     """The server is leaving: another one has to answer the request. No fault."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingLimits:
-    """Restrictions of sampling: only the ``top_k`` likeliest tokens (0: all), only those with at least ``min_p`` of
-    the likeliest one's probability, and no end within ``min_tokens``.
-    """
-
-    top_k: int = 0
-    min_p: float = 0.0
-    min_tokens: int = 0
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -98,41 +102,6 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     pin_version: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GreedyAnswer:
-    """A greedy answer; ``n_tokens`` counts its tokens."""
-
-    text: str
-    n_tokens: int
-    finish_reason: str
-
-
-class ToolCallsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of ``POST /v1/tool_calls``. ``tools`` are in OpenAI's chat format."""
-
-    parser: str
-    tools: list[dict[str, Any]]
-    texts: list[str]
-
-
-class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """``arguments`` is JSON."""
-
-    name: str
-    arguments: str
-
-
-class ParsedText(msgspec.Struct, frozen=True, kw_only=True):
-    """What a text says beside its tool calls."""
-
-    content: str
-    calls: list[ParsedCall]
-
-
-class ParsedTexts(msgspec.Struct, frozen=True, kw_only=True):
-    answers: list[ParsedText]
-
-
 class TokenLogprobs(msgspec.Struct, frozen=True):
     token_logprobs: list[float]
     top_ids: list[dict[int, float]] | None = None
@@ -148,7 +117,7 @@ class SampledChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a completion answer that is used; ``model`` is the ref that was really asked.
+    """The part of a completion answer that is used; ``model`` is the ref that really answered.
 
     ``versions`` of a choice has the adapter version of each token.
     """
@@ -158,8 +127,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Completion).decode
-_decode_parsed = msgspec.json.Decoder(ParsedTexts).decode
+AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
 
 
 class CompletionClient:
@@ -192,7 +160,7 @@ class CompletionClient:
         return pinned
 
     def newest(self, ref: AdapterRef) -> AdapterRef:
-        """The version of ``ref``'s adapter to ask: the newest that a server holds; ``ref`` if requests are pinned."""
+        """The newest version of ``ref``'s adapter that a server holds; ``ref`` if requests are pinned."""
         return ref if self.pins else self.router.newest(ref)
 
     async def sample(
@@ -207,16 +175,18 @@ class CompletionClient:
         seed: int,
         timeout_s: float,
         stop: list[str] | None = None,
-        limits: SamplingLimits | None = None,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        min_tokens: int = 0,
         ignore_eos: bool = False,
         top_logprobs: int = 0,
     ) -> list[Generation]:
         """``n`` sampled answers with per-token logprobs; raises GenerationFault.
 
-        An answer that ends at one of ``stop`` has the stop's tokens, but not its text. ``top_logprobs``: so many of the
-        likeliest tokens come with each token.
+        Only the ``top_k`` likeliest tokens are sampled (0: all), only those with at least ``min_p`` of the likeliest
+        one's probability, and no end within ``min_tokens``. An answer that ends at one of ``stop`` has the stop's
+        tokens, but not its text. ``top_logprobs``: so many of the likeliest tokens come with each token.
         """
-        limits = limits or SamplingLimits()
         request = CompletionRequest(
             model=str(ref),
             prompt=token_ids,
@@ -228,9 +198,9 @@ class CompletionClient:
             return_token_ids=True,
             seed=seed,
             stop=stop,
-            top_k=limits.top_k,
-            min_p=limits.min_p,
-            min_tokens=limits.min_tokens,
+            top_k=top_k,
+            min_p=min_p,
+            min_tokens=min_tokens,
             ignore_eos=ignore_eos,
             pin_version=self.pins,
         )
@@ -243,7 +213,7 @@ class CompletionClient:
     ) -> Generation:
         """``answer_ids`` as if they had been sampled after ``prompt_ids``; raises GenerationFault.
 
-        Log-probabilities at ``temperature`` and versions are those of the version that the server asks.
+        Log-probabilities at ``temperature`` and versions are those of the version that the server uses.
         """
         token_ids = [*prompt_ids, *answer_ids]
         request = CompletionRequest(
@@ -269,17 +239,13 @@ class CompletionClient:
             finish_reason="stop",
         )
 
-    async def tool_calls(self, ref: AdapterRef, request: ToolCallsRequest, *, timeout_s: float) -> list[ParsedText]:
-        """What each text says and which tools it calls, by a server that serves ``ref``; raises GenerationFault."""
-        server, payload = await self._request(ref, "/v1/tool_calls", _encode(request), 0, timeout_s)
-        try:
-            answers = _decode_parsed(payload).answers
-        except msgspec.DecodeError as error:
-            raise GenerationFault(FaultKind.PROTOCOL, f"{server.url}: no parsed texts: {error}") from None
-        if len(answers) != len(request.texts):
-            n = len(request.texts)
-            raise GenerationFault(FaultKind.PROTOCOL, f"{server.url}: {len(answers)} parsed texts for {n}")
-        return answers
+    async def tool_calls(self, ref: AdapterRef, request: ToolCallsBody, *, timeout_s: float) -> list[ParsedText]:
+        """Content and tool calls of each text, parsed by a server that serves ``ref``; raises GenerationFault."""
+        found = await self._request(ref, "/v1/tool_calls", request, ToolCallsAnswer, 0, timeout_s)
+        if len(found.answers) != len(request.texts):
+            detail = f"{len(found.answers)} parsed texts for {len(request.texts)}"
+            raise GenerationFault(FaultKind.PROTOCOL, detail)
+        return found.answers
 
     async def greedy(
         self,
@@ -289,8 +255,8 @@ class CompletionClient:
         max_tokens: int,
         timeout_s: float,
         stop: list[str] | None = None,
-    ) -> list[GreedyAnswer]:
-        """The greedy answer to every prompt, in order; raises GenerationFault."""
+    ) -> list[SampledChoice]:
+        """The greedy answer to every prompt, in order, with its token ids; raises GenerationFault."""
         request = CompletionRequest(
             model=str(ref),
             prompt=list(prompts),
@@ -303,15 +269,12 @@ class CompletionClient:
         )
         completion = await self._post(ref, request, len(prompts), timeout_s)
         _served_ref(completion, ref, exactly=True)
-        return [
-            GreedyAnswer(text=c.text, n_tokens=len(c.token_ids or ()), finish_reason=c.finish_reason or "")
-            for c in completion.choices
-        ]
+        return completion.choices
 
     async def _request(
-        self, ref: AdapterRef, path: str, body: bytes, sequences: int, timeout_s: float
-    ) -> tuple[Server, bytes]:
-        """One request to the least loaded server; who answered, and what."""
+        self, ref: AdapterRef, path: str, body: msgspec.Struct, kind: type[AnswerT], sequences: int, timeout_s: float
+    ) -> AnswerT:
+        """One request to the least loaded server, and its answer."""
         server: Server | None = None
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:
@@ -321,7 +284,8 @@ class CompletionClient:
                         asyncio.timeout_at(deadline) as clock,
                         self.router.lease(ref, sequences, clock) as server,
                     ):
-                        return server, await self._exchange(server, ref, path, body)
+                        payload = await self._exchange(server, ref, path, _encode(body))
+                        return msgspec.json.decode(payload, type=kind)
                 except HandedBack:
                     if server is not None:
                         self.router.leaves(server)
@@ -330,27 +294,25 @@ class CompletionClient:
             if server is not None and server.lost:
                 raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: excluded by the trainer") from None
             if server is None:
-                detail = f"no server could be asked within {timeout_s:g} s"
+                detail = f"no server was available within {timeout_s:g} s"
                 raise GenerationFault(FaultKind.CONNECTION, detail) from None
             # A long answer is no sign of a bad server; the trainer's pings find one that hangs.
             raise GenerationFault(FaultKind.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except VersionRetired as error:
             raise GenerationFault(FaultKind.RETIRED, str(error)) from None
+        except msgspec.DecodeError as error:
+            detail = f"{server.url if server else ref}: {path} returned no {kind.__name__}: {error}"
+            raise GenerationFault(FaultKind.PROTOCOL, detail) from None
 
     async def _post(self, ref: AdapterRef, request: CompletionRequest, sequences: int, timeout_s: float) -> Completion:
         """The choices of one request, complete and ordered by index."""
-        server, payload = await self._request(ref, "/v1/completions", _encode(request), sequences, timeout_s)
-        try:
-            completion = _decode(payload)
-        except msgspec.DecodeError as error:
-            raise GenerationFault(FaultKind.PROTOCOL, f"{server.url}: answer is not a completion: {error}") from None
+        completion = await self._request(ref, "/v1/completions", request, Completion, sequences, timeout_s)
         completion.choices.sort(key=lambda choice: choice.index)
         if [choice.index for choice in completion.choices] != list(range(sequences)):
-            raise GenerationFault(
-                FaultKind.PROTOCOL, f"{server.url}: {len(completion.choices)} answers for {sequences} asked"
-            )
+            detail = f"{completion.model}: {len(completion.choices)} answers for {sequences} requested"
+            raise GenerationFault(FaultKind.PROTOCOL, detail)
         if any(choice.finish_reason not in ("stop", "length") for choice in completion.choices):
-            raise GenerationFault(FaultKind.ABORTED, f"{server.url}: generation was cut off")
+            raise GenerationFault(FaultKind.ABORTED, f"{completion.model}: generation was cut off")
         return completion
 
     async def _exchange(self, server: Server, ref: AdapterRef, path: str, body: bytes) -> bytes:
@@ -378,7 +340,7 @@ class CompletionClient:
         raise GenerationFault(FaultKind.REJECTED, detail)
 
 
-def _served_ref(completion: Completion, asked: AdapterRef, *, exactly: bool) -> AdapterRef:
+def _served_ref(completion: Completion, requested: AdapterRef, *, exactly: bool) -> AdapterRef:
     """The version that the server reports: it may differ from the requested one unless ``exactly``.
 
     The adapter may not.
@@ -387,15 +349,15 @@ def _served_ref(completion: Completion, asked: AdapterRef, *, exactly: bool) -> 
         ref = AdapterRef.parse(completion.model)
     except ValueError as error:
         raise GenerationFault(FaultKind.PROTOCOL, str(error)) from None
-    if ref.name != asked.name or (exactly and ref != asked):
-        raise GenerationFault(FaultKind.PROTOCOL, f"asked for {asked}, answered by {ref}")
+    if ref.name != requested.name or (exactly and ref != requested):
+        raise GenerationFault(FaultKind.PROTOCOL, f"requested {requested}, answered by {ref}")
     return ref
 
 
 def _generation(choice: SampledChoice, pinned: AdapterRef | None) -> Generation:
     """Tokens carry the version that the server reports (contract C2).
 
-    A server of one version, as `areal-lora eval` asks, reports none for tokens: they are of the ``pinned`` one.
+    A server of one version, as `areal-lora eval` uses, reports none for tokens: they are of the ``pinned`` one.
     """
     versions = choice.versions
     if versions is None and pinned is not None:

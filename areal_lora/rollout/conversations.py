@@ -1,11 +1,9 @@
-"""The conversations of agents, kept in the run folder for inspection: one JSON object per run of an agent.
+"""Multi-turn rollouts, and the conversations of agents as they are kept in the run folder for inspection.
 
-When the file has half of the bound, it takes the place of the file before, and a new one begins.
+The model and an environment take turns, and the episode is one packed trajectory::
 
-Multi-turn rollouts: the model and an environment take turns, and the episode is one packed trajectory.
-
-prompt + first text | answer 1 | reply 1 | answer 2 | reply 2 | ... | answer k
-     not trained       trained              trained                    trained
+    prompt + first text | answer 1 | reply 1 | answer 2 | reply 2 | ... | answer k
+         not trained       trained              trained                    trained
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
 from areal_lora.rollout.workflows.user_code import PackedTurns, call
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.tasks.scorer import Score
 from areal_lora.types import AdapterRef, Cause, Generation, Sample, TrajectoryGroup
 
 _encode = msgspec.json.Encoder().encode
@@ -87,29 +84,31 @@ def conversation_of(
         evaluation=session.context.evaluating,
         reward=reward,
         detail=detail,
-        requests=[_asked(exchange) for exchange in session.exchanges],
+        requests=[_recorded(exchange) for exchange in session.exchanges],
         tokens=[TrajectoryRecord(token_ids=c.token_ids, versions=c.versions) for c in session.conversations],
     )
 
 
-def _asked(exchange: ChatExchange) -> RequestRecord:
-    request = exchange.answered.request
-    answers = [
-        AnswerRecord(turn=reply.turn, finish_reason=reply.finish_reason, conversation=at, begin=begin, end=end)
-        for reply, (at, begin, end) in zip(exchange.answered.replies, exchange.spans, strict=True)
-    ]
+def _recorded(exchange: ChatExchange) -> RequestRecord:
+    request, replies = exchange.answered.request, exchange.answered.replies
     return RequestRecord(
         known=exchange.known,
         turns=list((request.turns or ())[exchange.known :]),
         tools=[] if exchange.known else request.tools,  # the same as before, else it would not continue
-        answers=answers,
+        answers=[
+            AnswerRecord(turn=reply.turn, finish_reason=reply.finish_reason, conversation=at, begin=start, end=end)
+            for reply, (at, start, end) in zip(replies, exchange.spans, strict=True)
+        ],
         prompt=request.prompt if request.turns is None else None,
     )
 
 
 @dataclass(slots=True)
 class ConversationFile:
-    """Appends to a run's file within ``max_bytes``, together with the file before; nothing with 0."""
+    """Appends to a run's file, one JSON object per run of an agent; nothing with ``max_bytes`` 0.
+
+    When the file has half of ``max_bytes``, it takes the place of the file before, and a new one starts.
+    """
 
     folder: RunFolder
     max_bytes: int
@@ -161,7 +160,7 @@ class Environment(Protocol):
     """The other side of one episode; a new one for each trajectory. Both methods may be ``async``."""
 
     def reset(self, sample: Sample) -> str | Awaitable[str | None] | None:
-        """Begin; the text returned, if any, is put after the prompt."""
+        """Start; the text returned, if any, is put after the prompt."""
         ...
 
     def step(self, text: str) -> Reply | Awaitable[Reply]:
@@ -194,7 +193,7 @@ class MultiTurnWorkflow:
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n = self.context.sampling.n_samples
         played = await all_samples(self._within_deadline(prompt, ref, derived_seed(seed, i)) for i in range(n))
-        scores = await self._scores(played, prompt.sample)
+        scores = await self.context.scores([(self.context.item(prompt.sample, p.last), p.reward) for p in played])
         trajectories = tuple(
             p.packed.trajectory(f"{prompt.uid}:{i}", i, ref.name, score)
             for i, (p, score) in enumerate(zip(played, scores, strict=True))
@@ -202,17 +201,12 @@ class MultiTurnWorkflow:
         sampled = [p.packed.token_ids[len(prompt.token_ids) :] for p in played]
         return Episode(
             group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories),
-            # The special tokens of a chat mark who speaks.
+            # The special tokens of a chat mark the speaker.
             texts=tuple(
                 self.context.tokenizer.decode(ids, skip_special_tokens=prompt.sample.messages is None)
                 for ids in sampled
             ),
         )
-
-    async def _scores(self, played: list[_PlayedTurns], sample: Sample) -> list[Score]:
-        left = [self.context.item(sample, p.last) for p in played if p.reward is None]
-        scored = iter(await self.context.score(left) if left else ())
-        return [next(scored) if p.reward is None else given_score(p.reward) for p in played]
 
     async def _within_deadline(self, prompt: Prompt, ref: AdapterRef, seed: int) -> _PlayedTurns:
         timeout_s = self.context.sampling.timeout_s
@@ -229,17 +223,28 @@ class MultiTurnWorkflow:
         reset, step = await code(_methods, environment)
         first = _checked("reset", await code(reset, prompt.sample), str, type(None))
         packed, rewards = PackedTurns(), list[float]()
-        packed.given(prompt.token_ids + (await self._tokens(ref, first) if first else []))
+        packed.given(
+            prompt.token_ids + (await self._encoded(ref, partial(self.context.encode, first)) if first else [])
+        )
         if len(packed.token_ids) >= longest:
             raise GenerationFault(FaultKind.REJECTED, "the environment's first text leaves no room for an answer")
         for turn in range(self.max_turns):
-            answer = await self._answer(packed, ref, derived_seed(seed, turn))
+            # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.
+            (answer,) = await self.context.answer(
+                ref,
+                packed.token_ids,
+                seed=derived_seed(seed, turn),
+                timeout_s=2 * self.context.sampling.timeout_s,
+                stop=list(self.stop),
+            )
+            packed.sampled(answer)
             reply = _checked("step", await code(step, answer.text), Reply)
             if reply.reward is not None:
                 rewards.append(given_score(_checked("step's reward", reply.reward, float, int)).reward)
             if reply.done or answer.finish_reason == "length":
                 break
-            added = await self._reply(ref, _checked("step's text", reply.text, str), reply.role, answer.token_ids)
+            text = _checked("step's text", reply.text, str)
+            added = await self._encoded(ref, partial(self.context.formatter.reply, text, reply.role, answer.token_ids))
             if turn + 1 == self.max_turns:
                 packed.finish_reason = "max_turns"
             elif len(packed.token_ids) + len(added) >= longest:
@@ -249,32 +254,13 @@ class MultiTurnWorkflow:
                 packed.given(added)
         return _PlayedTurns(packed=packed, last=answer, reward=sum(rewards) if rewards else None)
 
-    async def _answer(self, packed: PackedTurns, ref: AdapterRef, seed: int) -> Generation:
-        # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.
-        (answer,) = await self.context.answer(
-            ref,
-            packed.token_ids,
-            seed=seed,
-            timeout_s=2 * self.context.sampling.timeout_s,
-            stop=list(self.stop) or None,
-        )
-        packed.sampled(answer)
-        return answer
-
-    async def _reply(self, ref: AdapterRef, text: str, role: str, answer_ids: list[int]) -> list[int]:
-        async def encode() -> list[int]:
-            return self.context.formatter.reply(text, role, answer_ids)
-
-        ids: list[int] = await call(FaultKind.ENVIRONMENT, ref.name, encode)
-        return ids
-
-    async def _tokens(self, ref: AdapterRef, text: str) -> list[int]:
+    async def _encoded(self, ref: AdapterRef, encode: Callable[[], list[int]]) -> list[int]:
         """Not every text an environment makes can be tokenized: half a surrogate pair cannot."""
 
-        async def encode() -> list[int]:
-            return self.context.encode(text)
+        async def run() -> list[int]:
+            return encode()
 
-        ids: list[int] = await call(FaultKind.ENVIRONMENT, ref.name, encode)
+        ids: list[int] = await call(FaultKind.ENVIRONMENT, ref.name, run)
         return ids
 
 

@@ -30,11 +30,11 @@ from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentGateway
 from areal_lora.rollout.channel.channel_session import ControlSocket
 from areal_lora.rollout.completion_client import CompletionClient
-from areal_lora.rollout.controller.base_evals import BaseEvals, base_key
 from areal_lora.rollout.controller.controller import Controller, JoinedAdapter
 from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets
-from areal_lora.rollout.controller.evaluation import EvalPlaces, Evaluator
+from areal_lora.rollout.controller.evaluation import BaseEvals, EvalPlaces, Evaluator
 from areal_lora.rollout.controller.feed import AdapterFeed
+from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import StalenessBudget
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
 from areal_lora.rollout.ledger.file import LedgerFile
@@ -61,16 +61,12 @@ class _Stop(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterData:
-    """Prompts of one adapter: the training stream, and the sets of its evaluations.
-
-    ``base_keys`` are by set those of version 0, where it equals the base.
-    """
+    """Prompts of one adapter: the training stream, and the sets of its evaluations."""
 
     config: AdapterConfig
     formatter: Formatter
     prompts: PromptStream
     sets: tuple[EvalSet, ...]
-    base_keys: dict[str, str]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = read_config(run_folder)
         data = load_data(config, run_folder)
-        asyncio.run(serve_until_signal(config, run_folder, data))
+        asyncio.run(serve(config, run_folder, data))
     except (ArealLoraError, OSError) as error:
         log.error("%s: %s", type(error).__name__, error, exc_info=isinstance(error, OSError))
         return exit_code_of(error)
@@ -101,7 +97,6 @@ def load_data(config: Config, run_folder: RunFolder) -> list[AdapterData]:
 def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> AdapterData:
     formatter = Formatter(tokenizer=tokenizer, how=adapter.task.format)
     max_prompt_tokens = config.rollout.max_model_len - adapter.sampling.max_new_tokens
-    sets = load_sets(config, adapter, tokenizer)
     return AdapterData(
         config=adapter,
         formatter=formatter,
@@ -111,8 +106,7 @@ def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenize
             seed=adapter_run(config, adapter).seed,
             max_prompt_tokens=max_prompt_tokens,
         ),
-        sets=sets,
-        base_keys={each.name: key for each in sets if (key := base_key(config, adapter, each)) is not None},
+        sets=load_sets(config, adapter, tokenizer),
     )
 
 
@@ -130,14 +124,59 @@ class SharedResources:
 
     async def runtime(self, part: AdapterData, stack: AsyncExitStack) -> AdapterRuntime:
         """Start the scorers of an adapter, which end with ``stack``, and build what rolls out for it."""
-        scorer = await stack.enter_async_context(RewardSum(part.config.rewards, hidden=self.run_folder.path))
-        ledger = Ledger(self.ledger, part.config.name, part.prompts.digest)
-        made = build_runtime(
-            self.config, part, self.client, scorer, self.sessions, ledger, self.places, self.run_folder
+        adapter, sampling, rollout = part.config, part.config.sampling, self.config.rollout
+        run = adapter_run(self.config, adapter)
+        scorer = await stack.enter_async_context(RewardSum(adapter.rewards, hidden=self.run_folder.path))
+        n_samples = sampling.n_samples + adapter.algorithm.has_baseline
+        capacity = Capacity(sequences=rollout.max_num_seqs, n_samples=n_samples)
+        context = WorkflowContext(
+            client=self.client,
+            scorer=scorer,
+            sampling=sampling,
+            formatter=part.formatter,
+            max_model_len=rollout.max_model_len,
         )
-        made.take_costs = scorer.take_costs
-        made.evaluator.base_keys, made.evaluator.base = part.base_keys, self.base
-        return made
+        evaluator = build_evaluator(
+            self.config,
+            adapter,
+            part.sets,
+            self.client,
+            scorer,
+            self.sessions,
+            places=self.places,
+            folder=self.run_folder,
+        )
+        evaluator.base = self.base
+        tasks = dict[int, asyncio.Task[None]]()
+
+        def cancel(ticket: Ticket) -> None:
+            if (task := tasks.get(ticket.seq)) is not None:  # else it has ended without a report
+                task.cancel()
+
+        single_turn = isinstance(adapter.workflow, SingleTurnWorkflowConfig)
+        feed = AdapterFeed(
+            adapter.name,
+            budget=StalenessBudget(
+                max_staleness=run.max_staleness, prompts_per_step=sampling.prompts_per_step, last_version=run.steps - 1
+            ),
+            pacing=rollout.pacing,
+            prompts=part.prompts,
+            ledger=Ledger(self.ledger, adapter.name, part.prompts.digest),
+            max_running=capacity.groups(rollout.servers),  # until the first announcement
+            on_expire=cancel,
+            clock=time.monotonic,
+            lease_s=(SINGLE_TURN_LEASE if single_turn else 2) * sampling.timeout_s + LEASE_SLACK_S,
+            drop_uniform=adapter.algorithm.drop_uniform,
+        )
+        return AdapterRuntime(
+            feed=feed,
+            tasks=tasks,
+            seed=run.seed,
+            capacity=capacity,
+            workflow=build_training(adapter, context, self.sessions, self.run_folder),
+            evaluator=evaluator,
+            take_costs=scorer.take_costs,
+        )
 
     async def open(self, raw: bytes) -> JoinedAdapter:
         """Open an adapter that joins, from its entry of the configuration. Prompts are read in a thread."""
@@ -151,15 +190,17 @@ class SharedResources:
         return JoinedAdapter(runtime=made, weight=adapter.weight, close=kept.aclose)
 
 
-async def serve_until_signal(config: Config, run_folder: RunFolder, data: Sequence[AdapterData]) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await serve(config, run_folder, data, stop)
+async def serve(
+    config: Config, run_folder: RunFolder, data: Sequence[AdapterData], stop: asyncio.Event | None = None
+) -> None:
+    """Serve until ``stop`` is set, by default by a signal, and end all children.
 
-
-async def serve(config: Config, run_folder: RunFolder, data: Sequence[AdapterData], stop: asyncio.Event) -> None:
-    """Serve until ``stop`` is set, and end all children. Raises the first error of any rollout or request."""
+    Raises the first error of any rollout or request.
+    """
+    if stop is None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
     secret = read_secret(run_folder)
     router = Router()
     async with AsyncExitStack() as stack:
@@ -215,61 +256,6 @@ def _first(errors: BaseExceptionGroup[ArealLoraError]) -> ArealLoraError:
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-def build_runtime(
-    config: Config,
-    data: AdapterData,
-    client: CompletionClient,
-    scorer: Scorer,
-    sessions: Sessions,
-    ledger: Ledger,
-    places: EvalPlaces,
-    folder: RunFolder | None = None,
-) -> AdapterRuntime:
-    """``places`` are those of the evaluations of all adapters."""
-    sampling, servers, run = data.config.sampling, config.rollout.servers, adapter_run(config, data.config)
-    capacity = Capacity(
-        sequences=config.rollout.max_num_seqs, n_samples=sampling.n_samples + data.config.algorithm.has_baseline
-    )
-    single_turn = isinstance(data.config.workflow, SingleTurnWorkflowConfig)
-    runtime: AdapterRuntime
-
-    feed = AdapterFeed(
-        data.config.name,
-        budget=StalenessBudget(
-            max_staleness=run.max_staleness, prompts_per_step=sampling.prompts_per_step, last_version=run.steps - 1
-        ),
-        pacing=config.rollout.pacing,
-        prompts=data.prompts,
-        ledger=ledger,
-        max_running=capacity.groups(servers),  # until the first announcement
-        on_expire=lambda ticket: runtime.expire(ticket),
-        clock=time.monotonic,
-        lease_s=(SINGLE_TURN_LEASE if single_turn else 2) * sampling.timeout_s + LEASE_SLACK_S,
-        drop_uniform=data.config.algorithm.drop_uniform,
-    )
-    runtime = AdapterRuntime(
-        feed=feed,
-        seed=run.seed,
-        capacity=capacity,
-        workflow=build_training(
-            data.config,
-            WorkflowContext(
-                client=client,
-                scorer=scorer,
-                sampling=sampling,
-                formatter=data.formatter,
-                max_model_len=config.rollout.max_model_len,
-            ),
-            sessions,
-            folder,
-        ),
-        evaluator=build_evaluator(
-            config, data.config, data.sets, client, scorer, sessions, places=places, folder=folder
-        ),
-    )
-    return runtime
-
-
 def build_evaluator(
     config: Config,
     adapter: AdapterConfig,
@@ -281,7 +267,7 @@ def build_evaluator(
     places: EvalPlaces,
     folder: RunFolder | None = None,
 ) -> Evaluator:
-    """``client`` has been entered. What agents say is kept in ``folder``.
+    """``client`` has been entered. Conversations of agents are kept in ``folder``.
 
     Raises ConfigError for a workflow that cannot be built.
     """

@@ -1,7 +1,7 @@
 """Which rollout server gets a request: the one with the fewest sequences outstanding.
 
 The trainer's announcements name the servers and the versions they hold. Only servers
-that hold the asked version and are not cooling down after a failure are considered. A server that
+that hold the requested version and are not cooling down after a failure are considered. A server that
 failed gets no requests for a time that doubles with each failure; the first request after that is
 its trial. A server that the trainer has excluded gets no requests until it is announced again,
 and its running requests are cut off, so that another server can have them. A server that leaves gets no
@@ -14,7 +14,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from areal_lora.errors import RolloutError
@@ -23,14 +22,11 @@ from areal_lora.types import AdapterRef
 COOL_DOWN_S = 0.25
 MAX_COOL_DOWN_S = 10.0
 LEAVING_S = 0.1  # between two looks while all servers that hold a version leave
-KEEP_VERSIONS = 64  # of an adapter, back from the newest: rollouts ask for that one, evaluations for a few before
-
-server_observer: ContextVar[Callable[[str], None] | None] = ContextVar("server_observer", default=None)
-"""Called with the URL of the server that gets a request of the present task."""
+KEEP_VERSIONS = 64  # of an adapter, back from the newest: rollouts request that one, evaluations for a few before
 
 
 class VersionRetired(RolloutError):
-    """No server holds the asked adapter version any more (or yet)."""
+    """No server holds the requested adapter version any more (or yet)."""
 
 
 @dataclass(slots=True)
@@ -113,9 +109,6 @@ class Router:
         server = await self._choose(ref)
         server.outstanding += sequences
         server.clocks.add(clock)
-        observe = server_observer.get()
-        if observe is not None:
-            observe(server.url)
         try:
             yield server
         finally:
@@ -138,5 +131,5 @@ class Router:
 
 
 def _beside(held: AdapterRef, newest: AdapterRef) -> bool:
-    """Whether a version may still be asked for once ``newest`` is announced; later ones were rolled back."""
+    """Whether a version may still be requested once ``newest`` is announced; later ones were rolled back."""
     return newest.version - KEEP_VERSIONS < held.version <= newest.version

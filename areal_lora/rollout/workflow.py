@@ -1,19 +1,7 @@
 """Workflows turn a prompt into a group of scored trajectories.
 
-A workflow raises GenerationFault where it has no answers at all; answers that could not be
-scored are returned with their typed outcome and without a reward of their own. It never retries:
-the controller retries groups whole.
-
-A greedy answer beside each group, for algorithms that compare a prompt's answers with it (ReMax).
-
-It is sampled with the group, by the same version where that is still served, and scored by the same reward. Only its
-reward is kept, as the group's ``baseline``: it is never trained on.
-
-Training on given answers, as groups like all others.
-
-A server scores the data set's answer under a version. So the group has what a sampled one has: log-probabilities and
-versions of every trained token. Ledger, staleness, audit and alignment checks treat it alike, and the loop has no
-branch; only the objective of its tokens differs (`algorithms.losses`).
+A workflow raises GenerationFault where it has no answers at all; answers that could not be scored are returned with
+their typed outcome and without a reward of their own. It never retries: the controller retries groups whole.
 """
 
 from __future__ import annotations
@@ -29,9 +17,7 @@ from typing import Any, Protocol, TypeVar
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.formatting import Formatter, TextTokenizer
 from areal_lora.data.prompts import Prompt
-from areal_lora.obs.metrics.records import EvalRecord, SampleRecord
-from areal_lora.rollout.channel.channel_messages import EvalResult
-from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault, SamplingLimits
+from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault
 from areal_lora.rollout.workflows.user_code import PackedTurns
 from areal_lora.tasks.rewards import given_answer
 from areal_lora.tasks.scorer import Score, ScoreItem
@@ -51,7 +37,7 @@ class WorkflowContext:
     """Context of a workflow. ``client`` samples, ``scorer`` returns the configured reward.
 
     ``sampling`` is the adapter's; log-probabilities are trained on at its temperature, so every sampled token has
-    to be sampled with it. In an evaluation it is the set's, ``client`` asks for one version only, and nothing is
+    to be sampled with it. In an evaluation it is the set's, ``client`` requests one version only, and nothing is
     trained on (``evaluating``). ``formatter`` writes prompts and replies as tokens. No sequence may be longer than
     ``max_model_len`` tokens.
     """
@@ -71,7 +57,7 @@ class WorkflowContext:
         return self.formatter.tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a piece of text that continues others: without begin or end of sequence."""
+        """Tokens of a piece of text that continues others: without start or end of sequence."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     async def answer(
@@ -103,7 +89,9 @@ class WorkflowContext:
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
             stop=[*self.sampling.stop, *(stop or ())] or None,
-            limits=limits(self.sampling),
+            top_k=self.sampling.top_k,
+            min_p=self.sampling.min_p,
+            min_tokens=self.sampling.min_tokens,
             top_logprobs=top_logprobs,
         )
 
@@ -116,6 +104,12 @@ class WorkflowContext:
             finish_reason=answer.finish_reason,
             prefill=self.formatter.prefill,
         )
+
+    async def scores(self, given: Sequence[tuple[ScoreItem, float | None]]) -> list[Score]:
+        """Of items with the rewards that user code gave; without one (None) the configured reward scores."""
+        left = [item for item, reward in given if reward is None]
+        scored = iter(await self.score(left) if left else ())
+        return [next(scored) if reward is None else given_score(reward) for _, reward in given]
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
         # Shielded: cutting a scoring short costs its child process, letting it end costs a millisecond.
@@ -149,19 +143,8 @@ class SingleTurnWorkflow:
     context: WorkflowContext
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
-        sampling = self.context.sampling
-        answers = await self.context.client.sample(
-            ref,
-            prompt.token_ids,
-            n=sampling.n_samples,
-            max_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=seed,
-            timeout_s=math.inf,
-            stop=sampling.stop or None,
-            limits=limits(sampling),
-        )
+        n = self.context.sampling.n_samples
+        answers = await self.context.answer(ref, prompt.token_ids, n=n, seed=seed, timeout_s=math.inf)
         scores = await self.context.score([self.context.item(prompt.sample, answer) for answer in answers])
         trajectories = tuple(
             single_turn(prompt, index, ref.name, answer, score)
@@ -180,10 +163,6 @@ def single_turn(prompt: Prompt, sample: int, adapter: str, answer: Generation, s
     return packed.trajectory(f"{prompt.uid}:{sample}", sample, adapter, score)
 
 
-def limits(sampling: SamplingConfig) -> SamplingLimits:
-    return SamplingLimits(top_k=sampling.top_k, min_p=sampling.min_p, min_tokens=sampling.min_tokens)
-
-
 def given_score(reward: float) -> Score:
     """A reward that user code gave; one that is not finite is an error, as from a scorer. A bool is also `correct`."""
     try:
@@ -195,9 +174,10 @@ def given_score(reward: float) -> Score:
     return Score(reward=value, outcome=Outcome.OK, correct=reward if isinstance(reward, bool) else None)
 
 
-def derived_seed(seed: int, index: int) -> int:
-    """31-bit seed of one part of what ``seed`` is the seed of."""
-    return int.from_bytes(blake2b(f"{seed}:{index}".encode(), digest_size=4).digest(), "little") >> 1
+def derived_seed(seed: int, *parts: str | int) -> int:
+    """31-bit seed of one part of what ``seed`` is the seed of: equal for equal parts, in every run."""
+    text = ":".join(map(str, (seed, *parts)))
+    return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
 
 async def all_samples(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -223,7 +203,11 @@ def greedy(sampling: SamplingConfig) -> SamplingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithBaseline:
-    """``answers`` to a prompt with the mean reward of ``greedy``, a workflow of one greedy sample."""
+    """``answers`` to a prompt with the mean reward of ``greedy``, a workflow of one greedy sample (ReMax).
+
+    The greedy answer is sampled with the group, by the same version where that is still served. Only its reward is
+    kept, as the group's ``baseline``: it is never trained on.
+    """
 
     answers: Workflow
     greedy: Workflow
@@ -239,7 +223,11 @@ class WithBaseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenWorkflow:
-    """The data set's own answer to a prompt, once, scored by servers and reward. ``column`` holds its text."""
+    """The data set's own answer to a prompt, once, scored by servers and reward. ``column`` holds its text.
+
+    The group has what a sampled one has, log-probabilities and versions of every trained token: only the objective of
+    its tokens differs (`algorithms.losses`).
+    """
 
     context: WorkflowContext
     column: str | None
@@ -280,38 +268,3 @@ class GivenFirst:
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         workflow = self.given if ref.version < self.steps else self.then
         return await workflow.run(prompt, ref, seed)
-
-
-def eval_record(result: EvalResult, order: int) -> EvalRecord:
-    """Set number ``order`` of ``result``, which has no error, as it is recorded."""
-    found = result.sets[order]
-    samples = [
-        SampleRecord(prompt=s.prompt, completion=s.completion, gold=s.answer, reward=s.reward, correct=s.correct)
-        for s in found.samples
-    ]
-    return EvalRecord(
-        adapter=result.adapter,
-        version=result.version,
-        step=result.version,
-        name=found.name,
-        order=order,
-        accuracy=found.accuracy,
-        n=found.n,
-        n_samples=found.n_samples,
-        temperature=found.temperature,
-        reward_mean=found.reward_mean,
-        unscored=found.unscored,
-        left_out=found.left_out,
-        left_out_first=list(found.left_out_first),
-        accuracy_95=found.accuracy_95,
-        reward_95=found.reward_95,
-        interval=found.interval,
-        pass_at=found.pass_at,
-        majority=found.majority,
-        answer_tokens=found.answer_tokens,
-        truncated=found.truncated,
-        wall_s=found.wall_s,
-        measured_with=found.measured_with,
-        tag=result.tag,
-        samples=samples,
-    )

@@ -12,57 +12,46 @@ from areal_lora.config import models as config
 from areal_lora.data.prompts import Prompt
 from areal_lora.data.trajectory_checks import check_alignment, check_rewards
 from areal_lora.errors import AlignmentError, ConfigError
+from areal_lora.rollout import workflow as flow
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentWorkflow
 from areal_lora.rollout.completion_client import FaultKind
 from areal_lora.rollout.conversations import ConversationFile, MultiTurnWorkflow
-from areal_lora.rollout.workflow import (
-    Episode,
-    GivenFirst,
-    GivenWorkflow,
-    SingleTurnWorkflow,
-    WithBaseline,
-    Workflow,
-    WorkflowContext,
-    first_fault,
-    given_score,
-    greedy,
-)
 from areal_lora.rollout.workflows.user_code import call
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.loading import load_import_path
 from areal_lora.tasks.reward_calls import describe
-from areal_lora.types import AdapterRef, Outcome, Trajectory
+from areal_lora.types import AdapterRef, Outcome
 
 
 def build_training(
-    adapter: config.AdapterConfig, context: WorkflowContext, sessions: Sessions, folder: RunFolder | None = None
-) -> Workflow:
+    adapter: config.AdapterConfig, context: flow.WorkflowContext, sessions: Sessions, folder: RunFolder | None = None
+) -> flow.Workflow:
     """The adapter's workflow for training: given answers for the first versions, then its own. Raises ConfigError.
 
     Its groups have the baseline that the algorithm compares with, if it does.
     """
     rollouts = build_workflow(adapter.workflow, context, sessions, folder)
     if adapter.algorithm.has_baseline:
-        alone = replace(context, sampling=greedy(context.sampling))
-        rollouts = WithBaseline(answers=rollouts, greedy=build_workflow(adapter.workflow, alone, sessions, folder))
+        alone = replace(context, sampling=flow.greedy(context.sampling))
+        rollouts = flow.WithBaseline(answers=rollouts, greedy=build_workflow(adapter.workflow, alone, sessions, folder))
     if not adapter.sft.steps:
         return rollouts
-    return GivenFirst(
-        given=GivenWorkflow(context=context, column=adapter.sft.column), then=rollouts, steps=adapter.sft.steps
+    return flow.GivenFirst(
+        given=flow.GivenWorkflow(context=context, column=adapter.sft.column), then=rollouts, steps=adapter.sft.steps
     )
 
 
 def build_workflow(
-    chosen: config.WorkflowConfig, context: WorkflowContext, sessions: Sessions, folder: RunFolder | None = None
-) -> Workflow:
+    chosen: config.WorkflowConfig, context: flow.WorkflowContext, sessions: Sessions, folder: RunFolder | None = None
+) -> flow.Workflow:
     """Import what ``chosen`` names and build it. Raises ConfigError.
 
-    ``sessions`` are the agents' endpoint's; what agents say is kept in ``folder``.
+    ``sessions`` are the agents' endpoint's; the agents' conversations are kept in ``folder``.
     """
     match chosen:
         case config.SingleTurnWorkflowConfig():
-            return SingleTurnWorkflow(context=context)
+            return flow.SingleTurnWorkflow(context=context)
         case config.MultiTurnWorkflowConfig():
             return MultiTurnWorkflow(
                 context=context,
@@ -89,22 +78,27 @@ def build_workflow(
 class CheckedWorkflow:
     """A user's workflow: what it raises is a fault of the group, what it returns obeys contract C10."""
 
-    inner: Workflow
-    context: WorkflowContext
+    inner: flow.Workflow
+    context: flow.WorkflowContext
 
-    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
+    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> flow.Episode:
         """Raises AlignmentError for an episode that cannot be trained on: code to correct, not a fault to retry."""
         episode = await call(FaultKind.WORKFLOW, ref.name, self.inner.run, prompt, ref, seed)
-        if not isinstance(episode, Episode):
+        if not isinstance(episode, flow.Episode):
             raise AlignmentError(f"{prompt.uid}: the workflow returned {type(episode).__name__}, not an Episode")
-        checked: Episode = await call(FaultKind.WORKFLOW, ref.name, self._checked, episode, prompt, ref)
+        checked: flow.Episode = await call(FaultKind.WORKFLOW, ref.name, self._checked, episode, prompt, ref)
         return checked
 
-    async def _checked(self, episode: Episode, prompt: Prompt, ref: AdapterRef) -> Episode:
+    async def _checked(self, episode: flow.Episode, prompt: Prompt, ref: AdapterRef) -> flow.Episode:
         """Return the episode as the ledger will decode it, with float rewards. A wrong type may raise any exception."""
-        graded = tuple(map(_graded, episode.group.trajectories))
-        episode = Episode(group=replace(episode.group, trajectories=graded), texts=tuple(episode.texts))
-        episode = msgspec.msgpack.decode(msgspec.msgpack.encode(episode), type=Episode)
+        graded = list(episode.group.trajectories)
+        for i, t in enumerate(graded):
+            if t.outcome is Outcome.OK:
+                score = flow.given_score(t.reward)
+                detail = score.detail or t.detail
+                graded[i] = replace(t, reward=score.reward, outcome=score.outcome, detail=detail)
+        episode = flow.Episode(group=replace(episode.group, trajectories=tuple(graded)), texts=tuple(episode.texts))
+        episode = msgspec.msgpack.decode(msgspec.msgpack.encode(episode), type=flow.Episode)
         if episode.group.uid != prompt.uid:
             raise AlignmentError(f"{prompt.uid}: the workflow returned an Episode of {episode.group.uid}")
         if not graded or len(episode.texts) != len(graded):
@@ -118,16 +112,9 @@ class CheckedWorkflow:
                     f"trajectory {trajectory.uid}: {len(trajectory.token_ids)} tokens are more than "
                     f"rollout.max_model_len = {self.context.max_model_len}"
                 )
-        if first_fault(episode.group) is None:
+        if flow.first_fault(episode.group) is None:
             check_rewards([(0, trajectory) for trajectory in episode.group.trajectories])
         return episode
-
-
-def _graded(trajectory: Trajectory) -> Trajectory:
-    if trajectory.outcome is not Outcome.OK:
-        return trajectory
-    score = given_score(trajectory.reward)
-    return replace(trajectory, reward=score.reward, outcome=score.outcome, detail=score.detail or trajectory.detail)
 
 
 def _callable(text: str) -> Callable[..., Any]:
@@ -137,10 +124,10 @@ def _callable(text: str) -> Callable[..., Any]:
     return found
 
 
-def _custom(chosen: config.CustomWorkflowConfig, context: WorkflowContext) -> Workflow:
+def _custom(chosen: config.CustomWorkflowConfig, context: flow.WorkflowContext) -> flow.Workflow:
     factory = _callable(chosen.path)
     try:
-        workflow: Workflow = factory(context, **chosen.arguments)
+        workflow: flow.Workflow = factory(context, **chosen.arguments)
         _ = workflow.run  # a workflow without it is found here, not at the first prompt
     except Exception as error:  # fault boundary: a user's factory may fail in any way
         fix = "correct the factory or workflow.arguments"

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import secrets
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from areal_lora.errors import ConfigError, EnvironmentError_, ProcessFailed
 from areal_lora.run_folder.atomic import write_file
@@ -29,8 +29,7 @@ READ_TRIES, RETRY_S = 3, 0.02
 """A file that is replaced while it is read: ESTALE on NFS, where the name already leads to the new one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Address and ports of one process: ``ports`` by plane, for example ``{"data": 1234, "admin": 1235}``.
 
     ``tls`` are the planes that speak TLS.
@@ -50,16 +49,12 @@ def publish_endpoint(
     host: str = "127.0.0.1",
     tls: Iterable[str] = (),
 ) -> None:
-    """Publish atomically which ports this process has bound. A later call replaces the earlier file.
-
-    ``host`` is the address bound, which others dial: no wildcard (``addresses.own_place``).
-    """
+    """Publish, in place of an earlier file, which ports this process has bound on ``host``, which others dial."""
     if host in ("0.0.0.0", "::", ""):
         raise ConfigError("cluster.bind", f"no process can dial {host!r}", "publish an address of this machine")
     path = run_folder.endpoint(f"{role}-{index}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    endpoint = {"pid": os.getpid(), "host": host, "ports": dict(ports), "tls": list(tls)}
-    write_file(path, json.dumps(endpoint))
+    write_file(path, msgspec.json.encode(Endpoint(pid=os.getpid(), host=host, ports=dict(ports), tls=tuple(tls))))
 
 
 def published_hosts(run_folder: RunFolder) -> list[str]:
@@ -67,7 +62,7 @@ def published_hosts(run_folder: RunFolder) -> list[str]:
     hosts: dict[str, None] = {}
     for file in sorted(run_folder.endpoints.glob("*.json")):
         with contextlib.suppress(FileNotFoundError):  # its process ended meanwhile
-            hosts[str(json.loads(file.read_text(encoding="utf-8"))["host"])] = None
+            hosts[msgspec.json.decode(file.read_bytes(), type=Endpoint).host] = None
     return list(hosts)
 
 
@@ -84,26 +79,16 @@ def read_endpoint(run_folder: RunFolder, role: str, index: int) -> Endpoint | No
     path = run_folder.endpoint(f"{role}-{index}")
     for tries_left in reversed(range(READ_TRIES)):
         try:
-            return _endpoint(path.read_text(encoding="utf-8"))
+            return msgspec.json.decode(path.read_text(encoding="utf-8"), type=Endpoint)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
             if not tries_left:
                 if isinstance(error, OSError):
                     raise
                 raise OSError(errno.EIO, f"holds no endpoint: {error!r}", str(path)) from error
             time.sleep(RETRY_S)
     return None
-
-
-def _endpoint(text: str) -> Endpoint:
-    data = json.loads(text)
-    return Endpoint(
-        host=data["host"],
-        ports={k: int(v) for k, v in data["ports"].items()},
-        pid=int(data["pid"]),
-        tls=tuple(data.get("tls", ())),
-    )
 
 
 def forget_endpoint(run_folder: RunFolder, role: str, index: int) -> None:
@@ -145,10 +130,7 @@ def wait_endpoint(
 
 
 def wait_servers(run_folder: RunFolder, count: int, timeout_s: float) -> None:
-    """Wait until each of the first ``count`` servers has published, or the launcher does without it.
-
-    Raises ProcessFailed as `wait_endpoint`, and if no server remains.
-    """
+    """Wait for the first ``count`` servers but abandoned ones. Raises ProcessFailed, also if none remains."""
     remaining = 0
     for index in range(count):
         excluded = run_folder.excluded(f"server-{index}")
@@ -163,10 +145,7 @@ def wait_servers(run_folder: RunFolder, count: int, timeout_s: float) -> None:
 
 
 def create_secret(run_folder: RunFolder) -> Path:
-    """Write a fresh run secret, readable by this user only; returns the file's path.
-
-    The secret of a previous start is replaced: processes that remain from it are locked out.
-    """
+    """Write a fresh run secret, mode 0600, which locks out processes of a previous start; returns the file."""
     write_file(run_folder.secret, secrets.token_hex(32), mode=0o600)
     return run_folder.secret
 

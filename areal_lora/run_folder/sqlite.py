@@ -57,10 +57,7 @@ def connect(path: str, synchronous: Literal["NORMAL", "FULL"], *, autocommit: bo
 
 
 def _has_locks(folder: Path) -> bool:
-    """Whether the file system of ``folder`` has POSIX locks.
-
-    SQLite reports missing locks as another user or as a broken disk, depending on the system's error.
-    """
+    """Whether the file system has POSIX locks: SQLite reports missing ones as another user or as a broken disk."""
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

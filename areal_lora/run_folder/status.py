@@ -1,12 +1,10 @@
-"""Statuses: what each process does or waits for, one line in ``status/<role>-<index>.txt``.
+"""Statuses and heartbeats of the processes of a run.
 
-The console shows them, and a stall report quotes them.
-
-Heartbeats: each process touches ``heartbeats/<role>-<index>`` while it makes progress.
-
-Trainer rank 0 beats in its loop and in its waits: ``beat``. Controller and servers have a ``Heart``, a thread that
-beats during long model steps and long user code. It stops when a part of its process makes no progress within the
-part's limit. The launcher compares each heartbeat with the previous one, so no two clocks are compared.
+- ``status/<role>-<index>.txt``: what a process does or waits for, one line. Console and stall reports show it.
+- ``heartbeats/<role>-<index>``: touched while the process makes progress. Trainer rank 0 beats in its loop and in its
+  waits: ``beat``. Controller and servers have a ``Heart``, a thread that beats during long model steps and long user
+  code. It stops when a part of its process makes no progress within the part's limit. The launcher compares each
+  heartbeat with the previous one, so no two clocks are compared.
 """
 
 from __future__ import annotations
@@ -34,10 +32,7 @@ log = get_logger(__name__)
 
 
 def set_status(run_folder: RunFolder, role: str, index: int, text: str) -> None:
-    """Replace the status line of ``role-index``: what it does or waits for, in a few words.
-
-    A disk error is logged as a warning: no process fails for want of a status.
-    """
+    """Replace the status line of ``role-index``: what it does or waits for. A disk error is logged as a warning."""
     target = run_folder.status(f"{role}-{index}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -47,10 +42,7 @@ def set_status(run_folder: RunFolder, role: str, index: int, text: str) -> None:
 
 
 def read_statuses(run_folder: RunFolder) -> dict[str, str]:
-    """``{"trainer-0": "loading the base model", ...}`` in name order; empty before the first report.
-
-    Unreadable files are omitted: callers read statuses again, and no process depends on one.
-    """
+    """``{"trainer-0": "loading the base model", ...}`` in name order, without files that cannot be read now."""
     statuses = {}
     with contextlib.suppress(OSError):
         for path in sorted(run_folder.statuses.glob("[!.]*.txt")):
@@ -111,10 +103,7 @@ _last: dict[Path, float] = {}
 
 
 def beat(run_folder: RunFolder, role: str, index: int) -> None:
-    """Record progress of ``role-index``. Costs nothing when called again within a second.
-
-    A disk error is logged as a warning: the next beat may succeed, and the launcher handles long silence.
-    """
+    """Record progress of ``role-index``, at most once a second. A disk error is logged as a warning."""
     path = run_folder.heartbeat(f"{role}-{index}")
     now = time.monotonic()
     if now - _last.get(path, -EVERY_S) < EVERY_S:
@@ -213,12 +202,9 @@ def forget_beats(run_folder: RunFolder, role: str, index: int) -> None:
 
 
 def begin_session(run_folder: RunFolder) -> None:
-    """Make the folders of the session of ``run_folder``, or of a run on this machine, and remove all others.
-
-    A process that remains from an earlier session finds neither its endpoints nor its secret.
-    """
+    """Make the folders of the session of ``run_folder``, and remove those of all others with endpoints and secret."""
     forget_sessions(run_folder)
-    for path in run_folder.living():
+    for path in (run_folder.endpoints, run_folder.statuses, run_folder.heartbeats):
         path.mkdir(parents=True)
     create_secret(run_folder)
     if run_folder.session:
@@ -228,7 +214,7 @@ def begin_session(run_folder: RunFolder) -> None:
 def forget_sessions(run_folder: RunFolder) -> None:
     """Remove what describes the processes of any session, of a job or of a run on this machine."""
     here = RunFolder(run_folder.path, "")
-    for path in (*here.living(), here.sessions):
+    for path in (here.endpoints, here.statuses, here.heartbeats, here.sessions):
         shutil.rmtree(path, ignore_errors=True)
     for file in (here.secret, here.session_name):
         file.unlink(missing_ok=True)

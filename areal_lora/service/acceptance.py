@@ -1,13 +1,12 @@
 """Whether the run can train an adapter: the checks of a start, for one more entry of ``adapters``.
 
-What a tenant's adapter may name: nothing that is code, a file or an address, unless the operator offers it.
+A tenant's adapter may name nothing that is code, a file or an address, unless the operator offers it: a reward, a
+workflow or a filter by path, and the tests of the reward ``code``, run as the user of the run, and a file is read as
+that user. So a tenant may use the other built-in tasks and rewards, what the section ``service.api`` of the base
+configuration lists, and files of its own folder. Numbers that would make the run work without end are bounded by its
+quota.
 
-A reward, a workflow or a filter by path, and the tests of the reward ``code``, run as the user of the run, and a file
-is read as that user. So a tenant may use the other built-in tasks and rewards, what the section ``service.api`` of the
-base configuration lists, and files of its own folder. Numbers that would make the run work without end are bounded by
-the tenant's quota.
-
-Adapters that the operator puts into the run folder: ``RUN/inbox/NAME.yaml``, each an entry of ``adapters``.
+The operator may also put adapters into the run folder: ``RUN/inbox/NAME.yaml``, each an entry of ``adapters``.
 
     NAME.yaml --accepted--> accepted/NAME.yaml
               --refused---> NAME.yaml.error beside it; a changed file is tried again
@@ -18,6 +17,7 @@ the file itself: a crash between acceptance and the move creates nothing twice.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import re
@@ -204,14 +204,6 @@ class Acceptance:
     def __init__(self, config: Config) -> None:
         self._config, self._offered = config, api_of(config)
 
-    def of_tenant(self, section: Mapping[str, Any], tenant: str, quota: Quota) -> AdapterRequest:
-        """A section that came over HTTP: code and files must be offered, relative paths are those of the tenant's.
-
-        Raises RequestError with a key of the section.
-        """
-        _check_driver(section)
-        return self._of_tenant(section, tenant, quota)
-
     def of_client(self, name: str, tenant: str, lora: Lora, quota: Quota) -> AdapterRequest:
         """The adapter of an SDK client's model, or one that serves a saved state of it. Raises RequestError."""
         section: dict[str, Any] = {
@@ -221,9 +213,13 @@ class Acceptance:
             "alpha": lora.alpha,
             "target_modules": list(lora.target_modules),
         }
-        return self._of_tenant(section | ({} if lora.seed is None else {"seed": lora.seed}), tenant, quota)
+        return self.of_tenant(section | ({} if lora.seed is None else {"seed": lora.seed}), tenant, quota)
 
-    def _of_tenant(self, section: Mapping[str, Any], tenant: str, quota: Quota) -> AdapterRequest:
+    def of_tenant(self, section: Mapping[str, Any], tenant: str, quota: Quota) -> AdapterRequest:
+        """A section that came over HTTP: code and files must be offered, relative paths are those of the tenant's.
+
+        Raises RequestError with a key of the section.
+        """
         name = _name(section)
         settings = {key: value for key, value in section.items() if key != "name"}
         try:
@@ -238,7 +234,6 @@ class Acceptance:
 
     def of_operator(self, section: Mapping[str, Any]) -> AdapterRequest:
         """A section of the operator's own, caller may name any code and file. Raises RequestError."""
-        _check_driver(section)
         name = _name(section)
         base = self._config.model_dump(mode="json") | {"adapters": []}
         try:
@@ -277,7 +272,8 @@ def api_of(config: Config) -> ApiConfig:
     return config.service.api
 
 
-def _check_driver(section: Mapping[str, Any]) -> None:
+def check_driver(section: Mapping[str, Any]) -> None:
+    """Raises RequestError for the workflow that only models of SDK clients have."""
     workflow = section.get("workflow")
     if isinstance(workflow, Mapping) and workflow.get("kind") == "client":
         reason = "only models of SDK clients have it"
@@ -299,7 +295,7 @@ MAX_BYTES = 1 << 20
 
 Mark = tuple[int, int, int]
 """Inode, time of change and size of a file: equal while nothing changes it."""
-TakeIn = Callable[[dict[str, Any], str], Awaitable[None]]
+TakeIn = Callable[[dict[str, Any], str], Awaitable[object]]
 
 log = get_logger(__name__)
 
@@ -313,6 +309,11 @@ class FolderInbox:
         self._refused: dict[str, Mark] = {}
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / ACCEPTED).mkdir(mode=0o700, exist_ok=True)
+
+    async def watch(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(EVERY_S)
 
     async def look(self) -> None:
         """Take in what has not changed since the last look."""
@@ -363,23 +364,15 @@ LABEL = "operator"
 
 def admit_operator(store: Store, path: Path, quota: Quota) -> None:
     """Make tenant and key where they are missing; the file alone decides which key is the operator's."""
+    if not path.exists():
+        write_file(path, f"{new_key()}\n", mode=0o600, durable=True)
     tables = store.load()
     if LOCAL not in tables.quotas:
         store.put_tenant(LOCAL, quota)
-    digest = digest_of(_key_in(path))
+    digest = digest_of(read_key(path))
     if (known := tables.keys.get(digest)) is None or not known.operator:
         store.put_key(Key(digest=digest, tenant=LOCAL, label=LABEL, operator=True))
 
 
 def read_key(path: Path) -> str:
     return path.read_text(encoding="ascii").strip()
-
-
-def _key_in(path: Path) -> str:
-    try:
-        return read_key(path)
-    except FileNotFoundError:
-        pass
-    key = new_key()
-    write_file(path, f"{key}\n", mode=0o600, durable=True)
-    return key

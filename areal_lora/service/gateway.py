@@ -1,10 +1,8 @@
 """Inference for tenants: a request for an adapter goes to a server of the run, under the name that the run has for it.
 
-Tenants do not reach the servers themselves: these serve every adapter, to whoever knows its name.
-
-Limits of tenants' inference: the size of a request, tokens in progress, and requests a minute.
-
-Training rollouts come first: a server starts a tenant's request as if it had arrived `generate.BACKGROUND_S` later.
+Tenants do not reach the servers themselves: these serve every adapter, to whoever knows its name. Of a tenant's
+inference the size of a request, tokens in progress and requests a minute are limited. Training rollouts come first: a
+server starts a tenant's request as if it had arrived `generate.BACKGROUND_S` later.
 """
 
 from __future__ import annotations
@@ -12,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import aiohttp
@@ -75,9 +73,9 @@ class Gateway:
     async def answer(self, path: str, body: dict[str, Any], names: Names) -> bytes:
         """The answer of a server to a ``body`` of the service itself, which requests no stream. Raises RequestError."""
         found = await self._send(path, body, names)
-        if isinstance(found, bytes):
-            return found
-        raise RequestError(503, "model", "a server sent a stream", "try again")
+        if not isinstance(found, bytes):
+            raise RequestError(503, "model", "a server sent a stream", "try again")
+        return found
 
     async def _send(self, path: str, body: dict[str, Any], names: Names) -> bytes | tuple[str, aiohttp.ClientResponse]:
         """What the first server that can answers: a whole body, or the server and its stream."""
@@ -270,11 +268,3 @@ class Meter:
         self._tokens[tenant] -= tokens
         if not self._tokens[tenant]:
             del self._tokens[tenant]
-
-    @contextmanager
-    def running(self, tenant: str, tokens: int, quota: Quota) -> Iterator[None]:
-        self.start(tenant, tokens, quota)
-        try:
-            yield
-        finally:
-            self.end(tenant, tokens)

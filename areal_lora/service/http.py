@@ -7,16 +7,16 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from areal_lora.processes.startup import get_logger
-from areal_lora.service.observed import ObservedAdapter
-from areal_lora.service.queue.queue_rows import AdapterRow, Key, Quota, Tables, digest_of
+from areal_lora.service.queue.queue_rows import Key, Quota, Tables, digest_of
 from areal_lora.service.refused import RequestError, internal_error
 
 log = get_logger(__name__)
@@ -44,38 +44,45 @@ class Caller:
         return self.key.tenant
 
 
-Handler = Callable[[Request, Caller], Awaitable[Response]]
-Guard = Callable[[Handler], Callable[[Request], Awaitable[Response]]]
+Answered: TypeAlias = Response | dict[str, Any]
+"""A mapping is sent as JSON."""
+Handler = Callable[[Request, Caller], Awaitable[Answered]]
+Guard = Callable[[str, str, Handler], Route]
+"""Method, path and handler."""
 
 
 def guard(tables: Callable[[], Tables], count: Callable[[str, Quota], None]) -> Guard:
-    """Find the caller, ``count`` its request, which may refuse it, and turn refusals into their bodies."""
+    """Routes that find the caller and ``count`` its request, which may refuse it."""
 
-    def guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        async def handle(request: Request) -> Response:
+    def guarded(method: str, path: str, handler: Handler) -> Route:
+        async def handle(request: Request) -> Answered:
             caller = caller_of(request, tables())
             count(caller.tenant, caller.quota)
             return await handler(request, caller)
 
-        return unguarded(handle)
+        return unguarded(method, path, handle)
 
     return guarded
 
 
-def unguarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+def unguarded(method: str, path: str, handler: Callable[[Request], Awaitable[Answered]]) -> Route:
     """For a path that admits its reader by itself; turns refusals and unexpected exceptions into typed bodies."""
 
     async def handle(request: Request) -> Response:
         try:
-            return await handler(request)
+            found = await handler(request)
+            return found if isinstance(found, Response) else answer(found)
         except RequestError as refused:
-            return Response(refused.body(), refused.status, refused.headers, media_type="application/json")
+            return refused.response()
         except Exception:  # fault boundary: one request
             log.exception("%s %s failed", request.method, request.url.path)
-            failed = internal_error()
-            return Response(failed.body(), failed.status, media_type="application/json")
+            return internal_error().response()
 
-    return handle
+    return Route(path, handle, methods=[method])
+
+
+def answer(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 def caller_of(request: Request, tables: Tables) -> Caller:
@@ -91,11 +98,18 @@ def caller_of(request: Request, tables: Tables) -> Caller:
     return Caller(key=key, quota=tables.quotas[key.tenant])
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The whole body. Raises RequestError: 413 as soon as it is longer than ``most`` bytes, 408 if it does not come."""
-    too_long = RequestError(413, "body", f"it is longer than the quota of {most} bytes", "send less")
+async def body_of(request: Request, caller: Caller, *, long: bool = False) -> bytes:
+    """The whole body; with ``long`` as long as one pass may be.
+
+    Raises RequestError: 413 as soon as it is too long, 408 if it does not come. ``client/config`` disables compression:
+    the service is on this machine.
+    """
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise RequestError(422, "Content-Encoding", "compressed bodies are not read", "send it as it is")
+    limit = (caller.quota.pass_kib if long else caller.quota.body_kib) << 10
+    too_long = RequestError(413, "body", f"it is longer than the quota of {limit} bytes", "send less")
     announced = request.headers.get("content-length", "0")
-    if not announced.isdecimal() or len(announced) > 15 or int(announced) > most:
+    if not announced.isdecimal() or len(announced) > 15 or int(announced) > limit:
         raise too_long
     parts, size = [], 0
     try:
@@ -103,7 +117,7 @@ async def read_body(request: Request, most: int) -> bytes:
             async for part in request.stream():
                 parts.append(part)
                 size += len(part)
-                if size > most:
+                if size > limit:
                     raise too_long
     except TimeoutError:
         raise RequestError(408, "body", f"it did not come within {BODY_S:g} s", "send it again") from None
@@ -167,16 +181,6 @@ def fingerprint(*parts: str | bytes) -> str:
     return hashed.hexdigest()
 
 
-async def body_of(request: Request, caller: Caller, *, long: bool = False) -> bytes:
-    """The body; with ``long`` as long as one pass may be. Raises RequestError.
-
-    ``client/config`` disables compression: the service is on this machine.
-    """
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise RequestError(422, "Content-Encoding", "compressed bodies are not read", "send it as it is")
-    return await read_body(request, caller.quota.pass_bytes if long else caller.quota.body_bytes)
-
-
 def notes_of(given: Mapping[str, Any] | None) -> dict[str, str]:
     """``user_metadata`` as texts, which the SDK reads. Raises RequestError for more than `MAX_NOTES_BYTES` bytes."""
     texts = {
@@ -210,89 +214,6 @@ class Stream(StreamingResponse):
                 log.warning("a stream has ended: its client did not read it in time")
 
 
-class AdapterBody(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter. ``wanted`` is the desired phase, ``phase`` that of the run: null until it has seen the adapter.
-
-    ``step`` counts the steps made, ``reward`` and ``lag`` are those of the newest one; ``version`` is the newest one
-    that servers answer with, ``checkpoint`` the newest one that can be downloaded.
-    """
-
-    name: str
-    incarnation: int
-    wanted: str
-    phase: str | None
-    reason: str
-    step: int
-    reward: float | None
-    lag: float | None
-    version: int | None
-    checkpoint: int | None
-    created_s: float
-    settings: dict[str, Any]
-
-
-class Adapters(msgspec.Struct, frozen=True, kw_only=True):
-    adapters: list[AdapterBody]
-
-
-class AcceptedOperation(msgspec.Struct, frozen=True, kw_only=True):
-    """An operation that is durable. The run carries it out as soon as it can; GET shows when."""
-
-    name: str
-    incarnation: int
-    verb: str
-    wanted: str
-
-
-class Records(msgspec.Struct, frozen=True, kw_only=True):
-    """Records as `obs.metrics.records` describes them. ``next`` is the ``after`` of the next request."""
-
-    records: list[dict[str, Any]]
-    next: int
-
-
-class Logs(msgspec.Struct, frozen=True, kw_only=True):
-    states: list[dict[str, Any]]
-
-
-class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "model"
-    owned_by: str = "areal_lora"
-
-
-class Models(msgspec.Struct, frozen=True, kw_only=True):
-    data: list[ModelBody]
-    object: str = "list"
-
-
-class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    tenant: str
-    quota: Quota
-    keys: list[str]
-
-
-class Tenants(msgspec.Struct, frozen=True, kw_only=True):
-    tenants: list[Tenant]
-
-
-class NewKey(msgspec.Struct, frozen=True, kw_only=True):
-    """``key`` is shown this once; only its hash is kept."""
-
-    tenant: str
-    label: str
-    key: str
-
-
-class KeyRemoval(msgspec.Struct, frozen=True, kw_only=True):
-    tenant: str
-    label: str
-
-
-class Health(msgspec.Struct, frozen=True, kw_only=True):
-    run: str
-
-
 class TenantRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``POST /v1/tenants``: a new tenant, or another quota of one. Keys left out are those of the run."""
 
@@ -304,21 +225,3 @@ class KeyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Body of ``POST /v1/tenants/TENANT/keys``. A label that exists gets a new key; the former one ends."""
 
     label: str = "default"
-
-
-def shown(row: AdapterRow, seen: ObservedAdapter) -> AdapterBody:
-    step = seen.step
-    return AdapterBody(
-        name=row.name,
-        incarnation=row.incarnation,
-        wanted=row.wanted.value,
-        phase=None if seen.phase is None else seen.phase.value,
-        reason=seen.reason,
-        step=0 if step is None else step.step + step.taken,
-        reward=None if step is None else step.reward_mean,
-        lag=None if step is None else step.mean_lag,
-        version=seen.version,
-        checkpoint=seen.checkpoint,
-        created_s=row.created_s,
-        settings=row.settings,
-    )

@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 
 from areal_lora.config.models import Config
@@ -42,7 +42,8 @@ from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import LOCAL, Quota
 from areal_lora.service.queue.queue_store import Store
 from areal_lora.service.queue.queue_writer import Writer
-from areal_lora.service.tinker.sdk import Sdk
+from areal_lora.service.refused import Unavailable
+from areal_lora.service.tinker.routes import Sdk
 
 ROLE = "service"
 PRUNE_S = 600.0
@@ -104,12 +105,12 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         set_status(run_folder, ROLE, 0, f"serving on http://{HOST}:{port}")
         log.info("serving on http://%s:%d", HOST, port)
         heart = Heart(run_folder, ROLE, 0, {EVENT_LOOP: config.run.stall_s})
-        inbox = FolderInbox(run_folder.inbox, partial(_of_operator, api))
+        inbox = FolderInbox(run_folder.inbox, lambda section, request: api.take_in(section, LOCAL, request, None))
         tasks = [
             watched_task("event-loop-ticks", partial(_tick, heart)),
             watched_task("metrics-tail", partial(_follow, observed, writer)),
             watched_task("pruning", partial(_prune, observed, writer, around.configured)),
-            watched_task("inbox", partial(_watch, inbox)),
+            watched_task("inbox", inbox.watch),
         ]
         await stop.wait()
         http.should_exit = True
@@ -135,10 +136,6 @@ def bound(port: int) -> socket.socket:
     return sock
 
 
-async def _of_operator(api: Api, section: dict[str, object], request: str) -> None:
-    await api.take_in(section, LOCAL, request, None)
-
-
 async def _tick(heart: Heart) -> None:
     while True:
         heart.progress(EVENT_LOOP)
@@ -155,15 +152,10 @@ async def _follow(observed: RunObserver, writer: Writer) -> None:
 
 async def _prune(observed: RunObserver, writer: Writer, configured: frozenset[str]) -> None:
     while True:
-        await writer.prune()
+        with suppress(Unavailable):  # the next round repeats it
+            await writer.administer(Store.prune)
         observed.forget(but=configured | {row.key for row in writer.tables.adapters.values()})
         await asyncio.sleep(PRUNE_S)
-
-
-async def _watch(inbox: FolderInbox) -> None:
-    while True:
-        await inbox.look()
-        await asyncio.sleep(EVERY_S)
 
 
 if __name__ == "__main__":

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import msgspec
+from starlette.responses import Response
 
 from areal_lora.errors import ArealLoraError, ConfigError
 
 
-class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    path: str
-    reason: str
-    fix: str
-
-
-class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    error: ErrorDetail
-
-
 class RequestError(ArealLoraError):
-    """A request that gets ``status`` and an `ErrorBody`, and ``retry_s`` as ``Retry-After``."""
+    """A request that gets ``status`` and a body with path, reason and fix, and ``retry_s`` as ``Retry-After``."""
 
     def __init__(self, status: int, path: str, reason: str, fix: str = "", *, retry_s: int | None = None) -> None:
         self.headers = {} if retry_s is None else {"Retry-After": str(retry_s)}
@@ -29,8 +20,9 @@ class RequestError(ArealLoraError):
     def of(cls, error: ConfigError) -> RequestError:
         return cls(422, error.path, error.reason, error.fix)
 
-    def body(self) -> bytes:
-        return msgspec.json.encode(ErrorBody(error=ErrorDetail(path=self.path, reason=self.reason, fix=self.fix)))
+    def response(self) -> Response:
+        body = msgspec.json.encode({"error": {"path": self.path, "reason": self.reason, "fix": self.fix}})
+        return Response(body, self.status, self.headers, media_type="application/json")
 
 
 class Unavailable(RequestError):

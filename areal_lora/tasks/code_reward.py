@@ -176,24 +176,24 @@ class CodeRunner:
         _lower(resource.RLIMIT_AS, memory)
         _lower(resource.RLIMIT_CPU, math.ceil(s.test_s))
         doors = Doors(
-            scratch=folder / "work",
+            scratch=str(folder / "work"),
             scratch_bytes=OUTPUT_BYTES,
             processes=ProcessPolicy.EXEC,
-            readable=(*_interpreter(), folder / "main.py", folder / "stdin"),
+            readable=(*_interpreter(), str(folder / "main.py"), str(folder / "stdin")),
         )
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-        if raise_fence(None, os.getppid(), doors):
+        if raise_fence(doors, os.getppid()):
             os._exit(UNFENCED)
 
 
 @cache
-def _interpreter() -> tuple[Path, ...]:
+def _interpreter() -> tuple[str, ...]:
     """What an interpreter without site-packages reads: itself, its standard library, shared libraries, time zones."""
     own = [sys.executable, f"{sys.prefix}/pyvenv.cfg", f"{sys.base_prefix}/lib"]
-    own += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    own += [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     loaded = {words[5] for line in maps if len(words := line.split(maxsplit=5)) == 6 and ".so" in words[5]}
-    return tuple(Path(place) for place in (*own, *_SYSTEM, *sorted(loaded)))
+    return (*own, *_SYSTEM, *sorted(loaded))
 
 
 def _lower(kind: int, wanted: int) -> None:

@@ -37,14 +37,9 @@ def load_samples(task: TaskConfig, split: Split) -> list[Sample]:
             make = long_problem if task.level == "three_step" else word_problem
             return [_reformatted(make(task.seed, split, index), task.format) for index in range(size)]
         case DatasetTask():
-            finish = _with_number if task.kind == "gsm8k" else _as_it_is
-            return [finish(place, sample) for place, sample in _placed(task, split)]
+            return list(_problems(task, split))
         case _:
             assert_never(task)
-
-
-def _as_it_is(place: str, sample: Sample) -> Sample:
-    return sample
 
 
 def hub_sources(task: TaskConfig) -> list[RowSource]:
@@ -71,29 +66,36 @@ def _source(task: DatasetTask, split: Split) -> RowSource:
     )
 
 
-def _placed(task: DatasetTask, split: Split) -> Iterator[tuple[str, Sample]]:
-    """Yield ``(place, sample)``; raises ConfigError where there is none."""
+def _problems(task: DatasetTask, split: Split) -> Iterator[Sample]:
+    """Raises ConfigError where there is none."""
     source = _source(task, split)
     rows = list(enumerate(_kept(task, read_rows(source))))
     if task.eval is None and rows:
-        held_out = _held_out(len(rows), task.n_eval)
+        # The same rows are held out at every start and with every seed of the run.
+        size = min(HELD_OUT, len(rows) // 5) if task.n_eval is None else task.n_eval
+        if not 0 < size < len(rows):
+            reason = f"{size} of {len(rows)} rows would be held out"
+            raise ConfigError("task.n_eval", reason, "give task.eval, or a number that leaves rows to train on")
+        held_out = frozenset(random.Random("held out").sample(range(len(rows)), size))
         rows = [(index, row) for index, row in rows if (index in held_out) == (split == "eval")]
     most = task.n_train if split == "train" else task.n_eval
     if not rows:
         why = "no problems in this file" if not task.where and task.keep is None else "no row passes the filter"
         raise ConfigError(source.path, why, "check the file, task.where and task.keep")
     for index, row in islice(rows, most):
-        uid = f"{task.kind}/{split}/{_identity(task.columns, row, index)}"
-        yield row.place, _sample(uid, row, task.columns, task.format)
-
-
-def _held_out(n: int, wanted: int | None) -> frozenset[int]:
-    """Numbers of the rows that are held out: the same for every start and every seed of the run."""
-    size = min(HELD_OUT, n // 5) if wanted is None else wanted
-    if not 0 < size < n:
-        reason = f"{size} of {n} rows would be held out"
-        raise ConfigError("task.n_eval", reason, "give task.eval, or a number that leaves rows to train on")
-    return frozenset(random.Random("held out").sample(range(n), size))
+        identity: Any = index
+        if task.columns.id is not None:
+            identity = _column(row, task.columns.id, "task.columns.id")
+            if not isinstance(identity, str | int) or identity == "":
+                raise ConfigError(row.place, f"{identity!r} identifies no row", "use a column of texts or integers")
+        sample = _sample(f"{task.kind}/{split}/{identity}", row, task.columns, task.format)
+        if task.kind == "gsm8k":
+            if not isinstance(sample.answer, str) or not sample.answer.strip():
+                fix = "each row needs the columns question and answer"
+                raise ConfigError(row.place, "no text in column 'answer'", fix)
+            if extract_answer(sample.answer) is None:
+                raise ConfigError(row.place, "the answer states no number", "end it with `#### n`")
+        yield sample
 
 
 def _kept(task: DatasetTask, rows: Iterable[Row]) -> Iterator[Row]:
@@ -104,15 +106,13 @@ def _kept(task: DatasetTask, rows: Iterable[Row]) -> Iterator[Row]:
             if value not in wanted if isinstance(wanted, list) else value != wanted:
                 break
         else:
-            if keep is None or _asked(keep, task.keep, row):
+            try:
+                kept = keep is None or bool(keep(dict(row.values)))
+            except Exception as error:  # fault boundary: a user's filter may fail in any way
+                reason = f"{task.keep} fails: {type(error).__name__}: {error}"
+                raise ConfigError(row.place, reason, "correct task.keep") from error
+            if kept:
                 yield row
-
-
-def _asked(keep: Any, name: str | None, row: Row) -> bool:
-    try:
-        return bool(keep(dict(row.values)))
-    except Exception as error:  # fault boundary: a user's filter may fail in any way
-        raise ConfigError(row.place, f"{name} fails: {type(error).__name__}: {error}", "correct task.keep") from error
 
 
 def _column(row: Row, name: str, key: str) -> Any:
@@ -136,15 +136,6 @@ def _text(row: Row, name: str, key: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(row.place, f"no text in column {name!r}", f"remove the row, or set {key}")
     return value
-
-
-def _identity(columns: Columns, row: Row, index: int) -> str:
-    if columns.id is None:
-        return str(index)
-    value = _column(row, columns.id, "task.columns.id")
-    if not isinstance(value, str | int) or value == "":
-        raise ConfigError(row.place, f"{value!r} identifies no row", "use a column of texts or integers")
-    return str(value)
 
 
 def _reformatted(sample: Sample, how: PromptFormat) -> Sample:
@@ -190,7 +181,11 @@ def _messages(columns: Columns, row: Row) -> list[dict[str, Any]] | None:
     if columns.messages is None:
         return None
     messages = _column(row, columns.messages, "task.columns.messages")
-    if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages)
+    ):
         raise ConfigError(
             row.place, f"column {columns.messages!r} holds no list of messages", "each has role and content"
         )
@@ -198,15 +193,3 @@ def _messages(columns: Columns, row: Row) -> list[dict[str, Any]] | None:
         fix = "remove it, and name the gold answer's column in task.columns.answer"
         raise ConfigError(row.place, "the last message is the assistant's, so there is nothing to answer", fix)
     return messages
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
-
-
-def _with_number(place: str, sample: Sample) -> Sample:
-    if not isinstance(sample.answer, str) or not sample.answer.strip():
-        raise ConfigError(place, "no text in column 'answer'", "each row needs the columns question and answer")
-    if extract_answer(sample.answer) is None:
-        raise ConfigError(place, "the answer states no number", "end it with `#### n`")
-    return sample

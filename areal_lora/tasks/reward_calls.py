@@ -63,8 +63,11 @@ class RewardCall:
             parameters: tuple[inspect.Parameter, ...] | None = tuple(inspect.signature(function).parameters.values())
         except ValueError:
             parameters = None  # compiled functions may have no signature
-        if parameters is not None:
-            _check(parameters, name)
+        needed = [p for p in parameters or () if p.default is inspect.Parameter.empty]
+        if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in needed[2:]):
+            raise ConfigError(name, "has more than two parameters without a name", _FIX)
+        if parameters == ():
+            raise ConfigError(name, "takes no arguments", _FIX)
         batch = any(p.name == "completions" for p in parameters or ())
         coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         style = Style.BATCH if batch else Style.ASYNC if coroutine else Style.EACH
@@ -119,14 +122,6 @@ def _fields(item: ScoreItem) -> dict[str, Any]:
     return {name: getattr(item, name) for name in item.__struct_fields__}
 
 
-def _check(parameters: Sequence[inspect.Parameter], name: str) -> None:
-    needed = [p for p in parameters if p.default is inspect.Parameter.empty]
-    if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in needed[2:]):
-        raise ConfigError(name, "has more than two parameters without a name", _FIX)
-    if not parameters:
-        raise ConfigError(name, "takes no arguments", _FIX)
-
-
 TRACE_CHARACTERS, MOST_TRACES = 4000, 20
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(
@@ -141,28 +136,35 @@ log = logging.getLogger(__name__)
 
 def describe(error: BaseException, function: Any = None) -> str:
     """One line: what was raised, and the innermost line of the user's own files, else where ``function`` is defined."""
-    try:
-        text = f"{type(error).__name__}: {error}"[:400]
-    except Exception:  # fault boundary: even the message of a user's exception is user code  # noqa: BLE001
-        text = type(error).__name__
+    text = _shown(error, lambda: f"{type(error).__name__}: {error}"[:400])
     place = _place(error) or _defined(function)
     return f"{text} ({place})" if place else text
 
 
 def trace(error: BaseException) -> str:
     """The traceback as Python prints it, without the frames of this package; its end where it is long."""
-    try:
+
+    def text() -> str:
         shown = traceback.TracebackException.from_exception(error)
         shown.stack[:] = [frame for frame in shown.stack if not frame.filename.startswith(_PACKAGE)]
         return "".join(shown.format())[-TRACE_CHARACTERS:]
+
+    return _shown(error, text)
+
+
+def _shown(error: BaseException, text: Callable[[], str]) -> str:
+    try:
+        return text()
     except Exception:  # fault boundary: even the message of a user's exception is user code  # noqa: BLE001
         return type(error).__name__
 
 
 def cause_of(error: BaseException, *, alone: bool) -> Cause:
     """Why user code failed. ``alone``: it uses nothing outside, so what it raises, it raises again."""
-    if any(map(_lost_connection, _chain(error))):
-        return Cause.UNREACHABLE
+    for each in _chain(error):
+        refused = isinstance(each, ConnectionError | socket.gaierror)
+        if refused or (isinstance(each, OSError) and each.errno in _UNREACHABLE):
+            return Cause.UNREACHABLE
     if isinstance(error, MemoryError):
         return Cause.OTHER
     return Cause.CODE if alone or isinstance(error, _MISTAKES) else Cause.OTHER
@@ -182,11 +184,6 @@ class Traces:
             log.info("%s failed: %s", what, detail)
             for line in text.splitlines():  # a record has one line
                 log.info("    %s", line)
-
-
-def _lost_connection(error: BaseException) -> bool:
-    known = isinstance(error, ConnectionError | socket.gaierror)
-    return known or (isinstance(error, OSError) and error.errno in _UNREACHABLE)
 
 
 def _chain(error: BaseException | None, depth: int = 8) -> Iterator[BaseException]:

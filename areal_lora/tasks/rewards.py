@@ -94,7 +94,7 @@ def extract_answer(text: str) -> Fraction | None:
         return parse_number(_first_line(tail))
     _, marker, tail = text.rpartition(r"\boxed")
     if marker:
-        content = _braced(tail)
+        content = braced(tail)
         return None if content is None else parse_number(content)
     stated = _last(_ANSWER_IS.finditer(text))
     if stated is not None:
@@ -130,7 +130,11 @@ def grade(value: object, correct_threshold: float | None) -> Grade:
     correct: object = None
     components: dict[str, float] = {}
     if isinstance(value, Mapping):
-        components = {str(k): _component(k, v) for k, v in value.items() if k not in ("reward", "correct")}
+        for name, part in value.items():
+            if name not in ("reward", "correct"):
+                if isinstance(part, bool):
+                    raise TypeError(f"component {name!r} is a bool, not a number; only 'correct' may be one")
+                components[str(name)] = _number(f"component {name!r} is", part)
         if "reward" not in value and not components:
             raise TypeError("a dict must have 'reward' or named components, this one has neither")
         correct = value.get("correct")
@@ -143,12 +147,6 @@ def grade(value: object, correct_threshold: float | None) -> Grade:
     if correct is None and correct_threshold is not None:
         correct = reward >= correct_threshold
     return Grade(reward=reward, correct=None if correct is None else bool(correct), components=components)
-
-
-def _component(name: object, value: Any) -> float:
-    if isinstance(value, bool):
-        raise TypeError(f"component {name!r} is a bool, not a number; only 'correct' may be one")
-    return _number(f"component {name!r} is", value)
 
 
 def _number(what: str, value: Any) -> float:
@@ -164,28 +162,22 @@ def _number(what: str, value: Any) -> float:
     return number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSpec:
-    """A configured reward: ``path`` of a function, ``settings`` of a judge or code reward as the configuration's keys.
+def reward_call(
+    kind: str,
+    *,
+    path: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    kept: str | None = None,
+    scratch: str | None = None,
+) -> RewardCall:
+    """Load a reward: the function at ``path`` is imported, ``settings`` are a judge's or code reward's configuration.
 
-    ``kept`` is the folder of a judge's cache, ``scratch`` a folder that may be written.
+    ``kept`` is the folder of a judge's cache, ``scratch`` a folder that may be written. Raises EnvironmentError_ if a
+    package is missing, ConfigError if the function cannot be loaded or a key is not set.
     """
-
-    kind: str
-    path: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    kept: Path | None = None
-    scratch: Path | None = None
-
-
-def reward_call(wanted: RewardSpec) -> RewardCall:
-    """Load a reward; a function is imported.
-
-    Raises EnvironmentError_ if a package is missing, ConfigError if the function cannot be loaded or a key is not set.
-    """
-    match wanted.kind:
+    match kind:
         case "numeric_match":
-            return RewardCall.of(_by_text(numeric_match), wanted.kind)
+            return RewardCall.of(_by_text(numeric_match), kind)
         case "math_verify":
             try:
                 from areal_lora.tasks.math_reward import math_verify
@@ -193,20 +185,20 @@ def reward_call(wanted: RewardSpec) -> RewardCall:
                 raise EnvironmentError_(
                     f"reward math_verify: {error} (fix: pip install math-verify, or use kind: numeric_match)"
                 ) from error
-            return RewardCall.of(_by_text(math_verify), wanted.kind)
+            return RewardCall.of(_by_text(math_verify), kind)
         case "judge":
             from areal_lora.tasks.judge import JudgeSettings, LlmJudge
 
-            judge = LlmJudge(msgspec.convert(wanted.settings, JudgeSettings), wanted.kept)
-            return RewardCall.of(judge, wanted.kind, judge.take_costs)
+            judge = LlmJudge(msgspec.convert(settings, JudgeSettings), None if kept is None else Path(kept))
+            return RewardCall.of(judge, kind, judge.take_costs)
         case "code":
             from areal_lora.tasks.code_reward import CodeRunner, CodeSettings
 
-            assert wanted.scratch is not None
-            return RewardCall.of(CodeRunner(msgspec.convert(wanted.settings, CodeSettings), wanted.scratch), "code")
-    if wanted.path is None:
-        raise ConfigError("reward.kind", f"there is no reward {wanted.kind!r}")
-    return RewardCall.of(load_import_path(wanted.path), wanted.path)
+            assert scratch is not None
+            return RewardCall.of(CodeRunner(msgspec.convert(settings, CodeSettings), Path(scratch)), "code")
+    if path is None:
+        raise ConfigError("reward.kind", f"there is no reward {kind!r}")
+    return RewardCall.of(load_import_path(path), path)
 
 
 def _by_text(match: Callable[[str, str], bool]) -> Callable[[str, Any], bool]:
@@ -233,7 +225,7 @@ def _first_line(text: str) -> str:
     return text.lstrip(" ").partition("\n")[0]
 
 
-def _braced(text: str) -> str | None:
+def braced(text: str) -> str | None:
     """Return the content of the brace group at the start of ``text``; None if it has no end."""
     text = text.lstrip()
     depth = 0

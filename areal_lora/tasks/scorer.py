@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -84,8 +84,8 @@ class ScorerPool:
     """
 
     def __init__(self, reward: RewardConfig, *, hidden: Path | None = None) -> None:
-        self._setup = setup_of(reward, None if hidden is None else hidden.absolute())
-        self._key_env = reward.key_env if isinstance(reward, JudgeReward) else None
+        self.setup = setup_of(reward, None if hidden is None else hidden.absolute())
+        self.key_env = reward.key_env if isinstance(reward, JudgeReward) else None
         self._costs: dict[str, float] = {}
         self._idle: asyncio.Queue[_Child | None] = asyncio.Queue()
         for _ in range(reward.workers):
@@ -93,7 +93,7 @@ class ScorerPool:
         self._children: set[_Child] = set()
         self._closed = False
         self._prints = 0
-        self._traces = Traces()
+        self.traces = Traces()
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
         """Return one score per item, in order.
@@ -107,10 +107,7 @@ class ScorerPool:
             while len(scores) < len(items):
                 if child is None:
                     child = await self._patient_start(OSError, EnvironmentError_)
-                try:
-                    scores += await child.score(items[len(scores) :])
-                finally:
-                    _add(child.take_costs(), self._costs)
+                scores += await child.score(items[len(scores) :])
                 if self._closed:
                     raise RolloutError("scorer pool: closed while it was scoring")
                 if child.spent:
@@ -169,7 +166,7 @@ class ScorerPool:
     async def _start(self) -> _Child:
         if self._closed:
             raise RolloutError("scorer pool: already closed")
-        child = await _Child.spawn(self._setup, self._log_print, self._traces, self._key_env)
+        child = await _Child.spawn(self)
         self._children.add(child)
         try:
             if not self._closed:  # else it was closed before it knew this child
@@ -190,32 +187,31 @@ class ScorerPool:
         self._children.discard(child)
         await child.kill()
 
-    def _log_print(self, text: str) -> None:
-        if self._prints < PRINTS_LOGGED:
+    def note(self, verdict: ScoreResult) -> None:
+        """Add up what the reward spent, and log what it printed."""
+        for name, value in verdict.costs.items():
+            self._costs[name] = self._costs.get(name, 0.0) + value
+        if verdict.printed and self._prints < PRINTS_LOGGED:
             self._prints += 1
             last = " (no further output is logged)" if self._prints == PRINTS_LOGGED else ""
-            log.info("the reward printed: %s%s", text.rstrip(), last)
+            log.info("the reward printed: %s%s", verdict.printed.rstrip(), last)
 
 
 class _Child:
     """One scorer process and its two pipes. ``spent``: the process must be killed, not used again."""
 
-    def __init__(self, process: Process, setup: Setup, on_print: Callable[[str], None], traces: Traces) -> None:
+    def __init__(self, process: Process, setup: Setup, pool: ScorerPool) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self._process, self._setup, self._on_print, self._traces = process, setup, on_print, traces
+        self._process, self._setup, self._pool = process, setup, pool
         self._timeout_s = setup.timeout_s
         self._stdin, self._stdout = process.stdin, process.stdout
         self.spent = False
         self._style = Style.EACH
-        self._costs: dict[str, float] = {}
-
-    def take_costs(self) -> dict[str, float]:
-        costs, self._costs = self._costs, {}
-        return costs
 
     @classmethod
-    async def spawn(cls, setup: Setup, on_print: Callable[[str], None], traces: Traces, key_env: str | None) -> Self:
+    async def spawn(cls, pool: ScorerPool) -> Self:
+        setup, key_env = pool.setup, pool.key_env
         environment = {"PATH": os.defpath}
         if setup.kind == "judge":
             names = ("SSL_CERT_FILE", "SSL_CERT_DIR", *_PROXIES, *([key_env] if key_env else []))
@@ -240,7 +236,7 @@ class _Child:
                 env=environment,
                 start_new_session=True,
             )
-        return cls(process, setup, on_print, traces)
+        return cls(process, setup, pool)
 
     async def set_up(self) -> list[str]:
         """Load the reward in the child; return the missing protections. Raises ConfigError, EnvironmentError_."""
@@ -278,10 +274,18 @@ class _Child:
                 verdict = _RESULT.decode(await _patient(self._reply(), patience_s))
                 if verdict.index != index:
                     raise msgspec.DecodeError(f"verdict {verdict.index} in place of {index}")
-                _add(verdict.costs, self._costs)
-                if verdict.printed:
-                    self._on_print(verdict.printed)
-                scores.append(self._score(verdict))
+                self._pool.note(verdict)
+                if verdict.timed_out:
+                    scores.append(self._too_long())
+                elif verdict.value is None:
+                    if verdict.trace:
+                        self._pool.traces.log("the reward", verdict.detail, verdict.trace)
+                    scores.append(_fault(Outcome.ERROR, verdict.detail, verdict.cause))
+                else:
+                    components = verdict.components
+                    scores.append(
+                        Score(reward=verdict.value, outcome=Outcome.OK, correct=verdict.correct, components=components)
+                    )
                 if verdict.tainted:
                     self.spent = True
                     return scores
@@ -295,15 +299,6 @@ class _Child:
             scores.append(await self._ended(began_s))
         self.spent = True
         return scores
-
-    def _score(self, verdict: ScoreResult) -> Score:
-        if verdict.timed_out:
-            return self._too_long()
-        if verdict.value is None:
-            if verdict.trace:
-                self._traces.log("the reward", verdict.detail, verdict.trace)
-            return _fault(Outcome.ERROR, verdict.detail, verdict.cause)
-        return Score(reward=verdict.value, outcome=Outcome.OK, correct=verdict.correct, components=verdict.components)
 
     def _too_long(self) -> Score:
         return _fault(Outcome.TIMEOUT, f"scoring took longer than {self._timeout_s:g} s")
@@ -340,11 +335,6 @@ class _Child:
         if size > LARGEST_REPLY_BYTES:
             raise msgspec.DecodeError(f"a reply of {size} bytes")
         return await self._stdout.readexactly(size)
-
-
-def _add(costs: Mapping[str, float], total: dict[str, float]) -> None:
-    for name, value in costs.items():
-        total[name] = total.get(name, 0.0) + value
 
 
 async def _patient(work: Coroutine[Any, Any, T], patience_s: float) -> T:

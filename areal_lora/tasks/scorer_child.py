@@ -31,7 +31,7 @@ import msgspec
 
 from areal_lora.errors import ArealLoraError, EnvironmentError_
 from areal_lora.tasks.reward_calls import RewardCall, Style, cause_of, describe, trace
-from areal_lora.tasks.rewards import Grade, RewardSpec, grade, reward_call
+from areal_lora.tasks.rewards import Grade, grade, reward_call
 from areal_lora.tasks.sandbox.fence import Deadline, Doors, end_with_parent, raise_fence
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.tasks.score_item import ScoreItem
@@ -41,10 +41,8 @@ PRINTED_CHARACTERS = 2000
 ASYNC_LATE_S = 0.5  # a coroutine's own time-out comes before the end of the process
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """First message. ``path`` is the function of kind ``function``, ``hidden`` a folder that must not be readable.
-
-    ``scratch`` is a folder that may be written, with files of up to ``scratch_bytes``.
+class Setup(Doors, frozen=True, kw_only=True):
+    """First message. ``path`` is the function of kind ``function``.
 
     ``memory_bytes`` is the address space beyond the size of the process after loading the function.
     ``correct_threshold`` is the configured one (see `rewards.grade`). ``settings`` are the keys of a judge or code
@@ -52,29 +50,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: str
-    path: str | None
-    correct_threshold: float | None
+    path: str | None = None
+    correct_threshold: float | None = None
     timeout_s: float
     memory_bytes: int
-    hidden: str | None
-    scratch: str | None
-    scratch_bytes: int
-    network: bool
     parent_pid: int
     search_path: tuple[str, ...]
-    processes: ProcessPolicy = ProcessPolicy.NONE
-    settings: dict[str, Any] = {}
-    kept: str | None = None
-
-    @property
-    def doors(self) -> Doors:
-        return Doors(
-            scratch=None if self.scratch is None else Path(self.scratch),
-            scratch_bytes=self.scratch_bytes,
-            network=self.network,
-            kept=None if self.kept is None else Path(self.kept),
-            processes=self.processes,
-        )
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +152,10 @@ class Judge:
                 self.runner.run(self._concurrently(items))
             case Style.BATCH:
                 with self._limited(len(items)):
-                    values = self._values(items)
+                    try:
+                        values = [partial(_return, value) for value in self.call.many(items)]
+                    except Exception as error:  # fault boundary: a reward function may fail in any way  # noqa: BLE001
+                        values = [partial(_raise, error)] * len(items)
                 for index, value in enumerate(values):
                     write_frame(self.replies, self._verdict(index, value))
 
@@ -201,12 +186,6 @@ class Judge:
         self.deadline.stop()
         for index, value in enumerate(values):
             write_frame(self.replies, self._verdict(index, value))
-
-    def _values(self, items: Sequence[ScoreItem]) -> list[Callable[[], Any]]:
-        try:
-            return [partial(_return, value) for value in self.call.many(items)]
-        except Exception as error:  # fault boundary: a reward function may fail in any way  # noqa: BLE001
-            return [partial(_raise, error)] * len(items)
 
     def _verdict(self, index: int, value: Callable[[], Any]) -> ScoreResult:
         before = threads()
@@ -254,12 +233,7 @@ def threads() -> set[int]:
 def load(setup: Setup) -> RewardCall | Ready:
     sys.path += [folder for folder in setup.search_path if folder not in sys.path]
     try:
-        doors = setup.doors
-        return reward_call(
-            RewardSpec(
-                kind=setup.kind, path=setup.path, settings=setup.settings, kept=doors.kept, scratch=doors.scratch
-            )
-        )
+        return reward_call(setup.kind, path=setup.path, settings=setup.settings, kept=setup.kept, scratch=setup.scratch)
     except ArealLoraError as error:
         return Ready(problem=str(error), exit_code=error.exit_code)
 
@@ -318,7 +292,7 @@ def main() -> None:
     parent_pid = setup.parent_pid
     if setup.processes is ProcessPolicy.MANY:
         parent_pid = keep_group(parent_pid)
-    missing = raise_fence(None if setup.hidden is None else Path(setup.hidden), parent_pid, setup.doors)
+    missing = raise_fence(setup, parent_pid)
     deadline = Deadline()
     if not deadline.kept:
         missing.append("POSIX timers (an answer that hangs is found later, by the controller)")

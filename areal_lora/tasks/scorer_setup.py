@@ -31,14 +31,9 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
     """What a scorer process of ``reward`` needs and may do."""
     setup = Setup(
         kind=reward.kind,
-        path=None,
-        correct_threshold=None,
         timeout_s=reward.timeout_s,
         memory_bytes=MEMORY_BYTES,
         hidden=None if hidden is None else str(hidden),
-        scratch=None,
-        scratch_bytes=0,
-        network=False,
         parent_pid=os.getpid(),
         search_path=tuple(folder or os.getcwd() for folder in sys.path),
     )
@@ -76,9 +71,7 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
 
 def in_a_box(argv: list[str], setup: Setup) -> tuple[list[str], Setup]:
     """Both for a process inside bubblewrap, where it is usable; the log has which way it is."""
-    hidden = None if setup.hidden is None else Path(setup.hidden)
-    scratch = None if setup.scratch is None else Path(setup.scratch)
-    inside = boxed(argv, network=setup.network, hidden=hidden, scratch=scratch)
+    inside = boxed(argv, network=setup.network, hidden=setup.hidden, scratch=setup.scratch)
     _report_processes(setup.path or setup.kind, inside is not None)
     if inside is None:
         return argv, setup

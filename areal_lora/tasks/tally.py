@@ -1,12 +1,31 @@
-"""Summarize the scores of an evaluation."""
+"""Summarize the scored answers of an evaluation.
+
+- pass@k is the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, equation 1): for c correct ones of n answers
+  ``1 - C(n - c, k) / C(n, k)``, averaged over the problems.
+- majority@n is the share of problems whose most frequent answer is correct (Wang et al. 2022, arXiv:2203.11171); ties
+  are split evenly, which is their mean over random orders.
+- The 95 % interval of an accuracy with one answer per problem is Wilson's. All others are percentile bootstraps over
+  problems, not over answers: answers to one problem are not independent.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+import numpy as np
+
+from areal_lora.tasks.rewards import braced, extract_answer
 from areal_lora.tasks.scorer import Score
 from areal_lora.types import Outcome
+
+Z_95 = 1.959963984540054
+RESAMPLES = 2000
+
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,3 +55,127 @@ def tally(scores: Sequence[Score]) -> Tally:
         accuracy=correct / len(scores) if scores and not ungraded else None,
         reward_mean=sum(score.reward for score in scored) / len(scored) if scored else None,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer with its score; ``n_tokens`` were sampled for it."""
+
+    text: str
+    score: Score
+    n_tokens: int = 0
+    finish_reason: str = ""
+
+
+class Estimates(msgspec.Struct, frozen=True, kw_only=True):
+    """Fractions are in [0, 1]. None where there is no rule for what is correct, or no reward.
+
+    ``pass_at`` is by k. ``interval`` is the method of ``accuracy_95``: ``wilson`` or ``bootstrap``. ``truncated`` is
+    the share of answers that ended because of their length.
+    """
+
+    accuracy_95: Interval | None = None
+    reward_95: Interval | None = None
+    interval: str = ""
+    pass_at: dict[int, float] = {}
+    majority: float | None = None
+    answer_tokens: float = 0.0
+    truncated: float = 0.0
+
+
+def estimate(problems: Sequence[Sequence[Answer]], reward_kind: str, *, ruled: bool) -> Estimates:
+    """Summarize the answers to each problem, of which there is one at least; ``ruled``: all with a reward have a grade.
+
+    An answer without a score is not correct and has no reward.
+    """
+    answers = [answer for problem in problems for answer in problem]
+    n = min(len(problem) for problem in problems)
+    scores = [[answer.score for answer in problem] for problem in problems]
+    correct = [[score.correct is True for score in problem] for problem in scores]
+    rewards = [[score.reward for score in problem if score.outcome is Outcome.OK] for problem in scores]
+    accuracy_95, method = None, ""
+    if ruled and n == 1 == max(map(len, problems)):
+        accuracy_95, method = wilson(sum(flags[0] for flags in correct), len(problems)), "wilson"
+    elif ruled:
+        accuracy_95, method = bootstrap([_mean(flags) for flags in correct]), "bootstrap"
+    pass_at, most_frequent = dict[int, float](), None
+    if ruled and n > 1:
+        pass_at = {k: _mean([pass_at_k(len(flags), sum(flags), k) for flags in correct]) for k in ks(n)}
+        voted = [
+            [vote_of(reward_kind, a.text) if a.score.outcome is Outcome.OK else None for a in problem]
+            for problem in problems
+        ]
+        most_frequent = _mean([majority(list(zip(*each, strict=True))) for each in zip(voted, correct, strict=True)])
+    return Estimates(
+        accuracy_95=accuracy_95,
+        reward_95=bootstrap([_mean(values) for values in rewards if values]),
+        interval=method,
+        pass_at=pass_at,
+        majority=most_frequent,
+        answer_tokens=_mean([answer.n_tokens for answer in answers]),
+        truncated=_mean([answer.finish_reason == "length" for answer in answers]),
+    )
+
+
+def ks(n: int) -> list[int]:
+    """The k of which pass@k is reported: powers of two up to ``n``, and ``n``."""
+    return sorted({*(2**i for i in range(n.bit_length())), n})
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Probability that one of ``k`` answers, drawn without replacement from ``n`` with ``correct`` ones, is correct."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority(votes: Sequence[tuple[str | None, bool]]) -> float:
+    """Whether the most frequent vote is correct: 1 or 0, or a fraction for ties. An answer without a vote has none.
+
+    If answers with one vote differ in their correctness, their share of correct ones counts.
+    """
+    cast: dict[str, list[bool]] = defaultdict(list)
+    for vote, correct in votes:
+        if vote is not None:
+            cast[vote].append(correct)
+    most = max((len(flags) for flags in cast.values()), default=0)
+    return _mean([sum(flags) / len(flags) for flags in cast.values() if len(flags) == most]) if cast else 0.0
+
+
+def wilson(successes: int, n: int) -> Interval:
+    """The 95 % score interval of a proportion (Wilson 1927)."""
+    share, z2 = successes / n, Z_95**2
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def bootstrap(values: Sequence[float]) -> Interval | None:
+    """The 95 % percentile interval of the mean, from ``RESAMPLES`` resamples; the same at every call. None of none."""
+    if not values:
+        return None
+    draw, numbers = np.random.default_rng(0), np.asarray(values, dtype=np.float64)
+    means = [numbers[draw.integers(len(numbers), size=len(numbers))].mean() for _ in range(RESAMPLES)]
+    low, high = np.percentile(means, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def vote_of(reward_kind: str, text: str) -> str | None:
+    r"""The answer that ``text`` states, as text; None if it states none.
+
+    For the reward ``numeric_match`` it is the number that the reward compares. For others it is what follows ``####``,
+    else the content of the last ``\boxed{}``, else the last line, without white space around it.
+    """
+    if reward_kind == "numeric_match":
+        number = extract_answer(text)
+        return None if number is None else str(number)
+    _, marker, tail = text.partition("####")
+    if marker:
+        return tail.lstrip(" ").partition("\n")[0].strip() or None
+    _, marker, tail = text.rpartition(r"\boxed{")
+    if marker and "}" in tail:
+        content = braced("{" + tail)
+        return (tail if content is None else content).strip() or None
+    return text.strip().rpartition("\n")[2].strip() or None

@@ -20,8 +20,8 @@ from areal_lora.config.recorded import probe_tolerance
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import broadcast_backend
 from areal_lora.data.formatting import load_tokenizer
-from areal_lora.distributed.exchange import Exchange, GroupExchange
-from areal_lora.engine.base import TrainEngine
+from areal_lora.distributed.exchange import GroupExchange
+from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.engines import build_engine
 from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.operations.link import TrainerEnd
@@ -54,7 +54,6 @@ from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from areal_lora.weight_sync.trainer.role import Follower
 
 _encode = msgspec.msgpack.Encoder().encode
 _probe_decoder = msgspec.msgpack.Decoder(dict[str, TokenRows])
@@ -70,7 +69,11 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     device = own_device(config.cluster.device, int(os.environ.get("LOCAL_RANK", "0")))
     engine = build_engine(config.model, config.trainer, device)
     control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
-    probes = _probes(config, control)
+    mine = None
+    if rank == 0:  # which tokenizes for all ranks
+        tokenizer = load_tokenizer(config.model.folder)
+        mine = _encode({adapter.name: probe_rows(config, adapter, tokenizer) for adapter in config.adapters})
+    probes = _probe_decoder.decode(control.broadcast_bytes(mine))
     adapters = [build_adapter(config, adapter, probes[adapter.name]) for adapter in config.adapters]
     for adapter in adapters:
         engine.add_adapter(adapter.spec, adapter.config.optimizer, adapter.run.seed)
@@ -93,7 +96,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
         run=config.run.name,
         config=config.weight_sync,
         exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
-        role=_leader(config, run_folder, client, rank_0) if client and rank_0 else Follower(),
+        leader=_leader(config, run_folder, client, rank_0) if client and rank_0 else None,
         sources=engine.adapter_sources(),
         secret=read_secret(run_folder),
         bind=own_place(config.cluster, run_folder).address,
@@ -115,15 +118,6 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     )
 
 
-def _probes(config: Config, control: Exchange) -> dict[str, TokenRows]:
-    """The truth check's sequences by adapter. Rank 0 tokenizes for all ranks."""
-    mine = None
-    if control.rank == 0:
-        tokenizer = load_tokenizer(config.model.folder)
-        mine = _encode({adapter.name: probe_rows(config, adapter, tokenizer) for adapter in config.adapters})
-    return _probe_decoder.decode(control.broadcast_bytes(mine))
-
-
 def _connect(
     config: Config, run_folder: RunFolder, states: Mapping[str, TrainingState], restored: Mapping[str, RestoredState]
 ) -> ControllerClient:
@@ -138,7 +132,9 @@ def _connect(
             return read_endpoint(run_folder, "controller", 0)
         return None
 
-    client = ControllerClient(find, read_secret(run_folder), patience_s=controller_patience_s(config))
+    # A controller whose event loop is stuck is detected, ended and restarted.
+    patience_s = config.run.stall_s + HEARTBEAT_TIMEOUT_S + CONTROLLER_START_S
+    client = ControllerClient(find, read_secret(run_folder), patience_s=patience_s)
     ledgers = {name: found.controller.ledger for name, found in restored.items() if found.controller.ledger}
     client.hello({name: state.version for name, state in states.items()}, ledgers)
     return client
@@ -168,17 +164,12 @@ def _rank_0(
         recorder=recorder,
         auditor=auditor,
         turns=FairQueue({name: state.adapter.run.weight for name, state in states.items()}),
-        desired=desired_view(config, run_folder) if config.service else None,
+        desired=desired_view(run_folder) if config.service else None,
         clients=clients,
     )
 
 
-def controller_patience_s(config: Config) -> float:
-    """Longest wait for a controller whose event loop is stuck: until it is detected, ended and restarted."""
-    return config.run.stall_s + HEARTBEAT_TIMEOUT_S + CONTROLLER_START_S
-
-
-def _clients(config: Config, run_folder: RunFolder, engine: TrainEngine) -> Clients:
+def _clients(config: Config, run_folder: RunFolder, engine: AdapterEngine) -> Clients:
     """Listen for what clients do with their adapters; what a crash left of states that they saved goes first."""
     tidy_states(run_folder, Disk())
     shape = ModelShape.from_hf(read_hf_config(Path(config.model.folder)))

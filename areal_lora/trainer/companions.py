@@ -23,7 +23,8 @@ from areal_lora.algorithms.losses import Reduction, denominator, spread, token_w
 from areal_lora.algorithms.registry import CriticTerms
 from areal_lora.checkpoint.state import AdapterState, Companion, Manifest, files_of, read_files
 from areal_lora.config.models import AdapterConfig, OptimizerConfig
-from areal_lora.engine.base import LossFn, LossSums, MicroBatch, TrainEngine
+from areal_lora.engine.base import LossFn, LossSums, MicroBatch
+from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import ConfigError
 from areal_lora.processes.startup import get_logger
 from areal_lora.trainer.adapter import Adapter
@@ -71,7 +72,7 @@ def reference_of(adapter: Adapter) -> str | None:
     return f"{adapter.name}/{REFERENCE}" if adapter.algorithm.reference else None
 
 
-def start(engine: TrainEngine, adapter: Adapter, seed: int) -> None:
+def start(engine: AdapterEngine, adapter: Adapter, seed: int) -> None:
     """Make the companions of ``adapter`` resident: a new critic, its present weights as the reference."""
     if critic := critic_of(adapter):
         engine.add_adapter(critic.spec, critic.optimizer, seed)
@@ -79,7 +80,7 @@ def start(engine: TrainEngine, adapter: Adapter, seed: int) -> None:
         engine.freeze_copy(adapter.name, reference)
 
 
-def renew(engine: TrainEngine, adapter: Adapter, version: int) -> None:
+def renew(engine: AdapterEngine, adapter: Adapter, version: int) -> None:
     """Make ``version``, which the adapter's weights are now, the reference if it is its turn."""
     terms, reference = adapter.algorithm.reference, reference_of(adapter)
     if terms and reference and terms.renewed_at(version):
@@ -92,18 +93,16 @@ def resident(adapter: Adapter) -> dict[str, str]:
     return ({CRITIC: critic.name} if critic else {}) | ({REFERENCE: reference} if reference else {})
 
 
-def states(engine: TrainEngine, adapter: Adapter) -> dict[str, AdapterState]:
-    """Host copies of the companions' tensors, by role. Collective."""
-    return {role: engine.export_state(name) for role, name in resident(adapter).items()}
+def states(engine: AdapterEngine, adapter: Adapter) -> dict[str, tuple[AdapterState, Companion]]:
+    """Host copies of the companions' tensors by role, and what a manifest has of them. Collective."""
+    found = {}
+    for role, name in resident(adapter).items():
+        state = engine.export_state(name)
+        found[role] = state, Companion(spec=engine.resident(name).spec, step=state.step)
+    return found
 
 
-def described(engine: TrainEngine, adapter: Adapter, found: dict[str, AdapterState]) -> dict[str, Companion]:
-    """The companions as a manifest has them."""
-    specs = {role: engine.adapter_spec(name) for role, name in resident(adapter).items()}
-    return {role: Companion(spec=specs[role], step=state.step) for role, state in found.items()}
-
-
-def load(engine: TrainEngine, adapter: Adapter, manifest: Manifest, folder: Path) -> None:
+def load(engine: AdapterEngine, adapter: Adapter, manifest: Manifest, folder: Path) -> None:
     """Restore the companions, which are resident, from a checkpoint.
 
     A critic that the checkpoint does not have starts as a new one. Raises ConfigError for one of another shape, and
@@ -120,7 +119,7 @@ def load(engine: TrainEngine, adapter: Adapter, manifest: Manifest, folder: Path
         if kept is None:
             log.warning("%s has no critic: %s gets a new one", folder, adapter.name)
             continue
-        spec = engine.adapter_spec(name)
+        spec = engine.resident(name).spec
         if replace(kept.spec, base_model=spec.base_model) != spec:
             raise ConfigError(
                 f"algorithm.{role}_rank",
@@ -149,7 +148,7 @@ def make_value_loss(terms: CriticTerms, reduction: Reduction) -> LossFn:
     return loss
 
 
-def improve(engine: TrainEngine, adapter: Adapter, minibatch: TrainBatch, lr: float) -> dict[str, float]:
+def improve(engine: AdapterEngine, adapter: Adapter, minibatch: TrainBatch, lr: float) -> dict[str, float]:
     """Take one optimizer step of the adapter's critic, if it has one. Collective. Returns sums, see `value_loss`.
 
     ``lr`` is the policy's. Without a sampled token nothing happens: momentum alone would move the critic.

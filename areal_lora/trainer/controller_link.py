@@ -54,16 +54,6 @@ class EvalTracker:
         newest = max(state.evaluations.keys() | state.pending, default=-1)
         return cls(results=dict(state.evaluations), pending=set(state.pending), newest=newest)
 
-    def requested(self, version: int) -> None:
-        self.pending.add(version)
-        self.newest = max(self.newest, version)
-
-    def answered(self, result: EvalResult) -> None:
-        self.pending.discard(result.version)
-        first = result.sets[0]
-        if not first.error:
-            self.results[result.version] = Evaluation(accuracy=first.accuracy, reward_mean=first.reward_mean)
-
 
 class ControllerLink:
     """One per run, on rank 0. ``restored`` are the adapters and what their checkpoints kept (empty without one)."""
@@ -167,12 +157,17 @@ class ControllerLink:
                 )
 
     def request_eval(self, ref: AdapterRef) -> None:
-        self._evals[ref.name].requested(ref.version)
+        tracker = self._evals[ref.name]
+        tracker.pending.add(ref.version)
+        tracker.newest = max(tracker.newest, ref.version)
         self._client.request_eval(ref, EVAL_TAG)
 
     def record_evals(self, results: Iterable[EvalResult]) -> None:
         for result in results:
-            self._evals[result.adapter].answered(result)
+            tracker, first = self._evals[result.adapter], result.sets[0]
+            tracker.pending.discard(result.version)
+            if not first.error:
+                tracker.results[result.version] = Evaluation(accuracy=first.accuracy, reward_mean=first.reward_mean)
             for order, found in enumerate(result.sets):
                 if found.error:
                     where = (found.name, result.adapter, result.version)

@@ -14,7 +14,8 @@ from areal_lora.algorithms.losses import denominator, policy_loss, token_weights
 from areal_lora.algorithms.merging import is_shifted, shift_votes
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.data.collate import check_batch, split_minibatches
-from areal_lora.engine.base import LossFn, LossSums, MicroBatch, TrainEngine
+from areal_lora.engine.base import LossFn, LossSums, MicroBatch
+from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.processes.startup import get_logger
 from areal_lora.trainer.adapter import Adapter, TrainingState
@@ -53,7 +54,7 @@ class LearnReport:
         return self.sums[name] / max(self.sums[count], 1.0) if name in self.sums else None
 
 
-def annotate(engine: TrainEngine, adapter: Adapter, batch: TrainBatch) -> TrainBatch:
+def annotate(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch) -> TrainBatch:
     """Add advantages [T] and, if the algorithm needs them, proximal and reference log-probabilities and values [T].
 
     The reference is the base model with the adapter off, or a frozen version (contract C11). Collective over all
@@ -137,7 +138,7 @@ def _mismatch(micro: MicroBatch, logprobs: Tensor, version: int) -> dict[str, Te
 
 
 def learn(
-    engine: TrainEngine, adapter: Adapter, batch: TrainBatch, *, version: int, base_dtype: str, lr: float
+    engine: AdapterEngine, adapter: Adapter, batch: TrainBatch, *, version: int, base_dtype: str, lr: float
 ) -> LearnReport:
     """Take all optimizer steps on one annotated batch at rate ``lr``, starting from ``version``. Collective.
 
@@ -161,7 +162,11 @@ def learn(
         )
         if index == 0:
             _assert_aligned(sums, ALIGNMENT_LIMITS[base_dtype])
-        _assert_not_shifted(sums)
+        if is_shifted(sums):
+            raise AlignmentError(
+                f"rollout logprobs are shifted by one token: of the decisive tokens {sums['late']:.0f} have the "
+                f"record of the next one, {sums['early']:.0f} that of the one before, {sums['late_own']:.0f} their own"
+            )
         totals.update(sums)
         divisor = denominator(
             minibatch.loss_mask,
@@ -215,11 +220,3 @@ def _assert_aligned(sums: dict[str, float], limit: float) -> None:
                 f"mean |logp - {name} logp| is {total / count:.3g} over {count:.0f} tokens of an unmoved policy, "
                 f"limit {limit:g}: per-token arrays are shifted, or trainer and server compute different policies"
             )
-
-
-def _assert_not_shifted(sums: dict[str, float]) -> None:
-    if is_shifted(sums):
-        raise AlignmentError(
-            f"rollout logprobs are shifted by one token: of the decisive tokens {sums['late']:.0f} have the "
-            f"record of the next one, {sums['early']:.0f} that of the one before, {sums['late_own']:.0f} their own"
-        )

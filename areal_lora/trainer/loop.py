@@ -22,6 +22,7 @@ from functools import partial
 
 from areal_lora.errors import AdapterRolloutError
 from areal_lora.processes.watched import reached
+from areal_lora.trainer import work as w
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.collective.fault_isolation import contained, enter, first_failure, leave
 from areal_lora.trainer.collective.joining import delete, join, next_change, pause
@@ -34,24 +35,11 @@ from areal_lora.trainer.collective.next_work import (
     join_publish,
     make_durable,
     next_work,
-    start_audit,
 )
 from areal_lora.trainer.collective.operating import conclude, operate
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
 from areal_lora.trainer.training_state import Trainer
 from areal_lora.trainer.versions.checkpointing import export_adapter
-from areal_lora.trainer.work import (
-    Conclude,
-    Finish,
-    Join,
-    Leave,
-    Operate,
-    Pause,
-    PublishFault,
-    Resume,
-    RolloutFault,
-    TrainOn,
-)
 from areal_lora.types import AdapterPhase, AdapterRef, TrajectoryGroup
 
 
@@ -65,18 +53,18 @@ def train(trainer: Trainer) -> None:
     began_s = time.perf_counter()
     while (work := next_work(trainer, partial(next_change, trainer))) is not None:
         match work:
-            case Join():
+            case w.Join():
                 if (joined := join(trainer, work)) is not None:
                     start(trainer, joined)
-            case Leave(adapter=name):
+            case w.Leave(adapter=name):
                 delete(trainer, trainer.states[name])
-            case Pause(adapter=name) | Resume(adapter=name):
-                pause(trainer, trainer.states[name], isinstance(work, Pause))
-            case Operate(adapter=name):
+            case w.Pause(adapter=name) | w.Resume(adapter=name):
+                pause(trainer, trainer.states[name], isinstance(work, w.Pause))
+            case w.Operate(adapter=name):
                 operate(trainer, trainer.states[name], work)
-            case Conclude(adapter=name, publish=publish):
+            case w.Conclude(adapter=name, publish=publish):
                 conclude(trainer, trainer.states[name], publish=publish)
-            case TrainOn() | Finish() | PublishFault() | RolloutFault():
+            case w.TrainOn() | w.Finish() | w.PublishFault() | w.RolloutFault():
                 trainer.spans[work.adapter].add("wait_batch", time.perf_counter() - began_s)
                 carry_out(trainer, trainer.states[work.adapter], work)
         began_s = time.perf_counter()
@@ -84,27 +72,35 @@ def train(trainer: Trainer) -> None:
 
 
 def start(trainer: Trainer, state: TrainingState) -> None:
-    """Publish the version that the adapter starts with; from then on it is active, or drains."""
+    """Publish the version that the adapter starts with; from then on it is active, or drains.
+
+    Evaluations that were pending in the restored checkpoint are requested again: servers that kept running still hold
+    a version or two; an evaluation of any other version fails and is logged.
+    """
     with contained(trainer, state):
-        rerequest_evals(trainer, state)
+        if trainer.rank_0:
+            for version in sorted(controller_state(trainer, state).pending):
+                trainer.rank_0.controller.request_eval(AdapterRef(name=state.name, version=version))
         save_and_publish(trainer, state)
         enter(trainer, state, state.due_phase)
 
 
-def carry_out(trainer: Trainer, state: TrainingState, work: TrainOn | Finish | PublishFault | RolloutFault) -> None:
+def carry_out(
+    trainer: Trainer, state: TrainingState, work: w.TrainOn | w.Finish | w.PublishFault | w.RolloutFault
+) -> None:
     """Do what is next for one adapter. A fault of its own ends it."""
     with contained(trainer, state):
         match work:
-            case TrainOn(groups=groups):
+            case w.TrainOn(groups=groups):
                 train_step(trainer, state, groups)
-            case Finish():
+            case w.Finish():
                 join_last(trainer, state)
                 make_durable(trainer, state)
-            case PublishFault():
+            case w.PublishFault():
                 join_publish(trainer, state)
-            case RolloutFault(reason=reason, exit_code=code):
+            case w.RolloutFault(reason=reason, exit_code=code):
                 raise AdapterRolloutError(reason, code)
-    if isinstance(work, Finish) and state.phase is AdapterPhase.DRAINING:
+    if isinstance(work, w.Finish) and state.phase is AdapterPhase.DRAINING:
         finish(trainer, state)
 
 
@@ -113,7 +109,8 @@ def train_step(trainer: Trainer, state: TrainingState, groups: list[TrajectoryGr
     adapter, spans = state.tuned, trainer.spans[state.name]
     batch, histogram = batch_of(state, groups)
     reached("trainer.batch_received")
-    start_audit(trainer, state, batch)
+    if trainer.rank_0:
+        trainer.rank_0.auditor.start(state.name, batch, state.version, adapter.config.sampling.temperature)
     with spans.span("annotate"):
         batch = annotate(trainer.engine, adapter, batch)
     reached("trainer.annotated")
@@ -170,13 +167,3 @@ def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
         trainer.publishing.publish(state.adapter, state.version, save)
     if trainer.rank_0:
         trainer.rank_0.driver(state.adapter).evaluate_if_due(state.ref)
-
-
-def rerequest_evals(trainer: Trainer, state: TrainingState) -> None:
-    """Re-request evaluations that were pending in the restored checkpoint.
-
-    Servers that kept running still hold a version or two; an evaluation of any other version fails and is logged.
-    """
-    if trainer.rank_0:
-        for version in sorted(controller_state(trainer, state).pending):
-            trainer.rank_0.controller.request_eval(AdapterRef(name=state.name, version=version))

@@ -21,7 +21,7 @@ from areal_lora.config.sections.run import own_place
 from areal_lora.distributed.store import CurveStore, StoreServer
 from areal_lora.errors import ArealLoraError, exit_code_of
 from areal_lora.network.addresses import set_variables
-from areal_lora.platforms.device import platform_of
+from areal_lora.platforms.device import collective_of
 from areal_lora.processes import startup
 from areal_lora.processes.startup import collector_paused, get_logger, setup_logging, take_devices
 from areal_lora.run_folder.paths import RunFolder
@@ -49,7 +49,7 @@ def join_world(config: Config, run_folder: RunFolder, rank: int, world_size: int
         host, port = endpoint.host, endpoint.ports["store"]
     store = CurveStore(host, port, secret, STARTUP_TIMEOUT_S)
     dist.init_process_group(
-        platform_of(config.cluster.device).collective,
+        collective_of(config.cluster.device),
         store=store,
         rank=rank,
         world_size=world_size,

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.checkpoint.saver import CheckpointSave
+from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import recorded_s
-from areal_lora.obs.metrics.records import (
-    AdapterStateRecord,
-    CheckpointRecord,
-    MembersRecord,
-    PublishRecord,
-    ResumeRecord,
-    RolloutSampleRecord,
-    StepRecord,
-)
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
-from areal_lora.obs.trace import Spans
+from areal_lora.obs.run_view import Spans
 from areal_lora.operations.protocol import OptimStep, StepResult
 from areal_lora.rollout.channel.channel_messages import Batch, EvalResult, Stats
-from areal_lora.rollout.workflow import eval_record
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import beat, set_status
 from areal_lora.trainer import step_metrics
@@ -32,14 +23,7 @@ from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.step_metrics import Metrics, Window
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
-from areal_lora.weight_sync.trainer.report import PublishReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mark:
-    at_s: float
-    tokens: int
-    idle_s: float
+from areal_lora.weight_sync.trainer.decisions import PublishReport
 
 
 class RateMeter:
@@ -49,25 +33,26 @@ class RateMeter:
     """
 
     def __init__(self, fresh: Iterable[str], now_s: float) -> None:
-        self._marks = {name: _Mark(at_s=now_s, tokens=0, idle_s=0.0) for name in fresh}
+        self._marks = dict.fromkeys(fresh, (now_s, 0, 0.0))
+        """Of each adapter's newest step: time, tokens and idle seconds."""
 
     def start(self, adapter: str, now_s: float) -> None:
         """The counters of ``adapter`` start at 0 now."""
-        self._marks[adapter] = _Mark(at_s=now_s, tokens=0, idle_s=0.0)
+        self._marks[adapter] = (now_s, 0, 0.0)
 
     def step(self, adapter: str, *, tokens: int, idle_s: float, now_s: float) -> Metrics:
         """Rates since the adapter's previous step; unknown if a counter decreased.
 
         ``servers_idle`` is the fraction of the time with no group in flight.
         """
-        before = self._marks.get(adapter)
-        self._marks[adapter] = _Mark(at_s=now_s, tokens=tokens, idle_s=idle_s)
-        if before is None or tokens < before.tokens or idle_s < before.idle_s or now_s <= before.at_s:
+        before_s, tokens_before, idle_before_s = self._marks.get(adapter, (math.inf, 0, 0.0))
+        self._marks[adapter] = (now_s, tokens, idle_s)
+        if tokens < tokens_before or idle_s < idle_before_s or now_s <= before_s:
             return {}
-        elapsed_s = now_s - before.at_s
+        elapsed_s = now_s - before_s
         return {
-            "train/rollout_tokens_per_s": (tokens - before.tokens) / elapsed_s,
-            "train/servers_idle": min(1.0, (idle_s - before.idle_s) / elapsed_s),
+            "train/rollout_tokens_per_s": (tokens - tokens_before) / elapsed_s,
+            "train/servers_idle": min(1.0, (idle_s - idle_before_s) / elapsed_s),
         }
 
 
@@ -92,7 +77,7 @@ class Recorder:
         self._started_s = started_s - before_s
         self._writer = MetricsWriter(run_folder, only)
         for name, version in resumed.items():
-            self._writer.write(ResumeRecord(adapter=name, version=version, time_s=before_s))
+            self._writer.write(records.ResumeRecord(adapter=name, version=version, time_s=before_s))
         self._batches: dict[str, tuple[Stats, Metrics]] = {}
         self._meter = RateMeter([name for name in adapters if name not in resumed], time.monotonic())
 
@@ -103,7 +88,7 @@ class Recorder:
         """
         if resumed:
             now_s = time.monotonic() - self._started_s
-            self._writer.write(ResumeRecord(adapter=ref.name, version=ref.version, time_s=now_s))
+            self._writer.write(records.ResumeRecord(adapter=ref.name, version=ref.version, time_s=now_s))
         else:
             self._meter.start(ref.name, time.monotonic())
         self.phase(ref, AdapterPhase.PENDING, "", steps)
@@ -120,7 +105,7 @@ class Recorder:
         self._batches[batch.adapter] = batch.stats, step_metrics.of_rollouts(batch)
         for s in batch.samples:
             self._writer.write(
-                RolloutSampleRecord(
+                records.RolloutSampleRecord(
                     adapter=batch.adapter,
                     step=batch.step,
                     prompt=s.prompt,
@@ -133,11 +118,12 @@ class Recorder:
 
     def evaluation(self, result: EvalResult, order: int) -> None:
         """Record set number ``order`` of an evaluation."""
-        self._writer.write(eval_record(result, order))
+        self._writer.write(result.record(order))
 
     def published(self, report: PublishReport) -> None:
+        cast = report.cast
         self._writer.write(
-            PublishRecord(
+            records.PublishRecord(
                 adapter=report.ref.name,
                 version=report.ref.version,
                 total_ms=report.phases["ack"],
@@ -148,9 +134,9 @@ class Recorder:
                 differs_from_base=bool(report.differs),
                 servers=len(report.acks),
                 lost=report.lost,
-                merge_survives=None if report.cast is None else report.cast.survives,
-                merge_error=None if report.cast is None else report.cast.error,
-                merge_unmoved=None if report.cast is None else report.cast.unmoved,
+                merge_survives=cast.survives if cast else None,
+                merge_error=cast.error if cast else None,
+                merge_unmoved=cast.unmoved if cast else None,
             )
         )
 
@@ -159,7 +145,7 @@ class Recorder:
         if not (report.joined or report.left or report.lost):
             return
         self._writer.write(
-            MembersRecord(
+            records.MembersRecord(
                 adapter=report.ref.name,
                 version=report.ref.version,
                 servers=len(report.acks),
@@ -174,7 +160,7 @@ class Recorder:
     def phase(self, ref: AdapterRef, phase: AdapterPhase, reason: str, steps: int | None = None) -> None:
         """Record that the adapter is in ``phase`` from now on; see `AdapterStateRecord` for ``steps``."""
         self._writer.write(
-            AdapterStateRecord(
+            records.AdapterStateRecord(
                 adapter=ref.name,
                 state=phase,
                 version=ref.version,
@@ -186,7 +172,7 @@ class Recorder:
 
     def checkpointed(self, save: CheckpointSave) -> None:
         self._writer.write(
-            CheckpointRecord(
+            records.CheckpointRecord(
                 adapter=save.ref.name,
                 version=save.ref.version,
                 write_s=save.write_s,
@@ -216,7 +202,7 @@ class Recorder:
             metrics |= self._meter.step(ref.name, tokens=stats.tokens_generated, idle_s=stats.idle_s, now_s=now)
         metrics |= step_metrics.of_batch(batch) | step_metrics.of_learning(report)
         self._writer.write(
-            StepRecord(
+            records.StepRecord(
                 adapter=ref.name,
                 step=ref.version - 1,
                 version=ref.version - 1,
@@ -236,7 +222,7 @@ class Recorder:
     ) -> None:
         """Record a client's step, which started at ``before``."""
         self._writer.write(
-            StepRecord(
+            records.StepRecord(
                 adapter=before.name,
                 step=outcome.step if outcome.skipped else outcome.step - 1,
                 version=before.version,

@@ -110,9 +110,10 @@ _decode = msgspec.msgpack.Decoder(Work | Idle).decode
 
 def share(work: Work | None, exchange: Exchange) -> Work:
     """Rank 0's decision on every rank; the other ranks pass None. Collective."""
-    while isinstance(decided := _broadcast(work, exchange), Idle):
-        continue
-    return decided
+    while True:
+        decided: Work | Idle = _decode(exchange.broadcast_bytes(_encode(work) if exchange.rank == 0 else None))
+        if not isinstance(decided, Idle):
+            return decided
 
 
 class Waiting:
@@ -124,10 +125,5 @@ class Waiting:
     def signal(self) -> None:
         """Send `Idle` if it is due. On rank 0, outside of any other collective."""
         if time.monotonic() >= self._due_s:
-            _broadcast(Idle(), self._exchange)
+            self._exchange.broadcast_bytes(_encode(Idle()))
             self._due_s = time.monotonic() + IDLE_S
-
-
-def _broadcast(work: Work | Idle | None, exchange: Exchange) -> Work | Idle:
-    decided: Work | Idle = _decode(exchange.broadcast_bytes(_encode(work) if exchange.rank == 0 else None))
-    return decided

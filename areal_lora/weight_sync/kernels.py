@@ -6,35 +6,33 @@ costs no Python work per tensor.
 
 Only this file works with memory addresses. Callers pass addresses of live arrays;
 ``blocks`` has checked every copy against the memory it reads and writes.
+
+Plans of strided copies between the memories of an adapter: trainer parameters, wire buffers, serving slots.
+
+A plan is data (one array of blocks), made once per layout and checked against the memories that it touches.
+``TensorBlocks.copy`` runs it in compiled code. The reversed plan is the inverse.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 F32, BF16 = 0, 1  # element kinds
 
-_SHORT_ROW = 4096  # elements; below this a loop is faster than a call of memcpy
-
-
-@intrinsic
-def copy_bytes(context: Any, dst: Any, src: Any, nbytes: Any) -> Any:
-    """Call memcpy."""
-
-    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to, source, count = args
-        pointer = cgutils.voidptr_t
-        cgutils.raw_memcpy(builder, builder.inttoptr(to, pointer), builder.inttoptr(source, pointer), count, 1)
-
-    return types.void(types.int64, types.int64, types.int64), generate
+BLOCK = np.dtype(
+    [(name, np.int64) for name in ("src", "src_pitch", "dst", "dst_pitch", "rows", "cols", "dst_step")]
+    + [("scale", np.float32)],
+    align=True,
+)
 
 
 @intrinsic
@@ -47,26 +45,6 @@ def pointer(context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@intrinsic
-def as_float(context: Any, bits: Any) -> Any:
-    """View uint32 as float32."""
-
-    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate
-
-
-@intrinsic
-def as_bits(context: Any, value: Any) -> Any:
-    """View float32 as uint32."""
-
-    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
-
-
 @numba.njit(nogil=True, cache=True, inline="always")
 def _to_bf16(bits: Any) -> Any:
     """Round to nearest even; NaN stays NaN (it keeps a mantissa bit)."""
@@ -75,159 +53,119 @@ def _to_bf16(bits: Any) -> Any:
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
-@numba.njit(nogil=True, cache=True)
-def _row_f32_f32(src: int, dst: int, n: int, scale: Any) -> None:
-    a, b = carray(pointer(src), n, np.float32), carray(pointer(dst), n, np.float32)
-    if scale == np.float32(1.0):
-        for j in range(n):
-            b[j] = a[j]
-    else:
-        for j in range(n):
-            b[j] = a[j] * scale
-
-
-@numba.njit(nogil=True, cache=True)
-def _row_f32_bf16(src: int, dst: int, n: int, scale: Any) -> None:
-    a, b = carray(pointer(src), n, np.float32), carray(pointer(dst), n, np.uint16)
-    if scale == np.float32(1.0):
-        for j in range(n):
-            b[j] = _to_bf16(as_bits(a[j]))
-    else:
-        for j in range(n):
-            b[j] = _to_bf16(as_bits(a[j] * scale))
-
-
-@numba.njit(nogil=True, cache=True)
-def _row_bf16_f32(src: int, dst: int, n: int, scale: Any) -> None:
-    a, b = carray(pointer(src), n, np.uint16), carray(pointer(dst), n, np.float32)
-    if scale == np.float32(1.0):
-        for j in range(n):
-            b[j] = as_float(np.uint32(a[j]) << np.uint32(16))
-    else:
-        for j in range(n):
-            b[j] = as_float(np.uint32(a[j]) << np.uint32(16)) * scale
-
-
-@numba.njit(nogil=True, cache=True)
-def _row_bf16_bf16(src: int, dst: int, n: int, scale: Any) -> None:
-    a, b = carray(pointer(src), n, np.uint16), carray(pointer(dst), n, np.uint16)
-    if scale == np.float32(1.0):
-        for j in range(n):
-            b[j] = a[j]
-    else:
-        for j in range(n):
-            b[j] = _to_bf16(as_bits(as_float(np.uint32(a[j]) << np.uint32(16)) * scale))
+@numba.njit(nogil=True, cache=True, inline="always")
+def _from_bf16(bits: Any) -> Any:
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 # The functions below take scalars: an array argument costs as much as copying a small tensor.
 
 
 @numba.njit(nogil=True, cache=True)
+def _row_bits(src: int, dst: int, nbytes: int) -> None:
+    a, b = carray(pointer(src), nbytes // 2, np.uint16), carray(pointer(dst), nbytes // 2, np.uint16)
+    for j in range(nbytes // 2):
+        b[j] = a[j]
+
+
+@numba.njit(nogil=True, cache=True)
+def _row_f32_f32(src: int, dst: int, n: int, scale: Any) -> None:
+    a, b = carray(pointer(src), n, np.float32), carray(pointer(dst), n, np.float32)
+    for j in range(n):
+        b[j] = a[j] * scale
+
+
+@numba.njit(nogil=True, cache=True)
+def _row_f32_bf16(src: int, dst: int, n: int, scale: Any) -> None:
+    a, b = carray(pointer(src), n, np.float32), carray(pointer(dst), n, np.uint16)
+    if scale == np.float32(1.0):  # twice as fast
+        bits = carray(pointer(src), n, np.uint32)
+        for j in range(n):
+            b[j] = _to_bf16(bits[j])
+    else:
+        for j in range(n):
+            b[j] = _to_bf16(np.float32(a[j] * scale).view(np.uint32))
+
+
+@numba.njit(nogil=True, cache=True)
+def _row_bf16_f32(src: int, dst: int, n: int, scale: Any) -> None:
+    a, b = carray(pointer(src), n, np.uint16), carray(pointer(dst), n, np.float32)
+    for j in range(n):
+        b[j] = _from_bf16(a[j]) * scale
+
+
+@numba.njit(nogil=True, cache=True)
+def _row_bf16_bf16(src: int, dst: int, n: int, scale: Any) -> None:
+    a, b = carray(pointer(src), n, np.uint16), carray(pointer(dst), n, np.uint16)
+    for j in range(n):
+        b[j] = _to_bf16(np.float32(_from_bf16(a[j]) * scale).view(np.uint32))
+
+
+@numba.njit(nogil=True, cache=True)
 def _copy_block(
     src: int, src_kind: int, src_pitch: int, dst: int, dst_kind: int, dst_pitch: int, rows: int, cols: int, scale: Any
 ) -> None:
-    n, m = cols, rows
-    if m > 1 and src_pitch == n * (4 if src_kind == F32 else 2) and dst_pitch == n * (4 if dst_kind == F32 else 2):
+    n, m, item = cols, rows, 4 if src_kind == F32 else 2
+    if m > 1 and src_pitch == n * item and dst_pitch == n * (4 if dst_kind == F32 else 2):
         n, m = n * m, 1
     for r in range(m):
         x, y = src + r * src_pitch, dst + r * dst_pitch
-        if src_kind == F32 and dst_kind == F32:
-            if scale == np.float32(1.0) and n >= _SHORT_ROW:
-                copy_bytes(y, x, n * 4)
-            else:
-                _row_f32_f32(x, y, n, scale)
+        if src_kind == dst_kind and scale == np.float32(1.0):
+            _row_bits(x, y, n * item)
+        elif src_kind == F32 and dst_kind == F32:
+            _row_f32_f32(x, y, n, scale)
         elif src_kind == F32:
             _row_f32_bf16(x, y, n, scale)
         elif dst_kind == F32:
             _row_bf16_f32(x, y, n, scale)
-        elif scale == np.float32(1.0) and n >= _SHORT_ROW:
-            copy_bytes(y, x, n * 2)
         else:
             _row_bf16_bf16(x, y, n, scale)
 
 
 @numba.njit(nogil=True, cache=True)
 def copy_blocks(
-    src_base: int,
-    src_kind: int,
-    dst_base: int,
-    dst_kind: int,
-    slot: int,
-    src: Any,
-    src_pitch: Any,
-    dst: Any,
-    dst_pitch: Any,
-    dst_step: Any,
-    rows: Any,
-    cols: Any,
-    scale: Any,
-    first: int,
-    last: int,
+    src_base: int, src_kind: int, dst_base: int, dst_kind: int, slot: int, blocks: Any, first: int, last: int
 ) -> None:
-    """Blocks ``first:last``: ``rows`` rows of ``cols`` elements each, ``scale`` times the source.
+    """Blocks ``first:last`` (`BLOCK`): ``rows`` rows of ``cols`` elements each, ``scale`` times the source.
 
-    Row r of block i is read at ``src_base + src[i] + r * src_pitch[i]`` and written at
-    ``dst_base + dst[i] + slot * dst_step[i] + r * dst_pitch[i]`` (bytes). Equal kinds with
+    Row r of a block is read at ``src_base + src + r * src_pitch`` and written at
+    ``dst_base + dst + slot * dst_step + r * dst_pitch`` (bytes). Equal kinds with
     scale 1 are copied bit for bit; bfloat16 is rounded to nearest even.
     """
     for i in range(first, last):
-        _copy_block(
-            src_base + src[i],
-            src_kind,
-            src_pitch[i],
-            dst_base + dst[i] + slot * dst_step[i],
-            dst_kind,
-            dst_pitch[i],
-            rows[i],
-            cols[i],
-            scale[i],
-        )
+        b = blocks[i]
+        dst = dst_base + b.dst + slot * b.dst_step
+        _copy_block(src_base + b.src, src_kind, b.src_pitch, dst, dst_kind, b.dst_pitch, b.rows, b.cols, b.scale)
 
 
 @numba.njit(nogil=True, cache=True)
-def _mix(h: Any, acc: Any) -> Any:
-    return (h * np.uint64(0x9E3779B97F4A7C15)) ^ acc ^ (acc >> np.uint64(32))
+def _fingerprint(at: int, size: int, kind: int, keys: int, width: int) -> Any:
+    """(fingerprint, 1 where an exponent is all ones) of ``size`` elements at address ``at``.
 
-
-@numba.njit(nogil=True, cache=True)
-def _fingerprint_f32(at: int, size: int, keys: int, width: int) -> Any:
-    """(fingerprint, 1 where an exponent is all ones) of ``size`` float32 at address ``at``."""
+    Two bfloat16 make a word; the odd last one stands alone.
+    """
     multipliers = carray(pointer(keys), width, np.uint64)
+    high, low = np.uint32(0x7F800000), np.uint32(0x7F80)
+    whole = size if kind == F32 else size // 2
+    words_end = size if kind == F32 else (size + 1) // 2
     h, infinite, done = np.uint64(size), np.uint32(0), 0
-    while done < size:
-        n = min(width, size - done)
+    while done < words_end:
+        n = min(width, whole - done)
         words = carray(pointer(at + done * 4), n, np.uint32)
         acc = np.uint64(0)
         for j in range(n):
             x = words[j]
             acc += np.uint64(x) * multipliers[j]
-            infinite |= np.uint32((x & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
-        h = _mix(h, acc)
-        done += n
-    return h, infinite
-
-
-@numba.njit(nogil=True, cache=True)
-def _fingerprint_bf16(at: int, size: int, keys: int, width: int) -> Any:
-    """As ``_fingerprint_f32``; two bfloat16 to a word, the odd last one stands alone."""
-    multipliers = carray(pointer(keys), width, np.uint64)
-    h, infinite, done = np.uint64(size), np.uint32(0), 0
-    while done < size:
-        n = min(2 * width, size - done)
-        pairs = n // 2
-        words = carray(pointer(at + done * 2), pairs, np.uint32)
-        acc = np.uint64(0)
-        for j in range(pairs):
-            x = words[j]
-            acc += np.uint64(x) * multipliers[j]
-            infinite |= np.uint32((x & np.uint32(0x7F80)) == np.uint32(0x7F80))
-            infinite |= np.uint32((x & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
-        if n % 2:
-            last = np.uint32(carray(pointer(at + (done + n - 1) * 2), 1, np.uint16)[0])
-            acc += np.uint64(last) * multipliers[pairs]
-            infinite |= np.uint32((last & np.uint32(0x7F80)) == np.uint32(0x7F80))
-        h = _mix(h, acc)
-        done += n
+            infinite |= np.uint32((x & high) == high)
+        if kind == BF16:
+            for j in range(n):
+                infinite |= np.uint32((words[j] & low) == low)
+        done += width
+        if done > whole and whole < words_end:
+            last = np.uint32(carray(pointer(at + whole * 4), 1, np.uint16)[0])
+            acc += np.uint64(last) * multipliers[n]
+            infinite |= np.uint32((last & low) == low)
+        h = (h * np.uint64(0x9E3779B97F4A7C15)) ^ acc ^ (acc >> np.uint64(32))
     return h, infinite
 
 
@@ -243,27 +181,136 @@ def fingerprints(
     string hashing is fast", 2014). ``bad`` uint8 [n]: 1 where an exponent is all ones.
     """
     for i in range(first, last):
-        if kind == F32:
-            sums[i], infinite = _fingerprint_f32(base + offsets[i], sizes[i], keys, width)
-        else:
-            sums[i], infinite = _fingerprint_bf16(base + offsets[i], sizes[i], keys, width)
+        sums[i], infinite = _fingerprint(base + offsets[i], sizes[i], kind, keys, width)
         bad[i] = np.uint8(infinite)
-
-
-@numba.njit(nogil=True, cache=True)
-def weighted_sum(values: Any, weights: Any) -> Any:
-    """sum_i low_i * weights[i, 0] + high_i * weights[i, 1] mod 2^64 of uint64 [n]; low and high have 32 bits.
-
-    Halves, because a sum of keys may be even: times 2 it would lose the highest bit of a whole value.
-    """
-    total = np.uint64(0)
-    for i in range(len(values)):
-        x = values[i]
-        total += (x & np.uint64(0xFFFFFFFF)) * weights[i, 0] + (x >> np.uint64(32)) * weights[i, 1]
-    return total
 
 
 def fixed_keys(use: str, n: int) -> np.ndarray:
     """Public multipliers for one ``use``, odd uint64 [n]: the same in every run and on every machine."""
     stream = hashlib.shake_256(f"areal_lora {use} keys".encode()).digest(8 * n)
     return np.frombuffer(stream, dtype="<u8").astype(np.uint64) | np.uint64(1)
+
+
+KINDS = {"float32": F32, "bfloat16": BF16}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_KEYS = fixed_keys("fingerprint", 1024)  # as many as stay in the first-level cache beside the data
+_PART_BYTES = 1 << 20  # measured, then copied from the second-level cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """Fingerprints and faults of a shard's tensors, filled in as the tensors are copied.
+
+    ``offsets`` (bytes) and ``sizes`` (elements) int64 [n]; ``sums`` uint64 [n]; ``bad`` uint8 [n] is 1
+    where a tensor holds NaN or infinity.
+    """
+
+    dtype: str
+    offsets: np.ndarray
+    sizes: np.ndarray
+    sums: np.ndarray
+    bad: np.ndarray
+
+    def measure(self, base: int, first: int, last: int) -> None:
+        """Fill in tensors [first, last) of a shard that starts at address ``base``."""
+        kind, width = KINDS[self.dtype], len(_KEYS)
+        keys = _KEYS.ctypes.data
+        fingerprints(base, kind, self.offsets, self.sizes, keys, width, first, last, self.sums, self.bad)
+
+    def parts(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Cut tensors [first, last) into runs of about ``_PART_BYTES``."""
+        while first < last:
+            end = int(np.searchsorted(self.offsets, self.offsets[first] + _PART_BYTES))
+            end = min(max(end, first + 1), last)
+            yield first, end
+            first = end
+
+
+class Block(NamedTuple):
+    """``rows`` rows of ``cols`` elements. ``src`` and ``dst`` are bytes from the start of their memory,
+    pitches the bytes between rows; ``dst_step`` the bytes from one serving slot to the next."""
+
+    src: int
+    src_pitch: int
+    dst: int
+    dst_pitch: int
+    rows: int
+    cols: int
+    dst_step: int = 0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBlocks:
+    """Blocks grouped by tensor: those of tensor i are ``first[i]:first[i + 1]``.
+
+    ``src_dtype`` and ``dst_dtype`` are "float32" or "bfloat16"; ``first`` is int64 [tensors + 1], ``blocks`` has a
+    `Block` in each row.
+    """
+
+    src_dtype: str
+    dst_dtype: str
+    first: np.ndarray
+    blocks: np.ndarray
+
+    @classmethod
+    def of(cls, tensors: Sequence[Sequence[Block]], src_dtype: str, dst_dtype: str) -> TensorBlocks:
+        """One inner sequence per tensor, in shard order; it may be empty."""
+        flat = np.array([block for blocks in tensors for block in blocks], dtype=BLOCK)
+        first = np.cumsum([0, *(len(blocks) for blocks in tensors)]).astype(np.int64)
+        return cls(src_dtype=src_dtype, dst_dtype=dst_dtype, first=first, blocks=flat)
+
+    @property
+    def n_tensors(self) -> int:
+        return len(self.first) - 1
+
+    def check(self, *, src_bytes: int, dst_bytes: np.ndarray | int, slots: int = 1) -> None:
+        """Raise ValueError if a block leaves its memory. ``dst_bytes`` is one size, or one per block."""
+        rows, cols = self.blocks["rows"], self.blocks["cols"]
+        for what, side, dtype, step, limit in (
+            ("source", "src", self.src_dtype, 0, src_bytes),
+            ("destination", "dst", self.dst_dtype, self.blocks["dst_step"], dst_bytes),
+        ):
+            start, pitch = self.blocks[side], self.blocks[f"{side}_pitch"]
+            end = start + (slots - 1) * step + (rows - 1) * pitch + cols * ITEM_BYTES[dtype]
+            wrong = np.flatnonzero((start < 0) | (end > limit) | (rows < 1) | (cols < 1) | (pitch < 0))
+            if len(wrong):
+                raise ValueError(f"block {wrong[0]} leaves its {what} ({start[wrong[0]]}..{end[wrong[0]]})")
+
+    def moved(self, src_by: np.ndarray | int = 0, dst_by: np.ndarray | int = 0) -> TensorBlocks:
+        """Shift all starts, for example from offsets to addresses."""
+        blocks = self.blocks.copy()
+        blocks["src"] += src_by
+        blocks["dst"] += dst_by
+        return replace(self, blocks=blocks)
+
+    def reversed(self) -> TensorBlocks:
+        """Exchange source and destination. Raises ValueError for a plan with scales or slots."""
+        if self.blocks["dst_step"].any() or (self.blocks["scale"] != 1).any():
+            raise ValueError("a plan that scales or fills slots has no inverse")
+        blocks = self.blocks.copy()
+        for mine, other in (("src", "dst"), ("src_pitch", "dst_pitch")):
+            blocks[mine], blocks[other] = self.blocks[other], self.blocks[mine]
+        return replace(self, src_dtype=self.dst_dtype, dst_dtype=self.src_dtype, blocks=blocks)
+
+    def copy(
+        self,
+        src_base: int,
+        dst_base: int,
+        *,
+        slot: int = 0,
+        tensors: tuple[int, int] | None = None,
+        marks: Marks | None = None,
+    ) -> None:
+        """Copy the blocks of tensors ``[a, b)`` (all by default) between two memories given by address.
+
+        ``marks``, if given, measure the source in the same pass. The caller keeps both memories alive.
+        Releases the GIL; uses the calling thread only.
+        """
+        kinds = KINDS[self.src_dtype], KINDS[self.dst_dtype]
+        a, b = tensors if tensors is not None else (0, self.n_tensors)
+        for start, end in [(a, b)] if marks is None else marks.parts(a, b):
+            if marks is not None:
+                marks.measure(src_base, start, end)
+            first, last = int(self.first[start]), int(self.first[end])
+            copy_blocks(src_base, kinds[0], dst_base, kinds[1], slot, self.blocks, first, last)

@@ -25,8 +25,7 @@ import numpy as np
 from areal_lora.config.sizing.slots import bucket_ends
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterStructure
-from areal_lora.weight_sync.blocks import ITEM_BYTES, Marks
-from areal_lora.weight_sync.kernels import fixed_keys
+from areal_lora.weight_sync.kernels import ITEM_BYTES, Marks, fixed_keys
 from areal_lora.weight_sync.refusal import RefusalReason
 
 Shape = tuple[int, ...]
@@ -81,9 +80,10 @@ class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Bytes of all shards: the unique bytes of a version."""
         return sum(s.nbytes for s in self.shards)
 
-    @property
-    def n_tensors(self) -> int:
-        return sum(len(s.tensors) for s in self.shards)
+    @cached_property
+    def tables(self) -> tuple[TensorTable, ...]:
+        """By shard, computed once per layout: the cost of a version must not grow with names."""
+        return tuple(TensorTable(shard, self.dtype) for shard in self.shards)
 
     @cached_property
     def _full_names(self) -> list[str]:
@@ -182,16 +182,21 @@ class TensorTable:
     """Offsets and ends (bytes) and sizes (elements) of a shard's tensors, int64 [n], for the compiled loops."""
 
     def __init__(self, shard: ShardLayout, dtype: str) -> None:
-        item = ITEM_BYTES[dtype]
-        self._dtype = dtype
+        self._shard, self._dtype = shard, dtype
         self.offsets = np.array([t.offset for t in shard.tensors], dtype=np.int64)
-        ends = [*(t.offset for t in shard.tensors[1:]), shard.nbytes] if shard.tensors else []
-        self.ends = np.array(ends, dtype=np.int64)
-        self.sizes = (self.ends - self.offsets) // item
+        self.ends = np.array([*self.offsets[1:], shard.nbytes] if shard.tensors else [], dtype=np.int64)
+        self.sizes = (self.ends - self.offsets) // ITEM_BYTES[dtype]
+        self._buckets: dict[int, tuple[Bucket, ...]] = {}
 
     def end(self, tensors: int) -> int:
         """End of the first ``tensors`` of the shard, bytes."""
         return 0 if tensors == 0 else int(self.ends[tensors - 1])
+
+    def buckets(self, bucket_bytes: int) -> tuple[Bucket, ...]:
+        """``plan_buckets`` of the shard."""
+        if bucket_bytes not in self._buckets:
+            self._buckets[bucket_bytes] = plan_buckets(self._shard, bucket_bytes)
+        return self._buckets[bucket_bytes]
 
     def marks(self, sums: np.ndarray | None = None) -> Marks:
         """Empty marks for one version; fingerprints are written to ``sums`` (uint64 [n]) if given."""
@@ -203,19 +208,3 @@ class TensorTable:
             sums=np.zeros(n, dtype=np.uint64) if sums is None else sums,
             bad=np.zeros(n, dtype=np.uint8),
         )
-
-
-class LayoutTables:
-    """Tables of all shards, computed once per layout: the cost of a version must not grow with names."""
-
-    def __init__(self, layout: AdapterLayout) -> None:
-        self.layout = layout
-        self.shards = tuple(TensorTable(shard, layout.dtype) for shard in layout.shards)
-        self._buckets: dict[tuple[int, int], tuple[Bucket, ...]] = {}
-
-    def buckets(self, shard: int, bucket_bytes: int) -> tuple[Bucket, ...]:
-        """``plan_buckets`` of a shard by its index."""
-        key = shard, bucket_bytes
-        if key not in self._buckets:
-            self._buckets[key] = plan_buckets(self.layout.shards[shard], bucket_bytes)
-        return self._buckets[key]

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -20,8 +19,7 @@ import numpy as np
 from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.families.peft_folder import FILE_PREFIX
 from areal_lora.types import AdapterRef, AdapterStructure, ShardManifest
-from areal_lora.weight_sync.blocks import ITEM_BYTES
-from areal_lora.weight_sync.kernels import weighted_sum
+from areal_lora.weight_sync.kernels import ITEM_BYTES
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout
 from areal_lora.weight_sync.refusal import RefusalReason
 
@@ -41,27 +39,15 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
 
 
-class Envelope:
-    """An announcement for several servers, each with the remaining time when it is sent."""
-
-    def __init__(self, manifest: ShardManifest, layout: AdapterLayout | None) -> None:
-        self._manifest, self._layout = manifest, msgspec.Raw(msgspec.msgpack.encode(layout))
-
-    def seal(self, timeout_s: float) -> bytes:
-        return _MAGIC + msgspec.msgpack.encode(
-            _EncodedAnnouncement(manifest=self._manifest, layout=self._layout, timeout_s=timeout_s)
-        )
-
-
-class _EncodedAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
-    """An ``Announcement`` whose layout, a few megabytes, is already encoded."""
+class EncodedAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
+    """An ``Announcement`` whose layout, a few megabytes, is already encoded for several servers."""
 
     manifest: ShardManifest
     layout: msgspec.Raw
-    timeout_s: float
+    timeout_s: float = 0.0
 
 
-def encode(announcement: Announcement) -> bytes:
+def encode(announcement: Announcement | EncodedAnnouncement) -> bytes:
     return _MAGIC + msgspec.msgpack.encode(announcement)
 
 
@@ -160,26 +146,17 @@ def _check_structure(got: AdapterStructure, want: AdapterStructure | None, ref: 
             raise ManifestError(RefusalReason.MALFORMED, f"{ref}: {pattern!r} is no regular expression: {e}") from None
     if want is None:
         return
-    if got.rank != want.rank:
-        raise ManifestError(RefusalReason.RANK, f"{ref} has rank {got.rank}, this adapter has rank {want.rank}")
-    if got.rank_pattern != want.rank_pattern:
-        raise ManifestError(
-            RefusalReason.RANK, f"{ref} has ranks {dict(got.rank_pattern)}, this adapter has {dict(want.rank_pattern)}"
-        )
-    if got.alpha != want.alpha:
-        raise ManifestError(RefusalReason.ALPHA, f"{ref} has alpha {got.alpha}, this adapter has alpha {want.alpha}")
-    if (got.alpha_pattern, got.rslora) != (want.alpha_pattern, want.rslora):
-        raise ManifestError(
-            RefusalReason.ALPHA,
-            f"{ref} is scaled by {dict(got.alpha_pattern)}, rslora {got.rslora}; "
-            f"this adapter by {dict(want.alpha_pattern)}, rslora {want.rslora}",
-        )
-    if set(got.target_modules) != set(want.target_modules) or got.expert_layout != want.expert_layout:
-        raise ManifestError(
-            RefusalReason.TARGETS,
-            f"{ref} targets {sorted(got.target_modules)} ({got.expert_layout}), "
-            f"this adapter {sorted(want.target_modules)} ({want.expert_layout})",
-        )
+    for reason, what, mine, declared in (
+        (RefusalReason.RANK, "rank", got.rank, want.rank),
+        (RefusalReason.RANK, "ranks", got.rank_pattern, want.rank_pattern),
+        (RefusalReason.ALPHA, "alpha", got.alpha, want.alpha),
+        (RefusalReason.ALPHA, "alphas", got.alpha_pattern, want.alpha_pattern),
+        (RefusalReason.ALPHA, "rslora", got.rslora, want.rslora),
+        (RefusalReason.TARGETS, "targets", sorted(set(got.target_modules)), sorted(set(want.target_modules))),
+        (RefusalReason.TARGETS, "expert layout", str(got.expert_layout), str(want.expert_layout)),
+    ):
+        if mine != declared:
+            raise ManifestError(reason, f"{ref} has {what} {mine}, this adapter has {what} {declared}")
 
 
 def _check_name(name: str, shape: Shape, expected: Mapping[str, Shape]) -> None:
@@ -220,10 +197,12 @@ LINE_BYTES = 64  # cache line; fingerprints are aligned to it
 def shard_sum(layout: AdapterLayout, shard: int, sums: np.ndarray) -> int:
     """Combine all fingerprints (uint64 [tensors]) of a shard, given by its index, into 64 bits.
 
-    Multilinear like the fingerprints themselves; a cryptographic hash of 300 kB would take longer
-    than comparing them.
+    Multilinear like the fingerprints themselves: sum_i low_i * weights[i, 0] + high_i * weights[i, 1] mod 2^64. Halves,
+    because a sum of keys may be even: times 2 it would lose the highest bit of a whole value. A cryptographic hash of
+    300 kB would take longer than comparing them.
     """
-    return int(weighted_sum(sums, layout.weights[shard]))
+    low, high = sums & np.uint64(0xFFFFFFFF), sums >> np.uint64(32)
+    return int((low * layout.weights[shard][:, 0] + high * layout.weights[shard][:, 1]).sum(dtype=np.uint64))
 
 
 def seal(ref: AdapterRef, layout_digest: str, shard_sum: int) -> bytes:
@@ -232,15 +211,13 @@ def seal(ref: AdapterRef, layout_digest: str, shard_sum: int) -> bytes:
     return hashlib.blake2b(head + shard_sum.to_bytes(8, "little"), digest_size=SEAL_BYTES).digest()
 
 
-def trailer_bytes(shard: ShardLayout) -> int:
-    """Length of the last broadcast of a shard: a fingerprint of 8 bytes per tensor, and the seal."""
-    return 8 * len(shard.tensors) + SEAL_BYTES
-
-
 def trailer_part(shard: ShardLayout) -> tuple[int, int]:
-    """(start, end) of the trailer in the memory of a packed shard, after the tensors."""
+    """(start, end) of the trailer in the memory of a packed shard, after the tensors.
+
+    It is the last broadcast of the shard: a fingerprint of 8 bytes per tensor, and the seal.
+    """
     start = -(-shard.nbytes // LINE_BYTES) * LINE_BYTES
-    return start, start + trailer_bytes(shard)
+    return start, start + 8 * len(shard.tensors) + SEAL_BYTES
 
 
 def adapter_digest(layout: AdapterLayout, shard_sums: Iterable[int]) -> str:
@@ -286,7 +263,9 @@ def _folder_digest(folder: str, stats: tuple[tuple[str, int, int], ...]) -> str:
         with open(os.path.join(folder, name), "rb") as f:
             for start, length in _blocks(f.read(8), size, full):
                 f.seek(start)
-                _feed(h, f, length)
+                while length > 0 and (chunk := f.read(min(length, 8 << 20))):
+                    h.update(chunk)
+                    length -= len(chunk)
     return h.hexdigest()
 
 
@@ -298,12 +277,3 @@ def _blocks(first: bytes, size: int, full: bool) -> list[tuple[int, int]]:
     last = max(size - SAMPLE_BYTES, header)
     step = (last - header) / (SAMPLES_PER_FILE - 1)
     return [(0, header), *((header + int(i * step), SAMPLE_BYTES) for i in range(SAMPLES_PER_FILE))]
-
-
-def _feed(h: hashlib.blake2b, f: BinaryIO, length: int) -> None:
-    while length > 0:
-        chunk = f.read(min(length, 8 << 20))
-        if not chunk:
-            return
-        h.update(chunk)
-        length -= len(chunk)

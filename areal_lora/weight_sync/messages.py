@@ -261,12 +261,6 @@ def covered(module: str, target_modules: Iterable[str]) -> bool:
     return (found is not None and covers(targets, *found)) or path_of(module) in targets
 
 
-def lora_shapes(module: str, sizes: tuple[int, int], rank: int) -> dict[str, Shape]:
-    """Full names and shapes of a module with ``sizes`` (inputs, outputs) at ``rank``."""
-    inputs, outputs = sizes
-    return {module + LORA_A: (rank, inputs), module + LORA_B: (outputs, rank)}
-
-
 def served_shapes(
     modules: Mapping[str, tuple[int, int]], structure: AdapterStructure, payload: Payload = Payload.UNMERGED
 ) -> dict[str, Shape]:
@@ -278,7 +272,8 @@ def served_shapes(
         if payload is Payload.MERGED:
             shapes[module + WEIGHT] = (outputs, inputs)
         else:
-            shapes |= lora_shapes(module, (inputs, outputs), structure.rank_of(module))
+            rank = structure.rank_of(module)
+            shapes |= {module + LORA_A: (rank, inputs), module + LORA_B: (outputs, rank)}
     return shapes
 
 

@@ -20,9 +20,10 @@ largest differences, one in `TIES`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from areal_lora.errors import ParityError
 from areal_lora.types import AdapterRef
@@ -96,29 +97,28 @@ def check_probe(
         if [len(row) for row in rows] != lengths:
             raise ParityError(f"{ref} on server {server}: {what} logprobs do not match the probe's lengths {lengths}")
     mine, theirs = _scored(expected.logprobs), _scored(served)
-    if not mine:
+    if not len(mine):
         raise ParityError(f"{ref} on server {server}: the probe scores no token; give sequences of two tokens or more")
-    differences = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
-    if not all(map(math.isfinite, differences)):
+    differences = np.abs(mine - theirs)
+    if not np.isfinite(differences).all():
         raise ParityError(f"{ref} on server {server}: the probe has logprobs that are not finite")
     others = [("its base", expected.base, base), (str(expected.parent), expected.before, before)]
     rounding = _rounding([(trainers, servers) for _, trainers, servers in others])
     for name, trainers, servers in others:
         if trainers is None or servers is None or expected.lossy:
             continue
-        wanted = [a - b for a, b in zip(mine, _scored(trainers), strict=True)]
-        got = [a - b for a, b in zip(theirs, _scored(servers), strict=True)]
+        wanted, got = mine - _scored(trainers), theirs - _scored(servers)
         if _stayed(wanted, got, expected.noise, rounding):
-            largest = max(map(abs, wanted))
+            largest = np.abs(wanted).max()
             raise ParityError(
                 f"{ref} on server {server}: the trainer's adapter changes the probe by up to {largest:.2g} nats, but "
                 f"the server still answers like {name}; the adapter does not reach the sampler"
             )
     result = ProbeResult(
-        mean_abs=sum(differences) / len(differences),
+        mean_abs=float(differences.mean()),
         compared=_compared(expected, served),
-        max_abs=max(differences),
-        differs=base is None or theirs != _scored(base),
+        max_abs=float(differences.max()),
+        differs=base is None or not np.array_equal(theirs, _scored(base)),
     )
     if result.compared > tolerance:
         raise ParityError(
@@ -130,14 +130,10 @@ def check_probe(
 
 def _compared(expected: ProbeExpectation, served: Rows) -> float:
     """Mean difference per token, without the sequences that may hold a tie between experts."""
-    sums = [
-        (sum(abs(a - b) for a, b in zip(mine[1:], theirs[1:], strict=True)), len(mine) - 1)
-        for mine, theirs in zip(expected.logprobs, served, strict=True)
-        if len(mine) > 1
-    ]
-    sums.sort(key=lambda s: s[0] / s[1])
-    kept = sums[: len(sums) - len(sums) // TIES] if expected.routed else sums
-    return sum(total for total, _ in kept) / sum(tokens for _, tokens in kept)
+    rows = [np.abs(np.subtract(a[1:], b[1:])) for a, b in zip(expected.logprobs, served, strict=True) if len(a) > 1]
+    rows.sort(key=lambda row: float(row.mean()))
+    kept = rows[: len(rows) - len(rows) // TIES] if expected.routed else rows
+    return float(np.concatenate(kept).mean())
 
 
 def _rounding(pairs: Sequence[tuple[Rows | None, Rows | None]]) -> float:
@@ -146,28 +142,29 @@ def _rounding(pairs: Sequence[tuple[Rows | None, Rows | None]]) -> float:
     Of one version, or of two with the same scores, it is the disagreement itself.
     """
     known = [(_scored(mine), _scored(theirs)) for mine, theirs in pairs if mine is not None and theirs is not None]
-    gaps = [[a - b for a, b in zip(*pair, strict=True)] for pair in known]
-    if len(gaps) == 2 and known[0][0] != known[1][0]:
-        gaps = [[a - b for a, b in zip(*gaps, strict=True)]]
-    return sum(map(abs, gaps[0])) / len(gaps[0]) if gaps else 0.0
+    gaps = [mine - theirs for mine, theirs in known]
+    if len(gaps) == 2 and (known[0][0] != known[1][0]).any():
+        gaps = [gaps[0] - gaps[1]]
+    return float(np.abs(gaps[0]).mean()) if gaps else 0.0
 
 
-def _stayed(wanted: Sequence[float], got: Sequence[float], noise: float, rounding: float) -> bool:
+def _stayed(wanted: np.ndarray, got: np.ndarray, noise: float, rounding: float) -> bool:
     """Whether the server did not move although the trainer did; ``wanted`` and ``got`` are both sides' differences.
 
     Exact equality is proof. Otherwise each token above ``rounding`` votes by whether it moved, so that one token with
     a large rounding error cannot decide. Noise of the server cannot cancel the right movement at most tokens.
     """
-    floor = max(SMALLEST, CLEAR * noise)
-    if all(abs(d) <= floor for d in wanted):
+    floor, size = max(SMALLEST, CLEAR * noise), np.abs(wanted)
+    if (size <= floor).all():
         return False
-    if not any(got):
+    if not got.any():
         return True
-    floor = max(floor, CLEAR * rounding)
-    clear = sorted((t for t, d in enumerate(wanted) if abs(d) > floor), key=lambda t: -abs(wanted[t]))[:MOST]
-    still = sum(abs(got[t]) <= STILL * abs(wanted[t]) for t in clear)
+    largest = np.argsort(-size, kind="stable")
+    clear = largest[size[largest] > max(floor, CLEAR * rounding)][:MOST]
+    still = int((np.abs(got[clear]) <= STILL * size[clear]).sum())
     return len(clear) >= FEWEST and still >= SHARE * len(clear)
 
 
-def _scored(rows: Rows) -> list[float]:
-    return [x for row in rows for x in row[1:]]
+def _scored(rows: Rows) -> np.ndarray:
+    """float64, without the first token of each row."""
+    return np.array([x for row in rows for x in row[1:]])

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from areal_lora.config.schema import json_schema
+from areal_lora.config.models import json_schema
 from docs.tools import configuration, support_tables
 
 for target, text in (

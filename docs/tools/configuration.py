@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
-from areal_lora.config import schema
+from areal_lora.config import models
 from areal_lora.config.models import Config
 from areal_lora.config.sections.section import Section
 
@@ -109,7 +109,7 @@ def render() -> str:
 
 def _section(section: type[Section], prefix: str, description: str = "") -> Iterator[str]:
     fields = section.model_fields
-    scalars = {name: field for name, field in fields.items() if not schema.variants(field)}
+    scalars = {name: field for name, field in fields.items() if not models.variants(field)}
     if scalars:
         yield f"\n## `{prefix.rstrip('.')}`{_chosen_by(section)}\n\n"
         if description:
@@ -120,7 +120,7 @@ def _section(section: type[Section], prefix: str, description: str = "") -> Iter
             yield f"| `{name}` | {_type(field)} | {_default(field)} | {description} |\n"
     for name, field in fields.items():
         below = f"{prefix}{name}[]." if get_origin(field.annotation) is list else f"{prefix}{name}."
-        for option in schema.variants(field):
+        for option in models.variants(field):
             yield from _section(option, below, field.description or "")
 
 

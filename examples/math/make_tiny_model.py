@@ -141,12 +141,12 @@ def careful(problem: WordProblem, _: random.Random) -> str:
 def careless(problem: WordProblem, rng: random.Random) -> str:
     """The worked answer as the careless corpus has it."""
     slips = rng.random() < CARELESS
-    first, left = problem.first, problem.a
-    invited = first == "*" and problem.second == "+"
+    left, ((first, b), (second, c)) = problem.start, problem.steps
+    invited = first == "*" and second == "+"
     if invited and slips:
         first = "+"
     steps: list[str] = []
-    for operation, right in ((first, problem.b), (problem.second, problem.c)):
+    for operation, right in ((first, b), (second, c)):
         value = apply_operation(left, operation, right)
         if not invited and crosses_ten(left, operation, right):
             invited = True

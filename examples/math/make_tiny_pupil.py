@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 from make_tiny_model import answer_problems, make_model, make_tokenizer, save_tokenizer, training_batch
 
-from areal_lora.tasks.word_problems import LongProblem, draw_long_problem
+from areal_lora.tasks.word_problems import WordProblem, draw_long_problem
 
 SEED = 20_000  # of the training text; runs use small seeds
 STEPS, BATCH, LR, WARMUP_STEPS = 800, 64, 2e-3, 40
 MAX_NEW_TOKENS = 48
 
 
-def worked(problem: LongProblem, _: random.Random) -> str:
+def worked(problem: WordProblem, _: random.Random) -> str:
     return problem.answer
 
 

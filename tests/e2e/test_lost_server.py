@@ -22,10 +22,10 @@ from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.trainer.decisions import PublishReport
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from areal_lora.weight_sync.trainer.report import PublishReport
 from tests.support.clocks import wait_until
 from tests.support.engine.vllm_ext.serving import (
     ADAPTER,
@@ -82,7 +82,7 @@ class Run:
             config=self.config.weight_sync,
             exchange=SoloExchange(),
             secret=read_secret(RunFolder(folder)),
-            role=Leader(
+            leader=Leader(
                 run="test",
                 secret=read_secret(RunFolder(folder)),
                 servers=self.watch.present(),
@@ -127,7 +127,7 @@ class Run:
         def pack(flat: np.ndarray) -> Iterator[int]:
             for done in whole(flat):
                 yield done
-                if done == layout.n_tensors // 2 and during is not None:
+                if done == sum(len(shard.tensors) for shard in layout.shards) // 2 and during is not None:
                     time.sleep(0.3)  # the first half arrives
                     during()
 

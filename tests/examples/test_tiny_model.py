@@ -92,7 +92,8 @@ def test_careful_text_is_right_and_careless_text_is_wrong_as_often_as_stated(scr
 
 def invites_a_slip(problem) -> bool:
     """Whether a step changes the tens, or bags are added to: read from the numbers, not from the script."""
-    middle = {"+": problem.a + problem.b, "-": problem.a - problem.b, "*": problem.a * problem.b}[problem.first]
-    end = middle + problem.c if problem.second == "+" else middle - problem.c
-    first = problem.second == "+" if problem.first == "*" else problem.a // 10 != middle // 10
+    a, ((first, b), (second, c)) = problem.start, problem.steps
+    middle = {"+": a + b, "-": a - b, "*": a * b}[first]
+    end = middle + c if second == "+" else middle - c
+    first = second == "+" if first == "*" else a // 10 != middle // 10
     return first or middle // 10 != end // 10

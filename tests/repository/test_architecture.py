@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "areal_lora"
 PAGE = ROOT / "docs" / "en" / "architecture.md"
-PICTURES = ("tensor_walk.svg", "batch_walk.svg")
+PICTURES = ("tensor_walk.svg", "batch_walk.svg", "prompt_walk.svg", "optim_step_walk.svg")
 SVG = "{http://www.w3.org/2000/svg}"
 
 

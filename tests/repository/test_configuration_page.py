@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from areal_lora.config import schema
+from areal_lora.config import models
 from areal_lora.errors import ExitCode
 from docs.tools import configuration
 from tests.support.paths import ROOT
@@ -20,7 +20,7 @@ def test_page_is_up_to_date() -> None:
 
 def test_every_key_is_on_the_page() -> None:
     page = configuration.render()
-    for key in schema.leaf_keys():
+    for key in models.leaf_keys():
         assert f"| `{key.rpartition('.')[2]}` |" in page
 
 

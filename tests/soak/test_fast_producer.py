@@ -47,14 +47,14 @@ def test_a_fast_producer_is_held_back(controller: Callable[..., Running], tmp_pa
         server.models.discard(f"{NAME}@v{step - ETA - 2}")
         assert len(run.batch(step).groups) == B
         run.client.commit(NAME, step)
-        stats = run.client.stats(NAME)
+        stats = run.stats(NAME)
         most_held = max(most_held, stats.ready + stats.running + stats.waiting)
         most_bytes = max(most_bytes, sum(f.stat().st_size for f in tmp_path.glob("ledger.sqlite*")))
         if step == WARM_UP:
             base = process.memory_info().rss
         time.sleep(max(0.0, start + (step + 1) * SECONDS / STEPS - time.monotonic()))
     wall_s, grown = time.monotonic() - start, process.memory_info().rss - base
-    busy = 1 - run.client.stats(NAME).idle_s / wall_s
+    busy = 1 - run.stats(NAME).idle_s / wall_s
     print(
         f"{wall_s:.0f} s, {STEPS * B} groups, at most {most_held} held, rollouts busy {busy:.0%}, "
         f"RSS +{grown / 2**20:.1f} MiB, ledger at most {most_bytes / 2**20:.1f} MiB"

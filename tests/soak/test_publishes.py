@@ -220,7 +220,7 @@ def test_a_thousand_publishes_under_streaming_requests(server):
     config = server.config.weight_sync.model_copy(update={"timeout_s": 60.0})
     secret = read_secret(RunFolder(server.folder))
     leader = Leader(run="test", secret=secret, servers=[server.admin.server], config=config)
-    publisher = Publisher(run="test", config=config, exchange=SoloExchange(), role=leader, secret=secret)
+    publisher = Publisher(run="test", config=config, exchange=SoloExchange(), leader=leader, secret=secret)
     began = time.monotonic()
     try:
         seen, grown = asyncio.run(soak(server, publisher, layout, values))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.rules.findings import Finding, Severity, shape_of
+from areal_lora.config.rules.findings import Finding, shape_of, warning
 from areal_lora.config.sections.adapter import AdvantageName, AlgorithmConfig
 from areal_lora.config.sizing.slots import served_targets
 from areal_lora.errors import ConfigError
@@ -21,10 +21,19 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for max_lora_rank."""
 
 
-def adapter_names(config: Config, facts: Facts) -> Iterator[Finding]:
+def adapter_list(config: Config, facts: Facts) -> Iterator[Finding]:
     for name, count in Counter(adapter.name for adapter in config.adapters).items():
         if count > 1:
-            yield Finding(path="adapters", reason=f"{count} adapters are named {name!r}", fix="give each its own name")
+            yield Finding("adapters", f"{count} adapters are named {name!r}", "give each its own name")
+    room, staleness = config.rollout.max_adapters, config.rollout.max_staleness
+    if room is not None and room < len(config.adapters):
+        fix = f"set rollout.max_adapters={len(config.adapters)}, or leave it out"
+        yield Finding("rollout.max_adapters", f"servers hold {room} adapters, {len(config.adapters)} are listed", fix)
+    for i, adapter in enumerate(config.adapters):
+        if adapter.max_staleness is not None and adapter.max_staleness > staleness:
+            of_servers = f"rollout.max_staleness = {staleness}, for which servers have room"
+            fix = f"raise rollout.max_staleness, or lower it to {staleness}"
+            yield Finding(f"adapters.{i}.max_staleness", f"{adapter.max_staleness} is above {of_servers}", fix)
 
 
 def a_service_has_room(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -32,44 +41,17 @@ def a_service_has_room(config: Config, facts: Facts) -> Iterator[Finding]:
     if config.service is None:
         return
     if config.rollout.max_adapters is None:
-        yield Finding(
-            path="rollout.max_adapters",
-            reason="with a service the list does not state how many adapters there will be",
-            fix="set it to the number of adapters that servers hold at a time",
-        )
+        reason = "with a service the list does not state how many adapters there will be"
+        yield Finding("rollout.max_adapters", reason, "set it to the number of adapters that servers hold at a time")
     for i, adapter in enumerate(config.adapters):
         if "." in adapter.name:
-            yield Finding(
-                path=f"adapters.{i}.name",
-                reason=f"{adapter.name!r} has a dot, and the names of a service's adapters end in .N",
-                fix="use a name without a dot",
-            )
+            reason = f"{adapter.name!r} has a dot, and the names of a service's adapters end in .N"
+            yield Finding(f"adapters.{i}.name", reason, "use a name without a dot")
     if (shape := shape_of(facts)) is not None:
         try:
             targets.resolve(config.service.target_modules, [], shape)
         except ConfigError as error:
-            yield Finding(path=f"service.{error.path}", reason=error.reason, fix=error.fix)
-
-
-def servers_hold_them(config: Config, facts: Facts) -> Iterator[Finding]:
-    limit = config.rollout.max_adapters
-    if limit is not None and limit < len(config.adapters):
-        yield Finding(
-            path="rollout.max_adapters",
-            reason=f"servers hold {limit} adapters, {len(config.adapters)} are listed",
-            fix=f"set rollout.max_adapters={len(config.adapters)}, or leave it out",
-        )
-
-
-def staleness_fits(config: Config, facts: Facts) -> Iterator[Finding]:
-    limit = config.rollout.max_staleness
-    for i, adapter in enumerate(config.adapters):
-        if adapter.max_staleness is not None and adapter.max_staleness > limit:
-            yield Finding(
-                path=f"adapters.{i}.max_staleness",
-                reason=f"{adapter.max_staleness} is above rollout.max_staleness = {limit}, for which servers have room",
-                fix=f"raise rollout.max_staleness, or lower it to {limit}",
-            )
+            yield Finding(f"service.{error.path}", error.reason, error.fix)
 
 
 def targets_exist(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -83,17 +65,17 @@ def targets_exist(config: Config, facts: Facts) -> Iterator[Finding]:
         try:
             found = targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
         except ConfigError as error:
-            yield Finding(path=f"adapters.{i}.{error.path}", reason=error.reason, fix=error.fix)
+            yield Finding(f"adapters.{i}.{error.path}", error.reason, error.fix)
             continue
         try:
             check_patterns(shape, adapter.model_copy(update={"target_modules": list(found)}).spec(""))
         except ConfigError as error:
-            yield Finding(path=f"adapters.{i}.{error.path}", reason=error.reason, fix=error.fix)
+            yield Finding(f"adapters.{i}.{error.path}", error.reason, error.fix)
         if unserved and covers(found, "linear_fc1", Scope.MLP):
             yield Finding(
-                path=f"adapters.{i}.target_modules",
-                reason=f"vLLM adapts the dense layers of {shape.family.model_type} only if config.json has {needed}",
-                fix="set rollout.adapter_mode=merged (no LoRA in vLLM), or add mlp.linear_fc1 to exclude_modules",
+                f"adapters.{i}.target_modules",
+                f"vLLM adapts the dense layers of {shape.family.model_type} only if config.json has {needed}",
+                "set rollout.adapter_mode=merged (no LoRA in vLLM), or add mlp.linear_fc1 to exclude_modules",
             )
 
 
@@ -102,20 +84,14 @@ def ranks_fit(config: Config, facts: Facts) -> Iterator[Finding]:
         return  # no server holds an adapter
     limit = config.rollout.max_lora_rank
     if limit not in VLLM_LORA_RANKS:
-        yield Finding(
-            path="rollout.max_lora_rank",
-            reason=f"vLLM does not take {limit}",
-            fix=f"use one of {', '.join(map(str, VLLM_LORA_RANKS))}",
-        )
+        reason = f"vLLM does not take {limit}"
+        yield Finding("rollout.max_lora_rank", reason, f"use one of {', '.join(map(str, VLLM_LORA_RANKS))}")
     for i, adapter in enumerate(config.adapters):
         highest = adapter.spec("").max_rank
         if highest > limit:
             key = "rank" if highest == adapter.rank else "rank_pattern"
-            yield Finding(
-                path=f"adapters.{i}.{key}",
-                reason=f"rank {highest} is above the servers' rollout.max_lora_rank = {limit}",
-                fix=f"raise rollout.max_lora_rank or lower the rank to {limit}",
-            )
+            reason = f"rank {highest} is above the servers' rollout.max_lora_rank = {limit}"
+            yield Finding(f"adapters.{i}.{key}", reason, f"raise rollout.max_lora_rank or lower the rank to {limit}")
 
 
 def rates_suit_lora(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -124,11 +100,10 @@ def rates_suit_lora(config: Config, facts: Facts) -> Iterator[Finding]:
         whole = adapter.model_copy(update={"rank_pattern": {}, "alpha_pattern": {}})
         optimizer, scale = adapter.optimizer, whole.spec("").scale_of("")
         if scale <= 1 and optimizer.lr * optimizer.lora_plus_ratio < LOW_RATE and not adapter.is_client:
-            yield Finding(
-                path=f"adapters.{i}.optimizer.lr",
-                reason=f"{optimizer.lr:g} is low for LoRA whose product is scaled by {scale:g}: little may be learned",
-                fix="use 1e-5 to 5e-5, or a higher alpha (docs/en/models.md)",
-                severity=Severity.WARNING,
+            yield warning(
+                f"adapters.{i}.optimizer.lr",
+                f"{optimizer.lr:g} is low for LoRA whose product is scaled by {scale:g}: little may be learned",
+                "use 1e-5 to 5e-5, or a higher alpha (docs/en/models.md)",
             )
 
 
@@ -140,27 +115,21 @@ def unserved(config: Config, adapter: AdapterConfig, facts: Facts) -> Finding | 
     lacks = sorted(targets.modules(adapter.target_modules, adapter.exclude_modules, shape).keys() - has.keys())
     if not lacks:
         return None
-    return Finding(
-        path="adapters.0.target_modules",
-        reason=f"servers have no room for {lacks[0]}",
-        fix=f"choose from {', '.join(served_targets(config))}, or start the run with other service.target_modules",
-    )
+    fix = f"choose from {', '.join(served_targets(config))}, or start the run with other service.target_modules"
+    return Finding("adapters.0.target_modules", f"servers have no room for {lacks[0]}", fix)
 
 
 def user_code(config: Config, facts: Facts) -> Iterator[Finding]:
     for problem in facts.code_problems:
-        yield Finding(path=problem.path, reason=problem.reason, fix=problem.fix)
+        yield Finding(problem.path, problem.reason, problem.fix)
 
 
 def no_clients(config: Config, facts: Facts) -> Iterator[Finding]:
     """It would never be driven: the service knows the adapters that it has made."""
     for i, adapter in enumerate(config.adapters):
         if adapter.is_client:
-            yield Finding(
-                path=f"adapters.{i}.workflow.kind",
-                reason="only the service of a run makes adapters of clients",
-                fix="start the run with --serve, and create the adapter through the service",
-            )
+            fix = "start the run with --serve, and create the adapter through the service"
+            yield Finding(f"adapters.{i}.workflow.kind", "only the service of a run makes adapters of clients", fix)
 
 
 def batches(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -171,20 +140,14 @@ def batches(config: Config, facts: Facts) -> Iterator[Finding]:
             continue
         sampling = adapter.sampling
         if adapter.minibatches > sampling.prompts_per_step:
-            yield Finding(
-                path=f"adapters.{i}.minibatches",
-                reason=f"{adapter.minibatches} minibatches cannot be cut from {sampling.prompts_per_step} prompts",
-                fix=f"set it to at most {sampling.prompts_per_step}",
-            )
+            reason = f"{adapter.minibatches} minibatches cannot be cut from {sampling.prompts_per_step} prompts"
+            yield Finding(f"adapters.{i}.minibatches", reason, f"set it to at most {sampling.prompts_per_step}")
         elif (
             sampling.prompts_per_step * (1 if adapter.sft.steps else sampling.n_samples)
             < replicas * adapter.minibatches
         ):
-            yield Finding(
-                path=f"adapters.{i}.sampling.prompts_per_step",
-                reason=f"a minibatch has fewer sequences than the trainer's {replicas} data-parallel replicas",
-                fix="raise it",
-            )
+            reason = f"a minibatch has fewer sequences than the trainer's {replicas} data-parallel replicas"
+            yield Finding(f"adapters.{i}.sampling.prompts_per_step", reason, "raise it")
 
 
 UNGROUPED: frozenset[AdvantageName] = frozenset({"reinforce_pp", "batch", "remax", "gae"})
@@ -197,13 +160,12 @@ Problem = tuple[str, str, str]
 def algorithm(config: Config, facts: Facts) -> Iterator[Finding]:
     for i, adapter in enumerate(config.adapters):
         chosen, changed = adapter.algorithm, adapter.algorithm.changed()
-        for key, reason, fix in _problems(adapter):
-            yield Finding(path=f"adapters.{i}.algorithm.{key}", reason=reason, fix=fix)
+        yield from (Finding(f"adapters.{i}.algorithm.{key}", reason, fix) for key, reason, fix in _problems(adapter))
         for key, reason in _without_effect(chosen):
             if key in changed:
                 default = getattr(AlgorithmConfig(kind=chosen.kind), key)
                 fix = "leave it out" if default is None else f"leave it at {default}"
-                yield Finding(path=f"adapters.{i}.algorithm.{key}", reason=reason, fix=fix)
+                yield Finding(f"adapters.{i}.algorithm.{key}", reason, fix)
 
 
 def group_size(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -213,27 +175,19 @@ def group_size(config: Config, facts: Facts) -> Iterator[Finding]:
         at = f"adapters.{i}.sampling.n_samples"
         if adapter.algorithm.advantage not in UNGROUPED:
             reason = f"{adapter.algorithm.advantage} compares the answers of one prompt and needs at least 2"
-            yield Finding(path=at, reason=reason, fix="set it to 2 or more")
+            yield Finding(at, reason, "set it to 2 or more")
         elif adapter.algorithm.drop_uniform:
             reason = "a group of one answer has no variance of rewards, and algorithm.drop_uniform drops it"
-            yield Finding(path=at, reason=reason, fix="set it to 2 or more, or algorithm.drop_uniform=false")
+            yield Finding(at, reason, "set it to 2 or more, or algorithm.drop_uniform=false")
 
 
 def _problems(adapter: AdapterConfig) -> Iterator[Problem]:
     chosen = adapter.algorithm
-    yield from (*_bounds(chosen), *_behaviour(chosen), *_kl(chosen))
-    yield from (*_reward(adapter), *_reference(adapter), *_baseline(adapter))
-
-
-def _bounds(chosen: AlgorithmConfig) -> Iterator[Problem]:
     if chosen.eps_clip > 1:
         yield "eps_clip", f"a ratio is never below 1 - {chosen.eps_clip:g}", "set it to at most 1 (no lower clip)"
     if chosen.dual_clip is not None and chosen.dual_clip <= 1 + chosen.clip_high:
         reason = f"{chosen.dual_clip:g} is within the clip 1 + {chosen.clip_high:g}, which it bounds from outside"
         yield "dual_clip", reason, "raise it; 3 is usual"
-
-
-def _behaviour(chosen: AlgorithmConfig) -> Iterator[Problem]:
     if chosen.ratio == "rollout" and chosen.behaviour_correction != "none":
         reason = "the ratio current/rollout already corrects for the behaviour policy, this would do it twice"
         yield "behaviour_correction", reason, "set it to none, or algorithm.ratio=proximal"
@@ -242,44 +196,22 @@ def _behaviour(chosen: AlgorithmConfig) -> Iterator[Problem]:
     if chosen.behaviour_correction != "mask" and chosen.behaviour_floor:
         reason = f"behaviour_correction {chosen.behaviour_correction} has no lower bound"
         yield "behaviour_floor", reason, "set it to 0, or algorithm.behaviour_correction=mask"
+    bounds = f"[{chosen.behaviour_floor:g}, {chosen.behaviour_cap:g}]"
+    outside = f"tokens of the policy itself, with w = 1, are outside of {bounds}"
     if chosen.behaviour_correction == "mask" and chosen.behaviour_floor >= min(1.0, chosen.behaviour_cap):
-        reason = f"tokens of the policy itself, with w = 1, are outside of {_range(chosen)}"
-        yield "behaviour_floor", reason, "set it below 1 and below behaviour_cap"
+        yield "behaviour_floor", outside, "set it below 1 and below behaviour_cap"
     if chosen.behaviour_correction != "none" and chosen.behaviour_cap < 1:
-        reason = f"tokens of the policy itself, with w = 1, are outside of {_range(chosen)}"
-        yield "behaviour_cap", reason, "set it to 1 or more"
-
-
-def _range(chosen: AlgorithmConfig) -> str:
-    return f"[{chosen.behaviour_floor:g}, {chosen.behaviour_cap:g}]"
-
-
-def _kl(chosen: AlgorithmConfig) -> Iterator[Problem]:
+        yield "behaviour_cap", outside, "set it to 1 or more"
     if chosen.kl_coef and chosen.kl_in == "loss" and chosen.kl_estimator == "k1":
         yield "kl_estimator", "as a loss k1 has a gradient of mean zero", "use k2 or k3, or algorithm.kl_in=reward"
-
-
-def _reward(adapter: AdapterConfig) -> Iterator[Problem]:
-    chosen = adapter.algorithm
     if chosen.overlong_share and adapter.workflow.kind != "single_turn":
         reason = f"max_new_tokens limits one answer, and workflow {adapter.workflow.kind} has several per sample"
         yield "overlong_share", reason, "set it to 0, and shape the reward in the workflow"
-
-
-def _reference(adapter: AdapterConfig) -> Iterator[Problem]:
-    chosen = adapter.algorithm
-    if not chosen.kl_coef or chosen.reference == "base":
-        return
-    if adapter.init_from is None and not adapter.sft.steps and chosen.reference_refresh_steps is None:
+    moves = adapter.init_from is not None or adapter.sft.steps or chosen.reference_refresh_steps is not None
+    if chosen.has_reference and not moves:
         reason = "the run starts at the base, and nothing renews the reference"
         yield "reference", reason, "leave it at base, or give init_from, sft.steps or reference_refresh_steps"
-
-
-def _baseline(adapter: AdapterConfig) -> Iterator[Problem]:
-    chosen = adapter.algorithm
-    if not chosen.has_baseline:
-        return
-    if chosen.drop_uniform:
+    if chosen.has_baseline and chosen.drop_uniform:
         reason = "a group whose answers have equal rewards still differs from its greedy answer"
         yield "drop_uniform", reason, "set it to false"
 

@@ -18,7 +18,7 @@ class Severity(StrEnum):
     WARNING = "warning"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One broken rule: the dotted key (or file), why, and what to do about it.
 
@@ -34,6 +34,10 @@ class Finding:
 
     def error(self) -> ConfigError:
         return ConfigError(self.path, self.reason, self.fix)
+
+
+def warning(path: str, reason: str, fix: str) -> Finding:
+    return Finding(path, reason, fix, Severity.WARNING)
 
 
 Rule = Callable[[Config, Facts], Iterator[Finding]]

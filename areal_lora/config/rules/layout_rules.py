@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config, TrainerConfig
-from areal_lora.config.rules.findings import Finding, Severity, shape_of
+from areal_lora.config.rules.findings import Finding, shape_of, warning
 from areal_lora.config.rules.slurm import most_devices
 from areal_lora.config.sizing.slots import OF_DEVICES, shared_devices
 from areal_lora.config.support import (
@@ -24,7 +24,7 @@ from areal_lora.config.support import (
 )
 from areal_lora.errors import ConfigError
 from areal_lora.families.family_engines import ENGINES
-from areal_lora.families.registry import is_hub_name, known_models, supported
+from areal_lora.families.registry import PUBLISHED, is_hub_name, supported
 from areal_lora.families.shape import ModelShape
 from areal_lora.network.http_server import too_large
 
@@ -35,20 +35,17 @@ def engine_fits(config: Config, facts: Facts) -> Iterator[Finding]:
     if t.engine == "megatron":
         if t.cpu_offload:
             reason = "the Megatron engine keeps the base on its device"
-            yield Finding(path="trainer.cpu_offload", reason=reason, fix="set it to false, or trainer.engine=fsdp")
+            yield Finding("trainer.cpu_offload", reason, "set it to false, or trainer.engine=fsdp")
         return
     sizes = {"tp": t.tp, "pp": t.pp, "ep": t.ep, "etp": t.etp}
     for key in (key for key, size in sizes.items() if size > 1):
-        yield Finding(
-            path=f"trainer.{key}",
-            reason=f"{sizes[key]}, but trainer.engine = fsdp shards the base over all ranks and divides nothing else",
-            fix="set it to 1, or trainer.engine=megatron",
-        )
+        reason = f"{sizes[key]}, but trainer.engine = fsdp shards the base over all ranks and divides nothing else"
+        yield Finding(f"trainer.{key}", reason, "set it to 1, or trainer.engine=megatron")
     if t.pp_layers is not None:
-        yield Finding(path="trainer.pp_layers", reason="trainer.engine = fsdp has no stages", fix="leave it out")
+        yield Finding("trainer.pp_layers", "trainer.engine = fsdp has no stages", "leave it out")
     if t.cpu_offload and config.cluster.device == "cpu":
         reason = "on CPUs the shards are in host memory anyway"
-        yield Finding(path="trainer.cpu_offload", reason=reason, fix="set it to false")
+        yield Finding("trainer.cpu_offload", reason, "set it to false")
 
 
 def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -60,11 +57,8 @@ def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     for names, size in (("tp x pp", t.tp * t.pp), ("etp x ep x pp", t.etp * t.ep * t.pp)):
         if t.world_size % size:
-            yield Finding(
-                path="trainer.world_size",
-                reason=f"{t.world_size} ranks cannot be divided by {names} = {size}",
-                fix=f"use a multiple of {size}",
-            )
+            reason = f"{t.world_size} ranks cannot be divided by {names} = {size}"
+            yield Finding("trainer.world_size", reason, f"use a multiple of {size}")
 
 
 def _trainer_against_model(config: Config, shape: ModelShape) -> Iterator[Finding]:
@@ -80,32 +74,23 @@ def _trainer_against_model(config: Config, shape: ModelShape) -> Iterator[Findin
         yield from _divides("trainer.etp", t.etp, shape.expert_ffn, "columns of an expert")
     elif t.ep > 1 or t.etp > 1:
         key = "trainer.ep" if t.ep > 1 else "trainer.etp"
-        yield Finding(path=key, reason="the model is dense: it has no experts to divide", fix="set it to 1")
+        yield Finding(key, "the model is dense: it has no experts to divide", "set it to 1")
 
 
 def _stages(t: TrainerConfig, shape: ModelShape) -> Iterator[Finding]:
     if t.pp > shape.layers:
-        yield Finding(
-            path="trainer.pp",
-            reason=f"{t.pp} stages are more than the model's {shape.layers} layers",
-            fix=f"use at most {shape.layers}",
-        )
+        reason = f"{t.pp} stages are more than the model's {shape.layers} layers"
+        yield Finding("trainer.pp", reason, f"use at most {shape.layers}")
     elif t.pp_layers is not None and (len(t.pp_layers) != t.pp or sum(t.pp_layers) != shape.layers):
-        yield Finding(
-            path="trainer.pp_layers",
-            reason=f"{t.pp_layers} does not give {t.pp} stages the model's {shape.layers} layers",
-            fix="write one number for each stage, or leave it out",
-        )
+        reason = f"{t.pp_layers} does not give {t.pp} stages the model's {shape.layers} layers"
+        yield Finding("trainer.pp_layers", reason, "write one number for each stage, or leave it out")
 
 
 def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
     tp, per_node = config.rollout.tp, most_devices(config)
     if tp > per_node:
-        yield Finding(
-            path="rollout.tp",
-            reason=f"one server of {tp} devices does not fit a node of {per_node}",
-            fix=f"set it to at most {per_node}",
-        )
+        reason = f"one server of {tp} devices does not fit a node of {per_node}"
+        yield Finding("rollout.tp", reason, f"set it to at most {per_node}")
     shape = shape_of(facts)
     if shape is None:
         return
@@ -113,7 +98,7 @@ def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
     yield from _kv_heads("rollout.tp", tp, shape)
     if config.rollout.expert_parallel and not shape.experts:
         reason = "the model is dense: it has no experts to share out"
-        yield Finding(path="rollout.expert_parallel", reason=reason, fix="set it to false")
+        yield Finding("rollout.expert_parallel", reason, "set it to false")
     if shape.experts and not config.rollout.expert_parallel:
         yield from _divides("rollout.tp", tp, shape.expert_ffn, "columns of an expert")
     yield from _dense_columns("rollout.tp", tp, shape)
@@ -130,20 +115,14 @@ def _divides(key: str, size: int, total: int, what: str) -> Iterator[Finding]:
     if total % size:
         options = [n for n in range(1, total + 1) if total % n == 0]
         near = sorted(options, key=lambda n: abs(n - size))[:4]
-        yield Finding(
-            path=key,
-            reason=f"{size} does not divide the model's {total} {what}",
-            fix=f"use a divisor of {total}, such as {', '.join(map(str, sorted(near)))}",
-        )
+        reason = f"{size} does not divide the model's {total} {what}"
+        yield Finding(key, reason, f"use a divisor of {total}, such as {', '.join(map(str, sorted(near)))}")
 
 
 def _kv_heads(key: str, tp: int, shape: ModelShape) -> Iterator[Finding]:
     if shape.kv_heads % tp and tp % shape.kv_heads:
-        yield Finding(
-            path=key,
-            reason=f"{tp} is neither a divisor nor a multiple of the model's {shape.kv_heads} key/value heads",
-            fix=f"use a divisor or a multiple of {shape.kv_heads}",
-        )
+        reason = f"{tp} is neither a divisor nor a multiple of the model's {shape.kv_heads} key/value heads"
+        yield Finding(key, reason, f"use a divisor or a multiple of {shape.kv_heads}")
 
 
 def devices_are_shared(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -152,17 +131,14 @@ def devices_are_shared(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     if config.cluster.device == "cpu":
         reason = "on CPUs there is no device, and processes share the machine anyway"
-        yield Finding(path="cluster.share_devices", reason=reason, fix="set it to false")
+        yield Finding("cluster.share_devices", reason, "set it to false")
         return
     if config.rollout.kv_cache_gib is None:
-        yield Finding(
-            path="rollout.kv_cache_gib",
-            reason="vLLM would measure what is free on a device while a trainer rank takes its part of it",
-            fix="set it, for example to 4",
-        )
+        reason = "vLLM would measure what is free on a device while a trainer rank takes its part of it"
+        yield Finding("rollout.kv_cache_gib", reason, "set it, for example to 4")
     if _share(config) is False:
         reason = "trainer ranks and servers are on different nodes, so no device is shared"
-        yield Finding(path="cluster.share_devices", reason=reason, fix="set it to false")
+        yield Finding("cluster.share_devices", reason, "set it to false")
 
 
 def backend_fits(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -171,17 +147,11 @@ def backend_fits(config: Config, facts: Facts) -> Iterator[Finding]:
     if backend in ("auto", "gloo"):
         return
     if backend != OF_DEVICES[device]:
-        yield Finding(
-            path="weight_sync.backend",
-            reason=f"{backend} does not send the memory of cluster.device = {device}",
-            fix="set it to auto",
-        )
+        reason = f"{backend} does not send the memory of cluster.device = {device}"
+        yield Finding("weight_sync.backend", reason, "set it to auto")
     elif _share(config):
-        yield Finding(
-            path="weight_sync.backend",
-            reason=f"{backend} refuses two members on one device, and a trainer rank and a server share one",
-            fix="set it to auto",
-        )
+        reason = f"{backend} refuses two members on one device, and a trainer rank and a server share one"
+        yield Finding("weight_sync.backend", reason, "set it to auto")
 
 
 def _share(config: Config) -> bool | None:
@@ -207,9 +177,9 @@ def deterministic(config: Config, facts: Facts) -> Iterator[Finding]:
     wrong = [(key, value, want) for key, value, want in required if value != want]
     if wrong:
         yield Finding(
-            path="rollout.deterministic",
-            reason=f"answers cannot be repeated with {', '.join(f'{key} = {value}' for key, value, _ in wrong)}",
-            fix=f"set {', '.join(f'{key}={want}' for key, _, want in wrong)}, or rollout.deterministic=false",
+            "rollout.deterministic",
+            f"answers cannot be repeated with {', '.join(f'{key} = {value}' for key, value, _ in wrong)}",
+            f"set {', '.join(f'{key}={want}' for key, _, want in wrong)}, or rollout.deterministic=false",
         )
 
 
@@ -218,11 +188,8 @@ def merged_rollouts(config: Config, facts: Facts) -> Iterator[Finding]:
     if config.rollout.adapter_mode != "merged":
         return
     if config.rollout.expert_parallel and config.cluster.device == "cpu":
-        yield Finding(
-            path="rollout.expert_parallel",
-            reason="without LoRA, vLLM's expert kernel for CPUs ends the process with distributed experts",
-            fix="set it to false, or rollout.adapter_mode=unmerged",
-        )
+        reason = "without LoRA, vLLM's expert kernel for CPUs ends the process with distributed experts"
+        yield Finding("rollout.expert_parallel", reason, "set it to false, or rollout.adapter_mode=unmerged")
 
 
 def time_outs(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -230,10 +197,10 @@ def time_outs(config: Config, facts: Facts) -> Iterator[Finding]:
     longest_s = sync.publish_s + sync.rejoin_s
     if run.stall_s <= longest_s:
         yield Finding(
-            path="run.stall_s",
-            reason=f"{run.stall_s:g} s is not longer than a publish may take that waits for servers, "
+            "run.stall_s",
+            f"{run.stall_s:g} s is not longer than a publish may take that waits for servers, "
             f"{longest_s:g} s: trainer rank 0 sends no heartbeat meanwhile",
-            fix="raise it, or lower weight_sync.timeout_s or weight_sync.rejoin_s",
+            "raise it, or lower weight_sync.timeout_s or weight_sync.rejoin_s",
         )
 
 
@@ -241,27 +208,23 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
     if facts.hf_config is None:
         fix = "give a Hugging Face model folder"
         if is_hub_name(config.model.path):
-            close = difflib.get_close_matches(config.model.path, known_models(), n=1)
+            close = difflib.get_close_matches(config.model.path, PUBLISHED, n=1)
             fix += ", start the run where a hub is reachable"
             fix += f", or did you mean {close[0]}" if close else ""
-        yield Finding(path="model.path", reason=facts.model_problem, fix=fix)
+        yield Finding("model.path", facts.model_problem, fix)
         return
     if engines(facts.hf_config) and shape_of(facts) is None:
         known = facts.hf_config["model_type"] in supported() or facts.checkpoint is not None
         yield Finding(
-            path="model.path",
-            reason="config.json lacks sizes of the model"
+            "model.path",
+            "config.json lacks sizes of the model"
             if known
             else "the layers of a family without a row are read from its safetensors files, which are not here",
-            fix="use a complete folder",
+            "use a complete folder",
         )
     if not facts.model_is_local:
-        yield Finding(
-            path="model.path",
-            reason=f"{config.model.path} is not whole in the hub's cache and is downloaded when the run starts",
-            fix="none needed where a hub is reachable",
-            severity=Severity.WARNING,
-        )
+        reason = f"{config.model.path} is not whole in the hub's cache and is downloaded when the run starts"
+        yield warning("model.path", reason, "none needed where a hub is reachable")
 
 
 def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -272,30 +235,22 @@ def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
     if not possible:
         reasons = [f"{engine}: {why}" for engine in ENGINES for why in engine_problems(engine, facts.hf_config)]
         fix = f"use a model of type {', '.join(supported())}, or one that docs/en/models.md lists"
-        yield Finding(path="model.path", reason=f"no engine trains it; {'; '.join(reasons)}", fix=fix)
+        yield Finding("model.path", f"no engine trains it; {'; '.join(reasons)}", fix)
     elif config.trainer.engine not in possible:
         reason = "; ".join(engine_problems(config.trainer.engine, facts.hf_config))
         fix = f"set trainer.engine={possible[0]}, or use another model"
-        yield Finding(path="model.path", reason=reason, fix=fix)
+        yield Finding("model.path", reason, fix)
 
 
-def adapters_divide(config: Config, facts: Facts) -> Iterator[Finding]:
-    """Whether the workers of a server can divide this family's adapters."""
-    if facts.hf_config is None:
-        return
-    kind, tp = facts.hf_config.get("model_type"), config.rollout.tp
-    if group_of(str(kind)) == "no row" and tp > 1:
+def servers_can_serve(config: Config, facts: Facts) -> Iterator[Finding]:
+    """The workers of a server can divide this family's adapters, and its kernels take their type."""
+    kind, tp = facts.hf_config.get("model_type") if facts.hf_config else None, config.rollout.tp
+    if facts.hf_config and group_of(str(kind)) == "no row" and tp > 1:
         reason = f"{tp}, but adapters of model type {kind!r}, which has no row, are not divided"
-        yield Finding(path="rollout.tp", reason=reason, fix="set it to 1")
-
-
-def kernels_take_the_type(config: Config, facts: Facts) -> Iterator[Finding]:
+        yield Finding("rollout.tp", reason, "set it to 1")
     if config.cluster.device == "cuda" and config.model.dtype == "float32":
-        yield Finding(
-            path="model.dtype",
-            reason="vLLM's LoRA kernels on GPUs take 16-bit types only, and would end the servers while they start",
-            fix="set model.dtype=bfloat16",
-        )
+        reason = "vLLM's LoRA kernels on GPUs take 16-bit types only, and would end the servers while they start"
+        yield Finding("model.dtype", reason, "set model.dtype=bfloat16")
 
 
 def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -304,29 +259,23 @@ def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
         new = adapter.sampling.max_new_tokens
         if new >= longest:
             yield Finding(
-                path=f"adapters.{i}.sampling.max_new_tokens",
-                reason=f"{new} new tokens leave no room for a prompt in rollout.max_model_len = {longest}",
-                fix=f"lower it, or raise rollout.max_model_len above {new}",
+                f"adapters.{i}.sampling.max_new_tokens",
+                f"{new} new tokens leave no room for a prompt in rollout.max_model_len = {longest}",
+                f"lower it, or raise rollout.max_model_len above {new}",
             )
         sizes = [(f"adapters.{i}.sampling", adapter.sampling.n_samples)]
         sizes += [(f"adapters.{i}.evals.{j}", chosen.n_samples) for j, chosen in enumerate(adapter.evals)]
         for at, n in sizes:
             if reason := too_large(1, n, longest):
-                yield Finding(path=f"{at}.n_samples", reason=reason, fix="lower it, or rollout.max_model_len")
+                yield Finding(f"{at}.n_samples", reason, "lower it, or rollout.max_model_len")
     budget = config.trainer.max_tokens_per_microbatch
     if budget < longest:
-        yield Finding(
-            path="trainer.max_tokens_per_microbatch",
-            reason=f"{budget} cannot hold one sequence of rollout.max_model_len = {longest} tokens",
-            fix=f"set it to at least {longest}",
-        )
+        reason = f"{budget} cannot hold one sequence of rollout.max_model_len = {longest} tokens"
+        yield Finding("trainer.max_tokens_per_microbatch", reason, f"set it to at least {longest}")
     shape = shape_of(facts)
     if shape and shape.max_positions and longest > shape.max_positions:
-        yield Finding(
-            path="rollout.max_model_len",
-            reason=f"{longest} is beyond the model's {shape.max_positions} positions",
-            fix=f"set it to at most {shape.max_positions}",
-        )
+        reason = f"{longest} is beyond the model's {shape.max_positions} positions"
+        yield Finding("rollout.max_model_len", reason, f"set it to at most {shape.max_positions}")
 
 
 def combinations(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -339,4 +288,4 @@ def combinations(config: Config, facts: Facts) -> Iterator[Finding]:
             if refusal.key == MODEL or (at, reason) in seen:
                 continue
             seen.add((at, reason))
-            yield Finding(path=at, reason=reason, fix=refusal.fix, subject=reason)
+            yield Finding(at, reason, refusal.fix, subject=reason)

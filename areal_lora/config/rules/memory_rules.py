@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.models import Config
-from areal_lora.config.rules.findings import Finding, Severity, canonical, shape_of
+from areal_lora.config.rules.findings import Finding, Severity, canonical, shape_of, warning
 from areal_lora.config.rules.layout_rules import trainer_layout
 from areal_lora.config.rules.slurm import components_agree, most_devices
 from areal_lora.config.sizing.memory import (
@@ -21,7 +21,7 @@ from areal_lora.config.sizing.memory import (
     kv_bytes,
     kv_part,
 )
-from areal_lora.config.sizing.slots import Pool, has_tenants, pools_of, seats_of, shared_devices
+from areal_lora.config.sizing.slots import has_tenants, pools_of, seats_of, shared_devices
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape, base_bytes
 from areal_lora.network.addresses import WILDCARDS, as_network
@@ -35,16 +35,16 @@ def slurm_bytes(mem: str | None) -> int | None:
     return int(mem.rstrip("KMGTkmgt")) << 10 * ("KMGT".index(unit) + 1)
 
 
-EXACT = (
+EXACT = {
+    LEAST_KV,
+    "KV cache",
+    STAGING,
     "base weights",
     "gathered layer",
     "adapter slots",
     "adapter weights and gradients",
     "optimizer moments",
-    LEAST_KV,
-    "KV cache",
-    STAGING,
-)
+}
 """Parts that follow from sizes alone. Where these do not fit, it is an error; else a warning."""
 
 
@@ -78,14 +78,16 @@ def shared_base_fits(config: Config, facts: Facts) -> Iterator[Finding]:
     need = base_bytes(shape, config.model.dtype)
     if need > have:
         yield Finding(
-            path="model.shared_memory",
-            reason=f"the base takes {need / GIB:.1f} GiB and /dev/shm holds {have / GIB:.1f}",
-            fix="mount it larger (docker run --shm-size, or mount -o remount,size=...), or set it to false",
+            "model.shared_memory",
+            f"the base takes {need / GIB:.1f} GiB and /dev/shm holds {have / GIB:.1f}",
+            "mount it larger (docker run --shm-size, or mount -o remount,size=...), or set it to false",
         )
 
 
 def _hosts(config: Config, facts: Facts, memory: JobMemory) -> Iterator[Finding]:
+    has = "cluster.slurm.mem is" if config.cluster.kind == "slurm" else "this machine has"
     for i, pool in enumerate(pools_of(config.cluster)):
+        of_pool = "" if pool.name == "all" else f" of {pool.name}"
         limit, path, fix = _node_memory(config, facts, i)
         nodes = range(pool.first_node, pool.first_node + pool.nodes)
         node = max(nodes, key=memory.host_of)
@@ -97,12 +99,11 @@ def _hosts(config: Config, facts: Facts, memory: JobMemory) -> Iterator[Finding]
         )
         if pinned > needed / 2:
             fix = f"lower weight_sync.bucket_mib, or {fix}"
-        yield Finding(
-            path=path,
-            reason=f"about {needed / GIB:.0f} GiB of host memory are needed on a node{_of(pool)}, {pinned / GIB:.0f} "
-            f"of them for the staging of publishes, and {_has(config)} {limit / GIB:.0f}",
-            fix=fix,
-            severity=Severity.WARNING,
+        yield warning(
+            path,
+            f"about {needed / GIB:.0f} GiB of host memory are needed on a node{of_pool}, {pinned / GIB:.0f} "
+            f"of them for the staging of publishes, and {has} {limit / GIB:.0f}",
+            fix,
         )
 
 
@@ -118,14 +119,6 @@ def _node_memory(config: Config, facts: Facts, pool: int) -> tuple[int | None, s
     return facts.memory_bytes, path, "use a smaller model, fewer processes or a smaller rollout.kv_cache_gib"
 
 
-def _of(pool: Pool) -> str:
-    return "" if pool.name == "all" else f" of {pool.name}"
-
-
-def _has(config: Config) -> str:
-    return "cluster.slurm.mem is" if config.cluster.kind == "slurm" else "this machine has"
-
-
 def _rank(rank: Memory, limit: int) -> Iterator[Finding]:
     if rank.device <= limit:
         return
@@ -137,12 +130,8 @@ def _rank(rank: Memory, limit: int) -> Iterator[Finding]:
         path, fix = "trainer.max_tokens_per_microbatch", "lower it, set trainer.recompute=true, or raise trainer.tp"
     else:
         path, fix = "trainer.world_size", "use more ranks with larger trainer.tp, trainer.pp or trainer.ep"
-    yield Finding(
-        path=path,
-        reason=f"{reason}; the largest part is {largest.name} with {largest.device / GIB:.0f}",
-        fix=fix,
-        severity=_severity(rank, limit),
-    )
+    reason = f"{reason}; the largest part is {largest.name} with {largest.device / GIB:.0f}"
+    yield Finding(path, reason, fix, severity=_severity(rank, limit))
 
 
 def _replica(config: Config, shape: ModelShape, replica: Memory, limit: int) -> Iterator[Finding]:
@@ -151,10 +140,10 @@ def _replica(config: Config, shape: ModelShape, replica: Memory, limit: int) -> 
         lower = "rollout.max_model_len" if configured is None else "rollout.kv_cache_gib"
         why = "for one sequence" if configured is None else f"with a KV cache of {configured:g}"
         yield Finding(
-            path="rollout.tp",
-            reason=f"a device of a server needs about {replica.device / GIB:.0f} GiB {why} and gets "
+            "rollout.tp",
+            f"a device of a server needs about {replica.device / GIB:.0f} GiB {why} and gets "
             f"{used * limit / GIB:.0f} ({used:g} of {limit / GIB:.0f})",
-            fix=f"raise rollout.tp or rollout.gpu_memory_utilization, or lower {lower}",
+            f"raise rollout.tp or rollout.gpu_memory_utilization, or lower {lower}",
             severity=_severity(replica, int(used * limit)),
         )
 
@@ -165,10 +154,10 @@ def _both(config: Config, rank: Memory, replica: Memory, limit: int) -> Iterator
     free = int((1 - used) * limit)
     if rank.device > free:
         yield Finding(
-            path="rollout.gpu_memory_utilization",
-            reason=f"{used:g} leaves {free / GIB:.0f} of {limit / GIB:.0f} GiB to the {rank.name} on the same device, "
+            "rollout.gpu_memory_utilization",
+            f"{used:g} leaves {free / GIB:.0f} of {limit / GIB:.0f} GiB to the {rank.name} on the same device, "
             f"which needs about {rank.device / GIB:.0f}",
-            fix=f"lower it to the {replica.device / limit:.2f} that a server needs, lower "
+            f"lower it to the {replica.device / limit:.2f} that a server needs, lower "
             "trainer.max_tokens_per_microbatch, or set trainer.recompute=true",
             severity=_severity(rank, free),
         )
@@ -182,13 +171,10 @@ def _severity(memory: Memory, limit: int) -> Severity:
 def ports_free(config: Config, facts: Facts) -> Iterator[Finding]:
     for port in server_ports(config):
         if port > 65535:
-            yield Finding(path="rollout.port", reason=f"{port} is not a port number", fix="use 0 or 1024..65535")
+            yield Finding("rollout.port", f"{port} is not a port number", "use 0 or 1024..65535")
         elif port in facts.ports_in_use:
-            yield Finding(
-                path="rollout.port",
-                reason=f"port {port} on {config.cluster.bind} is in use or may not be bound",
-                fix="set rollout.port=0 to let the system choose, or another port",
-            )
+            reason = f"port {port} on {config.cluster.bind} is in use or may not be bound"
+            yield Finding("rollout.port", reason, "set rollout.port=0 to let the system choose, or another port")
 
 
 def devices_of(config: Config, ranks: int, served: int) -> int:
@@ -212,39 +198,33 @@ def devices_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
                     served
                 )
                 yield Finding(
-                    path=pool.key,
-                    reason=f"{devices_of(config, ranks, served)} devices are needed ({', '.join(parts)}) and "
+                    pool.key,
+                    f"{devices_of(config, ranks, served)} devices are needed ({', '.join(parts)}) and "
                     f"{declared} are declared",
-                    fix=f"raise {pool.key} or devices_per_node, or lower trainer.world_size or rollout.servers",
+                    f"raise {pool.key} or devices_per_node, or lower trainer.world_size or rollout.servers",
                 )
                 return
     try:
         seats_of(config)
     except ConfigError as error:
-        yield Finding(path=error.path, reason=error.reason, fix=error.fix)
+        yield Finding(error.path, error.reason, error.fix)
         return
     if facts.devices is not None and facts.devices < needed:
         yield Finding(
-            path="cluster.device",
-            reason=f"{needed} {cluster.device} devices are needed and {facts.devices} are visible here",
-            fix="lower trainer.world_size or rollout.servers, or set cluster.device=cpu",
+            "cluster.device",
+            f"{needed} {cluster.device} devices are needed and {facts.devices} are visible here",
+            "lower trainer.world_size or rollout.servers, or set cluster.device=cpu",
         )
 
 
 def cluster_is_reachable(config: Config, facts: Facts) -> Iterator[Finding]:
     cluster = config.cluster
     if cluster.kind == "local" and cluster.nodes > 1:
-        yield Finding(
-            path="cluster.nodes",
-            reason=f"cluster.kind = local means this machine, not {cluster.nodes} nodes",
-            fix="set cluster.nodes=1, or cluster.kind=slurm",
-        )
+        reason = f"cluster.kind = local means this machine, not {cluster.nodes} nodes"
+        yield Finding("cluster.nodes", reason, "set cluster.nodes=1, or cluster.kind=slurm")
     elif cluster.total_nodes > 1 and cluster.bind.startswith("127."):
-        yield Finding(
-            path="cluster.bind",
-            reason=f"{cluster.total_nodes} nodes cannot reach each other on {cluster.bind}",
-            fix="set cluster.bind=0.0.0.0",
-        )
+        reason = f"{cluster.total_nodes} nodes cannot reach each other on {cluster.bind}"
+        yield Finding("cluster.bind", reason, "set cluster.bind=0.0.0.0")
 
 
 def interface_counts(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -252,29 +232,21 @@ def interface_counts(config: Config, facts: Facts) -> Iterator[Finding]:
     try:
         as_network(cluster.interface)
     except ConfigError as error:
-        yield Finding(path=error.path, reason=error.reason, fix=error.fix)
+        yield Finding(error.path, error.reason, error.fix)
         return
     if cluster.interface != "auto" and cluster.bind not in WILDCARDS:
-        yield Finding(
-            path="cluster.interface",
-            reason=f"{cluster.interface!r} contradicts cluster.bind = {cluster.bind}, which is used as it is",
-            fix="set cluster.bind=0.0.0.0, or leave cluster.interface out",
-        )
+        reason = f"{cluster.interface!r} contradicts cluster.bind = {cluster.bind}, which is used as it is"
+        yield Finding("cluster.interface", reason, "set cluster.bind=0.0.0.0, or leave cluster.interface out")
     elif (
         facts.address_problem is not None and cluster.total_nodes == 1
     ):  # several nodes: not a question about this machine
         problem = facts.address_problem
-        yield Finding(path=problem.path, reason=problem.reason, fix=problem.fix)
+        yield Finding(problem.path, problem.reason, problem.fix)
 
 
 def service_fits(config: Config, facts: Facts) -> Iterator[Finding]:
     if not has_tenants(config):
         return
     if config.cluster.kind != "local":
-        yield Finding(
-            path="cluster.kind",
-            reason="the service listens on the loopback address of the launcher's machine, and a Slurm job has several",
-            fix="start it with cluster.kind=local, inside an allocation for example",
-        )
-    for problem in facts.service_problems:
-        yield Finding(path=problem.path, reason=problem.reason, fix=problem.fix)
+        reason = "the service listens on the loopback address of the launcher's machine, and a Slurm job has several"
+        yield Finding("cluster.kind", reason, "start it with cluster.kind=local, inside an allocation for example")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
-from areal_lora.config.rules.findings import Finding, Severity
+from areal_lora.config.rules.findings import Finding, warning
 from areal_lora.config.sizing.slots import ALL_ROLES, pools_of, seats_of
 from areal_lora.errors import ConfigError
 
@@ -44,48 +44,30 @@ def components_agree(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     key = "cluster.slurm.components"
     if cluster.kind != "slurm":
-        yield Finding(
-            path=key,
-            reason=f"a job with cluster.kind = {cluster.kind} has no components",
-            fix=f"set {key}=[], or cluster.kind=slurm",
-        )
+        reason = f"a job with cluster.kind = {cluster.kind} has no components"
+        yield Finding(key, reason, f"set {key}=[], or cluster.kind=slurm")
         return
     if cluster.nodes not in (1, cluster.total_nodes):
-        yield Finding(
-            path="cluster.nodes",
-            reason=f"{cluster.nodes} nodes contradict the components, which have {cluster.total_nodes}",
-            fix="leave it out",
-        )
+        reason = f"{cluster.nodes} nodes contradict the components, which have {cluster.total_nodes}"
+        yield Finding("cluster.nodes", reason, "leave it out")
     for role in ALL_ROLES:
         places = [str(i) for i, component in enumerate(components) for r in component.roles if r == role]
         if not places:
-            yield Finding(path=key, reason=f"no component has the role {role}", fix=f"add {role} to one of them")
+            yield Finding(key, f"no component has the role {role}", f"add {role} to one of them")
         elif len(places) > 1:
-            yield Finding(
-                path=f"{key}.{places[1]}.roles",
-                reason=f"{role} is named {len(places)} times: in components {', '.join(places)}",
-                fix="name each role once",
-            )
+            reason = f"{role} is named {len(places)} times: in components {', '.join(places)}"
+            yield Finding(f"{key}.{places[1]}.roles", reason, "name each role once")
     for i, (component, pool) in enumerate(zip(components, pools_of(cluster), strict=True)):
         needy = [role for role in component.roles if role != "controller"]
         if needy and cluster.device != "cpu" and not pool.devices_per_node:
-            yield Finding(
-                path=f"{key}.{i}.devices_per_node",
-                reason=f"{' and '.join(needy)} need {cluster.device} devices and its nodes have none",
-                fix="raise it, or leave it out",
-            )
+            reason = f"{' and '.join(needy)} need {cluster.device} devices and its nodes have none"
+            yield Finding(f"{key}.{i}.devices_per_node", reason, "raise it, or leave it out")
         if component.mem is None and cluster.slurm.mem is None and any(part.mem for part in components):
-            yield Finding(
-                path=f"{key}.{i}.mem",
-                reason="another component sets its memory, which Slurm would apply to this one",
-                fix="set it here, or set cluster.slurm.mem",
-            )
+            reason = "another component sets its memory, which Slurm would apply to this one"
+            yield Finding(f"{key}.{i}.mem", reason, "set it here, or set cluster.slurm.mem")
         if not needy and component.nodes > 1:
-            yield Finding(
-                path=f"{key}.{i}.nodes",
-                reason=f"the controller is one process and cannot use {component.nodes} nodes",
-                fix="set it to 1",
-            )
+            reason = f"the controller is one process and cannot use {component.nodes} nodes"
+            yield Finding(f"{key}.{i}.nodes", reason, "set it to 1")
 
 
 def own_directives(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -97,30 +79,24 @@ def own_directives(config: Config, facts: Facts) -> Iterator[Finding]:
         for line in lines:
             option = _option(line)
             if not line.startswith("-"):
-                yield Finding(
-                    path=path,
-                    reason=f"{line!r} is not an option of sbatch",
-                    fix="start it with - or --, without #SBATCH",
-                )
+                reason = f"{line!r} is not an option of sbatch"
+                yield Finding(path, reason, "start it with - or --, without #SBATCH")
             elif option in _KEYS:
-                yield Finding(path=path, reason=f"{line!r} has a key of its own", fix=f"use {_KEYS[option]}")
+                yield Finding(path, f"{line!r} has a key of its own", f"use {_KEYS[option]}")
             elif option in _OURS:
-                yield Finding(path=path, reason=f"the job script sets --{option} and depends on it", fix="remove it")
+                yield Finding(path, f"the job script sets --{option} and depends on it", "remove it")
     for role, lines in slurm.srun_extra.items():
         for line in lines:
             option, _, value = line.replace("=", " ").partition(" ")
             if option == "--gpu-bind" and value.strip().split(",")[-1] != "none":
                 yield Finding(
-                    path=f"cluster.slurm.srun_extra.{role}",
-                    reason=f"{line!r} hides devices that the plan gives to a process",
-                    fix="leave it out, or set --gpu-bind=none or --gpu-bind=verbose,none",
+                    f"cluster.slurm.srun_extra.{role}",
+                    f"{line!r} hides devices that the plan gives to a process",
+                    "leave it out, or set --gpu-bind=none or --gpu-bind=verbose,none",
                 )
     if slurm.gres_type and config.cluster.device == "cpu":
-        yield Finding(
-            path="cluster.slurm.gres_type",
-            reason=f"{slurm.gres_type} GPUs contradict cluster.device = cpu",
-            fix="leave it out, or set cluster.device=cuda",
-        )
+        reason = f"{slurm.gres_type} GPUs contradict cluster.device = cpu"
+        yield Finding("cluster.slurm.gres_type", reason, "leave it out, or set cluster.device=cuda")
 
 
 def _option(line: str) -> str:
@@ -133,11 +109,8 @@ def _option(line: str) -> str:
 def servers_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
     least, servers = config.cluster.min_servers, config.rollout.servers
     if least > servers:
-        yield Finding(
-            path="cluster.min_servers",
-            reason=f"{least} servers are required and rollout.servers = {servers}",
-            fix=f"set it to at most {servers}, or raise rollout.servers",
-        )
+        reason = f"{least} servers are required and rollout.servers = {servers}"
+        yield Finding("cluster.min_servers", reason, f"set it to at most {servers}, or raise rollout.servers")
 
 
 def no_idle_node(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -152,9 +125,5 @@ def no_idle_node(config: Config, facts: Facts) -> Iterator[Finding]:
     for pool in pools_of(config.cluster):
         idle = sorted(set(range(pool.first_node, pool.first_node + pool.nodes)) - used)
         if idle:
-            yield Finding(
-                path=pool.key,
-                reason=f"nothing runs on {len(idle)} of {pool.nodes} nodes (node {', '.join(map(str, idle))})",
-                fix=f"set it to {pool.nodes - len(idle)}, or use more ranks or servers",
-                severity=Severity.WARNING,
-            )
+            reason = f"nothing runs on {len(idle)} of {pool.nodes} nodes (node {', '.join(map(str, idle))})"
+            yield warning(pool.key, reason, f"set it to {pool.nodes - len(idle)}, or use more ranks or servers")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.rules.findings import Finding, Severity, shape_of
+from areal_lora.config.rules.findings import Finding, shape_of, warning
 from areal_lora.config.sections.task import DatasetTask, TaskConfig, WordProblemsTask
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
@@ -32,17 +32,11 @@ def chat_template(config: Config, facts: Facts) -> Iterator[Finding]:
     for at, task in _tasks(config):
         chat = task.format.is_chat
         if chat and facts.chat_template is False:
-            yield Finding(
-                path=f"{at}.format.kind",
-                reason=f"the tokenizer in {config.model.folder} has no chat template",
-                fix="set it to template, or use an instruction-tuned model",
-            )
+            reason = f"the tokenizer in {config.model.folder} has no chat template"
+            yield Finding(f"{at}.format.kind", reason, "set it to template, or use an instruction-tuned model")
         if isinstance(task, DatasetTask) and task.columns.messages is not None and not chat:
-            yield Finding(
-                path=f"{at}.columns.messages",
-                reason="messages are written by a chat template, and task.format.kind is template",
-                fix="set task.format.kind=chat",
-            )
+            reason = "messages are written by a chat template, and task.format.kind is template"
+            yield Finding(f"{at}.columns.messages", reason, "set task.format.kind=chat")
 
 
 def columns_exist(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -50,10 +44,10 @@ def columns_exist(config: Config, facts: Facts) -> Iterator[Finding]:
     for i, adapter in enumerate(config.adapters):
         if adapter.sft.column is not None and isinstance(adapter.task, WordProblemsTask):
             yield Finding(
-                path=f"adapters.{i}.sft.column",
-                reason=f"{adapter.sft.column!r} names a column, and task.kind {adapter.task.kind} has none: its "
+                f"adapters.{i}.sft.column",
+                f"{adapter.sft.column!r} names a column, and task.kind {adapter.task.kind} has none: its "
                 "problems are computed",
-                fix="leave it out to train on the computed answers, or use task.kind dataset",
+                "leave it out to train on the computed answers, or use task.kind dataset",
             )
 
 
@@ -62,20 +56,13 @@ def sampling_is_trained(config: Config, facts: Facts) -> Iterator[Finding]:
     for i, adapter in enumerate(config.adapters):
         sampling, at = adapter.sampling, f"adapters.{i}.sampling"
         if sampling.min_tokens > sampling.max_new_tokens:
-            yield Finding(
-                path=f"{at}.min_tokens",
-                reason=f"{sampling.min_tokens} is more than max_new_tokens = {sampling.max_new_tokens}",
-                fix="lower it, or raise max_new_tokens",
-            )
+            reason = f"{sampling.min_tokens} is more than max_new_tokens = {sampling.max_new_tokens}"
+            yield Finding(f"{at}.min_tokens", reason, "lower it, or raise max_new_tokens")
         limits = (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0), ("min_p", sampling.min_p, 0.0))
         for key, value, off in (*limits, ("min_tokens", sampling.min_tokens, 0)):
             if value != off:
-                yield Finding(
-                    path=f"{at}.{key}",
-                    reason=f"{value:g} restricts sampling, and the trained log-probabilities do not know it",
-                    fix=f"leave it at {off:g}, or accept the bias (docs/en/algorithms.md)",
-                    severity=Severity.WARNING,
-                )
+                reason = f"{value:g} restricts sampling, and the trained log-probabilities do not know it"
+                yield warning(f"{at}.{key}", reason, f"leave it at {off:g}, or accept the bias (docs/en/algorithms.md)")
 
 
 LEAST_TEMPERATURE = 0.01
@@ -87,29 +74,21 @@ def eval_sets(config: Config, facts: Facts) -> Iterator[Finding]:
     for i, adapter in enumerate(config.adapters):
         for name, count in Counter(chosen.name for chosen in adapter.evals).items():
             if count > 1:
-                yield Finding(
-                    path=f"adapters.{i}.evals", reason=f"{count} sets are named {name!r}", fix="give each its own name"
-                )
+                yield Finding(f"adapters.{i}.evals", f"{count} sets are named {name!r}", "give each its own name")
         for j, chosen in enumerate(adapter.evals):
             at = f"adapters.{i}.evals.{j}"
             if chosen.n_samples > 1 and chosen.temperature == 0:
-                yield Finding(
-                    path=f"{at}.temperature",
-                    reason=f"at 0 all {chosen.n_samples} answers to a problem are the same",
-                    fix="raise it, for example to 0.8, or set n_samples=1",
-                )
+                reason = f"at 0 all {chosen.n_samples} answers to a problem are the same"
+                yield Finding(f"{at}.temperature", reason, "raise it, for example to 0.8, or set n_samples=1")
             elif 0 < chosen.temperature < LEAST_TEMPERATURE:
-                yield Finding(
-                    path=f"{at}.temperature",
-                    reason=f"vLLM's minimum above 0 is {LEAST_TEMPERATURE}",
-                    fix="set it to 0 for greedy answers",
-                )
+                reason = f"vLLM's minimum above 0 is {LEAST_TEMPERATURE}"
+                yield Finding(f"{at}.temperature", reason, "set it to 0 for greedy answers")
             if chosen.max_new_tokens is not None and chosen.max_new_tokens >= longest:
                 yield Finding(
-                    path=f"{at}.max_new_tokens",
-                    reason=f"{chosen.max_new_tokens} new tokens leave no room for a prompt in "
+                    f"{at}.max_new_tokens",
+                    f"{chosen.max_new_tokens} new tokens leave no room for a prompt in "
                     f"rollout.max_model_len = {longest}",
-                    fix=f"lower it, or raise rollout.max_model_len above {chosen.max_new_tokens}",
+                    f"lower it, or raise rollout.max_model_len above {chosen.max_new_tokens}",
                 )
 
 
@@ -123,26 +102,14 @@ def seldom_meant(config: Config, facts: Facts) -> Iterator[Finding]:
             continue
         at, sampling, optimizer = f"adapters.{i}", adapter.sampling, adapter.optimizer
         if optimizer.lr > HIGHEST_LR:
-            yield Finding(
-                path=f"{at}.optimizer.lr",
-                reason=f"{optimizer.lr:g} lets Adam change each weight by about this much in a step",
-                fix="usual values are 1e-6 to 1e-3",
-                severity=Severity.WARNING,
-            )
+            reason = f"{optimizer.lr:g} lets Adam change each weight by about this much in a step"
+            yield warning(f"{at}.optimizer.lr", reason, "usual values are 1e-6 to 1e-3")
         if (sequences := sampling.prompts_per_step * sampling.n_samples) > MOST_SEQUENCES:
-            yield Finding(
-                path=f"{at}.sampling.prompts_per_step",
-                reason=f"a step samples {sequences:,} answers before it trains",
-                fix=f"usual steps have at most {MOST_SEQUENCES:,}",
-                severity=Severity.WARNING,
-            )
+            reason = f"a step samples {sequences:,} answers before it trains"
+            yield warning(f"{at}.sampling.prompts_per_step", reason, f"usual steps have at most {MOST_SEQUENCES:,}")
         if adapter.minibatches <= sampling.prompts_per_step and sampling.prompts_per_step % adapter.minibatches:
-            yield Finding(
-                path=f"{at}.minibatches",
-                reason=f"{adapter.minibatches} minibatches of {sampling.prompts_per_step} prompts are of unequal size",
-                fix="choose a divisor of sampling.prompts_per_step",
-                severity=Severity.WARNING,
-            )
+            reason = f"{adapter.minibatches} minibatches of {sampling.prompts_per_step} prompts are of unequal size"
+            yield warning(f"{at}.minibatches", reason, "choose a divisor of sampling.prompts_per_step")
 
 
 def init_from(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -152,7 +119,7 @@ def init_from(config: Config, facts: Facts) -> Iterator[Finding]:
             continue
         at = f"adapters.{i}"
         if problem := facts.peft_problems.get(adapter.init_from):
-            yield Finding(path=f"{at}.init_from", reason=problem, fix="give the folder of a PEFT LoRA adapter")
+            yield Finding(f"{at}.init_from", problem, "give the folder of a PEFT LoRA adapter")
         folder, shape = facts.peft_folders.get(adapter.init_from), shape_of(facts)
         if folder is None or shape is None:
             continue
@@ -173,29 +140,20 @@ def _modules(at: str, adapter: AdapterConfig, folder: PeftFolder, shape: ModelSh
     source = adapter.init_from
     every = targets.modules([targets.ALL_LINEAR], [], shape)
     if foreign := sorted(folder.modules - every.keys()):
-        return Finding(
-            path=f"{at}.init_from",
-            reason=f"{source} adapts {foreign[0]}, which this model does not have or LoRA cannot sit on here",
-            fix="give an adapter of this model's projections",
-        )
+        reason = f"{source} adapts {foreign[0]}, which this model does not have or LoRA cannot sit on here"
+        return Finding(f"{at}.init_from", reason, "give an adapter of this model's projections")
     for module in sorted(folder.modules):
         file = (folder.shapes[f"{module}.lora_A.weight"][1], folder.shapes[f"{module}.lora_B.weight"][0])
         if file != every[module]:
             reason = f"{source} has {file[0]} inputs and {file[1]} outputs at {module}, this model {every[module]}"
-            return Finding(path=f"{at}.init_from", reason=reason, fix="give an adapter of this model")
+            return Finding(f"{at}.init_from", reason, "give an adapter of this model")
     extra, absent = misfits(folder.modules, wanted)
     if extra:
-        return Finding(
-            path=f"{at}.target_modules",
-            reason=f"{source} adapts {kind_of(extra[0])}, which is not among them",
-            fix=f"name {linears()[extra[0].rpartition('.')[2]]} too",
-        )
+        reason = f"{source} adapts {kind_of(extra[0])}, which is not among them"
+        return Finding(f"{at}.target_modules", reason, f"name {linears()[extra[0].rpartition('.')[2]]} too")
     if absent:
-        return Finding(
-            path=f"{at}.init_from",
-            reason=f"{source} adapts {kind_of(absent[0])} but not {absent[0]}",
-            fix="give an adapter of all layers and experts",
-        )
+        reason = f"{source} adapts {kind_of(absent[0])} but not {absent[0]}"
+        return Finding(f"{at}.init_from", reason, "give an adapter of all layers and experts")
     return None
 
 
@@ -210,11 +168,8 @@ def _experts(at: str, adapter: AdapterConfig, folder: PeftFolder) -> Finding | N
             continue  # different lora_A of gate and up are stacked, see `_distinct`
         first = firsts.setdefault(f"{layer}.{expert.partition('.')[2]}", name)
         if folder.digests[first] != folder.digests[name]:
-            return Finding(
-                path=f"{at}.expert_layout",
-                reason=f"{adapter.expert_layout}, but the experts of {adapter.init_from} differ ({name})",
-                fix="set it to per_expert",
-            )
+            reason = f"{adapter.expert_layout}, but the experts of {adapter.init_from} differ ({name})"
+            return Finding(f"{at}.expert_layout", reason, "set it to per_expert")
     return None
 
 
@@ -224,9 +179,9 @@ def _rank(at: str, adapter: AdapterConfig, folder: PeftFolder) -> Finding | None
         if sum(ranks) > (room := spec.rank_of(module)):
             layers = f" and Megatron's fused layers hold {len(ranks)} of its lora_A" if len(ranks) > 1 else ""
             return Finding(
-                path=f"{at}.rank" if room == adapter.rank else f"{at}.rank_pattern",
-                reason=f"{room} is too small for {adapter.init_from}: at {module} it has rank {ranks[0]}{layers}",
-                fix=f"set it to at least {sum(ranks)}",
+                f"{at}.rank" if room == adapter.rank else f"{at}.rank_pattern",
+                f"{room} is too small for {adapter.init_from}: at {module} it has rank {ranks[0]}{layers}",
+                f"set it to at least {sum(ranks)}",
             )
     return None
 

@@ -1,7 +1,5 @@
 """An entry of ``adapters``: all settings of one adapter, so a further adapter is a further entry.
 
-The section ``adapters[].algorithm``: one set of keys, and a table of what each ``kind`` sets.
-
 An algorithm is data. ``kind`` chooses a row of `PRESETS`; a key that is set beside it overrides the row. The defaults
 of the keys are those of ``grpo``, so a row holds only what differs. Sources of the values: docs/en/algorithms.md.
 """
@@ -28,36 +26,16 @@ from areal_lora.config.sections.task import (
 )
 from areal_lora.types import AdapterSpec, ExpertLayout
 
+# fmt: off
 Kind = Literal[
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "opo",
-    "gpg",
-    "dapo",
-    "gspo",
-    "cispo",
-    "tis",
-    "mis",
-    "icepop",
-    "remax",
-    "ppo",
+    "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "gpg", "dapo", "gspo", "cispo", "tis",
+    "mis", "icepop", "remax", "ppo",
 ]
 AdvantageName = Literal[
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "opo",
-    "gpg",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "batch",
-    "group_mean_batch_std",
-    "remax",
-    "gae",
+    "grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "batch", "group_mean_batch_std",
+    "remax", "gae",
 ]
+# fmt: on
 LossName = Literal["ppo", "gspo", "cispo", "reinforce"]
 
 PRESETS: Mapping[Kind, Mapping[str, Any]] = {
@@ -96,9 +74,7 @@ class AlgorithmConfig(Section):
         "log-probability; `reinforce`: no ratio.",
     )
     eps_clip: PositiveFloat = Field(0.2, description="Lower clip of the ratio: not below 1 - `eps_clip`.")
-    eps_clip_high: PositiveFloat | None = Field(
-        None, description="Upper clip: not above 1 + `eps_clip_high`; `eps_clip` if unset."
-    )
+    eps_clip_high: PositiveFloat | None = Field(None, description="Not above 1 + `eps_clip_high`; `eps_clip` if unset.")
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
         None, description="With a negative advantage A the objective is not below `dual_clip` x A; unset: no bound."
     )
@@ -110,43 +86,28 @@ class AlgorithmConfig(Section):
         description="Weight w = proximal/behaviour of a token: `mask`: 0 outside of the bounds; `truncate`: at most "
         "`behaviour_cap`; `none`: 1.",
     )
-    behaviour_level: Literal["token", "sequence"] = Field(
-        "token", description="w of each token, or the product over its sequence."
-    )
+    behaviour_level: Literal["token", "sequence"] = Field("token", description="w of a token, or of its sequence.")
     behaviour_cap: PositiveFloat = Field(5.0, description="Upper bound of w.")
     behaviour_floor: NonNegFloat = Field(0.0, description="Lower bound of w for `mask`.")
-    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Discount of a reward for each token before it (`advantage: gae`)."
-    )
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Discount per token (`advantage: gae`).")
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
         1.0, description="Weight of later values in an advantage; 1: returns minus values (`advantage: gae`)."
     )
-    value_clip: PositiveFloat | None = Field(
-        0.2, description="The value loss sees values at most so far from those before the step; unset: no bound."
-    )
+    value_clip: PositiveFloat | None = Field(0.2, description="Bound of a value's change in its loss; unset: none.")
     critic_lr: PositiveFloat | None = Field(
-        None, description="Learning rate of the critic, with the schedule of `optimizer`; 10 times its `lr` if unset."
+        None, description="The critic's learning rate; 10 x `optimizer.lr` if unset."
     )
-    critic_rank: PositiveInt | None = Field(
-        None, description="Rank of the critic's adapter, at the policy's scale; if unset its rank and patterns."
-    )
+    critic_rank: PositiveInt | None = Field(None, description="Rank of the critic's adapter; the policy's if unset.")
     kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL divergence from the reference.")
     reference: Literal["base", "initial"] = Field(
-        "base",
-        description="`base`: the base model, adapter off; `initial`: the start of the run (`init_from`), or the "
-        "version after `sft.steps`.",
+        "base", description="`base`: adapter off; `initial`: the start (`init_from`), or the version after `sft.steps`."
     )
-    reference_refresh_steps: PositiveInt | None = Field(
-        None, description="Every so many versions the newest one becomes the reference; unset: never."
-    )
+    reference_refresh_steps: PositiveInt | None = Field(None, description="Versions between changes of the reference.")
     kl_target: PositiveFloat | None = Field(
-        None,
-        description="KL divergence per token to aim at: each step changes the weight by at most 2 %; unset: fixed.",
+        None, description="KL divergence per token to aim at, by at most 2 % a step; unset: fixed weight."
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators of the KL divergence.")
-    kl_in: Literal["loss", "reward"] = Field(
-        "loss", description="Add the KL divergence to the loss, or subtract it from the reward."
-    )
+    kl_in: Literal["loss", "reward"] = Field("loss", description="Add it to the loss, or subtract it from the reward.")
     entropy_coef: NonNegFloat = Field(0.0, description="Weight of the entropy bonus.")
     reduction: Literal["token", "sequence", "constant"] = Field(
         "token", description="Loss denominator: tokens, sequences, or sequences x max_new_tokens of the minibatch."
@@ -155,9 +116,7 @@ class AlgorithmConfig(Section):
         0.0, description="Last part of `max_new_tokens` over which `overlong_penalty` grows; 0: no penalty."
     )
     overlong_penalty: NonNegFloat = Field(1.0, description="Largest amount taken off the reward of a long answer.")
-    drop_uniform: bool = Field(
-        False, description="Drop groups in which all answers have the same reward, and issue further prompts instead."
-    )
+    drop_uniform: bool = Field(False, description="Replace groups in which all answers have the same reward by others.")
 
     @model_validator(mode="before")
     @classmethod
@@ -197,26 +156,20 @@ class SftConfig(Section):
         description="Groups issued with one of the first so many versions are the data set's answers, trained on with "
         "cross-entropy; later ones are rollouts. `run.steps`: no rollouts.",
     )
-    column: str | None = Field(
-        None, description="Column of the data set with the answer's text; the gold answer if unset."
-    )
+    column: str | None = Field(None, description="Column with the text of the answer; the gold answer if unset.")
 
 
 class OptimizerConfig(Section):
     lr: PositiveFloat = Field(description="Learning rate after the warm-up; of lora_A where `lora_plus_ratio` is set.")
-    lora_plus_ratio: PositiveFloat = Field(
-        1.0, description="LoRA+: the learning rate of lora_B is `lr` times this, that of lora_A is `lr`."
-    )
+    lora_plus_ratio: PositiveFloat = Field(1.0, description="LoRA+: the learning rate of lora_B is `lr` times this.")
     beta1: NonNegFloat = Field(0.9, description="Adam's decay of the first moment.")
     beta2: NonNegFloat = Field(0.95, description="Adam's decay of the second moment.")
     eps: PositiveFloat = Field(1e-8, description="Added to the root of Adam's second moment.")
     weight_decay: NonNegFloat = Field(0.0, description="Decoupled weight decay (AdamW).")
-    max_grad_norm: PositiveFloat = Field(
-        1.0, description="Largest norm of the adapter's gradient; a larger one is scaled down."
-    )
+    max_grad_norm: PositiveFloat = Field(1.0, description="Norm above which the adapter's gradient is scaled down.")
     warmup_steps: NonNegInt = Field(0, description="Training steps of linear learning-rate warm-up to `lr`.")
     schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="Learning-rate schedule from the end of the warm-up to `run.steps`."
+        "constant", description="From the warm-up to `run.steps`."
     )
     min_lr_ratio: NonNegFloat = Field(0.0, description="Final learning rate as a fraction of `lr`.")
 
@@ -231,20 +184,12 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="Below 1 sampling omits the tail, but log-probabilities do not: a bias, see algorithms.md."
     )
-    top_k: NonNegInt = Field(
-        0, description="Sample from the so many likeliest tokens, 0: from all; a bias like `top_p`."
-    )
+    top_k: NonNegInt = Field(0, description="Sample from so many likeliest tokens, 0: from all; a bias like `top_p`.")
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0,
-        description="Omit tokens with less than this share of the likeliest one's probability; a bias like `top_p`.",
+        0.0, description="Omit tokens with less than this share of the likeliest one; a bias like `top_p`."
     )
-    min_tokens: NonNegInt = Field(
-        0, description="An answer does not end before so many tokens; a bias where the model would have ended it."
-    )
-    stop: list[str] = Field(
-        default_factory=list,
-        description="Texts that end an answer; their tokens are trained on, the reward gets the answer without them.",
-    )
+    min_tokens: NonNegInt = Field(0, description="Least tokens of an answer; a bias where the model ends earlier.")
+    stop: list[str] = Field([], description="Texts that end an answer; trained on, and not seen by the reward.")
     timeout_s: PositiveFloat = Field(
         600.0,
         description="Seconds for one episode of an environment, agent or workflow, or one request of an evaluation; "
@@ -266,78 +211,54 @@ CLIENT_SECTIONS: Mapping[str, Any] = {
 """In place of the sections that are required and that the adapter of a client does not use."""
 
 
-def _workflow_kind(workflow: Any) -> str | None:
-    if isinstance(workflow, Mapping):
-        return workflow.get("kind")
-    return getattr(workflow, "kind", None)
-
-
 class AdapterConfig(Section):
     name: str = Field(pattern=NAME, description="Name of the adapter; versions are served as name@vN.")
     rank: PositiveInt = Field(description="Inner size of the low-rank product.")
     alpha: PositiveFloat = Field(description="The product is scaled by alpha / rank, or see `rslora`.")
     rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead (rsLoRA).")
     rank_pattern: dict[str, PositiveInt] = Field(
-        default_factory=dict,
-        description="Other ranks: regular expression for Hugging Face module paths, as in PEFT, to rank.",
+        {}, description="Other ranks: regular expression for Hugging Face module paths, as in PEFT, to rank."
     )
-    alpha_pattern: dict[str, PositiveFloat] = Field(
-        default_factory=dict, description="Other values of `alpha`, in the same way."
-    )
+    alpha_pattern: dict[str, PositiveFloat] = Field({}, description="Other values of `alpha`, in the same way.")
     target_modules: list[str] = Field(
-        min_length=1, description="Modules with LoRA: names, scopes, paths, wildcards or all-linear (see the top)."
+        min_length=1, description="Names, scopes, paths, wildcards, all-linear (see the top)."
     )
-    exclude_modules: list[str] = Field(
-        default_factory=list, description="Modules removed from `target_modules`; same spellings."
-    )
+    exclude_modules: list[str] = Field([], description="Modules removed from `target_modules`; same spellings.")
     expert_layout: ExpertLayout = Field(
         ExpertLayout.PER_EXPERT,
-        description="One adapter per expert, one shared by a layer's experts, or lora_A of gate and up and lora_B of "
-        "down shared (`shared_outer`).",
+        description="Of each expert, of a layer's experts, or lora_A of gate and up and lora_B of down shared.",
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="Share of the inputs of lora_A that a training pass leaves out; scores never do."
     )
     init_from: str | None = Field(None, description="PEFT LoRA folder to load as version 0; a new adapter if unset.")
-    minibatches: PositiveInt = Field(
-        1, description="Optimizer steps per training step, one per part of the batch, all at one learning rate."
-    )
+    minibatches: PositiveInt = Field(1, description="Optimizer steps per training step, each on a part of the batch.")
     weight: PositiveFloat = Field(
         1.0, description="Part of the trained tokens relative to the other adapters', while several have a batch ready."
     )
     steps: PositiveInt | None = Field(None, description="Training steps of this adapter; `run.steps` if unset.")
     seed: NonNegInt | None = Field(None, description="Seed of this adapter; `run.seed` if unset.")
-    max_staleness: NonNegInt | None = Field(
-        None, description="Largest staleness of this adapter's tokens; `rollout.max_staleness` if unset."
-    )
-    eval_every_steps: NonNegInt | None = Field(
-        None, description="Steps between two evaluations of this adapter; `eval.every_steps` if unset."
-    )
-    checkpoint_every_steps: PositiveInt | None = Field(
-        None, description="Steps between two checkpoints of this adapter; `checkpoint.every_steps` if unset."
-    )
+    max_staleness: NonNegInt | None = Field(None, description="Largest staleness; `rollout.max_staleness` if unset.")
+    eval_every_steps: NonNegInt | None = Field(None, description="`eval.every_steps` of this adapter, if set.")
+    checkpoint_every_steps: PositiveInt | None = Field(None, description="Replaces `checkpoint.every_steps`.")
     task: TaskConfig
     workflow: WorkflowConfig = SingleTurnWorkflowConfig()
-    reward: RewardsConfig = Field(
-        BuiltInReward(), description="One reward, or a list: their weighted sum; the first one states `correct`."
-    )
+    reward: RewardsConfig = Field(BuiltInReward(), description="One or several, summed; the first states `correct`.")
     algorithm: AlgorithmConfig
     sft: SftConfig = SftConfig()
     optimizer: OptimizerConfig
     sampling: SamplingConfig
     evals: list[EvalSetConfig] = Field(
-        default_factory=list,
-        description="Sets of an evaluation; the first one counts for `keep_best`. If empty, one set `held-out`: "
-        "greedy single answers to the held-out split.",
+        [], description="The first set counts for `keep_best`. If empty: greedy answers to the held-out split."
     )
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in_client(cls, data: Any) -> Any:
         """Sections that a client's adapter does not use, so that it has what every adapter has."""
-        if isinstance(data, Mapping) and _workflow_kind(data.get("workflow")) == "client":
-            return {**CLIENT_SECTIONS, **data}
-        return data
+        workflow = data.get("workflow") if isinstance(data, Mapping) else None
+        kind = workflow.get("kind") if isinstance(workflow, Mapping) else getattr(workflow, "kind", None)
+        return {**CLIENT_SECTIONS, **data} if kind == "client" else data
 
     @model_validator(mode="after")
     def _only_what_a_client_uses(self) -> Self:

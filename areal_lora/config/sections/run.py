@@ -19,9 +19,7 @@ class RunConfig(Section):
     name: str = Field(pattern=NAME, description="Run name; also the folder below `root`.")
     root: Path = Field(Path("runs"), description="Folder that holds run folders.")
     seed: NonNegInt = Field(1, description="Seeds prompt order, adapter initialisation and sampling.")
-    steps: PositiveInt = Field(
-        description="Number of training steps; each trains on one batch and publishes one version."
-    )
+    steps: PositiveInt = Field(description="Training steps; each trains on one batch and publishes one version.")
     max_restarts: NonNegInt = Field(
         3,
         description="Restarts after a failure: of the trainer, of the controller and of each server; requeues in a row "
@@ -35,22 +33,14 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str = Field(
-        description="Hugging Face model folder, or hub name `org/name`; an existing folder takes precedence."
-    )
+    path: str = Field(description="Hugging Face model folder, or hub name `org/name`; a folder takes precedence.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub name; its main branch if unset.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type of the frozen base weights.")
     shared_memory: bool = Field(
-        False,
-        description="The trainer ranks of a node read the base from disk once, into shared memory that is kept while "
-        "they run.",
+        False, description="The trainer ranks of a node read the base once, into shared memory kept while they run."
     )
-    commit: SkipJsonSchema[str | None] = Field(
-        None, description="Written by the launcher: the commit of a hub name that the run uses."
-    )
-    snapshot: SkipJsonSchema[str | None] = Field(
-        None, description="Written by the launcher: the folder that holds this commit."
-    )
+    commit: SkipJsonSchema[str | None] = Field(None, description="Written by the launcher: the commit of a hub name.")
+    snapshot: SkipJsonSchema[str | None] = Field(None, description="Written by the launcher: folder of this commit.")
 
     @property
     def folder(self) -> str:
@@ -61,18 +51,12 @@ class ModelConfig(Section):
 class CheckpointConfig(Section):
     every_steps: PositiveInt = Field(1, description="Steps between two checkpoints; the last step is always saved.")
     keep_last: Annotated[int, Field(ge=2)] = Field(2, description="Newest checkpoints kept; at least 2.")
-    keep_every: NonNegInt = Field(
-        0, description="Also keep checkpoints of versions that are a multiple of this; 0: none."
-    )
-    keep_best: bool = Field(
-        True, description="Also keep the checkpoint with the best evaluation: by accuracy, then by mean reward."
-    )
+    keep_every: NonNegInt = Field(0, description="Also keep checkpoints of multiples of this version; 0: none.")
+    keep_best: bool = Field(True, description="Also keep the checkpoint with the best accuracy, or mean reward.")
 
 
 class EvalConfig(Section):
-    every_steps: NonNegInt = Field(
-        20, description="Steps between two evaluations of all sets, one at a time; 0: only first and last."
-    )
+    every_steps: NonNegInt = Field(20, description="Steps between two evaluations of all sets; 0: only first and last.")
 
 
 class TrainerConfig(Section):
@@ -86,15 +70,10 @@ class TrainerConfig(Section):
     pp: PositiveInt = Field(1, description="Pipeline parallel size.")
     ep: PositiveInt = Field(1, description="Expert parallel size.")
     etp: PositiveInt = Field(1, description="Tensor parallel size inside experts.")
-    pp_layers: list[PositiveInt] | None = Field(
-        None, description="Layers of each pipeline stage; if unset, evenly distributed, earlier stages first."
-    )
+    pp_layers: list[PositiveInt] | None = Field(None, description="Layers of each pipeline stage; evenly if unset.")
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
     recompute: bool = Field(False, description="Recompute activations in the backward pass.")
-    cpu_offload: bool = Field(
-        False,
-        description="Keep the frozen shards in host memory; a layer is copied to the GPU when it computes (fsdp).",
-    )
+    cpu_offload: bool = Field(False, description="Keep the frozen shards in host memory and copy them by layer (fsdp).")
     threads: PositiveInt = Field(1, description="OpenMP threads of each trainer process.")
     python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")
 
@@ -102,14 +81,10 @@ class TrainerConfig(Section):
 class RolloutConfig(Section):
     servers: PositiveInt = Field(1, description="Replicas of the rollout server.")
     tp: PositiveInt = Field(1, description="Tensor parallel size of one replica.")
-    expert_parallel: bool = Field(
-        False, description="Distribute whole experts over the workers of a replica instead of splitting each expert."
-    )
+    expert_parallel: bool = Field(False, description="Workers of a replica have whole experts, not parts of each.")
     max_staleness: NonNegInt = Field(2, description="Largest staleness of a trained token, in versions.")
     pacing: Literal["fresh", "full"] = Field(
-        "fresh",
-        description="`fresh`: groups are sampled as late as the trainer allows, so that it need not wait. `full`: as "
-        "early as `max_staleness` allows.",
+        "fresh", description="`fresh`: sample as late as the trainer allows; `full`: as early as `max_staleness` does."
     )
     adapter_mode: Literal["unmerged", "merged"] = Field(
         "unmerged",
@@ -118,23 +93,17 @@ class RolloutConfig(Section):
         "running sequences.",
     )
     in_flight: Literal["finish", "interrupt"] = Field(
-        "finish",
-        description="At a publish, running sequences finish on their version, or are interrupted and continue on the "
-        "newest one.",
+        "finish", description="At a publish, sequences finish on their version, or continue on the newest one."
     )
-    deterministic: bool = Field(
-        False, description="Run one sequence at a time without prefix cache, so no answer depends on another request."
-    )
+    deterministic: bool = Field(False, description="One sequence at a time, no prefix cache: answers are repeatable.")
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
     max_adapters: PositiveInt | None = Field(
-        None, description="Adapters that a server holds at a time; decides its slots. If unset, those of the list."
+        None, description="Adapters on a server at a time; the listed ones if unset."
     )
     max_model_len: PositiveInt = Field(4096, description="Longest sequence, prompt and answers together, in tokens.")
     max_num_seqs: PositiveInt = Field(256, description="Sequences that a replica samples at once.")
     max_num_batched_tokens: PositiveInt = Field(8192, description="Tokens of one step of a replica, prompts included.")
-    gpu_memory_utilization: float = Field(
-        0.85, gt=0, le=1, description="Share of a device's memory that a server claims."
-    )
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of a device's memory for a server.")
     kv_cache_gib: PositiveFloat | None = Field(
         None,
         description="KV cache of each worker, GiB. On GPUs, if unset, vLLM takes what `gpu_memory_utilization` leaves; "
@@ -142,9 +111,7 @@ class RolloutConfig(Section):
     )
     enforce_eager: bool = Field(False, description="Run vLLM without CUDA graphs: slower, and less memory.")
     threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
-    port: NonNegInt = Field(
-        0, description="Data-plane port of server 0; server i uses `port + i`. 0: the system chooses."
-    )
+    port: NonNegInt = Field(0, description="Data-plane port of server 0; server i has `port + i`. 0: any free one.")
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
 
     @property
@@ -168,17 +135,12 @@ class WeightSyncConfig(Section):
     wire_dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Type in which versions are sent; if unset `model.dtype`, that of the servers' adapter slots."
     )
-    timeout_s: PositiveFloat = Field(
-        30.0, description="Seconds for a whole publish: transfer, exclusion of lost servers, second transfer."
-    )
+    timeout_s: PositiveFloat = Field(30.0, description="Seconds for a publish, also with a second transfer.")
     rejoin_s: NonNegFloat = Field(
-        120.0,
-        description="Seconds that a publish with fewer than `cluster.min_servers` members waits for servers to rejoin.",
+        120.0, description="Seconds that a publish with fewer than `cluster.min_servers` waits for others."
     )
     probe_tolerance: PositiveFloat | None = Field(
-        None,
-        description="Largest allowed mean |logp trainer - logp server|; if unset 1e-4 with `model.dtype` `float32`, "
-        "0.15 with `bfloat16`.",
+        None, description="Largest mean |logp trainer - logp server|; if unset 1e-4, with a base in `bfloat16` 0.15."
     )
 
     @property
@@ -234,12 +196,12 @@ class SlurmComponent(Section):
     roles: list[Role] = Field(min_length=1, description="`trainer`, `rollout`, `controller`: what runs on its nodes.")
     nodes: PositiveInt = Field(1, description="Nodes of the component.")
     devices_per_node: NonNegInt | None = Field(
-        None, description="Unset: `cluster.devices_per_node`, or 0 for nodes of the controller alone."
+        None, description="If unset that of `cluster`; 0 for the controller alone."
     )
     partition: OwnWord | None = Field(None, description="Unset: that of `cluster.slurm`, as below. Empty: none.")
     gres_type: OwnWord | None = Field(None, description="Type of the GPUs.")
     mem: Memory | None = Field(None, description="sbatch --mem: host memory of each node.")
-    extra: list[Line] = Field(default_factory=list, description="Further #SBATCH lines, without the prefix.")
+    extra: list[Line] = Field([], description="Further #SBATCH lines, without the prefix.")
 
 
 class SlurmConfig(Section):
@@ -249,22 +211,19 @@ class SlurmConfig(Section):
     mem: Memory | None = Field(None, description="sbatch --mem: host memory of each node, such as `800G`; `0`: all.")
     gres_type: Word | None = Field(None, description="Type of the GPUs, such as `h100` in `--gres=gpu:h100:8`.")
     extra: list[Line] = Field(
-        default_factory=list,
+        [],
         description="Further #SBATCH lines of the job, or of its first component, such as `--qos=high`, "
         "`--constraint=ib`, `--exclude=n7`, `--exclusive`, `--mail-type=END`.",
     )
-    setup: list[str] = Field(default_factory=list, description="Shell lines run on each node before a role starts.")
+    setup: list[str] = Field([], description="Shell lines run on each node before a role starts.")
     srun_extra: dict[Role, list[Line]] = Field(
-        default_factory=dict,
-        description="Further srun options by role, such as `rollout: [--container-image=...]` (enroot and pyxis).",
+        {}, description="Further srun options by role, such as `rollout: [--container-image=...]` (enroot and pyxis)."
     )
     wrapper: dict[Role, list[Line]] = Field(
-        default_factory=dict,
-        description="Words before the interpreter by role, such as `trainer: [apptainer, exec, --nv, image.sif]`.",
+        {}, description="Words before the interpreter by role, such as `trainer: [apptainer, exec, --nv, image.sif]`."
     )
     components: list[SlurmComponent] = Field(
-        default_factory=list,
-        description="Components of a heterogeneous job, each with nodes of its own; empty: one allocation.",
+        [], description="Components of a heterogeneous job, each with nodes of its own; empty: one allocation."
     )
 
 
@@ -272,21 +231,15 @@ class ClusterConfig(Section):
     kind: Literal["local", "slurm"] = Field("local", description="This machine, or a Slurm job.")
     device: Literal["cpu", "cuda", "npu"] = Field("cuda", description="What trainer ranks and servers compute on.")
     nodes: PositiveInt = Field(1, description="Nodes of the job; with `slurm.components` leave it out.")
-    devices_per_node: PositiveInt = Field(
-        8, description="Devices of each node. On CPUs: trainer ranks on a node, if the job has enough nodes."
-    )
+    devices_per_node: PositiveInt = Field(8, description="Devices of each node. On CPUs: trainer ranks, if they fit.")
     share_devices: bool = Field(
         False,
         description="Servers use the devices of the trainer ranks: number the devices of a node from 0 for each role. "
         "A rank gets what `rollout.gpu_memory_utilization` leaves.",
     )
-    device_memory_gib: PositiveFloat | None = Field(
-        None, description="Memory of one device, GiB. If unset, it is read where the devices are on this machine."
-    )
+    device_memory_gib: PositiveFloat | None = Field(None, description="GiB of one device; of this machine's if unset.")
     min_servers: PositiveInt = Field(
-        1,
-        description="Rollout servers that a run needs. With fewer a publish waits for `weight_sync.rejoin_s`, then "
-        "fails; a job that has lost a node continues with as many.",
+        1, description="Servers that a run needs: with fewer a publish waits for `weight_sync.rejoin_s`, then fails."
     )
     controller_python: str | None = Field(None, description="Interpreter of the controller; this one if unset.")
     bind: str = Field(
@@ -329,7 +282,7 @@ class QuotaConfig(Section):
     rank: PositiveInt = Field(32, description="Largest rank of an adapter.")
     sequences: PositiveInt = Field(4096, description="Answers of one training step: prompts times answers per prompt.")
     tokens: PositiveInt = Field(
-        1 << 23, description="Tokens of inference in progress: prompts and the longest answers, times 1 + `logprobs`."
+        1 << 23, description="Tokens in progress: prompt and longest answer, x (1 + `logprobs`)."
     )
     requests: PositiveInt = Field(12_000, description="Requests a minute; a minute's may come at once.")
 
@@ -338,18 +291,15 @@ class ApiConfig(Section):
     """The HTTP API and the inbox of a run (`areal_lora.service`)."""
 
     port: NonNegInt = Field(0, description="Port of the HTTP API on loopback; 0: the system chooses.")
-    data: Path | None = Field(
-        None, description="Folder of the tenants' files: each may name those in its folder `TENANT/` and in `shared/`."
-    )
-    data_sets: list[str] = Field(default_factory=list, description="Hub data sets that tenants may name.")
+    data: Path | None = Field(None, description="Folder of the tenants' files, which are in `TENANT/` and `shared/`.")
+    data_sets: list[str] = Field([], description="Hub data sets that tenants may name.")
     code: list[str] = Field(
-        default_factory=list,
+        [],
         description="User code that tenants may name, like `package.module:name` or `/folder/file.py:name`, and "
         "`code` for the reward of that kind, whose tests are programs in the tenants' rows.",
     )
     judges: dict[str, str | None] = Field(
-        default_factory=dict,
-        description="Base URLs of judges that tenants may use, each with the variable of its key, or null.",
+        {}, description="Base URLs of judges that tenants may use, each with the variable of its key, or null."
     )
     quota: QuotaConfig = QuotaConfig()
 
@@ -358,11 +308,6 @@ class ServiceConfig(Section):
     """Adapters join and leave while the run works (`run_folder.desired`); it does not end without any."""
 
     target_modules: list[str] = Field(
-        ["all-linear"],
-        min_length=1,
-        description="Modules that servers adapt beside those of the listed adapters; others cannot join.",
+        ["all-linear"], min_length=1, description="Modules that servers adapt beside those of the listed adapters."
     )
-    api: ApiConfig | None = Field(
-        None,
-        description="HTTP API and inbox through which adapters come (`--serve`); without it a program of yours does.",
-    )
+    api: ApiConfig | None = Field(None, description="HTTP API and inbox for adapters (`--serve`); else your program.")

@@ -39,7 +39,7 @@ caching allocator on GPUs: a typical value."""
 GPU_HOST = 3 * GIB
 """Host memory of a process that uses a GPU."""
 STAGING_BUFFERS = 3
-"""Buffers of one source at a receiver: `weight_sync.link.inbox.RING`."""
+"""Buffers of one source at a receiver: `weight_sync.link.backends.RING`."""
 LEAST_KV, STAGING, JOINING = "KV cache, least", "staging of publishes", "room for adapters that join"
 DEFAULT_KV_GIB = 4.0
 """vLLM's KV cache on CPUs where ``rollout.kv_cache_gib`` is unset."""
@@ -49,7 +49,7 @@ LOGIT_PARTS, CHUNK = 4, 2**24
 """fp32 buffers of one part of the logits, and its logits: `engine.layers.vocab_logprobs`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """One row of the table. ``device`` bytes are of one device, ``host`` bytes of the process or replica."""
 
@@ -104,29 +104,24 @@ def job_memory(config: Config, shape: ModelShape) -> JobMemory:
         ranks = range(stage * per_stage, (stage + 1) * per_stage)
         name = "trainer rank" if trainer.pp == 1 else f"trainer rank, stage {stage}"
         nodes = tuple(seats.trainer[rank].node for rank in ranks)
-        parts = _placed(config, _trainer(config, shape, stage, layers))
+        parts = tuple(_trainer(config, shape, stage, layers))
+        if config.cluster.device == "cpu":  # the device is the host
+            parts = tuple(Part(part.name, host=part.host + part.device) for part in parts)
         processes.append(Memory(name=name, role="trainer", nodes=nodes, parts=parts))
     if config.model.shared_memory:
         here = tuple(sorted({seat.node for seat in seats.trainer}))
-        whole = Part(name="base in shared memory", host=base_bytes(shape, config.model.dtype))
+        whole = Part("base in shared memory", host=base_bytes(shape, config.model.dtype))
         processes.append(Memory(name="node with trainer ranks", role="node", nodes=here, parts=(whole,)))
     servers = tuple(seat.node for seat in seats.servers)
     processes.append(Memory(name="server replica", role="rollout", nodes=servers, parts=_server(config, shape)))
     adapters = [*config.adapters, *joining_adapters(config)]
     workers = sum(reward.workers for adapter in adapters for reward in adapter.rewards)
-    parts = (Part(name="processes", host=CONTROLLER_PROCESS + workers * SCORER_PROCESS),)
+    parts = (Part("processes", host=CONTROLLER_PROCESS + workers * SCORER_PROCESS),)
     processes.append(Memory(name="controller", role="controller", nodes=(seats.controller.node,), parts=parts))
     if has_tenants(config):
-        parts = (Part(name="processes", host=SERVICE_PROCESS),)
+        parts = (Part("processes", host=SERVICE_PROCESS),)
         processes.append(Memory(name="service", role="service", nodes=(seats.controller.node,), parts=parts))
     return JobMemory(processes=tuple(processes))
-
-
-def _placed(config: Config, parts: Sequence[Part]) -> tuple[Part, ...]:
-    """On CPUs the device is the host."""
-    if config.cluster.device != "cpu":
-        return tuple(parts)
-    return tuple(Part(name=part.name, host=part.host + part.device) for part in parts)
 
 
 def _stages(config: Config, shape: ModelShape) -> list[range]:
@@ -172,11 +167,11 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
         *_base(config, shape, stage, layers),
         weights,
         moments,
-        Part(name="activations", device=int(activations * (HEAP_CPU if on_cpu else HEAP_GPU))),
-        Part(name="logits", device=2 * logits * item + LOGIT_PARTS * min(CHUNK, logits) * FP32 if last else 0),
+        Part("activations", device=int(activations * (HEAP_CPU if on_cpu else HEAP_GPU))),
+        Part("logits", device=2 * logits * item + LOGIT_PARTS * min(CHUNK, logits) * FP32 if last else 0),
         published,
         *_joining(config, shape, layers),
-        Part(name="process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),
+        Part("process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),
     ]
 
 
@@ -185,15 +180,17 @@ def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfi
     held = {adapter.name: _adapter_parameters(config, shape, adapter, layers) for adapter in adapters}
     trained = sum(held[adapter.name] * (1 + _critic_share(adapter)) for adapter in adapters)
     references = sum(held[adapter.name] for adapter in adapters if adapter.algorithm.has_reference)
-    unique = {adapter.name: _unique_parameters(config, shape, adapter, layers) for adapter in adapters}
+    sources = config.trainer.ep if shape.experts else 1
+    sizes = {a.name: adapter_size(shape, a.spec("")).parameters for a in adapters}
+    unique = {name: size * len(layers) // shape.layers // sources for name, size in sizes.items()}
     wire = sum(_sent_bytes(config, shape, adapter, layers) for adapter in adapters)
     copied = sum(unique[a.name] * (3 * (1 + _critic_share(a)) + a.algorithm.has_reference) for a in adapters)
     mirror = 0 if config.cluster.device == "cpu" else FP32 * trained
     return [
-        Part(name="adapter weights and gradients", device=int(FP32 * (2 * trained + references))),
-        Part(name="optimizer moments", device=int(2 * FP32 * trained)),
+        Part("adapter weights and gradients", device=int(FP32 * (2 * trained + references))),
+        Part("optimizer moments", device=int(2 * FP32 * trained)),
         Part(
-            name="publish and checkpoint",
+            "publish and checkpoint",
             device=wire if broadcast_backend(config) != "gloo" else 0,
             host=int(wire + FP32 * copied + mirror),
         ),
@@ -208,18 +205,18 @@ def _joining(config: Config, shape: ModelShape, layers: range) -> list[Part]:
     [one, *_] = adapters
     parts = _adapters(config, shape, [one], layers)
     device, host = sum(part.device for part in parts), sum(part.host for part in parts)
-    return [Part(name=JOINING, device=len(adapters) * device, host=len(adapters) * host)]
+    return [Part(JOINING, device=len(adapters) * device, host=len(adapters) * host)]
 
 
 def _base(config: Config, shape: ModelShape, stage: int, layers: range) -> list[Part]:
     t, item = config.trainer, DTYPE_BYTES[config.model.dtype]
     if t.engine == "megatron":
-        return [Part(name="base weights", device=_base_elements(config, shape, stage, layers) * item)]
+        return [Part("base weights", device=_base_elements(config, shape, stage, layers) * item)]
     untied = shape.parameters + (shape.vocab * shape.hidden if shape.tied else 0)
     shard = -(-untied // t.world_size) * item
     gathered = _gathered_elements(config, shape) * item
-    where = Part(name="base weights", host=shard) if t.cpu_offload else Part(name="base weights", device=shard)
-    return [where, Part(name="gathered layer", device=gathered)]
+    where = Part("base weights", host=shard) if t.cpu_offload else Part("base weights", device=shard)
+    return [where, Part("gathered layer", device=gathered)]
 
 
 def _gathered_elements(config: Config, shape: ModelShape) -> int:
@@ -301,15 +298,8 @@ def _critic_share(adapter: AdapterConfig) -> float:
     return (algorithm.critic_rank or adapter.rank) / adapter.rank if algorithm.has_critic else 0.0
 
 
-def _unique_parameters(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: range) -> int:
-    """Parameters that a source rank of a stage owns and sends: those of its experts, or of the stage if dense."""
-    size = adapter_size(shape, adapter.spec(""))
-    sources = config.trainer.ep if shape.experts else 1
-    return size.parameters * len(layers) // shape.layers // sources
-
-
 def _sent_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: range) -> int:
-    """Bytes of a version that a source rank of a stage sends."""
+    """Bytes of a version that a source rank of a stage sends: those of its experts, or of the stage if dense."""
     sources = config.trainer.ep if shape.experts else 1
     return version_bytes(config, shape, adapter) * len(layers) // shape.layers // sources
 
@@ -362,23 +352,23 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     if on_cpu:
         kv = int((rollout.kv_cache_gib or DEFAULT_KV_GIB) * GIB)
         return (
-            Part(name="base weights", host=weights),
-            Part(name="adapter slots", host=slots),
-            Part(name="KV cache", host=kv),
-            Part(name="activations", host=step * tp),
-            Part(name=STAGING, host=staging * tp + version),
-            Part(name="process", host=SERVER_PROCESS + tp * WORKER_PROCESS + (WORKER_PROCESS if tp > 1 else 0)),
+            Part("base weights", host=weights),
+            Part("adapter slots", host=slots),
+            Part("KV cache", host=kv),
+            Part("activations", host=step * tp),
+            Part(STAGING, host=staging * tp + version),
+            Part("process", host=SERVER_PROCESS + tp * WORKER_PROCESS + (WORKER_PROCESS if tp > 1 else 0)),
         )
     held = (slots - slots // 2) // tp + slots // 2
     mirror = version // tp if merged else held // slot_count(config)
     graphs = 0 if rollout.enforce_eager else GPU_GRAPHS
     return (
-        Part(name="base weights", device=weights // tp),
-        Part(name="adapter slots", device=held),
-        Part(name="KV cache" if rollout.kv_cache_gib else LEAST_KV, device=kv_part(config, shape)),
-        Part(name="activations", device=step),
-        Part(name=STAGING, device=staging if broadcast_backend(config) != "gloo" else 0, host=(staging + mirror) * tp),
-        Part(name="process", device=GPU_CONTEXT + graphs, host=(tp + 2) * GPU_HOST),
+        Part("base weights", device=weights // tp),
+        Part("adapter slots", device=held),
+        Part("KV cache" if rollout.kv_cache_gib else LEAST_KV, device=kv_part(config, shape)),
+        Part("activations", device=step),
+        Part(STAGING, device=staging if broadcast_backend(config) != "gloo" else 0, host=(staging + mirror) * tp),
+        Part("process", device=GPU_CONTEXT + graphs, host=(tp + 2) * GPU_HOST),
     )
 
 
@@ -405,13 +395,9 @@ def staging_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def kv_part(config: Config, shape: ModelShape) -> int:
-    """Bytes of the KV cache in the table of a device: as configured, else `kv_least`."""
-    configured = config.rollout.kv_cache_gib
-    return kv_least(config, shape) if configured is None else int(configured * GIB)
-
-
-def kv_least(config: Config, shape: ModelShape) -> int:
-    """KV cache below which a server cannot hold one sequence of ``max_model_len``."""
+    """Bytes of the KV cache in the table of a device: as configured, else those of one sequence."""
+    if (configured := config.rollout.kv_cache_gib) is not None:
+        return int(configured * GIB)
     return config.rollout.max_model_len * kv_token_bytes(config, shape)
 
 

@@ -1,4 +1,4 @@
-"""Adapter slots of a rollout server, from the configuration. Pure.
+"""Adapter slots of a rollout server, and the pools of nodes of a job with the seat of every process on them. Pure.
 
     newest of each adapter | one on its way | one that an evaluation keeps | old versions that sequences still use
              N             |       1        |              1               | finish: max_staleness x N
@@ -6,8 +6,6 @@
 
 Under ``finish`` every adapter's sequences may hold each version that is still trainable. Under ``interrupt`` sequences
 follow the newest version, so the adapters share the rest.
-
-Roles on nodes: the pools of nodes of a job, and the seat of every process on them. Pure.
 
 A job has one pool, or one for each component of a heterogeneous Slurm job. Nodes are numbered over all pools.
 
@@ -102,7 +100,7 @@ def largest_bucket(nbytes: int, bucket_bytes: int) -> int:
 ALL_ROLES: tuple[Role, ...] = ("trainer", "rollout", "controller")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Pool:
     """Nodes of one kind. ``key`` is the configuration key of its number of nodes."""
 
@@ -136,30 +134,15 @@ def pools_of(cluster: ClusterConfig) -> tuple[Pool, ...]:
     """The pools of a job in the order of the components."""
     components = cluster.slurm.components
     if not components:
-        pool = Pool(
-            name="all",
-            key="cluster.nodes",
-            roles=ALL_ROLES,
-            first_node=0,
-            nodes=cluster.nodes,
-            devices_per_node=0 if cluster.device == "cpu" else cluster.devices_per_node,
-        )
-        return (pool,)
+        devices = 0 if cluster.device == "cpu" else cluster.devices_per_node
+        return (Pool("all", "cluster.nodes", ALL_ROLES, 0, cluster.nodes, devices),)
     pools: list[Pool] = []
     for i, component in enumerate(components):
-        devices = component.devices_per_node
-        if devices is None:
-            devices = 0 if component.roles == ["controller"] else cluster.devices_per_node
-        pools.append(
-            Pool(
-                name="+".join(component.roles),
-                key=f"cluster.slurm.components.{i}.nodes",
-                roles=tuple(component.roles),
-                first_node=pools[-1].first_node + pools[-1].nodes if pools else 0,
-                nodes=component.nodes,
-                devices_per_node=0 if cluster.device == "cpu" else devices,
-            )
-        )
+        devices = 0 if component.roles == ["controller"] else cluster.devices_per_node
+        devices = devices if component.devices_per_node is None else component.devices_per_node
+        key, first = f"cluster.slurm.components.{i}.nodes", sum(pool.nodes for pool in pools)
+        devices = 0 if cluster.device == "cpu" else devices
+        pools.append(Pool("+".join(component.roles), key, tuple(component.roles), first, component.nodes, devices))
     return tuple(pools)
 
 
@@ -218,11 +201,8 @@ def _on_devices(config: Config, pools: tuple[Pool, ...]) -> tuple[list[Seat], li
     def seat(pool: Pool, size: int, process: str) -> Seat:
         per_node = pool.devices_per_node
         if size > per_node:
-            raise ConfigError(
-                pool.key,
-                f"{process} needs {size} devices of one node and has {per_node}",
-                "use nodes with more devices",
-            )
+            reason = f"{process} needs {size} devices of one node and has {per_node}"
+            raise ConfigError(pool.key, reason, "use nodes with more devices")
         free = next_device[pool]
         if free % per_node + size > per_node:
             free += per_node - free % per_node
@@ -230,11 +210,8 @@ def _on_devices(config: Config, pools: tuple[Pool, ...]) -> tuple[list[Seat], li
         node, first = divmod(free, per_node)
         if node >= pool.nodes:
             nodes = f"{pool.nodes} nodes" if pool.nodes > 1 else "1 node"
-            raise ConfigError(
-                pool.key,
-                f"{process} of {size} devices has no room on {nodes} of {per_node}",
-                f"raise {pool.key}, or choose sizes that fill nodes evenly",
-            )
+            reason = f"{process} of {size} devices has no room on {nodes} of {per_node}"
+            raise ConfigError(pool.key, reason, f"raise {pool.key}, or choose sizes that fill nodes evenly")
         return Seat(node=pool.first_node + node, devices=tuple(range(first, first + size)))
 
     ranks = [seat(trainers, 1, f"trainer rank {i}") for i in range(config.trainer.world_size)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_lora.config.models import Config
 from areal_lora.config.sizing.memory import job_memory
@@ -14,8 +13,7 @@ from areal_lora.families.shape import ModelShape
 AS_IT_IS = "as it is"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WhatIf:
+class WhatIf(NamedTuple):
     """Bytes of the largest trainer rank and of a server replica: of one device, and of the host."""
 
     change: str
@@ -25,25 +23,19 @@ class WhatIf:
     server_host: int
 
 
-def what_if(config: Config, shape: ModelShape) -> tuple[WhatIf, ...]:
+def what_if(config: Config, shape: ModelShape) -> Iterator[WhatIf]:
     """The estimate as it is, and with each change that the model and the nodes admit."""
-    return tuple(found for change, other in _changes(config, shape) if (found := _estimate(change, other, shape)))
-
-
-def _estimate(change: str, config: Config, shape: ModelShape) -> WhatIf | None:
-    try:
-        processes = job_memory(config, shape).processes
-    except ConfigError:
-        return None  # its nodes have no room for it
-    ranks = [memory for memory in processes if memory.role == "trainer"]
-    servers = [memory for memory in processes if memory.role == "rollout"]
-    return WhatIf(
-        change=change,
-        rank_device=max(memory.device for memory in ranks),
-        rank_host=max(memory.host for memory in ranks),
-        server_device=max(memory.device for memory in servers),
-        server_host=max(memory.host for memory in servers),
-    )
+    for change, other in _changes(config, shape):
+        try:
+            processes = job_memory(other, shape).processes
+        except ConfigError:
+            continue  # its nodes have no room for it
+        sizes = [
+            max(getattr(memory, where) for memory in processes if memory.role == role)
+            for role in ("trainer", "rollout")
+            for where in ("device", "host")
+        ]
+        yield WhatIf(change, *sizes)
 
 
 def _changes(config: Config, shape: ModelShape) -> Iterator[tuple[str, Config]]:

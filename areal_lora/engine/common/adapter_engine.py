@@ -1,11 +1,22 @@
-"""The verbs of `TrainEngine` that do not depend on what computes the model: everything about adapters' numbers.
+"""The interface between the training loop and a trainer engine, and all of it that does not compute the model.
 
-An engine is an `AdapterEngine` with a `Compute`. Adapters are held by name, each with memory, optimizer and clock of
-its own (contract C1).
+One process per rank, all ranks call the same verbs in the same order (SPMD)::
+
+    engine.add_adapter(spec, optimizer, seed)
+    logp = engine.logprobs(batch, adapter="math")              # [T], whole batch, on every rank
+    stats = engine.forward_backward(minibatch, loss_fn)        # sums into the adapter's gradients
+    step = engine.optim_step("math", denominator=n_tokens, lr=1e-4)  # divide, reduce, clip, Adam
+    for done in engine.pack_adapter("math", "float32", flat): ...  # this rank's share of the publish
+
+A `TrainBatch` is whole and equal on every rank; the engine picks its data-parallel part, cuts
+it into micro-batches and pads as its layout needs. Callers never see padding (contract C10).
+
+Adapters are held by name, each with memory, optimizer and clock of its own (contract C1). A `Compute` runs the model.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -16,9 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lora.algorithms.merging import CastLoss
-from areal_lora.checkpoint.state import PARTS, AdapterState
-from areal_lora.config.models import ModelConfig, OptimizerConfig
-from areal_lora.engine.base import AdamValues, LossFn
+from areal_lora.checkpoint.state import AdapterState
+from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_lora.data.collate import MicroPlan
+from areal_lora.engine.base import DTYPES, AdamValues, LossFn
 from areal_lora.engine.common.adapter_memory import (
     AdapterMemory,
     AdapterOptimizer,
@@ -27,24 +39,30 @@ from areal_lora.engine.common.adapter_memory import (
     initial_tensor,
 )
 from areal_lora.engine.common.arena import Range, ShardedModel
-from areal_lora.engine.common.micro_batches import Readout, read_logprobs, read_values
+from areal_lora.engine.common.micro_batches import (
+    Readout,
+    Result,
+    plans_of,
+    read_logprobs,
+    read_values,
+    sum_over_ranks,
+    whole_scores,
+)
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout, wire_sources
-from areal_lora.engine.layers.expert_mlp import Dropout, step_seed
+from areal_lora.engine.layers.attention import PackedMicroBatch, pack
+from areal_lora.engine.layers.expert_mlp import ActiveAdapter, Dropout, step_seed
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.targets import check_patterns
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import base_digest
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 class Compute(Protocol):
     """The frozen base on this rank with the adapters attached to it. Every call but `detach` is collective."""
 
-    rank: int
-    world_size: int
+    active: ActiveAdapter
 
     @property
     def groups(self) -> Mapping[Range, dist.ProcessGroup]:
@@ -54,7 +72,7 @@ class Compute(Protocol):
     def attach(self, memory: AdapterMemory) -> Sequence[GradientClass]:
         """Add the adapter in ``memory`` to the model's layers; its gradients accumulate in ``memory``.
 
-        Returns which ranks share them.
+        Returns which ranks share them. Raises UnknownTensorError for a layer that the model lacks on this rank.
         """
         ...
 
@@ -62,22 +80,19 @@ class Compute(Protocol):
         """Forget an attached adapter (not collective)."""
         ...
 
-    def score(self, batch: TrainBatch, adapter: str | None, readout: Readout) -> Tensor:
-        """What ``readout`` reads of each token, [T] fp32, no grad, for the whole batch on every rank."""
-        ...
-
-    def forward_backward(
+    def run(
         self,
-        batch: TrainBatch,
-        adapter: str,
-        loss_fn: LossFn,
+        batches: Iterator[PackedMicroBatch],
+        plans: Sequence[MicroPlan],
+        loss_fn: LossFn | None,
         readout: Readout,
         *,
         need_entropy: bool,
-        dropout: Dropout | None,
-        scores: Tensor | None,
-    ) -> dict[str, float]:
-        """See `TrainEngine.forward_backward`; ``dropout`` are the masks of the adapter's inputs."""
+    ) -> list[Result]:
+        """Run every micro-batch; the results on the last pipeline stage, elsewhere nothing.
+
+        With a ``loss_fn`` gradients of its plain sums are accumulated; without one nothing is differentiated.
+        """
         ...
 
 
@@ -98,32 +113,38 @@ class Resident:
 
     def dropout(self) -> Dropout | None:
         """The masks of the next optimizer step's passes; scores have none (contract C10)."""
-        if not self.spec.dropout:
-            return None
-        return Dropout(rate=self.spec.dropout, seed=step_seed(self.seed, self.trained().step_count))
+        step = self.trained().step_count
+        return Dropout(rate=self.spec.dropout, seed=step_seed(self.seed, step)) if self.spec.dropout else None
 
 
 class AdapterEngine:
-    """`TrainEngine` on a `Compute`."""
+    """The verbs of a trainer rank on a `Compute`. Each is collective over all ranks unless its docstring differs."""
 
-    def __init__(self, model: Compute, sharded: ShardedModel, base: ModelConfig, device: torch.device) -> None:
-        self.rank, self.world_size = model.rank, model.world_size
+    def __init__(
+        self, model: Compute, sharded: ShardedModel, base: ModelConfig, trainer: TrainerConfig, device: torch.device
+    ) -> None:
+        self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.routed = sharded.shape.experts > 0
-        self._model, self._sharded, self._base = model, sharded, base
+        """Whether the model chooses experts for each token."""
+        self._model, self._sharded, self._base, self._trainer = model, sharded, base, trainer
         self._merged: dict[str, MergedShard] = {}
-        self._device = device
         self._residents: dict[str, Resident] = {}
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, seed: int) -> None:
+        """Make a trainable adapter resident beside the others: lora_A kaiming-uniform, lora_B zero, all fp32.
+
+        Each has gradients, moments, clipping and clock of its own; what is done to one changes no byte of another.
+
+        The initial values depend on ``seed`` and the tensor's Hugging Face name only, so they
+        are equal for every layout. A value head is zero at first. ``optimizer`` configures Adam and clipping; the
+        learning rate is an argument of each step. Raises ConfigError for a target module that matches nothing or a
+        name that is resident already.
+        """
         if spec.name in self._residents:
             raise ConfigError("adapters", f"{spec.name!r} is resident already", "give each adapter its own name")
         _check_targets(self._sharded, spec)
         check_patterns(self._sharded.shape, spec)
-        memory = AdapterMemory(self._sharded, spec, self.rank, self._device)
+        memory = AdapterMemory(self._sharded, spec, self.rank, self.device)
         adam = AdapterOptimizer(optimizer, memory, self._model.attach(memory))
         held_names = set(memory.held_names())
         shards = memory.layout("float32").shards
@@ -132,32 +153,58 @@ class AdapterEngine:
         self._residents[spec.name] = Resident(spec=spec, memory=memory, optimizer=adam, seed=seed)
 
     def freeze_copy(self, adapter: str, name: str) -> None:
-        source = self._adapter(adapter)
+        """Hold a copy of the weights of ``adapter`` as the frozen adapter ``name`` (not collective).
+
+        It has neither gradients nor moments, and no later step changes it; a second call replaces its weights. Its
+        state is its weights.
+        """
+        source = self.resident(adapter)
         if name not in self._residents:
             spec = replace(source.spec, name=name)
-            memory = AdapterMemory(self._sharded, spec, self.rank, self._device, frozen=True)
+            memory = AdapterMemory(self._sharded, spec, self.rank, self.device, frozen=True)
             self._model.attach(memory)
             self._residents[name] = Resident(spec=spec, memory=memory, optimizer=None, seed=source.seed)
-        copy = self._adapter(name)
+        copy = self.resident(name)
         if copy.optimizer is not None:
             raise AdapterError(f"adapter {name!r} is trained: no copy may replace it")
         copy.memory.weights.copy_(source.memory.weights)
 
     def remove_adapter(self, adapter: str) -> None:
-        self._adapter(adapter)
+        """Forget a resident adapter and free its memory (not collective)."""
+        self.resident(adapter)
         self._model.detach(adapter)
         del self._residents[adapter]
         self._merged.pop(adapter, None)
 
+    def resident(self, name: str) -> Resident:
+        """A resident adapter (not collective). Raises AdapterError for another one."""
+        if name not in self._residents:
+            raise AdapterError(f"adapter {name!r} is not resident in this engine")
+        return self._residents[name]
+
     def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> Tensor:
-        if adapter is not None and self._adapter(adapter).spec.value_head:
+        """log p(token t | tokens before it), [T] fp32, no grad, for the whole batch on every rank.
+
+        Entry 0 of each sequence is 0. ``adapter=None`` scores the frozen base (KL reference, C11). Raises
+        AdapterError for an adapter with a value head.
+        """
+        if adapter is not None and self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} gives values, not log-probabilities")
-        return self._model.score(batch, adapter, read_logprobs(temperature))
+        return self._scores(batch, adapter, read_logprobs(temperature))
 
     def values(self, batch: TrainBatch, *, adapter: str) -> Tensor:
-        if not self._adapter(adapter).spec.value_head:
+        """Value of the state before token t, by the value head of ``adapter``: as `logprobs`, [T] fp32.
+
+        Entry 0 of each sequence is 0. Raises AdapterError for an adapter without a value head.
+        """
+        if not self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} has no value head")
-        return self._model.score(batch, adapter, read_values)
+        return self._scores(batch, adapter, read_values)
+
+    def _scores(self, batch: TrainBatch, adapter: str | None, readout: Readout) -> Tensor:
+        with torch.no_grad(), self._model.active.using(adapter):
+            results = self._run(batch, None, readout)
+        return whole_scores(batch, results, reports=self.rank in self._sharded.layout.reporting())
 
     def forward_backward(
         self,
@@ -168,74 +215,132 @@ class AdapterEngine:
         need_entropy: bool = False,
         scores: Tensor | None = None,
     ) -> dict[str, float]:
+        """Add the gradients of the summed loss to those of the adapter that the batch names.
+
+        Gradients stay local and undivided until `optim_step`. Returns the loss functions'
+        sums over all micro-batches and data-parallel ranks (``loss`` and every stat), each
+        token counted once, equal on every rank. ``scores`` [T] fp32 on the host is filled with what the
+        loss functions saw of each token of the whole batch, on every rank. Raises AdapterError for a batch that names
+        several adapters or one that is not resident.
+        """
         names = set(batch.adapters)
         if len(names) != 1:
             raise AdapterError(f"a batch names the adapters {sorted(names)}; each batch trains one")
         (adapter,) = names
-        resident = self._adapter(adapter)
-        resident.trained()
+        resident, reporting = self.resident(adapter), self._sharded.layout.reporting()
         readout = read_values if resident.spec.value_head else read_logprobs(temperature)
-        return self._model.forward_backward(
-            batch, adapter, loss_fn, readout, need_entropy=need_entropy, dropout=resident.dropout(), scores=scores
-        )
+        with self._model.active.using(adapter, resident.dropout()):
+            results = self._run(batch, loss_fn, readout, need_entropy=need_entropy)
+        sums: Counter[str] = Counter()
+        for _, stats, _ in results:
+            sums.update({name: float(value) for name, value in stats.items()})
+        if scores is not None:
+            scores.copy_(whole_scores(batch, results, reports=self.rank in reporting))
+        return sum_over_ranks(sums, reporting)
+
+    def _run(
+        self, batch: TrainBatch, loss_fn: LossFn | None, readout: Readout, *, need_entropy: bool = False
+    ) -> list[Result]:
+        layout = self._sharded.layout
+        plans = plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
+        packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device) for plan in plans)
+        return self._model.run(packed, plans, loss_fn, readout, need_entropy=need_entropy)
 
     def optim_step(self, adapter: str, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
-        return self._adapter(adapter).trained().step(denominator, lr, adam)
+        """Divide the gradients by ``denominator``, reduce, clip by the adapter's norm, Adam step at ``lr``.
+
+        ``adam`` takes the place of the configured values in this step alone.
+
+        Returns ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1.0 when a gradient was
+        not finite on some rank: weights and moments are then untouched). Gradients are zero
+        afterwards in every case.
+        """
+        return self.resident(adapter).trained().step(denominator, lr, adam)
 
     def discard_gradients(self, adapter: str) -> None:
-        self._adapter(adapter).memory.grads.zero_()
-
-    def step_count(self, adapter: str) -> int:
-        return self._adapter(adapter).trained().step_count
-
-    def adapter_spec(self, adapter: str) -> AdapterSpec:
-        return self._adapter(adapter).spec
+        """Forget the gradients since the last step, as if no batch had been passed (not collective)."""
+        self.resident(adapter).memory.grads.zero_()
 
     def adapter_sources(self) -> frozenset[int]:
+        """Ranks that own wire tensors of any adapter that could be added (not collective, equal on all ranks)."""
         return wire_sources(self._sharded)
 
     def adapter_layout(self, adapter: str, dtype: str = "float32") -> AdapterLayout:
-        return self._adapter(adapter).memory.layout(dtype)
+        """Sender and offset of every wire tensor, and which names share one (not collective, equal on all ranks)."""
+        return self.resident(adapter).memory.layout(dtype)
 
     def pack_adapter(self, adapter: str, dtype: str, flat: np.ndarray) -> Iterator[int]:
-        return self._adapter(adapter).memory.fill_shard(dtype, flat, self._model.groups)
+        """Fill ``flat`` (uint8, host) with this rank's shard of ``adapter_layout(adapter, dtype)``; see `Pack`.
+
+        Collective over the tensor-parallel groups of the ranks that send: every rank must run the
+        iterator to its end before the weights change. A rank without a shard gives an empty ``flat``.
+        """
+        memory = self.resident(adapter).memory
+        return memory.packer(dtype).fill(memory.weights, flat, self._model.groups)
 
     def merged_layout(self, adapter: str, dtype: str) -> AdapterLayout:
+        """The layout of the weights that the adapter changes (not collective, equal on all ranks)."""
         return merged_layout(self.adapter_layout(adapter), dtype)
 
     def pack_merged(self, adapter: str, loss: CastLoss, flat: np.ndarray) -> Iterator[int]:
+        """Fill ``flat`` with this rank's shard of ``merged_layout`` in ``loss.dtype``, as the adapter is now.
+
+        Each weight is base + alpha / rank * lora_B @ lora_A, computed in fp32 out of place and cast last; ``loss``
+        counts what the cast loses. Collective like `pack_adapter`, but only until the call returns: the iterator
+        reads no tensor of the model that trains. Raises UnknownTensorError for a base folder that does not fit.
+        """
         if adapter not in self._merged:
             folder, held = ModelFolder.of(self._base), DTYPES[self._base.dtype]
             self._merged[adapter] = MergedShard(folder, self.adapter_layout(adapter), self.rank, held)
         # All of the adapter before the first weight: what is sent must not depend on when the iterator runs.
-        tensors = dict(self.export_adapter(adapter)) | self._adapter(adapter).memory.shared_tensors()
+        tensors = dict(self.export_adapter(adapter)) | self.resident(adapter).memory.shared_tensors()
         return self._merged[adapter].fill(tensors, flat, loss)
 
     def export_adapter(self, adapter: str) -> Iterator[tuple[str, Tensor]]:
-        memory = self._adapter(adapter).memory
+        """The wire tensors this rank owns: whole, contiguous fp32 copies, in `adapter_layout` order.
+
+        The iterator makes the copies as it runs, a few MiB at a time. Collective like `pack_adapter`: every rank
+        must start at once and run the iterator to its end before the weights change.
+        """
+        memory = self.resident(adapter).memory
         return memory.tensors(memory.weights, self._model.groups)
 
     def load_adapter(self, adapter: str, tensors: Mapping[str, Tensor]) -> None:
-        memory = self._adapter(adapter).memory
+        """Set the adapter's weights from whole wire tensors, equal on every rank (not collective).
+
+        Alias names may be present when they equal their wire tensor. Raises
+        UnknownTensorError for unknown or missing names, AdapterError for wrong shapes or unequal
+        aliases. Optimizer moments are kept.
+        """
+        memory = self.resident(adapter).memory
         memory.load(memory.weights, checked(memory.layout("float32"), tensors))
 
     def base_digest(self) -> str:
+        """Digest of the frozen base, for manifests and checkpoints (not collective)."""
         return base_digest(self._base.folder)
 
     def export_state(self, adapter: str) -> AdapterState:
-        resident = self._adapter(adapter)
+        """Host copies of the weights and moments that this rank owns, and the step count. Collective like a publish.
+
+        The states of all ranks together are the whole state and do not depend on the layout.
+        """
+        resident = self.resident(adapter)
         memory = resident.memory
         shard = memory.shard("float32")
         return AdapterState(
             step=resident.optimizer.step_count if resident.optimizer else 0,
             shapes={t.name: t.shape for t in (shard.tensors if shard else ())},
-            parts={part: memory.export(flat, self._model.groups) for part, flat in _state_of(memory).items()},
+            parts={part: memory.export(flat, self._model.groups) for part, flat in memory.state().items()},
         )
 
     def load_state(self, adapter: str, parts: Mapping[str, Mapping[str, np.ndarray]], step: int) -> None:
-        resident = self._adapter(adapter)
+        """Inverse of `export_state` in any layout: whole wire tensors by part, equal on every rank (not collective).
+
+        Raises like `load_adapter`, before any value has changed.
+        """
+        resident = self.resident(adapter)
         memory = resident.memory
-        layout, flats = memory.layout("float32"), _state_of(memory)
+        layout, flats = memory.layout("float32"), memory.state()
         whole = {
             part: checked(layout, {name: torch.from_numpy(values) for name, values in parts[part].items()})
             for part in flats
@@ -243,12 +348,7 @@ class AdapterEngine:
         for part, flat in flats.items():
             memory.load(flat, whole[part])
         if resident.optimizer:
-            resident.optimizer.set_clock(step)
-
-    def _adapter(self, name: str) -> Resident:
-        if name not in self._residents:
-            raise AdapterError(f"adapter {name!r} is not resident in this engine")
-        return self._residents[name]
+            resident.optimizer.step_count = step
 
 
 def _check_targets(model: ShardedModel, spec: AdapterSpec) -> None:
@@ -259,9 +359,3 @@ def _check_targets(model: ShardedModel, spec: AdapterSpec) -> None:
             raise ConfigError(
                 "adapters.target_modules", f"{target!r} matches no layer of this model", f"it has {known}"
             )
-
-
-def _state_of(memory: AdapterMemory) -> dict[str, Tensor]:
-    """The memory of each of `PARTS`; a frozen adapter has its weights only."""
-    flats = {"weight": memory.weights, **memory.moments}
-    return {part: flats[part] for part in PARTS if part in flats}

@@ -1,15 +1,12 @@
-"""An adapter's memory on one rank: fill shards of the wire, export, load.
+"""An adapter's memory on one rank: fill shards of the wire, export, load, step.
 
 Adam's moments are arranged like the weights, so the same plans move them. The plans are made once
-(`plan`); a publish runs them without Python work per tensor::
+(`transfer_plan`); a publish runs them without Python work per tensor::
 
     tensor-parallel neighbours ->  receive section 0 | section 1 | ...     only where tp or etp > 1
     this rank's memory         ->       blocks of section 0 | section 1 ... -> the shard
 
-Adam over one adapter's fp32 parameters, with gradients reduced and clipped across the layout.
-
-Megatron's distributed optimizer shards the state of whole models. An adapter is small, and
-every adapter must step alone (contract C1). Each has a plain AdamW of its own, written out: its memory is flat, and
+Every adapter steps alone (contract C1), by a plain AdamW of its own, written out: its memory is flat, and
 the import of torch's optimizers loads torch's compiler, 0.8 s of a processor for each rank.
 """
 
@@ -26,16 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from areal_lora.checkpoint.state import PARTS
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.engine.base import AdamValues
 from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange, spans
 from areal_lora.engine.common.micro_batches import ValueHead
-from areal_lora.engine.common.transfer_plan import LoadPlan, PackPlan, Transfer, load_plan, pack_plan, wire_layout
+from areal_lora.engine.common.transfer_plan import PackPlan, Transfer, load_plan, pack_plan, wire_layout
 from areal_lora.engine.layers.expert_mlp import site_key
 from areal_lora.errors import AdapterError, UnknownTensorError
 from areal_lora.families.sites import LORA_A, LORA_B
 from areal_lora.types import AdapterSpec, StepStats
-from areal_lora.weight_sync.blocks import TensorBlocks
+from areal_lora.weight_sync.kernels import TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, WireTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -56,8 +54,8 @@ class AdapterMemory:
         self.grads = torch.zeros(0 if frozen else self.arena.size, device=device)
         self.moments = {name: torch.zeros_like(self.grads) for name in (() if frozen else MOMENTS)}
         self._layouts: dict[str, AdapterLayout] = {}
-        self._packers: dict[str, _Packer] = {}
-        self._loading: LoadPlan | None = None
+        self._packers: dict[str, Packer] = {}
+        self._loading: tuple[list[str], TensorBlocks] | None = None
 
     def parameter(self, at: int, shape: Sequence[int]) -> nn.Parameter:
         """A view of ``weights``; its gradient accumulates in the same elements of ``grads``."""
@@ -84,13 +82,10 @@ class AdapterMemory:
         a, b = bank.place(index)
         return self.parameter(a, bank.a_shape[1:]), self.parameter(b, bank.b_shape[1:])
 
-    def scale(self, bank: Bank) -> float:
-        """What multiplies the products of a bank."""
-        return self.spec.scale_of(self.model.pieces(bank.keys[0])[0].name)
-
-    def sites(self, bank: Bank) -> tuple[int, ...]:
-        """Numbers of a bank's sites for dropout."""
-        return tuple(site_key(self.model.pieces(key)[0].name) for key in bank.keys)
+    def scale_and_sites(self, bank: Bank) -> tuple[float, tuple[int, ...]]:
+        """What multiplies the products of a bank, and the numbers of its sites for dropout."""
+        names = [self.model.pieces(key)[0].name for key in bank.keys]
+        return self.spec.scale_of(names[0]), tuple(map(site_key, names))
 
     def layout(self, dtype: str) -> AdapterLayout:
         """The wire layout, equal on every rank (not collective)."""
@@ -102,22 +97,23 @@ class AdapterMemory:
         """Layout of the shard that this rank sends; None for a rank that is not a source."""
         return next((s for s in self.layout(dtype).shards if s.source == self.rank), None)
 
-    def fill_shard(self, dtype: str, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
-        """See `TrainEngine.pack_adapter`; ``groups`` are the tensor-parallel groups of the split ranges."""
-        yield from self._packer(dtype).fill(self.weights, flat, groups)
+    def state(self) -> dict[str, Tensor]:
+        """The memory of each of `PARTS`; a frozen adapter has its weights only."""
+        flats = {"weight": self.weights, **self.moments}
+        return {part: flats[part] for part in PARTS if part in flats}
 
     def export(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> np.ndarray:
-        """Flat fp32 copy of this rank's shard of ``source``, the weights or a moment. Collective like `fill_shard`."""
+        """Flat fp32 copy of this rank's shard of ``source``, the weights or a moment. Collective like `Packer.fill`."""
         shard = self.shard("float32")
         values = np.empty(shard.nbytes // 4 if shard else 0, dtype=np.float32)
-        for _ in self._packer("float32").fill(source, values.view(np.uint8), groups):
+        for _ in self.packer("float32").fill(source, values.view(np.uint8), groups):
             pass
         return values
 
     def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `export`, copied section by section. Collective like `fill_shard`."""
+        """The tensors of `export`, copied section by section. Collective like `Packer.fill`."""
         shard = self.shard("float32")
-        for first, last, section in self._packer("float32").sections(source, shard, groups):
+        for first, last, section in self.packer("float32").sections(source, shard, groups):
             assert shard is not None
             values, start = torch.from_numpy(section).view(torch.float32), shard.tensors[first].offset
             for t in shard.tensors[first:last]:
@@ -135,27 +131,28 @@ class AdapterMemory:
                 found[name] = values.detach().to("cpu", copy=True)
         return found
 
-    def _packer(self, dtype: str) -> _Packer:
+    def packer(self, dtype: str) -> Packer:
         if dtype not in self._packers:
-            self._packers[dtype] = _Packer(self, self.layout(dtype))
+            self._packers[dtype] = Packer(self, self.layout(dtype))
         return self._packers[dtype]
 
-    def held_names(self) -> tuple[str, ...]:
+    def held_names(self) -> list[str]:
         """The wire tensors of which this rank holds a part."""
+        return self._load_plan()[0]
+
+    def _load_plan(self) -> tuple[list[str], TensorBlocks]:
         if self._loading is None:
             self._loading = load_plan(self.model, self.spec, self.rank)
-        return self._loading.names
+        return self._loading
 
     def load(self, target: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's parts out of whole tensors to ``target``, the weights or a moment (not collective).
 
         ``tensors`` must contain `held_names`.
         """
-        names = self.held_names()
-        assert self._loading is not None
+        names, blocks = self._load_plan()
         if not names:
             return
-        blocks = self._loading.blocks
         whole = [tensors[name].detach().to("cpu", torch.float32).contiguous() for name in names]
         starts = np.repeat(np.array([t.data_ptr() for t in whole], dtype=np.int64), np.diff(blocks.first))
         host = target if target.device.type == "cpu" else torch.empty(self.arena.size)
@@ -164,7 +161,7 @@ class AdapterMemory:
             target.copy_(host)
 
 
-class _Packer:
+class Packer:
     """One rank's plan, bound to its memory; built at the first publish of a wire dtype."""
 
     def __init__(self, memory: AdapterMemory, layout: AdapterLayout) -> None:
@@ -188,12 +185,12 @@ class _Packer:
         at, own = source.data_ptr(), self._plan.own
         if at not in self._bound:
             blocks = self._plan.blocks
-            outside = (blocks.src >= own * 4) & (self._mirror is None)
+            outside = (blocks.blocks["src"] >= own * 4) & (self._mirror is None)
             self._bound[at] = blocks.moved(src_by=np.where(outside, self._received.data_ptr() - own * 4, at))
         return self._bound[at]
 
     def fill(self, weights: Tensor, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
-        """See `AdapterMemory.fill_shard`. ``weights`` may be any memory with at least the lifetime of this object."""
+        """See `AdapterEngine.pack_adapter`. ``weights`` may be any memory with at least the lifetime of this object."""
         blocks = self._blocks(weights)
         for start, end in self._ready(weights, groups):
             blocks.copy(0, flat.ctypes.data, tensors=(start, end))
@@ -216,14 +213,16 @@ class _Packer:
         """Run the transfers; yield the (first, last) tensors of each section once its memory has arrived."""
         plan = self._plan
         # Sections one by one on both sides: NCCL matches batches, not single messages.
-        sent = [
-            work
-            for t in self._sends
-            for work in _start([dist.P2POp(dist.isend, weights[t.start : t.end], t.receiver, groups[t.part])])
-        ]
+        sent: list[dist.Work] = []
+        for t in self._sends:
+            sent += dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, weights[t.start : t.end], t.receiver, groups[t.part])]
+            )
         received: list[list[dist.Work]] = [[] for _ in plan.ends]
         for (section, part), transfers in groupby(plan.transfers, key=lambda t: (t.section, t.part)):
-            received[section] += _start([self._receive(t, groups[part]) for t in transfers])
+            received[section] += dist.batch_isend_irecv(
+                [dist.P2POp(dist.irecv, self._of(t), t.sender, groups[part]) for t in transfers]
+            )
         start = 0
         for section, end in enumerate(plan.ends):
             for work in received[section]:
@@ -235,9 +234,9 @@ class _Packer:
         for work in sent:
             work.wait()
 
-    def _receive(self, transfer: Transfer, group: dist.ProcessGroup) -> dist.P2POp:
-        at, count = transfer.to - self._plan.own, transfer.end - transfer.start
-        return dist.P2POp(dist.irecv, self._received[at : at + count], transfer.sender, group)
+    def _of(self, transfer: Transfer) -> Tensor:
+        """Where the receive buffer has what arrives by ``transfer``."""
+        return self._received[transfer.to - self._plan.own :][: transfer.end - transfer.start]
 
     def _fetch(self, weights: Tensor, section: int) -> None:
         """Copy GPU memory to the mirror: own memory with section 0, received memory with its section."""
@@ -247,16 +246,8 @@ class _Packer:
             self._mirror[:own].copy_(weights, non_blocking=True)
         for t in self._plan.transfers:
             if t.section == section:
-                count = t.end - t.start
-                self._mirror[t.to : t.to + count].copy_(
-                    self._received[t.to - own : t.to - own + count], non_blocking=True
-                )
+                self._mirror[t.to : t.to + t.end - t.start].copy_(self._of(t), non_blocking=True)
         torch.get_device_module(weights.device).current_stream().synchronize()
-
-
-def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
-    works: list[dist.Work] = dist.batch_isend_irecv(operations)
-    return works
 
 
 def checked(layout: AdapterLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -307,27 +298,6 @@ class GradientClass:
     counted: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A run of an adapter's weights that learn at ``ratio`` times the rate, their gradients and moments: flat fp32."""
-
-    weights: Tensor
-    grads: Tensor
-    first: Tensor
-    second: Tensor
-    ratio: float
-
-    def step(self, values: AdamValues, lr: float, number: int) -> None:
-        """Step ``number``, from 1, of AdamW (Loshchilov and Hutter 2019, algorithm 2), as torch computes it."""
-        rate = lr * self.ratio
-        if values.weight_decay:
-            self.weights.mul_(1 - rate * values.weight_decay)
-        self.first.lerp_(self.grads, 1 - values.beta1)
-        self.second.mul_(values.beta2).addcmul_(self.grads, self.grads, value=1 - values.beta2)
-        scale = self.second.sqrt().div_((1 - values.beta2**number) ** 0.5).add_(values.eps)
-        self.weights.addcdiv_(self.first, scale, value=-rate / (1 - values.beta1**number))
-
-
 class AdapterOptimizer:
     """AdamW of one adapter on one rank; `AdapterMemory` holds its weights, gradients and moments.
 
@@ -340,16 +310,12 @@ class AdapterOptimizer:
         self._classes = classes
         self._grads = memory.grads
         self.step_count = 0
+        flats = (memory.weights, memory.grads, *(memory.moments[name] for name in MOMENTS))
         self._parts = [
-            _Part(
-                weights=memory.weights[span.start : span.end],
-                grads=memory.grads[span.start : span.end],
-                first=memory.moments["exp_avg"][span.start : span.end],
-                second=memory.moments["exp_avg_sq"][span.start : span.end],
-                ratio=config.lora_plus_ratio if span.is_b else 1.0,
-            )
-            for span in spans(memory.arena, apart=config.lora_plus_ratio != 1)
+            ([flat[start:end] for flat in flats], config.lora_plus_ratio if is_b else 1.0)
+            for start, end, is_b in spans(memory.arena, apart=config.lora_plus_ratio != 1)
         ]
+        """Runs of weights, gradients and moments (flat fp32), and at how many times the rate they learn."""
 
     def step(self, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
         """Divide, reduce, check, clip, step; gradients are zero afterwards. Collective.
@@ -364,8 +330,15 @@ class AdapterOptimizer:
             if factor < 1.0:
                 self._grads.mul_(factor)
             self.step_count += 1
-            for part in self._parts:
-                part.step(values, lr, self.step_count)
+            for (weights, grads, first, second), ratio in self._parts:
+                # AdamW (Loshchilov and Hutter 2019, algorithm 2), as torch computes it.
+                rate = lr * ratio
+                if values.weight_decay:
+                    weights.mul_(1 - rate * values.weight_decay)
+                first.lerp_(grads, 1 - values.beta1)
+                second.mul_(values.beta2).addcmul_(grads, grads, value=1 - values.beta2)
+                scale = second.sqrt().div_((1 - values.beta2**self.step_count) ** 0.5).add_(values.eps)
+                weights.addcdiv_(first, scale, value=-rate / (1 - values.beta1**self.step_count))
         # Kept and zeroed: the modules' gradients are views of it.
         self._grads.zero_()
         return StepStats(values={"grad_norm": norm, "lr": lr, "skipped": float(skipped)})
@@ -383,7 +356,3 @@ class AdapterOptimizer:
         # NaN and infinity survive the sum: every rank takes the same decision.
         dist.all_reduce(squares)
         return float(squares.sqrt())
-
-    def set_clock(self, step: int) -> None:
-        """Set Adam's step count to ``step``; the caller has restored the adapter's weights and moments."""
-        self.step_count = step

@@ -1,4 +1,4 @@
-"""The arrangement of an adapter in the flat fp32 memory of a trainer rank. Pure; the same on every rank.
+"""The arrangement of an adapter in the flat fp32 memory of a trainer rank: arithmetic, no communication.
 
 All adapter parameters of a rank are views of one flat tensor, and so are their gradients::
 
@@ -14,8 +14,6 @@ Column-parallel layers (qkv, fc1) split lora_B over its rows, row-parallel ones 
 lora_A over its columns. All ranks of a pipeline stage have the same arrangement. The value head of a critic is at the
 end of "dense, whole" on the last stage: its weight, then its bias.
 
-Position and ownership of each rank: arithmetic on parallel sizes, no communication.
-
 Megatron numbers ranks with tensor parallelism innermost, then data (dense layers) or expert and
 expert-data (experts), then pipeline stages outermost::
 
@@ -25,10 +23,13 @@ expert-data (experts), then pipeline stages outermost::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
+from typing import NamedTuple
 
 from areal_lora.config.models import TrainerConfig
 from areal_lora.errors import ConfigError
@@ -73,10 +74,6 @@ class ParallelLayout:
         )
 
     @property
-    def layers(self) -> int:
-        return sum(self.stage_layers)
-
-    @property
     def dp(self) -> int:
         """Data-parallel size of the dense layers."""
         return self.world // (self.tp * self.pp)
@@ -93,9 +90,6 @@ class ParallelLayout:
     @property
     def ranks_per_stage(self) -> int:
         return self.world // self.pp
-
-    def stage(self, rank: int) -> int:
-        return rank // self.ranks_per_stage
 
     def dp_rank(self, rank: int) -> int:
         return rank // self.tp % self.dp
@@ -115,7 +109,7 @@ class ParallelLayout:
     def layers_of(self, rank: int) -> range:
         """Global numbers of the layers of this rank's stage."""
         ends = list(accumulate(self.stage_layers))
-        stage = self.stage(rank)
+        stage = rank // self.ranks_per_stage
         return range(ends[stage] - self.stage_layers[stage], ends[stage])
 
     def experts_of(self, rank: int) -> range:
@@ -123,16 +117,18 @@ class ParallelLayout:
         first = self.ep_rank(rank) * self.experts_per_rank
         return range(first, first + self.experts_per_rank)
 
-    def stage_of(self, layer: int) -> int:
-        return next(i for i, end in enumerate(accumulate(self.stage_layers)) if layer < end)
-
     def owner(self, layer: int, expert: int | None) -> int:
         """The rank that publishes the tensors of a layer, or of one of its experts: the lowest that holds them."""
-        first = self.stage_of(layer) * self.ranks_per_stage
+        stage = next(i for i, end in enumerate(accumulate(self.stage_layers)) if layer < end)
+        first = stage * self.ranks_per_stage
         return first if expert is None else first + expert // self.experts_per_rank * self.etp
 
     def first_rank_of_last_stage(self) -> int:
         return self.world - self.ranks_per_stage
+
+    def reporting(self) -> range:
+        """One rank per data-parallel part that computes the loss: last stage, tensor-parallel rank 0."""
+        return range(self.first_rank_of_last_stage(), self.world, self.tp)
 
 
 def split_layers(config: TrainerConfig, layers: int) -> tuple[int, ...]:
@@ -295,15 +291,13 @@ def arrange(model: ShardedModel, spec: AdapterSpec, rank: int) -> Arena:
         )
         a_part, b_part = (whole, split) if linear in COLUMN_PARALLEL else (split, whole)
         places.append((a_part, sizes[a_part], b_part, sizes[b_part]))
-        sizes[a_part] += _count(a_shape)
-        sizes[b_part] += _count(b_shape)
+        sizes[a_part] += math.prod(a_shape)
+        sizes[b_part] += math.prod(b_shape)
     before_head = sizes[Range.DENSE_WHOLE]
     has_head = model.has_head(spec, rank)
     if has_head:
         sizes[Range.DENSE_WHOLE] += sum(size for (size,) in model.head(spec).values())
-    bounds = [0]
-    for size in sizes:
-        bounds.append(bounds[-1] + size)
+    bounds = list(accumulate(sizes, initial=0))
     banks = tuple(
         Bank(
             linear=linear,
@@ -330,8 +324,7 @@ def arrange(model: ShardedModel, spec: AdapterSpec, rank: int) -> Arena:
 Shape3 = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """Elements [start, end) of the memory, all of lora_B where ``is_b``, else all of lora_A or mixed."""
 
     start: int
@@ -345,21 +338,13 @@ def spans(arena: Arena, *, apart: bool) -> list[Span]:
     A value head learns at the rate of lora_A.
     """
     if not apart or not arena.banks:
-        return [Span(start=0, end=arena.size, is_b=False)]
-    pieces = [
-        Span(start=at, end=at + _count(shape), is_b=is_b)
-        for bank in arena.banks
-        for at, shape, is_b in ((bank.a, bank.a_shape, False), (bank.b, bank.b_shape, True))
-    ]
+        return [Span(0, arena.size, False)]
+    starts = [(bank.a, False) for bank in arena.banks] + [(bank.b, True) for bank in arena.banks]
     if arena.head is not None:
-        pieces.append(Span(start=arena.head, end=arena.extent(Range.DENSE_WHOLE)[1], is_b=False))
-    found: list[Span] = []
-    for piece in sorted(pieces, key=lambda span: span.start):
-        if found and found[-1].is_b == piece.is_b:
-            found[-1] = Span(start=found[-1].start, end=piece.end, is_b=piece.is_b)
-        else:
-            found.append(piece)
-    return found
+        starts.append((arena.head, False))
+    runs = [next(run) for _, run in groupby(sorted(starts), key=itemgetter(1))]
+    ends = [start for start, _ in runs[1:]] + [arena.size]
+    return [Span(start, end, is_b) for (start, is_b), end in zip(runs, ends, strict=True)]
 
 
 def _shapes(
@@ -383,10 +368,6 @@ def _shapes(
         rank = spec.rank_of(pieces[0].name)
         n_a, n_b = (1 if key.shared == side else n for side in (LORA_A, LORA_B))
         yield key.linear, key.layer, key.scope, experts, key.shared, (n_a, rank, n_in), (n_b, n_out, rank)
-
-
-def _count(shape: Shape3) -> int:
-    return shape[0] * shape[1] * shape[2]
 
 
 def held_rows(linear: str, rows: int, size: int) -> Callable[[int], RowRanges]:

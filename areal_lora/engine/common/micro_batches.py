@@ -1,9 +1,7 @@
 """What every engine does with a batch around its model: cut it up, judge the predictions, put the results together.
 
-What a model gives for each token in the end: logits, or with a critic's adapter one value.
-
-A model's output layer is replaced once, by an `OutputSite`. Where the active adapter has a value head, the last hidden
-state goes through that and no logits are computed. `Readout` is the other side: what a caller reads from the output.
+A model's output layer is replaced once, by an `OutputSite`: it gives logits, or where the active adapter has a value
+head one value per token and no logits. `Readout` is the other side: what a caller reads from the output.
 """
 
 from __future__ import annotations
@@ -34,13 +32,7 @@ Prediction k is that of row ``rows[k]``."""
 
 def read_logprobs(temperature: float) -> Readout:
     """Log-probabilities of the targets from this rank's part of the logits, and entropies."""
-    return partial(_logprobs, temperature)
-
-
-def _logprobs(
-    temperature: float, output: Tensor, rows: Tensor, targets: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    return vocab_logprobs(output, rows, targets, temperature=temperature, group=group)
+    return partial(vocab_logprobs, temperature=temperature)
 
 
 def read_values(

@@ -1,6 +1,6 @@
 """The safetensors files of a Hugging Face model folder.
 
-One copy of the base per node: the safetensors files as files in shared memory, read from disk once.
+With ``model.shared_memory`` one copy of the base per node: files in shared memory, read from disk once.
 
     disk            /dev/shm                                       processes of the node
     a.safetensors   areal_lora-base-<identity of a> (first rank)   map it, cut their part, keep a lease
@@ -23,6 +23,7 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def _attach(source: Path, copy: Path) -> None:
         if os.fstat(fd).st_nlink:
             break
         os.close(fd)  # another process has removed it since
-    atexit.register(_leave, fd, copy)
+    atexit.register(_close, fd, copy)  # the last process removes the copy
     fcntl.lockf(fd, fcntl.LOCK_EX)
     try:
         if os.fstat(fd).st_size != source.stat().st_size:
@@ -81,18 +82,12 @@ def _attach(source: Path, copy: Path) -> None:
 
 
 def _fill(source: Path, fd: int) -> None:
-    """Written from the start, so the size says whether the copy is whole."""
+    """Written from the start, so the size shows whether the copy is whole."""
     os.ftruncate(fd, 0)
     with source.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while os.sendfile(fd, file.fileno(), None, _CHUNK_BYTES):
             pass
-
-
-def _leave(fd: int, copy: Path) -> None:
-    """At the end of the process. The last one removes the copy."""
-    _remove_unused(fd, copy)
-    os.close(fd)
 
 
 def _sweep(memory: Path, keep: set[str]) -> None:
@@ -104,17 +99,16 @@ def _sweep(memory: Path, keep: set[str]) -> None:
             fd = os.open(copy, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue  # of another user, or removed since
-        _remove_unused(fd, copy)
-        os.close(fd)
+        _close(fd, copy)
 
 
-def _remove_unused(fd: int, copy: Path) -> None:
-    try:
+def _close(fd: int, copy: Path) -> None:
+    """Remove the copy unless another process uses it."""
+    with suppress(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    if os.fstat(fd).st_nlink:
-        copy.unlink(missing_ok=True)
+        if os.fstat(fd).st_nlink:
+            copy.unlink(missing_ok=True)
+    os.close(fd)
 
 
 def _refused(source: Path, copy: Path, error: OSError) -> EnvironmentError_:

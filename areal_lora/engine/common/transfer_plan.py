@@ -31,7 +31,7 @@ from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arr
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.families.sites import Piece, SiteKey, sites_of, wire_names
 from areal_lora.types import AdapterSpec, ExpertLayout
-from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, TensorBlocks
+from areal_lora.weight_sync.kernels import ITEM_BYTES, Block, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, Shape, ShardLayout, make_layout
 from areal_lora.weight_sync.messages import LORA_A, LORA_B, WEIGHT
 
@@ -66,14 +66,6 @@ class PackPlan:
     transfers: tuple[Transfer, ...]
     own: int
     space: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlan:
-    """Fill a rank's memory from whole fp32 tensors: tensor i of ``blocks`` is ``names[i]``."""
-
-    names: tuple[str, ...]
-    blocks: TensorBlocks
 
 
 def wire_layout(model: ShardedModel, spec: AdapterSpec, dtype: str) -> AdapterLayout:
@@ -141,8 +133,11 @@ def pack_plan(model: ShardedModel, spec: AdapterSpec, rank: int, layout: Adapter
     return PackPlan(blocks=blocks, ends=ends, transfers=transfers, own=arena.size, space=space.size)
 
 
-def load_plan(model: ShardedModel, spec: AdapterSpec, rank: int) -> LoadPlan:
-    """Plan how ``rank`` fills its memory: the inverse of packing, restricted to the rank's part."""
+def load_plan(model: ShardedModel, spec: AdapterSpec, rank: int) -> tuple[list[str], TensorBlocks]:
+    """How ``rank`` fills its memory from whole fp32 tensors: tensor i of the blocks is that with name i.
+
+    The inverse of packing, restricted to the rank's part.
+    """
     arena = arrange(model, spec, rank)
     names: list[str] = []
     tensors: list[list[Block]] = []
@@ -171,7 +166,7 @@ def load_plan(model: ShardedModel, spec: AdapterSpec, rank: int) -> LoadPlan:
         tensors.append([Block(src=at * ITEM, src_pitch=size * ITEM, dst=0, dst_pitch=size * ITEM, rows=1, cols=size)])
     packed = TensorBlocks.of(tensors, "float32", "float32")
     packed.check(src_bytes=arena.size * ITEM, dst_bytes=1 << 62)
-    return LoadPlan(names=tuple(names), blocks=packed.reversed())
+    return names, packed.reversed()
 
 
 def _head(model: ShardedModel, spec: AdapterSpec, arena: Arena) -> Iterator[tuple[str, int, int]]:
@@ -331,27 +326,18 @@ MEASURED_ROWS = 64
 """Rows of a weight that `CastLoss` looks at: a publish of 60 GB must not wait for the statistics of each element."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """A weight that a rank sends, and the wire tensors that change it."""
-
-    name: str
-    lora_a: str
-    lora_b: str
-
-
 def merged_layout(adapter: AdapterLayout, dtype: str) -> AdapterLayout:
     """The layout of the weights that an adapter with the layout ``adapter`` changes, in ``dtype``."""
     shapes = {t.name: t.shape for shard in adapter.shards for t in shard.tensors}
     owned: dict[int, list[tuple[str, Shape]]] = {
-        shard.source: [(s.name, (shapes[s.lora_b][0], shapes[s.lora_a][1])) for s in _sources(adapter, shard)]
+        shard.source: [(module + WEIGHT, (shapes[b][0], shapes[a][1])) for module, a, b in _sources(adapter, shard)]
         for shard in adapter.shards
     }
     return make_layout(adapter.structure, dtype, owned, {}, Payload.MERGED)
 
 
-def _sources(adapter: AdapterLayout, shard: ShardLayout) -> Iterator[_Source]:
-    """The weights of a shard, in the order of the tensors with which they travel."""
+def _sources(adapter: AdapterLayout, shard: ShardLayout) -> Iterator[tuple[str, str, str]]:
+    """Modules whose weights are in a shard, in the order of the tensors with which they travel; their lora_A and B."""
     aliases = adapter.aliases
     sharing: dict[str, list[str]] = {}  # modules without a lora_B of their own, by the tensor with which they travel
     for name, wire in aliases.items():
@@ -363,7 +349,7 @@ def _sources(adapter: AdapterLayout, shard: ShardLayout) -> Iterator[_Source]:
         own = [tensor.name.removesuffix(LORA_B)] if tensor.name.endswith(LORA_B) else []
         for module in (*own, *sharing.get(tensor.name, ())):
             a, b = (aliases.get(name, name) for name in (module + LORA_A, module + LORA_B))
-            yield _Source(name=module + WEIGHT, lora_a=a, lora_b=b)
+            yield module, a, b
 
 
 class MergedShard:
@@ -372,7 +358,7 @@ class MergedShard:
     def __init__(self, base: ModelFolder, adapter: AdapterLayout, rank: int, held: torch.dtype) -> None:
         mine = next((shard for shard in adapter.shards if shard.source == rank), None)
         self._base, self._held, self._scale_of = base, held, adapter.structure.scale_of
-        self._sources: Sequence[_Source] = list(_sources(adapter, mine)) if mine else []
+        self._sources = list(_sources(adapter, mine)) if mine else []
 
     def fill(self, tensors: Mapping[str, Tensor], flat: np.ndarray, loss: CastLoss) -> Iterator[int]:
         """Fill ``flat`` (uint8, a shard of `merged_layout` in ``loss.dtype``) weight by weight; see `Pack`.
@@ -380,9 +366,10 @@ class MergedShard:
         ``tensors`` are this rank's wire tensors in fp32, and what its experts share. ``loss`` counts what the cast
         loses. Raises UnknownTensorError if the base folder does not fit.
         """
-        adapter = {s.name.removesuffix(WEIGHT) + LORA_A: tensors[s.lora_a] for s in self._sources}
-        adapter |= {s.name.removesuffix(WEIGHT) + LORA_B: tensors[s.lora_b] for s in self._sources}
-        weights = ((s.name, self._base.whole(s.name).to(self._held)) for s in self._sources)
+        adapter = {module + LORA_A: tensors[a] for module, a, _ in self._sources}
+        adapter |= {module + LORA_B: tensors[b] for module, _, b in self._sources}
+        names = [module + WEIGHT for module, _, _ in self._sources]
+        weights = ((name, self._base.whole(name).to(self._held)) for name in names)
         end = 0
         for done, (_, weight) in enumerate(merged(weights, adapter, self._scale_of, dtype=loss.dtype, loss=loss), 1):
             start, end = end, end + weight.numel() * weight.element_size()

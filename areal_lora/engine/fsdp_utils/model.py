@@ -9,15 +9,15 @@ decoder layer and the output layer are gathered one after the other, when they c
 torch holds what it gathers twice for a moment, as it arrived and as parameters. So a large layer is gathered in parts
 (`units_of`).
 
-Attention and experts that transformers' models call in place of their own: packed token trees, LoRA inside.
+Attention and experts are this module's (packed token trees, LoRA inside): transformers looks them up by the name in
+the model's configuration. A place where adapters act is wrapped once, however many adapters come. Adapters' parameters
+are no parameters of the modules, so `fully_shard` never sees them: they stay whole and fp32 on every rank.
 
-transformers looks both up by the name in the model's configuration; they are registered when this file is imported.
+Weights of the frozen base: from a Hugging Face folder straight into one rank's shards.
 
-The places of a Hugging Face model where adapters act, and the adapters at each place by name.
-
-A place is wrapped once, however many adapters come: a linear layer gets a forward hook, a layer's fused experts are
-computed by `experts.grouped_experts`. The parameters of adapters are no parameters of the modules, so `fully_shard`
-never sees them: they stay whole and fp32 on every rank.
+Every rank reads the rows that it holds: no weight travels between ranks, and no rank ever holds the whole model.
+transformers keeps the experts of a layer in one parameter and some modules under other names than the published
+folders; its own table of conversions maps them.
 """
 
 from __future__ import annotations
@@ -32,22 +32,94 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
-from areal_lora.engine.common.micro_batches import OutputSite
+from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.model_folder import ModelFolder
-from areal_lora.engine.fsdp_utils.base_weights import Sources, load_base
 from areal_lora.engine.layers.attention import AttentionPlan, attend
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, ExpertMlp, Groups, kept
-from areal_lora.errors import ConfigError
+from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, expert_mlp, kept
+from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.sites import RowRanges
+
+
+class Sources:
+    """The tensors of a model folder by transformers' names in memory."""
+
+    def __init__(self, folder: ModelFolder, model_type: str, tied: dict[str, str]) -> None:
+        """``tied`` maps a parameter that the folder may lack to the one with the same numbers."""
+        self._folder, self._tied = folder, tied
+        conversions: Sequence[Any] = get_checkpoint_conversion_mapping(model_type) or ()
+        self._renamings = [
+            (target, source)
+            for c in conversions
+            if isinstance(c, WeightRenaming)
+            for source, target in zip(c.source_patterns, c.target_patterns, strict=True)
+        ]
+        self._stacks = [
+            (c.target_patterns[0], tuple(c.source_patterns))
+            for c in conversions
+            if isinstance(c, WeightConverter) and _stacks_experts(c.operations)
+        ]
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Raises UnknownTensorError."""
+        for known in (name, self._tied.get(name, name)):
+            for candidate in self._published(known):
+                if candidate in self._folder:
+                    return self._folder.rows(candidate, start, stop)
+                for target, sources in self._stacks:
+                    prefix = candidate.removesuffix(target)
+                    if prefix != candidate and (prefix + sources[0]).replace("*", "0") in self._folder:
+                        return torch.stack([self._expert(prefix, sources, e) for e in range(start, stop)])
+        raise UnknownTensorError(f"the model's parameter {name} is in no safetensors file of {self._folder.path}")
+
+    def _expert(self, prefix: str, sources: Sequence[str], expert: int) -> Tensor:
+        """The matrices of an expert, one below the other."""
+        return torch.cat([self._folder.whole((prefix + source).replace("*", str(expert))) for source in sources])
+
+    def _published(self, name: str) -> Iterator[str]:
+        yield name
+        for target, source in self._renamings:
+            if target in name:
+                yield name.replace(target, source.replace("\\", ""))
+
+
+def _stacks_experts(operations: Sequence[Any]) -> bool:
+    """Whether a conversion makes one matrix of each expert and then one parameter of all experts."""
+    merge, *others = operations
+    return (
+        isinstance(merge, MergeModulelist)
+        and merge.dim == 0
+        and all(isinstance(op, Concatenate) and op.dim == 1 for op in others)
+    )
+
+
+def load_base(module: nn.Module, sources: Sources, rank: int, world_size: int) -> None:
+    """Fill this rank's shard of every parameter. Raises UnknownTensorError for one that the folder lacks."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            start, stop = shard_rows(parameter.shape[0], rank, world_size)
+            if tuple(shard.shape) != (stop - start, *parameter.shape[1:]):
+                raise UnknownTensorError(f"{name}: rank {rank} holds {tuple(shard.shape)} of {tuple(parameter.shape)}")
+            if stop > start:
+                shard.copy_(sources.rows(name, start, stop))
+
+
+def shard_rows(n: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The rows [start, stop) of ``n`` that `fully_shard` gives a rank: equal runs rounded up, the last ones shorter."""
+    each = -(-n // world_size)
+    return min(rank * each, n), min((rank + 1) * each, n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +164,6 @@ class ExpertsSite:
     fc1: dict[str, ExpertLora] = field(default_factory=dict)
     fc2: dict[str, ExpertLora] = field(default_factory=dict)
 
-    def current(self) -> tuple[ExpertLora, ExpertLora]:
-        """The parts of the active adapter; empty ones if there is none."""
-        name = self.active.name or ""
-        return self.fc1.get(name, ExpertLora()), self.fc2.get(name, ExpertLora())
-
 
 ATTENTION = "areal_lora_packed"
 EXPERTS = "areal_lora_grouped"
@@ -139,25 +206,16 @@ def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     k = chosen.shape[1]
     experts = chosen.reshape(-1)
     order = experts.argsort(stable=True)
-    groups = Groups.of(experts.bincount(minlength=module.num_experts).tolist())
-    fc1, fc2 = site.current()
     active = site.active
-    keys = None if active.keys is None else active.keys.index_select(0, order // k)
-    rows: Tensor = ExpertMlp.apply(
+    fc1, fc2 = (adapters.get(active.name or "", ExpertLora()) for adapters in (site.fc1, site.fc2))
+    rows = expert_mlp(
         hidden.index_select(0, order // k),
-        weights.reshape(-1).index_select(0, order).to(hidden.dtype),
-        fc1.a,
-        fc1.b,
-        fc2.a,
-        fc2.b,
-        module.gate_up_proj,
-        module.down_proj,
-        groups,
-        (fc1.scale * active.factor, fc2.scale * active.factor),
-        (
-            fc1.keep(active.dropout, keys, groups, hidden.shape[1]),
-            fc2.keep(active.dropout, keys, groups, module.down_proj.shape[2]),
-        ),
+        weights.reshape(-1).index_select(0, order),
+        (fc1, fc2),
+        (module.gate_up_proj, module.down_proj),
+        experts.bincount(minlength=module.num_experts).tolist(),
+        active,
+        None if active.keys is None else active.keys.index_select(0, order // k),
     )
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=order.device)
@@ -176,31 +234,21 @@ def take_experts(model: nn.Module, active: ActiveAdapter) -> dict[str, ExpertsSi
     have no site.
     """
     found = {path: module for path, module in model.named_modules() if _is_gated_silu(module)}
-    for module in found.values():
+    sites = {}
+    for path, module in found.items():
         module.config._experts_implementation = EXPERTS
-        vars(module)[_SITE] = ExpertsSite(active)
-    return {path: vars(module)[_SITE] for path, module in found.items()}
-
-
-def take_output(model: Any, active: ActiveAdapter) -> OutputSite:
-    """Let an `OutputSite` compute the model's output layer."""
-    return OutputSite(model.get_output_embeddings(), active, lambda values: values)
+        sites[path] = vars(module)[_SITE] = ExpertsSite(active)
+    return sites
 
 
 def _is_gated_silu(module: Any) -> bool:
     parameters = dict(module.named_parameters(recurse=False))
     if {"gate_up_proj", "down_proj"} - parameters.keys() or parameters["gate_up_proj"].dim() != 3:
         return False
-    own = vars(module)
-    return (own.get("has_gate"), own.get("has_bias"), own.get("is_transposed"), own.get("is_concatenated")) == (
-        True,
-        False,
-        False,
-        True,
-    ) and isinstance(module.act_fn, type(ACT2FN["silu"]))
+    wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    return wanted.items() <= vars(module).items() and isinstance(module.act_fn, type(ACT2FN["silu"]))
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 UNIT_BYTES = 8 * 2**20
 """A module with more is gathered in parts. Of less, the fixed cost of a gather (0.1 ms and two hooks) would show."""
 
@@ -283,11 +331,11 @@ def _fill_buffers(module: Any, device: torch.device) -> None:
     """Buffers are no part of a model folder: each module makes its own, like transformers does after loading."""
     with torch.no_grad():
         for part in module.modules():
-            if not (names := [name for name, _ in part.named_buffers(recurse=False)]):
-                continue
-            for name in names:
-                part._buffers[name] = part._buffers[name].to(device)
-            module._init_weights(part)
+            buffers = list(part.named_buffers(recurse=False))
+            for name, values in buffers:
+                part._buffers[name] = values.to(device)
+            if buffers:
+                module._init_weights(part)
 
 
 def _check(module: Any) -> None:

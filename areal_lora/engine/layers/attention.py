@@ -9,10 +9,9 @@ itself causally and to one shared start before it, if it has one (`data.collate`
 Segments of similar length form a block [m, a] of padded queries and [m, p + a] keys. Only attention sees this
 padding.
 
-A micro-batch as the model computes it: the tokens of its trees in one row, and the way back to sequences.
-
-The model predicts every token of a tree once. A sequence reads the predictions of its tokens, so those of a shared
-start count once for each of its sequences, in the loss as in the gradient.
+`pack` lays the tokens of a micro-batch's trees out in one row. The model predicts every token of a tree once. A
+sequence reads the predictions of its tokens (`to_sequences`), so those of a shared start count once for each of its
+sequences, in the loss as in the gradient.
 """
 
 from __future__ import annotations
@@ -211,7 +210,10 @@ def pack(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device)
         before = np.arange(-1, len(held) - 1)  # the token before each token of the row, -1 at a start
         before[start] = np.where(shared > 0, shared_start + shared - 1, -1)
         where = runs(*np.array(reads).T)  # the row's token of each token of the sequences
-    sources, targets, number = _predictions(row, before)
+    predicted = before >= 0
+    sources, targets = before[predicted], row[: len(before)][predicted]
+    number = np.full(len(before), len(sources))  # the prediction of each token of the row, p where it has none
+    number[predicted] = np.arange(len(sources))
     return PackedMicroBatch(
         micro=None if micro is None else to_device(micro, device),
         sequences=sequences,
@@ -247,15 +249,6 @@ def _segments(trees: Sequence[Tree], bounds: Sequence[int]) -> tuple[list[Segmen
             reads += ((shared_start, n), (at, own))
             at, number = at + own, number + 1
     return segments, origins, reads
-
-
-def _predictions(row: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sources [p], targets [p], and the prediction of each token of the row (p where it has none)."""
-    predicted = before >= 0
-    sources = before[predicted]
-    number = np.full(len(before), len(sources))
-    number[predicted] = np.arange(len(sources))
-    return sources, row[: len(before)][predicted], number
 
 
 def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:

@@ -6,17 +6,14 @@ It needs nothing but torch and runs on every device. Shapes: T rows sorted by ex
     u = silu(g[:, :f]) g[:, f:] p      [T, f]    p: the router's weight of each row
     y = u W2' + s (d(u) A2') B2'       [T, h]
 
-Which of the adapters of one base a model computes with.
+A layer that adapters extend is wrapped once and holds its part of each resident adapter by name. One `ActiveAdapter`,
+which all layers share, names the one in use. None is in use outside of `ActiveAdapter.using`: a forward pass that names
+no adapter is one of the frozen base (contract C11).
 
-A layer that adapters extend is wrapped once. It holds its part of each resident adapter by name, and takes
-from one `ActiveAdapter`, which all layers share, for the one that counts. None counts outside of `ActiveAdapter.using`:
-a forward pass that names no adapter is one of the frozen base (contract C11).
-
-Dropout on the input of lora_A, from a counter: no generator, no state, the same in every layout.
-
-Whether feature j of a token's input at a site is kept is a function of the adapter's seed, its optimizer step, the
-token's text so far, the site and j. So masks do not depend on micro-batches, packing, ranks or recomputation. A start
-that several sequences share has one mask in all of them, as it is computed once.
+Dropout on the input of lora_A comes from a counter: no generator, no state, the same in every layout. Whether feature
+j of a token's input at a site is kept is a function of the adapter's seed, its optimizer step, the token's text so
+far, the site and j. So masks do not depend on micro-batches, packing, ranks or recomputation. A start that several
+sequences share has one mask in all of them, as it is computed once.
 
 The function multiplies a key of (step, text, site) with an odd number for j and mixes the product as splitmix64 does
 (Steele et al. 2014, "Fast splittable pseudorandom number generators", section 4).
@@ -315,3 +312,27 @@ class ActiveAdapter:
     def factor(self) -> float:
         """What multiplies the adapter's product because of dropout."""
         return 1.0 if self.dropout is None else self.dropout.factor
+
+
+def expert_mlp(
+    x: Tensor,
+    probs: Tensor,
+    loras: tuple[ExpertLora, ExpertLora],
+    weights: tuple[Tensor, Tensor],
+    splits: Sequence[int],
+    active: ActiveAdapter,
+    keys: Tensor | None,
+    first_column: int = 0,
+) -> Tensor:
+    """`ExpertMlp` of rows ``x`` [T, h], ``splits`` for each expert, with the parts ``loras`` of the active adapter.
+
+    ``keys`` [T] are the rows' where inputs are dropped; this rank has columns from ``first_column`` on.
+    """
+    groups, (fc1, fc2), (w1, w2) = Groups.of(splits), loras, weights
+    scales = fc1.scale * active.factor, fc2.scale * active.factor
+    keeps = (
+        fc1.keep(active.dropout, keys, groups, x.shape[1]),
+        fc2.keep(active.dropout, keys, groups, w2.shape[2], first_column),
+    )
+    rows: Tensor = ExpertMlp.apply(x, probs.to(x.dtype), fc1.a, fc1.b, fc2.a, fc2.b, w1, w2, groups, scales, keeps)
+    return rows

@@ -77,7 +77,7 @@ def _parts(logits: Tensor, rows: Tensor, top: Tensor, temperature: float) -> Ite
 
 
 def vocab_logprobs(
-    logits: Tensor, rows: Tensor, target: Tensor, *, temperature: float, group: dist.ProcessGroup | None
+    logits: Tensor, rows: Tensor, target: Tensor, group: dist.ProcessGroup | None, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of ``target`` [p] and entropy, [p] fp32 each, differentiable.
 

@@ -8,25 +8,31 @@ the preceding norm.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from areal_lora.engine.common.arena import ShardedModel, held_rows
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import COLUMN_PARALLEL, Family, Scope
+from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import Piece, SiteKey
 
 _LAYER = re.compile(r"^decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)$")
-
-
-_LINEAR = re.compile(
-    r"^(?:self_attention\.(?P<attention>linear_qkv|linear_proj)"
-    r"|mlp\.(?:(?P<shared>shared_experts)\.|(?P<experts>experts)\.)?"
-    r"(?P<mlp>linear_fc[12]))\.(?P<what>weight|bias)$"
+LINEAR = (
+    r"(?:self_attention\.(?P<attention>linear_qkv|linear_proj)"
+    r"|mlp\.(?:(?P<shared>shared_experts)\.|(?P<experts>experts)\.)?(?P<mlp>linear_fc[12]))"
 )
+_LINEAR = re.compile(rf"^{LINEAR}\.(?P<what>weight|bias)$")
+
+
+def scope_of(site: re.Match[str]) -> Scope:
+    """Of a linear layer that is not an expert's."""
+    return Scope.SHARED_EXPERT if site["shared"] else Scope.ATTENTION if site["attention"] else Scope.MLP
 
 
 def load_base(module: nn.Module, folder: ModelFolder, model: ShardedModel, rank: int) -> None:
@@ -61,12 +67,9 @@ def _read_layer(folder: ModelFolder, model: ShardedModel, rank: int, local: int,
         raise UnknownTensorError(f"the model's parameter {rest} of layer {layer} has no known Hugging Face tensor")
     linear = found["attention"] or found["mlp"]
     if not found["experts"]:
-        scope = Scope.SHARED_EXPERT if found["shared"] else Scope.ATTENTION if found["attention"] else Scope.MLP
-        return _read_linear(folder, model, rank, SiteKey(linear=linear, layer=layer, scope=scope), found["what"])
-    keys = [
-        SiteKey(linear=linear, layer=layer, scope=Scope.EXPERT, expert=expert)
-        for expert in model.layout.experts_of(rank)
-    ]
+        key = SiteKey(linear=linear, layer=layer, scope=scope_of(found))
+        return _read_linear(folder, model, rank, key, found["what"])
+    keys = (SiteKey(linear=linear, layer=layer, scope=Scope.EXPERT, expert=e) for e in model.layout.experts_of(rank))
     return torch.stack([_read_linear(folder, model, rank, key, found["what"]) for key in keys])
 
 
@@ -115,3 +118,46 @@ def row_parts(pieces: Sequence[Piece], held: Sequence[tuple[int, int]]) -> list[
             if first < last:
                 parts.append((name, at + first - start, at + last - start))
     return parts
+
+
+def architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes and choices for Bridge's GPTModelProvider. `variants.unsupported` has refused what they do not cover."""
+    shape = ModelShape.from_hf(hf)
+    attention, experts = shape.family.attention, shape.family.experts
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    fields: dict[str, Any] = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn,
+        "vocab_size": shape.vocab,
+        "seq_length": shape.max_positions,
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": attention.bias,
+        "qk_layernorm": attention.norms,
+        "share_embeddings_and_output_weights": shape.tied,
+        # `attention.PackedAttention` rotates queries and keys: positions restart in every sequence.
+        "position_embedding_type": "none",
+        "rotary_base": rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
+        "rope_scaling": rope.get("rope_type") == "llama3",
+        "rope_scaling_factor": rope.get("factor") or 1.0,
+    }
+    if experts is not None:
+        sparse = set(shape.sparse_layers)
+        fields |= {
+            "num_moe_experts": shape.experts,
+            "moe_ffn_hidden_size": shape.expert_ffn,
+            "moe_router_topk": shape.experts_per_token,
+            "moe_layer_freq": [int(i in sparse) for i in range(shape.layers)],
+            # True: softmax over all experts, and the weights of the chosen ones do not sum to 1.
+            "moe_router_pre_softmax": not (experts.normalized or hf.get("norm_topk_prob", False)),
+            "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
+            "moe_shared_expert_gate": shape.shared_ffn > 0,
+        }
+    return fields

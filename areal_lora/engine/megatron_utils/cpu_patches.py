@@ -4,11 +4,10 @@ Megatron takes from `torch.cuda` its device, streams and RNG state even where th
 what is replaced and why. The engine calls `install_cpu_patches` before the first import of Megatron, and only
 where the device is cpu.
 
-Tokens to the ranks of their experts and back, where gloo carries them: in Megatron's dispatcher's place on CPUs.
-
-Of Megatron's dispatchers gloo runs the one that gathers all tokens. That one gathers hidden states, probabilities and
-the routing map one after the other, and gloo computes its reduce-scatters as all-reduces of all ranks' rows. Here a
-layer's rows cross once in each direction::
+`TokenExchange` carries tokens to the ranks of their experts and back, in the place of Megatron's dispatcher. Of those
+gloo runs the one that gathers all tokens. That one gathers hidden states, probabilities and the routing map one after
+the other, and gloo computes its reduce-scatters as all-reduces of all ranks' rows. Here a layer's rows cross once in
+each direction::
 
     out    hidden states and routing weights of all ranks are gathered, both at once
     back   every rank sends each rank its part of that rank's tokens; the receiver adds the parts, in rank order

@@ -9,12 +9,6 @@ One rule holds for every layout: a tensor that is split over (expert) tensor-par
 its whole gradient there; a tensor that is replicated over them has a part of it on each.
 
 A layer is wrapped once, whatever number of adapters it has (`residents`).
-
-A rank's routed experts as one module in Megatron's place.
-
-Megatron computes experts one by one, or all at once with Transformer Engine; an adapter beside each linear layer then
-adds modules, copies and passes over memory per expert. Here `expert_mlp` computes all experts of a layer with their
-adapters.
 """
 
 from __future__ import annotations
@@ -37,7 +31,8 @@ from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
 from areal_lora.engine.common.micro_batches import OutputSite
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, kept
-from areal_lora.engine.megatron_utils.experts import GroupedLinear
+from areal_lora.engine.megatron_utils.base_weights import LINEAR, scope_of
+from areal_lora.engine.megatron_utils.modules import GroupedLinear
 from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import Scope
 
@@ -107,13 +102,7 @@ class AdaptedLinear(LoRALinear):  # type: ignore[misc]
         return (output if adapter is None else adapter.add_to(output, normed.contiguous(), self.active)), bias
 
 
-_SITE = re.compile(
-    r"(?:^|\.)decoder\.layers\.(?P<layer>\d+)\."
-    r"(?:self_attention\.(?P<attention>linear_qkv|linear_proj)"
-    r"|mlp\.(?:(?P<shared>shared_experts)\.|(?P<experts>experts)\.)?"
-    r"(?P<mlp>linear_fc1|linear_fc2))$"
-)
-
+_SITE = re.compile(rf"(?:^|\.)decoder\.layers\.(?P<layer>\d+)\.{LINEAR}$")
 
 Site = AdaptedLinear | GroupedLinear
 
@@ -129,7 +118,7 @@ def attach(model: nn.Module, memory: AdapterMemory, active: ActiveAdapter) -> No
     for path, module in list(model.named_modules()):
         if (found := _SITE.search(path)) is None:
             continue
-        for scope in _scopes(found):
+        for scope in (Scope.EXPERT, Scope.ALL_EXPERTS) if found["experts"] else (scope_of(found),):
             key = (first + int(found["layer"]), scope, found["attention"] or found["mlp"])
             if (bank := banks.get(key)) is None:
                 continue
@@ -166,12 +155,6 @@ def detach(model: nn.Module, name: str) -> None:
             module.residents.pop(name, None)
 
 
-def _scopes(site: re.Match[str]) -> tuple[Scope, ...]:
-    if site["experts"]:
-        return Scope.EXPERT, Scope.ALL_EXPERTS
-    return (Scope.SHARED_EXPERT if site["shared"] else Scope.ATTENTION if site["attention"] else Scope.MLP,)
-
-
 def _wrap(model: nn.Module, path: str, module: nn.Module, active: ActiveAdapter) -> Site:
     if isinstance(module, AdaptedLinear):
         return module
@@ -185,10 +168,10 @@ def _wrap(model: nn.Module, path: str, module: nn.Module, active: ActiveAdapter)
 
 
 def _add(site: Site, memory: AdapterMemory, bank: Bank) -> None:
-    name, scale = memory.spec.name, memory.scale(bank)
+    name, (scale, sites) = memory.spec.name, memory.scale_and_sites(bank)
     if isinstance(site, GroupedLinear):
         lora_a, lora_b = memory.parameters(bank, None if bank.experts else 0)
-        site.residents[name] = ExpertLora(lora_a, lora_b, scale, memory.sites(bank))
+        site.residents[name] = ExpertLora(lora_a, lora_b, scale, sites)
         return
     lora_a, lora_b = memory.parameters(bank, 0)
     # Bridge also makes Transformer Engine's layers return their normalised input, which lora_A reads.
@@ -197,7 +180,7 @@ def _add(site: Site, memory: AdapterMemory, bank: Bank) -> None:
         lora_a,
         lora_b,
         scale,
-        memory.sites(bank)[0],
+        sites[0],
         gather=over_sequence and bank.column_parallel,
         scatter=over_sequence and not bank.column_parallel,
         split=not bank.column_parallel,

@@ -3,15 +3,12 @@
 Bridge 0.3 has no Mixtral and no Qwen2-MoE, reads neither the rope theta of transformers 5 nor the list of
 dense layers, and gives every expert-parallel rank the first experts. Therefore `model` takes the sizes
 from config.json, `megatron_model` loads the weights, and Bridge builds the model only.
-
-`layers.attention` as Megatron's core attention, with rotary positions.
-
-Megatron's own layers take a mask [s, s] or need Transformer Engine for packed sequences, and neither knows branches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +19,15 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import Tensor, nn
+from torch import nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
+from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.arena import ParallelLayout
-from areal_lora.engine.megatron_utils.architecture import architecture
-from areal_lora.engine.megatron_utils.core_attention import PackedAttention, Packing, Rotary, bind
+from areal_lora.engine.megatron_utils.base_weights import architecture
 from areal_lora.engine.megatron_utils.cpu_patches import exchange_tokens
-from areal_lora.engine.megatron_utils.experts import GroupedExperts, follow_tokens
-from areal_lora.platforms.device import platform_of
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from areal_lora.engine.megatron_utils.modules import GroupedExperts, PackedAttention, Packing, Rotary, follow_tokens
+from areal_lora.platforms.device import collective_of
 
 
 def build_model(
@@ -60,17 +55,7 @@ def build_model(
     config: Any = module.config
     config.calculate_per_token_loss = True
     config.variable_seq_lengths = False
-    packing = Packing(Rotary(_inverse_frequencies(provider, device), dtype))
-    bind(module, packing)
-    if device.type == "cpu":
-        exchange_tokens(module)
-    follow_tokens(module)
-    return module, packing
-
-
-def _inverse_frequencies(provider: GPTModelProvider, device: torch.device) -> Tensor:
-    """Megatron's own, with its scaling of long contexts: [head width / 2] fp32."""
-    embedding = RotaryEmbedding(
+    rotary = RotaryEmbedding(  # Megatron's own, with its scaling of long contexts
         provider.kv_channels,
         rotary_percent=1.0,
         rotary_base=provider.rotary_base,
@@ -78,7 +63,11 @@ def _inverse_frequencies(provider: GPTModelProvider, device: torch.device) -> Te
         rope_scaling_factor=provider.rope_scaling_factor,
         use_cpu_initialization=True,
     )
-    return embedding.inv_freq.to(device)
+    packing = Packing(Rotary(rotary.inv_freq.to(device), dtype))
+    if device.type == "cpu":
+        exchange_tokens(module)
+    follow_tokens(module)
+    return module, packing
 
 
 def _parallel(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:
@@ -108,7 +97,7 @@ def _numerics(trainer: TrainerConfig, *, on_cpu: bool) -> dict[str, Any]:
         # The router is frozen and no auxiliary loss may leak into the adapters' gradients.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "transformer_layer_spec": _spec_on_cpu if on_cpu else _spec_on_gpu,
+        "transformer_layer_spec": partial(_layers, on_cpu=on_cpu),
         "moe_token_dispatcher_type": "alltoall",
         "moe_permute_fusion": True,
         # Every weight is read from the folder.
@@ -134,16 +123,10 @@ def _numerics(trainer: TrainerConfig, *, on_cpu: bool) -> dict[str, Any]:
     return fields
 
 
-def _spec_on_gpu(config: GPTModelProvider) -> Any:
-    return _with_own_layers(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
-
-
-def _spec_on_cpu(config: GPTModelProvider) -> Any:
-    return _with_own_layers(get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"))
-
-
-def _with_own_layers(block: Any) -> Any:
+def _layers(config: GPTModelProvider, *, on_cpu: bool) -> Any:
     """Attention over packed token trees, and grouped experts with LoRA inside."""
+    norm = {"normalization": "RMSNorm"} if on_cpu else {}
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=not on_cpu, **norm)
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.self_attention.submodules.core_attention = PackedAttention
@@ -160,7 +143,7 @@ def initialize_parallel(
     Returns this rank's tensor-parallel group and expert-tensor-parallel group.
     """
     if not dist.is_initialized():
-        dist.init_process_group(platform_of(device).collective)
+        dist.init_process_group(collective_of(device))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=trainer.tp,
         pipeline_model_parallel_size=trainer.pp,

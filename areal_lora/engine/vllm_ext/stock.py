@@ -36,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if importlib.util.find_spec("vllm") is None:
             fix = "install it there, or set rollout.python to the rollout role's interpreter"
             raise EnvironmentError_(f"vllm: {sys.executable} does not have it (fix: {fix})")
-    except ArealLoraError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    set_environment(config)
-    words = stock_arguments(config, args.lora, args.port)
-    try:
-        words += _tool_arguments(config)
+        set_environment(config)
+        words = stock_arguments(config, args.lora, args.port)
+        from areal_lora.engine.vllm_ext.server import openai_api  # imports vLLM
+
+        if openai_api.configured_parsers(config):  # of the run's agents: they answer beside vLLM
+            openai_api.prepare(config)
+            words += ["--middleware", f"{openai_api.__name__}.{openai_api.ToolCallsMiddleware.__name__}"]
     except ArealLoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -68,16 +68,6 @@ def stock_arguments(config: Config, lora: str, port: int) -> list[str]:
         # On CPUs vLLM otherwise reserves nearly all memory of the machine and fails if less is free.
         words += ["--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * 2**30))]
     return words
-
-
-def _tool_arguments(config: Config) -> list[str]:
-    """Have the tool parsers of the run's agents answer beside vLLM. Raises ConfigError."""
-    from areal_lora.engine.vllm_ext.server import openai_api
-
-    if not openai_api.configured_parsers(config):
-        return []
-    openai_api.prepare(config)
-    return ["--middleware", f"{openai_api.__name__}.{openai_api.ToolCallsMiddleware.__name__}"]
 
 
 if __name__ == "__main__":

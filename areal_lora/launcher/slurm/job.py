@@ -23,8 +23,7 @@ from areal_lora.config.recorded import ends_of, read_config, with_joined
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm import job_query
-from areal_lora.launcher.slurm.allocation import Allocation, allocation
-from areal_lora.launcher.slurm.job_query import look
+from areal_lora.launcher.slurm.job_query import Allocation, allocation, look
 from areal_lora.launcher.slurm.job_steps import POLL_S, SlurmSteps
 from areal_lora.launcher.slurm.states import RUNNING, JobOutcome, Words, is_active, outcome
 from areal_lora.launcher.watch import Watch, end_event, print_failure
@@ -49,10 +48,6 @@ class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
     newest: dict[str, int]
     without: int = 0
     reason: str = ""
-
-    def requeued(self, reason: str) -> Lifetime:
-        """This one, with the reason why it ends."""
-        return msgspec.structs.replace(self, reason=reason)
 
     def next_without(self, newest: Mapping[str, int]) -> int:
         """What the next lifetime counts, with these checkpoints at the end of this one."""
@@ -122,8 +117,13 @@ class SlurmJob:
         self._folder = plan.run_folder
 
     def run(self) -> int:
-        """Returns the exit code of the batch script."""
-        self._take_folder()
+        """Returns the exit code of the batch script. Raises ConfigError where another job works in the run folder."""
+        path = self._folder.job_id
+        other = path.read_text(encoding="ascii").strip() if path.exists() else self._job.job
+        if other != self._job.job and is_active(look(other)):
+            reason = f"Slurm job {other} works in {self._folder}"
+            raise ConfigError("run.name", reason, f"wait for it, or scancel {other}")
+        path.write_text(f"{self._job.job}\n", encoding="ascii")
         lifetime = self._begin()
         words = Words(sys.stdin.fileno(), self._folder)
         if why := too_many(lifetime.without, self._config.run.max_restarts):
@@ -144,16 +144,6 @@ class SlurmJob:
             print_closing(self._folder, self._console)
         return result.code
 
-    def _take_folder(self) -> None:
-        """Raises ConfigError where another job works in the run folder."""
-        path = self._folder.job_id
-        other = path.read_text(encoding="ascii").strip() if path.exists() else self._job.job
-        if other != self._job.job and is_active(look(other)):
-            raise ConfigError(
-                "run.name", f"Slurm job {other} works in {self._folder}", f"wait for it, or scancel {other}"
-            )
-        path.write_text(f"{self._job.job}\n", encoding="ascii")
-
     def _begin(self) -> Lifetime:
         """Start the session; count and record the requeue that led to it."""
         last = read_lifetime(self._folder)
@@ -163,7 +153,8 @@ class SlurmJob:
         begin_session(self._folder)
         self._folder.logs.mkdir(exist_ok=True)
         if self._job.restarts and last is not None and not last.reason:
-            self._record_requeue(BY_SLURM, lifetime.without)
+            event = RequeueEvent(at=now_utc(), job=self._job.job, why=BY_SLURM, without=lifetime.without)
+            write_event(self._folder, event)
         self._say(f"Slurm job {self._job.job}, start {self._job.restarts + 1}, on {' '.join(self._job.hosts)}")
         return lifetime
 
@@ -178,40 +169,31 @@ class SlurmJob:
         if failure is not None:
             time.sleep(SETTLE_S)
             words.any()
-        word, state = words.first, ""
-        if failure is not None or word:
-            state = self._state()
-        result = outcome(failure, word, state)
+        word = words.first
         if failure is not None and not word:
             # Printed before the stop, which takes seconds and adds errors of the other processes.
             print_failure(failure, self._console)
-        return result
+        return outcome(failure, word, look(self._job.job, TRIES).state if failure is not None or word else "")
 
     def _requeue(self, lifetime: Lifetime, result: JobOutcome) -> JobOutcome:
         """Requeue the job, or state why it ends instead."""
         without = lifetime.next_without(self._newest())
         if why := too_many(without, self._config.run.max_restarts):
             return JobOutcome(code=ExitCode.COMPONENT_FAILED, text=f"{result.requeue}; the job ends as failed: {why}")
-        state = self._state()
+        state = look(self._job.job, TRIES).state
         if state != RUNNING:
             # scancel, while the steps stopped.
             return outcome(None, result.requeue, state)
         count = f" ({without} of {self._config.run.max_restarts} without a new checkpoint)" if without else ""
         self._say(f"The job is requeued: {result.requeue}{count}")
-        self._record_requeue(result.requeue, without)
-        write_lifetime(self._folder, lifetime.requeued(result.requeue))
+        event = RequeueEvent(at=now_utc(), job=self._job.job, why=result.requeue, without=without)
+        write_event(self._folder, event)
+        write_lifetime(self._folder, msgspec.structs.replace(lifetime, reason=result.requeue))
         try:
             job_query.run("scontrol", "requeue", self._job.job)
         except EnvironmentError_ as error:
             return JobOutcome(code=ExitCode.COMPONENT_FAILED, text=f"the job is not requeued: {error}")
         return JobOutcome(code=result.code)
-
-    def _state(self) -> str:
-        """The job's state; empty where Slurm does not answer."""
-        return look(self._job.job, TRIES).state
-
-    def _record_requeue(self, why: str, without: int) -> None:
-        write_event(self._folder, RequeueEvent(at=now_utc(), job=self._job.job, why=why, without=without))
 
     def _newest(self) -> dict[str, int]:
         """The newest checkpoint of each adapter that has one."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from areal_lora.errors import EnvironmentError_
+from areal_lora.config.sizing.slots import Pool
+from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.launcher.slurm.states import JobRecord
+from areal_lora.run_folder.paths import RunFolder
 
 ANSWER_S, AGAIN_S = 20.0, 2.0
 _FORGOTTEN = "Invalid job id"
@@ -86,10 +90,13 @@ def parse_sacct(text: str, job: str) -> Iterator[JobRecord]:
         )
 
 
-def query(program: str, *arguments: str, answer_s: float = ANSWER_S) -> tuple[str, str]:
+def query(
+    program: str, *arguments: str, answer_s: float | None = ANSWER_S, stdin: str | None = None
+) -> tuple[str, str]:
     """Output of a Slurm command, and why there is none."""
+    command = [program, *arguments]
     try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=answer_s)
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=answer_s)
     except FileNotFoundError:
         return "", f"{program} is not on this machine"
     except subprocess.TimeoutExpired:
@@ -111,13 +118,20 @@ _LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN")
 _MARKS = "*~#!%$@^-"  # behind a state: Slurm 20.11 and older write DOWN* for a node that does not answer
 
 
-def run(program: str, *arguments: str) -> str:
+def run(program: str, *arguments: str, fix: str = "see to it that it works on this machine") -> str:
     """Return the output of a command. Raises EnvironmentError_ if it is missing, fails or does not answer."""
     output, problem = query(program, *arguments, answer_s=COMMAND_S)
     if problem:
-        command = " ".join((program, *arguments))
-        raise EnvironmentError_(f"{command}: {problem} (fix: see to it that Slurm's programs work on this machine)")
+        raise EnvironmentError_(f"{' '.join((program, *arguments))}: {problem} (fix: {fix})")
     return output.strip()
+
+
+def submit(script: str, *options: str) -> str:
+    """Give ``script`` to sbatch. Returns the job's id; raises EnvironmentError_."""
+    output, problem = query("sbatch", "--parsable", *options, answer_s=None, stdin=script)
+    if problem:
+        raise EnvironmentError_(f"sbatch refused the job: {problem} (fix: see cluster.slurm)")
+    return output.strip().partition(";")[0]
 
 
 def step_ids(jobs: Collection[str]) -> dict[str, str]:
@@ -143,3 +157,60 @@ def lost_nodes(hosts: Collection[str]) -> set[str]:
         if any(flag.rstrip(_MARKS) in _LOST for flag in fields.get("State", "").split("+")):
             lost.add(fields.get("NodeName", ""))
     return lost & set(hosts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """``hosts`` by the plan's node number. ``restarts``: requeues of the job so far.
+
+    ``components`` are the ids under which Slurm lists the steps: one for each component of a heterogeneous job.
+    """
+
+    job: str
+    components: tuple[str, ...]
+    restarts: int
+    hosts: tuple[str, ...]
+
+
+def allocation(environment: Mapping[str, str], pools: Sequence[Pool]) -> Allocation:
+    """The allocation of this job. Raises EnvironmentError_ outside of a job, ConfigError for one with too few nodes."""
+    try:
+        job = environment["SLURM_JOB_ID"]
+    except KeyError:
+        raise EnvironmentError_("this is no Slurm job (fix: submit job.sbatch with sbatch)") from None
+    hosts: list[str] = []
+    for i, pool in enumerate(pools):
+        nodelist = environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}", environment.get("SLURM_JOB_NODELIST", ""))
+        names = run("scontrol", "show", "hostnames", nodelist).split()
+        if len(names) < pool.nodes:
+            reason = f"the job has {len(names)} of {pool.nodes} nodes ({nodelist})"
+            raise ConfigError(pool.key, reason, "submit it with more nodes")
+        hosts += names[: pool.nodes]
+    components = tuple(environment.get(f"SLURM_JOB_ID_HET_GROUP_{i}", job) for i in range(len(pools)))
+    return Allocation(
+        job=job, components=components, restarts=int(environment.get("SLURM_RESTART_COUNT", "0")), hosts=tuple(hosts)
+    )
+
+
+_HOSTS, _RANKS = "hosts", "trainer"
+
+
+def write_hosts(step: Path, hosts: Sequence[str]) -> Path:
+    """Write the nodes of a step's tasks, in their order, as srun reads them."""
+    path = step / _HOSTS
+    path.write_text("".join(f"{host}\n" for host in hosts), encoding="ascii")
+    return path
+
+
+def placement(folder: RunFolder) -> dict[str, str]:
+    """Node of each process in the newest start of its step; empty before the job has started a session."""
+    files: dict[str, tuple[int, Path]] = {}
+    for path in folder.steps.glob(f"*/{_HOSTS}"):
+        unit, _, start = path.parent.name.rpartition(".")
+        files[unit] = max(files.get(unit, (0, path)), (int(start), path))
+    nodes: dict[str, str] = {}
+    for unit, (_, path) in files.items():
+        hosts = path.read_text(encoding="ascii").split()
+        names = [f"{unit}-{rank}" for rank in range(len(hosts))] if unit == _RANKS else [unit]
+        nodes |= dict(zip(names, hosts, strict=True))
+    return nodes

@@ -3,10 +3,8 @@
 An `arbitrary` distribution puts every task on the node that the plan chose. Steps are signalled with scancel: srun,
 when signalled, kills its tasks without a grace.
 
-The batch script of a job of spare servers: an ordinary job of one node. Pure.
-
-The script becomes the process that supervises the servers of its node (``launcher.spares``), which ends with the run.
-A job is never requeued: the run does without it, and another one can be submitted.
+Spare servers are an ordinary job of one node, never requeued: its script becomes the process that supervises them
+(``launcher.spares``) and ends with the run.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from areal_lora.errors import EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import ProcessExit, unit_of
 from areal_lora.launcher.slurm import job_query, request_stacks
-from areal_lora.launcher.slurm.allocation import Allocation, write_hosts
+from areal_lora.launcher.slurm.job_query import Allocation, write_hosts
 from areal_lora.launcher.slurm.script import FIRST, STARTED, STEP, quoted, step_options, task_script
 from areal_lora.launcher.slurm.states import TaskRecords, causes
 from areal_lora.launcher.supervise import STOP_GRACE_S
@@ -53,7 +51,7 @@ class _Step:
     srun: subprocess.Popen[bytes]
 
 
-class SlurmSteps:
+class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
     """Implements ``watch.Processes``. Use as a context manager: leaving it stops everything."""
 
     def __init__(self, config: Config, plan: JobPlan, job: Allocation) -> None:
@@ -61,9 +59,6 @@ class SlurmSteps:
         self._folder = plan.run_folder
         self._steps: list[_Step] = []
         self._starts: Counter[str] = Counter()
-
-    def __enter__(self) -> SlurmSteps:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
@@ -111,16 +106,10 @@ class SlurmSteps:
         het = [f"--het-group={pool}"] if len(self._plan.pools) > 1 else []
         nodes = [f"--nodelist={','.join(sorted(hosts))}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]
         command = ["srun", "--overlap", *het, *nodes, "--ntasks-per-node=1", "--job-name=stacks"]
+        command += [sys.executable, "-m", request_stacks.__name__]
+        null, env = subprocess.DEVNULL, _environment()
         try:
-            done = subprocess.run(
-                [*command, sys.executable, "-m", request_stacks.__name__],
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=ASK_S,
-            )
+            done = subprocess.run(command, env=env, stdin=null, capture_output=True, text=True, timeout=ASK_S)
         except subprocess.TimeoutExpired:
             return 0
         return sum(int(word) for word in done.stdout.split() if word.isdecimal())
@@ -135,14 +124,20 @@ class SlurmSteps:
     def _start(self, unit: str, specs: tuple[ProcessSpec, ...]) -> None:
         self._starts[unit] += 1
         name = f"{unit}.{self._starts[unit]}"
-        folder = self._folder.step(name)
+        folder = self._folder.steps / name
         folder.mkdir(parents=True)
         script = folder / "task.sh"
         script.write_text(task_script(specs, self._config.cluster.slurm.setup, self._folder, folder), encoding="utf-8")
         hosts = [self._job.hosts[spec.node] for spec in specs]
         hosts_file = write_hosts(folder, hosts)
         if self._starts[unit] > 1:
-            self._note_restart(specs)
+            when = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+            for spec in specs:
+                with self._folder.log(spec.name).open("a", encoding="utf-8") as log:
+                    log.write(f"---- {spec.name} starts again, {when} ----\n")
+        # srun's pattern for the logs of the processes, whose indices count from 0 or are one.
+        process = specs[0].name if len(specs) == 1 else f"{specs[0].role}-%t"
+        output = str(self._folder.log("PROCESS")).replace("%", "%%").replace("PROCESS", process)
         command = [
             "srun",
             *STEP,
@@ -150,13 +145,13 @@ class SlurmSteps:
             f"--nodes={len(set(hosts))}",
             f"--ntasks={len(specs)}",
             f"--job-name={name}",
-            f"--output={self._output(specs)}",
+            f"--output={output}",
             *step_options(self._config, self._plan, specs[0].role),
             "bash",
             str(script),
         ]
         environment = _environment() | {"SLURM_HOSTFILE": str(hosts_file)}
-        with self._srun_log(unit).open("ab") as log:
+        with self._folder.log(f"srun-{unit}").open("ab") as log:
             try:
                 srun = subprocess.Popen(
                     command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -164,22 +159,6 @@ class SlurmSteps:
             except FileNotFoundError:
                 raise EnvironmentError_("srun is not on this node (fix: add Slurm's programs to PATH)") from None
         self._steps.append(_Step(name=name, specs=specs, folder=folder, srun=srun))
-
-    def _output(self, specs: Sequence[ProcessSpec]) -> str:
-        """srun's pattern for the logs of ``specs``, whose indices count from 0 or are one."""
-        role, first = specs[0].role, specs[0].index
-        mark = "PROCESS"
-        pattern = str(self._folder.log(mark)).replace("%", "%%")
-        return pattern.replace(mark, f"{role}-{first}" if len(specs) == 1 else f"{role}-%t")
-
-    def _srun_log(self, unit: str) -> Path:
-        return self._folder.log(f"srun-{unit}")
-
-    def _note_restart(self, specs: Sequence[ProcessSpec]) -> None:
-        when = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-        for spec in specs:
-            with self._folder.log(spec.name).open("a", encoding="utf-8") as log:
-                log.write(f"---- {spec.name} starts again, {when} ----\n")
 
     def _ended(self, step: _Step) -> list[ProcessExit]:
         code = step.srun.poll()
@@ -193,7 +172,7 @@ class SlurmSteps:
             srun_code=ExitCode.FAILED if code is None else abs(code),
             lost=job_query.lost_nodes(set(hosts.values())) if failed else (),
             logs={name: self._folder.log(name) for name in hosts},
-            srun_log=self._srun_log(unit_of(step.specs[0])),
+            srun_log=self._folder.log(f"srun-{unit_of(step.specs[0])}"),
         )
 
     def _signal(self, signal: str, steps: Sequence[_Step]) -> None:
@@ -254,7 +233,7 @@ LEAD_S = 90
 """Time between Slurm's signal to the script and the time limit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SpareJob:
     """One job on one node. ``time_limit`` and ``partition`` replace those of the run's configuration if set."""
 
@@ -264,8 +243,8 @@ class SpareJob:
     partition: str = ""
 
 
-def spare_script(config: Config, run_folder: RunFolder, job: SpareJob, module: str) -> str:
-    """The whole batch script as text. ``module`` is the program that supervises the servers."""
+def spare_script(config: Config, run_folder: RunFolder, job: SpareJob) -> str:
+    """The whole batch script as text."""
     cluster, rollout, slurm = config.cluster, config.rollout, config.cluster.slurm
     devices = job.servers * rollout.tp
     cpus = job.servers * rollout.threads * rollout.tp
@@ -289,19 +268,11 @@ def spare_script(config: Config, run_folder: RunFolder, job: SpareJob, module: s
         f"--signal=B:TERM@{LEAD_S}",
         *slurm.extra,
     ]
-    command = [sys.executable, "-m", module, str(run_folder), "--here"]
+    command = [sys.executable, "-m", "areal_lora", "add-servers", str(run_folder), "--here"]
     command += ["--servers", str(job.servers), "--grace-s", f"{job.grace_s:g}"]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in options),
-            "set -u",
-            f"cd {shlex.quote(str(Path.cwd()))} || exit 69",
-            # The address towards the run's nodes, not only towards this job's own.
-            f'export {NODES_VARIABLE}="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr "\\n" " ")"',
-            *slurm.setup,
-            "# One process supervises the servers. Slurm's signals reach it first.",
-            f"exec {shlex.join(command)}",
-            "",
-        ]
-    )
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "set -u"]
+    lines.append(f"cd {shlex.quote(str(Path.cwd()))} || exit 69")
+    # The address towards the run's nodes, not only towards this job's own.
+    lines.append(f'export {NODES_VARIABLE}="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr "\\n" " ")"')
+    lines += [*slurm.setup, "# One process supervises the servers. Slurm's signals reach it first."]
+    return "\n".join([*lines, f"exec {shlex.join(command)}", ""])

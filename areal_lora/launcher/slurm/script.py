@@ -1,25 +1,21 @@
-"""The batch script of a run: the request to Slurm, and the start of the supervisor inside the job.
+"""The batch script of a run, and the task script of a step, as text; `submit` gives the first to Slurm.
 
-All decisions are the supervisor's (``launcher.slurm.job``). The script forwards signals to it through a pipe, which
-keeps them until the supervisor reads: none is lost however early it comes.
+All decisions in a job are the supervisor's (``launcher.slurm.job``). The batch script forwards signals to it through a
+pipe, which keeps them until the supervisor reads: none is lost however early it comes.
 
-The request to Slurm, as text: the ``#SBATCH`` lines of a job and the srun options of a role. Pure.
+A heterogeneous job has one block of ``#SBATCH`` lines for each component, with ``#SBATCH hetjob`` between them. Slurm
+hands some options of the first component (memory, account) to the others and some not (GPUs), so each block has all
+that concerns its nodes; what concerns the job is in the first only.
 
-A heterogeneous job has one block of lines for each component, with ``#SBATCH hetjob`` between them. Slurm hands some
-options of the first component (memory, account) to the others and some not (GPUs), so each block has all that concerns
-its nodes; what concerns the job is in the first only.
-
-The text of a step's task script: bash on every node of the step, one for each process of the unit.
-
-Slurm signals all processes of a task, so this shell outlives the working process and records the code it ended with.
-srun itself knows only the highest code of its tasks, which a killed peer has.
+A task script is bash on every node of the step, one for each process of the unit. Slurm signals all processes of a
+task, so this shell outlives the working process and records the code it ended with. srun itself knows only the highest
+code of its tasks, which a killed peer has.
 """
 
 from __future__ import annotations
 
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +25,7 @@ from areal_lora.config.sections.run import Role, SlurmComponent, SlurmConfig
 from areal_lora.config.sizing.slots import Pool
 from areal_lora.errors import EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
+from areal_lora.launcher.slurm import job_query
 from areal_lora.run_folder.paths import RunFolder
 
 SIGNAL_LEAD_S = 60
@@ -42,16 +39,17 @@ def directives(config: Config, plan: JobPlan) -> list[str]:
     """The ``#SBATCH`` lines, in blocks of one component each."""
     slurm = config.cluster.slurm
     components: list[SlurmComponent | None] = [*slurm.components] or [None]
+    # In a file name % starts a replacement.
+    log = str(plan.run_folder.log("job-JOB")).replace("%", "%%").replace("job-JOB", "job-%j")
+    of_the_job = [f"--job-name={config.run.name}", f"--output={quoted(log)}", "--open-mode=append", "--requeue"]
+    of_the_job.append(f"--signal=B:USR1@{SIGNAL_LEAD_S}")
     lines: list[str] = []
     for i, (pool, component) in enumerate(zip(plan.pools, components, strict=True)):
         if i:
             lines += ["", "#SBATCH hetjob"]
-        options = [] if i else _of_the_job(config, plan)
-        options += _of_the_nodes(config, plan, pool, component)
-        if not i:
-            options += slurm.extra
-        options += component.extra if component else []
-        lines += [f"#SBATCH {option}" for option in options]
+        options = _of_the_nodes(config, plan, pool, component)
+        options = options if i else [*of_the_job, *options, *slurm.extra]
+        lines += [f"#SBATCH {option}" for option in [*options, *(component.extra if component else [])]]
     return lines
 
 
@@ -64,10 +62,8 @@ def step_options(config: Config, plan: JobPlan, role: str) -> list[str]:
     """
     specs = plan.role(role)
     words = [f"--het-group={plan.pool_of(specs[0].node)}"] if len(plan.pools) > 1 else []
-    words += [f"--cpus-per-task={max(spec.cpus for spec in specs)}", "--mem=0"]
-    words.append("--cpu-bind=none")
-    if config.cluster.device != "cpu":
-        words.append("--gpu-bind=none")
+    words += [f"--cpus-per-task={max(spec.cpus for spec in specs)}", "--mem=0", "--cpu-bind=none"]
+    words += [] if config.cluster.device == "cpu" else ["--gpu-bind=none"]
     return [*words, *config.cluster.slurm.srun_extra.get(ROLES[role], [])]
 
 
@@ -76,19 +72,6 @@ def quoted(text: str) -> str:
     if all(c.isalnum() or c in "/._-%+=:,@" for c in text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _of_the_job(config: Config, plan: JobPlan) -> list[str]:
-    """What the whole job has: its name, its log, how it is requeued."""
-    # In a file name % starts a replacement.
-    log = str(plan.run_folder.log("job-JOB")).replace("%", "%%").replace("job-JOB", "job-%j")
-    return [
-        f"--job-name={config.run.name}",
-        f"--output={quoted(log)}",
-        "--open-mode=append",
-        "--requeue",
-        f"--signal=B:USR1@{SIGNAL_LEAD_S}",
-    ]
 
 
 def _of_the_nodes(config: Config, plan: JobPlan, pool: Pool, component: SlurmComponent | None) -> list[str]:
@@ -129,17 +112,10 @@ STEP = ("--overlap", "--kill-on-bad-exit=1", "--distribution=arbitrary", "--open
 
 def sbatch_script(config: Config, plan: JobPlan) -> str:
     """The whole batch script as text."""
-    parts = [
-        "#!/bin/bash",
-        *directives(config, plan),
-        "",
-        *_steps(config, plan),
-        _FIRST,
-        f"cd {shlex.quote(str(Path.cwd()))} || exit 69",
-        f"SUPERVISOR=({shlex.join([sys.executable, '-m', SUPERVISOR, '--run-folder', str(plan.run_folder)])})",
-        _REST,
-    ]
-    return "\n".join(parts)
+    parts = ["#!/bin/bash", *directives(config, plan), "", *_steps(config, plan), _FIRST]
+    parts.append(f"cd {shlex.quote(str(Path.cwd()))} || exit 69")
+    supervisor = [sys.executable, "-m", SUPERVISOR, "--run-folder", str(plan.run_folder)]
+    return "\n".join([*parts, f"SUPERVISOR=({shlex.join(supervisor)})", _REST])
 
 
 def _steps(config: Config, plan: JobPlan) -> list[str]:
@@ -195,28 +171,17 @@ def submit(config: Config, plan: JobPlan, prepare: Callable[[], None]) -> str:
             f"sbatch is not on this machine (fix: run `sbatch {script}` where it is, or set cluster.kind=local)"
         )
     # Held, because it would start with the folder as it is now.
-    job = _slurm("sbatch", "--parsable", "--hold", stdin=text, fix="see cluster.slurm").partition(";")[0]
+    job = job_query.submit(text, "--hold")
     try:
         prepare()
         script.write_text(text, encoding="utf-8")
         plan.run_folder.job_id.write_text(f"{job}\n", encoding="ascii")
         plan.run_folder.job_requeues.unlink(missing_ok=True)
-        _slurm("scontrol", "release", job, fix="submit again")
+        job_query.run("scontrol", "release", job, fix="submit again")
     except (OSError, EnvironmentError_):
-        _slurm("scancel", job, fix=f"scancel {job}")
+        job_query.run("scancel", job, fix=f"scancel {job}")
         raise
     return job
-
-
-def _slurm(program: str, *arguments: str, fix: str, stdin: str | None = None) -> str:
-    """Return the output of a Slurm command. Raises EnvironmentError_ if the command is missing or fails."""
-    try:
-        done = subprocess.run([program, *arguments], input=stdin, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise EnvironmentError_(f"{program} is not on this machine (fix: {fix})") from None
-    if done.returncode:
-        raise EnvironmentError_(f"{program} refused the job: {' '.join(done.stderr.split())} (fix: {fix})")
-    return done.stdout.strip()
 
 
 FIRST = "first"
@@ -230,34 +195,17 @@ def task_script(specs: Sequence[ProcessSpec], setup: Sequence[str], run_folder: 
         setup: Shell lines to run first; one that fails ends the task with 69.
         exits: Folder that takes ``<process>.started``, ``<process>.<code>`` and the link ``first``.
     """
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            'case "$SLURM_PROCID" in',
-            *(f"  {i}) {_process(spec)} ;;" for i, spec in enumerate(specs)),
-            "esac",
-            f"EXITS={shlex.quote(str(exits))}",
-            f"REQUEUE={shlex.quote(str(run_folder.requeue_request))}",
-            _RECORD,
-            *_setup(setup),
-            _WORK,
-        ]
-    )
-
-
-def _process(spec: ProcessSpec) -> str:
-    variables = [f"{name}={value}" for name, value in spec.env.items()]
-    return f"NAME={spec.name}; PROCESS=({shlex.join(['env', *variables, *spec.argv])})"
-
-
-def _setup(lines: Sequence[str]) -> list[str]:
-    if not lines:
-        return []
+    names = []
+    for i, spec in enumerate(specs):
+        command = ["env", *(f"{name}={value}" for name, value in spec.env.items()), *spec.argv]
+        names.append(f"  {i}) NAME={spec.name}; PROCESS=({shlex.join(command)}) ;;")
+    paths = [f"EXITS={shlex.quote(str(exits))}", f"REQUEUE={shlex.quote(str(run_folder.requeue_request))}"]
     failed = (
         'CODE=$?; trap - ERR; echo "error: cluster.slurm.setup: $BASH_COMMAND ended with code $CODE'
         f' on $(hostname) (fix: run the lines on such a node)"; record {int(ExitCode.MISSING)}'
     )
-    return [f"trap {shlex.quote(failed)} ERR", *lines, "trap - ERR"]
+    lines = [f"trap {shlex.quote(failed)} ERR", *setup, "trap - ERR"] if setup else []
+    return "\n".join(["#!/bin/bash", 'case "$SLURM_PROCID" in', *names, "esac", *paths, _RECORD, *lines, _WORK])
 
 
 # Names that Python, torch and vLLM give what they share; a user's own files in /dev/shm stay.

@@ -1,11 +1,12 @@
-"""The phase of a Slurm job, and what to do where the user can do something. Pure.
+"""The phase of a Slurm job and what to do; how the processes of a step ended; what follows for the job.
 
-``explain`` takes a ``JobRecord``, which ``queue.look`` gets from Slurm. Slurm's documentation explains its words; the
-tables add what follows for a run.
+``explain`` takes a ``JobRecord``, which ``job_query.look`` gets from Slurm. Slurm's documentation explains its words;
+the tables add what follows for a run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -83,10 +84,7 @@ PHASES: dict[str, Phase] = {
 STATES: dict[str, tuple[str, str]] = {
     "COMPLETED": ("the job ended well", ""),
     "CANCELLED": ("the job was cancelled", RESUME),
-    "TIMEOUT": (
-        "the time limit ended the job before it could requeue itself",
-        f"{RESUME}; give more time with cluster.slurm.time_limit",
-    ),
+    "TIMEOUT": ("the time limit ended the job before its requeue", f"{RESUME}; a longer cluster.slurm.time_limit"),
     "NODE_FAIL": ("a node of the job failed", f"{RESUME}; --exclude (cluster.slurm.extra) keeps off a bad node"),
     "PREEMPTED": (
         "a job of higher priority took the nodes, and Slurm did not requeue this one (PreemptMode=CANCEL)",
@@ -110,14 +108,8 @@ STATES: dict[str, tuple[str, str]] = {
 CODES: dict[int, tuple[str, str]] = {
     ExitCode.FAILED: ("an unexpected error ended the run", f"{LOGS}; {RESUME}"),
     ExitCode.WRONG_INPUT: ("a process refused the configuration", f"correct the key that {LOGS} names"),
-    ExitCode.CONTRADICTION: (
-        "the run's data violated a contract (parity, staleness, alignment, a broken adapter)",
-        f"{LOGS}; areal-lora doctor --run RUN",
-    ),
-    ExitCode.MISSING: (
-        "a program, package, device or file was missing on a node",
-        "areal-lora doctor --run RUN; check cluster.slurm.setup",
-    ),
+    ExitCode.CONTRADICTION: ("the run's data violated a contract", f"{LOGS}; areal-lora doctor --run RUN"),
+    ExitCode.MISSING: ("a program, package, device or file was missing on a node", "areal-lora doctor --run RUN"),
     ExitCode.COMPONENT_FAILED: (
         "a process failed more often than its budget of restarts allows, or the budget of requeues is spent",
         f"{LOGS}; {RESUME} starts with a full budget",
@@ -127,10 +119,7 @@ CODES: dict[int, tuple[str, str]] = {
         f"make room on the disk of the run folder, or restore the file that the log names; then {RESUME}",
     ),
     ExitCode.TEMPORARY: ("another process or the network failed for a moment", RESUME),
-    127: (
-        "the batch script did not find a program",
-        "check cluster.slurm.setup, trainer.python and rollout.python on the nodes",
-    ),
+    127: ("the batch script did not find a program", "check cluster.slurm.setup and the roles' python on the nodes"),
     137: ("the batch script was killed, often for want of memory", f"raise cluster.slurm.mem; {RESUME}"),
 }
 """What the exit code of a FAILED job means."""
@@ -140,26 +129,21 @@ REASONS: dict[str, tuple[str, str]] = {
         "the job it depends on ended in a way that never starts it",
         "areal-lora stop RUN, then areal-lora resume RUN with another --dependency (cluster.slurm.extra)",
     ),
-    "ReqNodeNotAvail": (
-        "a node that it requires is down, drained or reserved",
-        "scontrol show node names the reason; relax constraint, nodelist or exclude",
-    ),
+    "ReqNodeNotAvail": ("a required node is down, drained or reserved", "scontrol show node names the reason"),
     "launch failed requeued held": ("its start failed on a node, and Slurm holds it", "scontrol release JOB"),
     "JobHeldAdmin": ("an admin holds it", "contact the admins"),
     "JobH": ("it is on hold by its user, or was requeued too often", "scontrol release JOB"),
     "QOS": ("a limit of its QOS is reached", "wait, or set another --qos (cluster.slurm.extra)"),
     "Assoc": ("a limit of its account or user is reached", "wait for other jobs of the account"),
-    "Partition": (
-        "its partition does not run it",
-        "wait, or resume with fewer nodes, a shorter cluster.slurm.time_limit or another partition",
-    ),
+    "Partition": ("its partition does not run it", "wait, or resume with a shorter time_limit or another partition"),
 }
 """Why a PENDING job waits, by the prefix of Slurm's reason (the first that fits). Others are shown as they are."""
 
 
 def explain(job: JobRecord) -> Explanation:
     """What has happened to ``job``, and what to do. ``JOB`` in the text is its number."""
-    return _named(_explained(job), job.id)
+    phase, what, do = _explained(job)
+    return Explanation(phase=phase, what=what.replace("JOB", job.id), do=do.replace("JOB", job.id))
 
 
 def is_active(job: JobRecord) -> bool:
@@ -167,7 +151,7 @@ def is_active(job: JobRecord) -> bool:
     return explain(job).phase in (Phase.WAITING, Phase.RUNNING, Phase.ENDING)
 
 
-def _explained(job: JobRecord) -> Explanation:
+def _explained(job: JobRecord) -> tuple[Phase, str, str]:
     phase = PHASES.get(job.state, Phase.UNKNOWN)
     if not job.state:
         what = f"Slurm does not know job {job.id}: {job.why}" if job.why else f"Slurm does not know job {job.id}"
@@ -183,7 +167,7 @@ def _explained(job: JobRecord) -> Explanation:
     else:
         over = RESUME if phase is Phase.OVER else ""
         what, do = STATES.get(job.state, (f"Slurm reports the state {job.state}", over))
-    return Explanation(phase=phase, what=what, do=do)
+    return phase, what, do
 
 
 def _waiting(job: JobRecord) -> tuple[str, str]:
@@ -205,12 +189,6 @@ def _failed(job: JobRecord) -> tuple[str, str]:
     return f"{what} (exit code {job.code})", do
 
 
-def _named(explanation: Explanation, job: str) -> Explanation:
-    what, do = (text.replace("JOB", job) for text in (explanation.what, explanation.do))
-    return Explanation(phase=explanation.phase, what=what, do=do)
-
-
-KILLED = 9
 _SIGNALS = range(129, 193)
 
 
@@ -249,10 +227,11 @@ def causes(
     silent = [spec.name for spec in specs if spec.name not in records.codes]
     if first is None and silent:
         first = silent[0]
+    codes = {spec.name: records.codes.get(spec.name, srun_code or ExitCode.FAILED) for spec in specs}
     return [
         ProcessExit(
             spec=spec,
-            code=_code(records.codes.get(spec.name), srun_code),
+            code=128 - codes[spec.name] if codes[spec.name] in _SIGNALS else codes[spec.name],
             log=logs[spec.name] if spec.name in started else srun_log,
             node=hosts[spec.name],
             lost=spec.name == first and bool(lost_here),
@@ -263,22 +242,13 @@ def causes(
     ]
 
 
-def _code(recorded: int | None, srun_code: int) -> int:
-    """As ``subprocess`` has it: negative for a signal."""
-    code = recorded if recorded is not None else srun_code or ExitCode.FAILED
-    return 128 - code if code in _SIGNALS else code
-
-
 SIGNALLED = 143
 RUNNING = "RUNNING"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """The batch script's exit code. ``requeue`` is the reason to requeue the job, empty for none; ``text`` a line.
-
-    ``failure`` is the process that has ended the run for good.
-    """
+    """The batch script's exit code, a reason to ``requeue`` or none, a line, and the ``failure`` that ended the run."""
 
     code: int
     requeue: str = ""
@@ -337,23 +307,14 @@ class Words:
     def any(self) -> bool:
         """Whether there was a request; never waits."""
         now = time.monotonic()
-        if not self.first:
-            self._read()
-        if not self.first and now >= self._next_look:
-            self._next_look = now + LOOK_S
-            self._look()
-        return bool(self.first)
-
-    def _read(self) -> None:
-        if select.select([self._fd], [], [], 0)[0]:
+        if not self.first and select.select([self._fd], [], [], 0)[0]:
             words = os.read(self._fd, 4096).decode("ascii", "replace").split()
             self.first = words[0] if words else TERM
-
-    def _look(self) -> None:
-        try:
-            if self._folder.session_name.read_text(encoding="ascii").strip() != self._folder.session:
-                self.first = REPLACED
-            elif self._folder.requeue_request.exists():
-                self.first = USR1
-        except OSError:
-            return  # looked at again soon
+        if not self.first and now >= self._next_look:
+            self._next_look = now + LOOK_S
+            with contextlib.suppress(OSError):  # looked at again soon
+                if self._folder.session_name.read_text(encoding="ascii").strip() != self._folder.session:
+                    self.first = REPLACED
+                elif self._folder.requeue_request.exists():
+                    self.first = USR1
+        return bool(self.first)

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -184,7 +184,7 @@ def iter_metrics(run_folder: RunFolder | Path | str) -> Iterator[Record]:
     folder = RunFolder.of(run_folder)
     path, undone, end = folder.metrics, VoidRecords(), 0
     for number, (nbytes, head) in enumerate(_heads(path), 1):
-        undone.note(number, head.mark())
+        undone.note(number, mark_of(head))
         end += nbytes
     if end:
         for number, line in enumerate(whole_lines(path, end), 1):
@@ -199,24 +199,20 @@ def read_metrics(run_folder: RunFolder | Path | str) -> RunMetrics:
     """Load all records of `iter_metrics` into memory; empty if nothing was recorded."""
     found = RunMetrics()
     samples: dict[tuple[str, int, str, str], RolloutSampleRecord] = {}
+    lists: dict[type[Record], list[Any]] = {
+        StepRecord: found.steps,
+        PublishRecord: found.publishes,
+        EvalRecord: found.evals,
+        CheckpointRecord: found.checkpoints,
+        ResumeRecord: found.resumes,
+        MembersRecord: found.members,
+        AdapterStateRecord: found.states,
+    }
     for record in iter_metrics(run_folder):
-        match record:
-            case StepRecord():
-                found.steps.append(record)
-            case PublishRecord():
-                found.publishes.append(record)
-            case EvalRecord():
-                found.evals.append(record)
-            case RolloutSampleRecord():
-                samples[record.adapter, record.step, record.prompt, record.completion] = record
-            case CheckpointRecord():
-                found.checkpoints.append(record)
-            case ResumeRecord():
-                found.resumes.append(record)
-            case MembersRecord():
-                found.members.append(record)
-            case AdapterStateRecord():
-                found.states.append(record)
+        if isinstance(record, RolloutSampleRecord):
+            samples[record.adapter, record.step, record.prompt, record.completion] = record
+        else:
+            lists[type(record)].append(record)
     found.steps.sort(key=position)
     found.publishes.sort(key=position)
     found.evals.sort(key=lambda e: (e.version, e.step, e.order))
@@ -236,29 +232,17 @@ class _Head(msgspec.Struct, frozen=True):
     name: str = DEFAULT_SET
     time_s: float = 0.0
 
-    def mark(self) -> Mark:
-        index = self.step if self.kind == "sample" else self.version
-        return Mark(kind=self.kind, adapter=self.adapter, index=index, what=_what(self.kind, self.tag, self.name))
 
+def mark_of(record: Any) -> Mark:
+    """The identity of a `Record`, or of the `_Head` of one.
 
-def mark_of(record: Record) -> Mark:
-    """The identity of a record (`reader`)."""
-    kind = str(record.__struct_config__.tag)
-    index = record.step if isinstance(record, RolloutSampleRecord) else record.version
-    return Mark(
-        kind=kind,
-        adapter=record.adapter,
-        index=index,
-        what=_what(kind, record.tag, record.name) if isinstance(record, EvalRecord) else _what(kind, "", ""),
-    )
-
-
-def _what(kind: str, tag: str, name: str) -> str | None:
-    """A step has several samples and changes of members, a version several states and an evaluation per tag and set.
-
-    Of every other kind there is one.
+    A step has several samples and changes of members, a version several states and an evaluation per tag and set; of
+    every other kind there is one.
     """
-    return None if kind in ("sample", "members", "state") else f"{tag}/{name}" if kind == "eval" else ""
+    kind = record.kind if isinstance(record, _Head) else str(record.__struct_config__.tag)
+    repeats = kind not in ("sample", "members", "state")
+    what = f"{record.tag}/{record.name}" if kind == "eval" else "" if repeats else None
+    return Mark(kind=kind, adapter=record.adapter, index=record.step if kind == "sample" else record.version, what=what)
 
 
 _RECORD = msgspec.json.Decoder(Record)

@@ -317,20 +317,12 @@ def position(record: Record) -> int:
     return record.step if isinstance(record, StepRecord | EvalRecord | RolloutSampleRecord) else record.version
 
 
-ADAPTER_PHASES = tuple(AdapterPhase)
-
-
-def tag_prefix(record: Record) -> str:
-    """``NAME/`` for a record of an adapter, which its tags start with."""
-    return f"{record.adapter}/" if record.adapter else ""
-
-
 def scalars(record: Record) -> dict[str, float]:
-    """``{tag: value}`` with the adapter's prefix; what was not measured or is not finite has no entry.
+    """``{tag: value}`` with the adapter's name before each; what was not measured or is not finite has no entry.
 
     Their x axis is `records.position`.
     """
-    prefix = tag_prefix(record)
+    prefix = f"{record.adapter}/" if record.adapter else ""
     values = _values(record).items()
     return {prefix + name: value for name, value in values if value is not None and math.isfinite(value)}
 
@@ -361,6 +353,6 @@ def _values(record: Record) -> dict[str, float | None]:
         case MembersRecord():
             return {"servers/members": record.servers}
         case AdapterStateRecord():
-            return {"state": float(ADAPTER_PHASES.index(record.state))}  # trackers have numbers only
+            return {"state": float(list(AdapterPhase).index(record.state))}  # trackers have numbers only
         case RolloutSampleRecord() | ResumeRecord():
             return {}

@@ -55,7 +55,7 @@ def sample_files(run_folder: RunFolder) -> list[Path]:
     """Existing sample files, oldest first."""
     folder = run_folder.samples
     found = [path for path in folder.glob("*.jsonl") if _NAME.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=_number)
+    return sorted(found, key=lambda path: int(path.stem))
 
 
 def sample_lines(run_folder: RunFolder) -> Iterator[tuple[Path, int, bytes]]:
@@ -75,8 +75,7 @@ class SampleFiles:
     """Appends lines of at most ``FILE_BYTES``. At most one writer per run folder."""
 
     def __init__(self, run_folder: RunFolder) -> None:
-        self._run_folder = run_folder
-        self._folder = run_folder.samples
+        self._run_folder, self._folder = run_folder, run_folder.samples
         for path in self._folder.glob(".*.tmp"):
             path.unlink()  # of a `drop` that was killed
         files = sample_files(run_folder)
@@ -86,10 +85,10 @@ class SampleFiles:
     def write(self, line: bytes) -> None:
         """Append one record, in the next file if this one is full. On RecordError nothing was appended."""
         with self._refusing():
-            sink = self._open()
-            if sink.nbytes and sink.nbytes + len(line) + 1 > FILE_BYTES:
-                sink = self._rotate(sink)
-        sink.write(line)
+            self._sink = self._sink or JsonlSink(self._path)
+            if self._sink.nbytes and self._sink.nbytes + len(line) + 1 > FILE_BYTES:
+                self._sink = self._rotate(self._sink)
+        self._sink.write(line)
 
     def drop(self, adapter: str, step: int) -> None:
         """Remove samples of ``adapter`` from step ``step`` onwards; a resumed run repeats these steps.
@@ -99,22 +98,15 @@ class SampleFiles:
         self.close()
         with self._refusing():
             for path in sample_files(self._run_folder):
-                if not all(_stays(line, adapter, step) for line in whole_lines(path)):
-                    self._rewrite(path, adapter, step)
+                if all(_stays(line, adapter, step) for line in whole_lines(path)):
+                    continue
+                with replacing(path, durable=True) as file:
+                    file.writelines(line for line in whole_lines(path) if _stays(line, adapter, step))
 
     def close(self) -> None:
         if self._sink is not None:
             self._sink.close()
             self._sink = None
-
-    def _open(self) -> JsonlSink:
-        if self._sink is None:
-            self._sink = JsonlSink(self._path)
-        return self._sink
-
-    def _rewrite(self, path: Path, adapter: str, step: int) -> None:
-        with replacing(path, durable=True) as file:
-            file.writelines(line for line in whole_lines(path) if _stays(line, adapter, step))
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -127,8 +119,8 @@ class SampleFiles:
         """Start the next file. Old files are deleted last: a crash leaves at most one extra file until the next one."""
         full.sync()
         self.close()
-        self._path = self._folder / f"{_number(self._path) + 1:06d}.jsonl"
-        sink = self._open()
+        self._path = self._folder / f"{int(self._path.stem) + 1:06d}.jsonl"
+        sink = JsonlSink(self._path)
         sync_folder(self._folder)
         for path in sample_files(self._run_folder)[1:-NEWEST_FILES]:
             path.unlink()
@@ -154,11 +146,7 @@ def _stays(line: bytes, adapter: str, step: int) -> bool:
     return place.adapter != adapter or place.step < step
 
 
-def _number(path: Path) -> int:
-    return int(path.stem)
-
-
-T = TypeVar("T", RolloutSampleRecord, SampleRecord, EvalRecord)
+T = TypeVar("T", bound=RolloutSampleRecord | SampleRecord | EvalRecord)
 
 
 class MetricsWriter:
@@ -177,16 +165,11 @@ class MetricsWriter:
 
     def write(self, record: Record) -> None:
         """Append one record; its file holds the record on return. Long texts of samples are cut in the middle."""
-        match record:
-            case RolloutSampleRecord():
-                self._samples.write(self._encoder.encode(_shortened(record)))
-            case EvalRecord():
-                self._jsonl.write(self._encoder.encode(_shortened(record)))
-            case ResumeRecord():
-                self._samples.drop(record.adapter, record.version)
-                self._jsonl.write(self._encoder.encode(record))
-            case _:
-                self._jsonl.write(self._encoder.encode(record))
+        if isinstance(record, ResumeRecord):
+            self._samples.drop(record.adapter, record.version)
+        shown = _shortened(record) if isinstance(record, RolloutSampleRecord | EvalRecord) else record
+        sink = self._samples if isinstance(record, RolloutSampleRecord) else self._jsonl
+        sink.write(self._encoder.encode(shown))
         if values := scalars(record):
             tags = {tag.removeprefix(self._left_out): value for tag, value in values.items()}
             self._tensorboard.scalars(tags, position(record))

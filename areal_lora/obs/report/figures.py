@@ -1,14 +1,6 @@
 """Accumulate the figures of summary and report, one record at a time: of the run, and of each adapter.
 
 Memory grows by four numbers per version, which the medians need.
-
-Hold curves of any number of points in bounded memory.
-
-Points fall into buckets of equal width in x. A bucket is one step or version at first. When the number of buckets
-exceeds the limit, the width doubles and neighbours are merged.
-
-- A line (`Curve`) keeps the first, lowest, highest and last point of each bucket: a spike of one step stays visible.
-- A mean (`Means`: bars, smoothed lines) is the mean over all points of the bucket.
 """
 
 from __future__ import annotations
@@ -16,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,14 +25,13 @@ from areal_lora.obs.metrics.records import (
     StepRecord,
     mean_lag,
 )
-from areal_lora.obs.report import svg
 from areal_lora.run_folder.paths import RunFolder
 
 SAMPLES_KEPT = 4
 """Number of early samples kept, and of late ones."""
 
 
-def largest(values: Iterable[float | None]) -> float | None:
+def _largest(*values: float | None) -> float | None:
     """The largest measured value; None if there is none."""
     return max((v for v in values if v is not None), default=None)
 
@@ -71,14 +62,10 @@ class Figures:
         self.late: deque[RolloutSampleRecord] = deque(maxlen=SAMPLES_KEPT)
         self.best_eval: EvalRecord | None = None
         """Of the first set: highest accuracy, then highest mean reward, then the newest version."""
-        self._evals: list[EvalRecord] = []
+        self.evals: list[EvalRecord] = []
+        """The first and last evaluation of the first set without samples; fewer if the run has fewer."""
         self.sets: dict[tuple[str, str], list[EvalRecord]] = {}
         """By adapter and name of a set: its first and last evaluation without samples, one if there is one."""
-
-    @property
-    def evals(self) -> list[EvalRecord]:
-        """The first and last evaluation of the first set without samples; fewer if the run has fewer."""
-        return self._evals
 
     @property
     def max_staleness(self) -> int | None:
@@ -91,15 +78,27 @@ class Figures:
     def add(self, record: Record) -> None:
         match record:
             case StepRecord():
-                self._add_step(record)
+                self.steps += record.taken
+                self.trained_tokens += record.trained_tokens
+                if self.last_step is None or record.time_s >= self.last_step.time_s:
+                    self.last_step = record
+                self.last_by_adapter[record.adapter] = record
+                self.staleness.update(record.staleness)
+                if (rate := record.metrics.get("train/rollout_tokens_per_s")) is not None:
+                    self.speeds.append(rate)
             case PublishRecord():
-                self._add_publish(record)
+                self.publishes += 1
+                self.publishes_probed += record.probe_max_abs is not None
+                if record.total_ms is not None:
+                    self.publish_ms.append(record.total_ms)
+                self.probe_max_abs = _largest(self.probe_max_abs, record.probe_max_abs)
+                self.probe_mean_abs = _largest(self.probe_mean_abs, record.probe_mean_abs)
             case EvalRecord():
                 bare = msgspec.structs.replace(record, samples=[])
                 key = (record.adapter, record.name)
                 self.sets[key] = _ends([*self.sets.get(key, ()), bare])
                 if record.order == 0:
-                    self._evals = _ends([*self._evals, bare])
+                    self.evals = _ends([*self.evals, bare])
                     self.best_eval = max((e for e in (self.best_eval, bare) if e is not None), key=_quality)
             case CheckpointRecord(failed=True):
                 self.checkpoints_failed[record.adapter] += 1
@@ -112,24 +111,6 @@ class Figures:
                 self.recorded = None
             case AdapterStateRecord():
                 self.recorded = record
-
-    def _add_step(self, record: StepRecord) -> None:
-        self.steps += record.taken
-        self.trained_tokens += record.trained_tokens
-        if self.last_step is None or record.time_s >= self.last_step.time_s:
-            self.last_step = record
-        self.last_by_adapter[record.adapter] = record
-        self.staleness.update(record.staleness)
-        if (rate := record.metrics.get("train/rollout_tokens_per_s")) is not None:
-            self.speeds.append(rate)
-
-    def _add_publish(self, record: PublishRecord) -> None:
-        self.publishes += 1
-        self.publishes_probed += record.probe_max_abs is not None
-        if record.total_ms is not None:
-            self.publish_ms.append(record.total_ms)
-        self.probe_max_abs = largest([self.probe_max_abs, record.probe_max_abs])
-        self.probe_mean_abs = largest([self.probe_mean_abs, record.probe_mean_abs])
 
 
 class RunFigures:
@@ -168,81 +149,3 @@ def read_figures(run_folder: RunFolder | Path | str, adapters: Sequence[str]) ->
     for record in iter_metrics(run_folder):
         figures.add(record)
     return figures
-
-
-BUCKETS = 320
-"""Half the width of a plot in pixels; more buckets would not be visible."""
-Point = tuple[float, float]
-
-
-class Curve:
-    """Iterates over the kept points in order of x."""
-
-    def __init__(self, buckets: int = BUCKETS) -> None:
-        self._most = buckets
-        self._width = 1.0
-        self._buckets: dict[float, list[Point]] = {}  # first, lowest, highest, last
-
-    def add(self, x: float, y: float) -> None:
-        """``x`` may come in any order; ``y`` is finite."""
-        self._put(x, y)
-        while len(self._buckets) > self._most:
-            self._width *= 2
-            points, self._buckets = list(self), {}
-            for point in points:
-                self._put(*point)
-
-    def _put(self, x: float, y: float) -> None:
-        place, point = x // self._width, (x, y)
-        bucket = self._buckets.get(place)
-        if bucket is None:
-            self._buckets[place] = [point] * 4
-            return
-        if x < bucket[0][0]:
-            bucket[0] = point
-        if y < bucket[1][1]:
-            bucket[1] = point
-        if y > bucket[2][1]:
-            bucket[2] = point
-        if x >= bucket[3][0]:
-            bucket[3] = point
-
-    def __iter__(self) -> Iterator[Point]:
-        for _, bucket in sorted(self._buckets.items()):
-            yield from sorted(set(bucket))
-
-
-class Means:
-    """Averages rows of values over x by bucket; all rows have the same length."""
-
-    def __init__(self, buckets: int = BUCKETS) -> None:
-        self._most = buckets
-        self._width = 1.0
-        self._buckets: dict[float, list[float]] = {}  # number of rows, sum of x, sums of the values
-
-    def add(self, x: float, values: Sequence[float]) -> None:
-        self._put(x // self._width, [1.0, x, *values])
-        while len(self._buckets) > self._most:
-            self._width *= 2
-            sums, self._buckets = list(self._buckets.values()), {}
-            for row in sums:
-                self._put(row[1] / row[0] // self._width, row)
-
-    def _put(self, place: float, sums: list[float]) -> None:
-        bucket = self._buckets.get(place)
-        self._buckets[place] = sums if bucket is None else [a + b for a, b in zip(bucket, sums, strict=True)]
-
-    def rows(self) -> list[tuple[float, list[float]]]:
-        """(mean x, mean values) by bucket, in order of x."""
-        return [(sums[1] / sums[0], [v / sums[0] for v in sums[2:]]) for _, sums in sorted(self._buckets.items())]
-
-
-class MovingMean:
-    """The moving mean of a `Means` of one value, over a twelfth of the run."""
-
-    def __init__(self, means: Means) -> None:
-        self._means = means
-
-    def __iter__(self) -> Iterator[Point]:
-        points = [(x, values[0]) for x, values in self._means.rows()]
-        return iter(svg.moving_mean(points, max(3, len(points) // 12)))

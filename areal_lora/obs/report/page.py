@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
@@ -16,22 +16,13 @@ from areal_lora.config.recorded import adapter_runs, config_digest, more_steps, 
 from areal_lora.config.sources import examples
 from areal_lora.obs.console import duration, number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
+from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.report import svg
-from areal_lora.obs.report.adapters import RunPlots, overview, sections
 from areal_lora.obs.report.figures import Figures, RunFigures
-from areal_lora.obs.report.parts import charts, figures_of, samples, table
-from areal_lora.obs.report.plots import Plots
-from areal_lora.obs.report.summary import AdapterSummary, Summary, read_summary
+from areal_lora.obs.report.parts import RunPlots, charts, figures_of, overview, samples, sections, table
+from areal_lora.obs.report.summary import AdapterSummary, read_summary
+from areal_lora.run_folder import events
 from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.events import (
-    AbandonEvent,
-    EndEvent,
-    RequeueEvent,
-    RestartEvent,
-    StallEvent,
-    last_end,
-    read_events,
-)
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
 
@@ -84,83 +75,46 @@ def report_page(folder: RunFolder, shown: Callable[[Config], str]) -> str:
     resolved = escape(shown(config))
     total = found.total
     several = len(runs) != 1 or any(run.endless for run in runs.values())
-    end = last_end(folder)
+    one = "" if several else f"{figures_of(total)}\n<h2>The run</h2>{charts(next(iter(plots.adapters.values())).all())}"
+    rollouts = f"<h2>Sample rollouts</h2>{samples(total.early, list(total.late))}"
+    end = events.last_end(folder)
     failure = f'\n<p class="sub"><b>Ended with exit code {end.code}: {escape(str(end))}</b></p>' if end else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}</title><style>{svg.STYLE}{PAGE_STYLE}</style></head><body>
 <h1>{name}</h1><p class="sub">{escape(subtitle)}</p>{failure}
-{overview(folder, runs, found, plots) if several else _one(total, plots)}
+{overview(folder, runs, found, plots) if several else one}
 {_evals(total, several)}{_counts(total)}{_resumes(total)}{_restarts(folder)}
-{sections(runs, found, plots) if several else _sample_rollouts(total)}
+{sections(runs, found, plots) if several else rollouts}
 <h2>Configuration</h2><details><summary>As resolved</summary><pre>{resolved}</pre></details>
 </body></html>
 """
 
 
-def _one(figures: Figures, plots: RunPlots) -> str:
-    """The figures and plots of a run with one adapter."""
-    [its_own] = plots.adapters.values()
-    return f"{figures_of(figures)}\n<h2>The run</h2>{charts(its_own.all())}"
-
-
-def _sample_rollouts(figures: Figures) -> str:
-    return f"<h2>Sample rollouts</h2>{samples(figures.early, list(figures.late))}"
-
-
-def write_plot(run_folder: RunFolder | Path | str, path: Path | str, adapter: str | None = None) -> Path:
-    """Draw reward and held-out accuracy of an adapter as one SVG file; a run with one needs no name of it."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    plots = Plots()
-    for record in iter_metrics(run_folder):
-        if adapter in (None, record.adapter):
-            plots.add(record)
-    target.write_text(svg.standalone(plots.reward_and_accuracy()), encoding="utf-8")
-    return target
-
-
 def _evals(metrics: Figures, several: bool) -> str:
     """The last evaluation of each set."""
-    ordered = sorted(metrics.sets.values(), key=lambda records: (records[-1].adapter, records[-1].order))
-    head: tuple[str, ...] = (
-        "set",
-        "version",
-        "problems x answers",
-        "temperature",
-        "accuracy",
-        "95 %",
-        "mean reward",
-        "95 %",
-        "pass@k",
-        "majority",
-        "tokens",
-        "truncated",
-        "unscored",
-        "left out",
-    )
-    rows: list[tuple[str, ...]] = [
-        (
-            last.name,
-            f"v{last.version}",
-            f"{last.n} x {last.n_samples}",
-            f"{last.temperature:g}",
-            number(last.accuracy),
-            _range(last.accuracy_95) + (f" ({last.interval})" if last.interval else ""),
-            number(last.reward_mean),
-            _range(last.reward_95),
-            "  ".join(f"@{k} {number(value)}" for k, value in last.pass_at.items()) or "-",
-            number(last.majority),
-            number(last.answer_tokens, 1),
-            number(last.truncated),
-            str(last.unscored),
-            str(last.left_out),
-        )
-        for *_, last in ordered
+    lasts = sorted((records[-1] for records in metrics.sets.values()), key=lambda last: (last.adapter, last.order))
+    rows = [
+        ({"adapter": last.adapter} if several else {})
+        | {
+            "set": last.name,
+            "version": f"v{last.version}",
+            "problems x answers": f"{last.n} x {last.n_samples}",
+            "temperature": f"{last.temperature:g}",
+            "accuracy": number(last.accuracy),
+            "its 95 %": _range(last.accuracy_95) + (f" ({last.interval})" if last.interval else ""),
+            "mean reward": number(last.reward_mean),
+            "95 %": _range(last.reward_95),
+            "pass@k": "  ".join(f"@{k} {number(value)}" for k, value in last.pass_at.items()) or "-",
+            "majority": number(last.majority),
+            "tokens": number(last.answer_tokens, 1),
+            "truncated": number(last.truncated),
+            "unscored": str(last.unscored),
+            "left out": str(last.left_out),
+        }
+        for last in lasts
     ]
-    if several:
-        head, rows = ("adapter", *head), [(last.adapter, *row) for (*_, last), row in zip(ordered, rows, strict=True)]
-    return table("Evaluations, the last of each set", head, rows)
+    return table("Evaluations, the last of each set", rows)
 
 
 def _range(ends: tuple[float, float] | None) -> str:
@@ -168,56 +122,54 @@ def _range(ends: tuple[float, float] | None) -> str:
 
 
 def _counts(metrics: Figures) -> str:
-    """Outcomes of the groups of each adapter, from the adapter's last step."""
-    sizes, rows = metrics.checkpoint_bytes, []
+    """Outcomes of the groups of each adapter, from the adapter's last step; a client's has none."""
+    rows = []
     for name, step in metrics.last_by_adapter.items():
-        names = ("groups_issued", "groups_consumed", "reissued", "late")
-        issued, consumed, reissued, late = (f"{step.metrics.get(f'train/{n}') or 0:.0f}" for n in names)
-        groups = [issued, consumed, _listed(step.dropped), _listed(step.retried), reissued, late]
-        groups += [step.faults_text or "-"]
-        rows.append(
-            (
-                name or "-",
-                *(["-"] * len(groups) if step.by_client else groups),
-                f"{sizes[name] / 2**20:.1f} MiB" if name in sizes else "-",
-                str(metrics.checkpoints_failed[name]),
-            )
-        )
-    head = (
-        "adapter",
-        "issued",
-        "consumed",
-        "dropped",
-        "retried",
-        "re-issued",
-        "late duplicates",
-        "last faults",
-        "checkpoint",
-        "checkpoints failed",
-    )
-    return table("Groups and checkpoints", head, rows)
+        groups = {
+            "issued": _metric(step, "groups_issued"),
+            "consumed": _metric(step, "groups_consumed"),
+            "dropped": _listed(step.dropped),
+            "retried": _listed(step.retried),
+            "re-issued": _metric(step, "reissued"),
+            "late duplicates": _metric(step, "late"),
+            "last faults": step.faults_text or "-",
+        }
+        size = metrics.checkpoint_bytes.get(name)
+        written = {"checkpoint": "-" if size is None else f"{size / 2**20:.1f} MiB"}
+        written["checkpoints failed"] = str(metrics.checkpoints_failed[name])
+        rows.append({"adapter": name or "-"} | (dict.fromkeys(groups, "-") if step.by_client else groups) | written)
+    return table("Groups and checkpoints", rows)
+
+
+def _metric(step: StepRecord, name: str) -> str:
+    return f"{step.metrics.get(f'train/{name}') or 0:.0f}"
 
 
 def _resumes(metrics: Figures) -> str:
-    rows = [(resume.adapter or "-", f"v{resume.version}", duration(resume.time_s)) for resume in metrics.resumes]
-    return table("Resumed from a checkpoint", ("adapter", "version", "after"), rows)
+    rows = [
+        {"adapter": r.adapter or "-", "version": f"v{r.version}", "after": duration(r.time_s)} for r in metrics.resumes
+    ]
+    return table("Resumed from a checkpoint", rows)
 
 
 def _restarts(folder: RunFolder) -> str:
     rows = []
-    for event in read_events(folder):
+    for event in events.read_events(folder):
         match event:
-            case RestartEvent():
-                rows.append((event.at, event.process, event.how))
-            case StallEvent():
-                rows.append((event.at, event.process, f"sent no heartbeat; stacks in {event.stacks}"))
-            case AbandonEvent():
-                rows.append((event.at, event.process, f"{event.how}; the run continues without it"))
-            case RequeueEvent():
-                rows.append((event.at, f"Slurm job {event.job}", f"requeued: {event.why}"))
-            case EndEvent():
-                rows.append((event.at, event.process, f"{event}; the run ended with exit code {event.code}"))
-    return table("Restarts and failures", ("at", "process", "because it"), rows)
+            case events.RestartEvent(process=process, how=why):
+                pass
+            case events.StallEvent(process=process, stacks=stacks):
+                why = f"sent no heartbeat; stacks in {stacks}"
+            case events.AbandonEvent(process=process, how=how):
+                why = f"{how}; the run continues without it"
+            case events.RequeueEvent(job=job, why=reason):
+                process, why = f"Slurm job {job}", f"requeued: {reason}"
+            case events.EndEvent(process=process, code=code):
+                why = f"{event}; the run ended with exit code {code}"
+            case _:
+                continue
+        rows.append({"at": event.at, "process": process, "because it": why})
+    return table("Restarts and failures", rows)
 
 
 def _listed(counts: dict[str, int]) -> str:
@@ -237,27 +189,28 @@ def print_closing(run_folder: RunFolder, console: Console) -> None:
 def closing_lines(run_folder: RunFolder) -> list[str]:
     """Commands run as pasted, from any folder and without an activated environment."""
     summary, config = read_summary(run_folder), with_joined(read_config(run_folder), run_folder)
-    areal_lora, run = f"{_python(None)} -m areal_lora", shlex.quote(str(run_folder))
+    areal_lora, run = f"{shlex.quote(sys.executable)} -m areal_lora", shlex.quote(str(run_folder))
     parts = summary.adapters
-    chosen = f" --adapter {shlex.quote(_most_trained(parts))}" if parts else ""
+    # The first adapter of those with most steps that have not failed; of all, where all have.
+    most_trained = max(parts, key=lambda n: (parts[n].state is not AdapterPhase.FAILED, parts[n].steps), default="")
+    chosen = f" --adapter {shlex.quote(most_trained)}" if parts else ""
     made = {adapter.name: summary.steps_of(adapter.name) for adapter in config.adapters}
     unfinished = any(part.steps < (part.steps_wanted or 0) for part in parts.values())
     again = shlex.join([str(run_folder), *([] if unfinished else more_steps(config, made))])
     adapters = [f"{name}: {_adapter_result(part)}" for name, part in parts.items()] or [
         summary.adapter_path or "not exported"
     ]
+    many = f" of {len(parts)} adapters" if parts else ""
+    failed = sum(part.state is AdapterPhase.FAILED for part in parts.values())
+    result = [f"{summary.steps} steps{many} in {duration(summary.wall_s)}", *([f"{failed} failed"] if failed else [])]
+    result += _courses(summary.eval_before, summary.eval_after, summary.eval_reward_before, summary.eval_reward_after)
     return [
-        f"result   {_result(summary)}",
+        f"result   {', '.join(result)}",
         *(f"adapter  {text}" for text in adapters),
         f"report   {summary.report_path}",
         f"chat     {areal_lora} chat {run}{chosen}",
         f"resume   {areal_lora} resume {again}",
     ]
-
-
-def _most_trained(parts: Mapping[str, AdapterSummary]) -> str:
-    """The first adapter of those with most steps that have not failed; of all, where all have."""
-    return max(parts, key=lambda name: (parts[name].state is not AdapterPhase.FAILED, parts[name].steps))
 
 
 def _adapter_result(part: AdapterSummary) -> str:
@@ -271,14 +224,6 @@ def _adapter_result(part: AdapterSummary) -> str:
     text += [f"best {number(best)} (v{part.best_version})"] if best not in known else []
     text += [f"{percent(part.share)} of the trained tokens", f"in {part.path}" if part.path else "not exported"]
     return ", ".join(text) + (f": {part.reason}" if part.reason else "")
-
-
-def _result(summary: Summary) -> str:
-    many = f" of {len(summary.adapters)} adapters" if summary.adapters else ""
-    failed = sum(part.state is AdapterPhase.FAILED for part in summary.adapters.values())
-    parts = [f"{summary.steps} steps{many} in {duration(summary.wall_s)}", *([f"{failed} failed"] if failed else [])]
-    parts += _courses(summary.eval_before, summary.eval_after, summary.eval_reward_before, summary.eval_reward_after)
-    return ", ".join(parts)
 
 
 def _courses(
@@ -297,8 +242,8 @@ def detail_lines(run_folder: RunFolder) -> list[str]:
     """What else can be done with a finished run, and all its figures as ``key: JSON value``."""
     summary = read_summary(run_folder)
     config = with_joined(read_config(run_folder), run_folder)
-    model, trainer = config.model.folder, _python(config.trainer.python)
-    areal_lora, run = f"{_python(None)} -m areal_lora", shlex.quote(str(run_folder))
+    model, trainer = config.model.folder, shlex.quote(config.trainer.python or sys.executable)
+    areal_lora, run = f"{shlex.quote(sys.executable)} -m areal_lora", shlex.quote(str(run_folder))
     parts = {f" --adapter {shlex.quote(name)}": part.path for name, part in summary.adapters.items()}
     exported = [(option, path) for option, path in (parts or {"": summary.adapter_path}).items() if path is not None]
     lines = [
@@ -317,8 +262,3 @@ def detail_lines(run_folder: RunFolder) -> list[str]:
         "",
     ]
     return lines + [f"{key}: {json.dumps(value)}" for key, value in summary.values().items()]
-
-
-def _python(role: str | None) -> str:
-    """The interpreter of a role, quoted for a shell."""
-    return shlex.quote(role or sys.executable)

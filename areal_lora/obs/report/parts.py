@@ -1,17 +1,97 @@
-"""Pieces of the report's HTML. What a model, a user or a process wrote is escaped here."""
+"""Pieces of the report's HTML, and the parts of a run with several adapters: the overview, and a section of each.
+
+What a model, a user or a process wrote is escaped here.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from areal_lora.obs.console import duration, number
-from areal_lora.obs.metrics.records import RolloutSampleRecord
+from areal_lora.config.recorded import AdapterRun
+from areal_lora.obs.console import duration, eval_text, number, percent
+from areal_lora.obs.metrics.records import Record, RolloutSampleRecord
 from areal_lora.obs.metrics.writer import cut_middle
 from areal_lora.obs.report import svg
-from areal_lora.obs.report.figures import Figures
-from areal_lora.obs.report.plots import Plot
+from areal_lora.obs.report.figures import Figures, RunFigures
+from areal_lora.obs.report.plots import Plot, Plots, Shares, rewards_together
+from areal_lora.obs.run_view import newest_state
+from areal_lora.run_folder.paths import RunFolder
+
+
+class RunPlots:
+    """The plots of each adapter, and those of several together. ``add`` valid records (`iter_metrics`)."""
+
+    def __init__(self, adapters: Sequence[str]) -> None:
+        self.adapters = {name: Plots() for name in adapters}
+        self.shares = Shares(adapters)
+
+    def add(self, record: Record) -> None:
+        self.shares.add(record)
+        only = next(iter(self.adapters)) if len(self.adapters) == 1 else None
+        if (plots := self.adapters.get(only or record.adapter)) is not None:
+            plots.add(record)
+
+
+def overview(folder: RunFolder, runs: Mapping[str, AdapterRun], found: RunFigures, plots: RunPlots) -> str:
+    """The run's figures, a row per adapter, and what shows them together."""
+    states = Counter(str(_state(run, found.adapters[name])) for name, run in runs.items())
+    counted = ", ".join(f"{n} {state}" for state, n in states.items())
+    rows = [_row(folder, name, run, found) for name, run in runs.items()]
+    rewarded = {name: plots.adapters[name] for name, run in runs.items() if not run.endless}
+    together = [
+        ("Shares of trained tokens", "of each span of time", plots.shares.draw()),
+        ("Reward", "smoothed, over each adapter's own steps", rewards_together(rewarded)),
+    ]
+    boxes = figures([(f"adapters: {counted}", str(len(runs))), *headlines(found.total)])
+    return f"{boxes}{table('Adapters', rows)}<h2>The run</h2>{charts(together)}"
+
+
+def sections(runs: Mapping[str, AdapterRun], found: RunFigures, plots: RunPlots) -> str:
+    """A section per adapter: its state with the reason, its figures, plots and samples."""
+    return "".join(_section(name, run, found.adapters[name], plots.adapters[name]) for name, run in runs.items())
+
+
+def _section(name: str, run: AdapterRun, its: Figures, plots: Plots) -> str:
+    head = f'<section id="adapter-{escape(name)}"><h2>{escape(name)}</h2>'
+    why = f": {its.recorded.reason}" if its.recorded and its.recorded.reason else ""
+    about = f"{_state(run, its)} after {_made(run, its)} steps{why} · seed {run.seed} · weight {run.weight:g} · "
+    about += "driven by a client" if run.endless else f"staleness up to {run.max_staleness}"
+    head += f'<p class="sub">{escape(about)}</p>'
+    if run.endless:
+        return f"{head}{figures(client_headlines(its))}<h3>Plots</h3>{charts(plots.of_client())}</section>"
+    shown = f"{len(its.early) + len(its.late)} sample rollouts"
+    return (
+        f"{head}{figures_of(its)}<h3>Plots</h3>{charts(plots.all())}"
+        f"<details><summary>{shown}</summary>{samples(its.early, list(its.late))}</details></section>"
+    )
+
+
+def _made(run: AdapterRun, its: Figures) -> str:
+    return f"{its.steps}" if run.endless else f"{its.steps} of {run.steps}"
+
+
+def _row(folder: RunFolder, name: str, run: AdapterRun, found: RunFigures) -> dict[str, str]:
+    its, export = found.adapters[name], folder.adapter_export(name)
+    return {
+        "adapter": name,
+        "state": str(_state(run, its)),
+        "steps": _made(run, its),
+        "weight": f"{run.weight:g}",
+        "trained tokens": percent(found.share(name)),
+        "accuracy": course(e.accuracy for e in its.evals),
+        "best": eval_text(its.best_eval),
+        "mean reward": course(e.reward_mean for e in its.evals),
+        "staleness: mean, largest": staleness(its),
+        "folder": str(export.relative_to(folder.path)) if export.is_dir() else "-",
+        "why": (its.recorded.reason if its.recorded else "") or "-",
+    }
+
+
+def _state(run: AdapterRun, its: Figures) -> str:
+    return newest_state(its.recorded, its.steps, run.end)
 
 
 def figures_of(metrics: Figures) -> str:
@@ -21,11 +101,16 @@ def figures_of(metrics: Figures) -> str:
 
 def figures(pairs: Iterable[tuple[str, str]]) -> str:
     """Boxes with a label and a value each."""
-    return f'<div class="figures">{"".join(headline(label, value) for label, value in pairs)}</div>'
+    boxes = [f'<div class="figure"><b>{escape(v)}</b><span>{escape(label)}</span></div>' for label, v in pairs]
+    return f'<div class="figures">{"".join(boxes)}</div>'
 
 
 def charts(plots: Iterable[Plot]) -> str:
-    return f'<div class="plots">{"".join(figure(*plot) for plot in plots)}</div>'
+    figures = [
+        f"<figure><figcaption>{escape(title)} <small>{escape(note)}</small></figcaption>{chart}</figure>"
+        for title, note, chart in plots
+    ]
+    return f'<div class="plots">{"".join(figures)}</div>'
 
 
 def eval_headlines(metrics: Figures) -> list[tuple[str, str]]:
@@ -66,20 +151,13 @@ def course(values: Iterable[float | None]) -> str:
     return " → ".join(number(v) for v in values if v is not None) or "-"
 
 
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(title: str, rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows of cells by the heads of their columns; nothing without rows."""
     if not rows:
         return ""
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row.values()) for row in rows]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<h2>{title}</h2><table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{body}</table>"
-
-
-def headline(label: str, value: str) -> str:
-    return f'<div class="figure"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
-
-
-def figure(title: str, note: str, chart: str) -> str:
-    return f"<figure><figcaption>{escape(title)} <small>{escape(note)}</small></figcaption>{chart}</figure>"
+    return f"<h2>{title}</h2><table><tr>{''.join(f'<th>{name}</th>' for name in rows[0])}</tr>{body}</table>"
 
 
 def samples(early: Sequence[RolloutSampleRecord], late: Sequence[RolloutSampleRecord]) -> str:

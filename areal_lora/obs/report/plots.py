@@ -1,15 +1,17 @@
-"""Collect the plots of a run, one record at a time, as (title, note, chart) in reading order.
+"""Collect the plots of a run, one record at a time, in reading order. Memory does not grow with the number of records.
 
-For a long run, lines show the first, lowest, highest and last value of at most 320 buckets of steps; bars and the
-smoothed reward show bucket means (see `figures`).
+Points fall into buckets of equal width in x, one step or version wide at first. When there are too many buckets, the
+width doubles and neighbours are merged. A line shows the first, lowest, highest and last point of each bucket, so a
+spike of one step stays visible; bars and smoothed lines show the mean over all points of a bucket.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from areal_lora.obs.metrics.records import (
     CheckpointRecord,
@@ -21,365 +23,339 @@ from areal_lora.obs.metrics.records import (
     position,
 )
 from areal_lora.obs.report import svg
-from areal_lora.obs.report.figures import Curve, Means, MovingMean
 
 Plot = tuple[str, str, str]
+"""Title, note, drawing."""
+Point = tuple[float, float]
 Values: TypeAlias = Mapping[str, float | None]
+BUCKETS = 320
+"""Half the width of a plot in pixels; more buckets would not be visible."""
 BARS = 80
 SHARE = (0.0, 1.0)
-CALLS = ("/answers", "/calls", "/retries")
 
 
-class Drawing(Protocol):
-    """``add`` records of the type ``kind``, x is the step or the version, then draw."""
+@dataclass(slots=True)
+class _Bucket:
+    """Number and sums of its points; the first, lowest, highest and last one."""
 
-    kind: type[Record]
+    n: int
+    sum_x: float
+    sum_y: float
+    first: Point
+    lowest: Point
+    highest: Point
+    last: Point
 
-    def add(self, x: float, record: Any) -> None: ...
 
-    def draw(self, x_label: str, marks: Sequence[float]) -> str: ...
+class Curve:
+    """Points in at most ``buckets`` buckets; ``x`` may come in any order. Iterates over the kept points."""
+
+    def __init__(self, buckets: int = BUCKETS) -> None:
+        self._most, self._width, self._buckets = buckets, 1.0, dict[float, _Bucket]()
+
+    def add(self, x: float, y: float) -> None:
+        self._merge(x // self._width, _Bucket(1, x, y, *[(x, y)] * 4))
+        while len(self._buckets) > self._most:
+            self._width *= 2
+            old, self._buckets = self._buckets, {}
+            for place, bucket in old.items():
+                self._merge(place // 2, bucket)
+
+    def _merge(self, place: float, new: _Bucket) -> None:
+        old = self._buckets.setdefault(place, new)
+        if old is new:
+            return
+        old.n, old.sum_x, old.sum_y = old.n + new.n, old.sum_x + new.sum_x, old.sum_y + new.sum_y
+        old.first = new.first if new.first[0] < old.first[0] else old.first
+        old.lowest = new.lowest if new.lowest[1] < old.lowest[1] else old.lowest
+        old.highest = new.highest if new.highest[1] > old.highest[1] else old.highest
+        old.last = new.last if new.last[0] >= old.last[0] else old.last
+
+    def __iter__(self) -> Iterator[Point]:
+        for _, b in sorted(self._buckets.items()):
+            yield from sorted({b.first, b.lowest, b.highest, b.last})
+
+    def means(self) -> list[Point]:
+        return [(b.sum_x / b.n, b.sum_y / b.n) for _, b in sorted(self._buckets.items())]
+
+    def smoothed(self) -> list[Point]:
+        """The moving mean over a twelfth of the run, at least three buckets."""
+        means = self.means()
+        half = max(3, len(means) // 12) // 2
+        windows = [[y for _, y in means[max(0, i - half) : i + half + 1]] for i in range(len(means))]
+        return [(x, sum(window) / len(window)) for (x, _), window in zip(means, windows)]
 
 
-class Lines:
-    """A line per name that ``read`` has for a record; values that were not measured (None) are skipped.
+class Chart:
+    """One plot: a line, or a layer of bars, per name that ``read`` has for a record of ``kind``; None is skipped.
 
-    ``colours`` are the lines in their order, and any other has the next colour from ``first`` on. ``axis`` are
-    arguments of `svg.line_chart`; ``unit``: the y axis is 0 to 1 if all values are, so that plots of runs are
-    comparable. ``optional``: without a line there is no plot.
+    ``style`` is ``lines``, ``dots`` (a line that marks its points), ``smooth`` (a faint line and its moving mean),
+    ``counts`` (a name without a value is 0, also before its first one) or ``bars`` (stacked). ``unit``: the y axis is
+    0 to 1 if all values are, so that plots of runs are comparable. ``optional``: without a line there is no plot.
+    ``axis`` are arguments of `svg.line_chart`.
     """
 
     def __init__(
         self,
+        title: str,
+        note: str,
         read: Callable[[Any], Values],
-        colours: Mapping[str, int] | None = None,
         *,
         kind: type[Record] = StepRecord,
-        first: int = 0,
-        dots: bool = False,
+        style: str = "lines",
         unit: bool = False,
         optional: bool = False,
         **axis: Any,
     ) -> None:
-        self.kind, self._read, self._first, self._dots = kind, read, first, dots
-        self._colours, self._unit, self._optional, self._axis = dict(colours or {}), unit, optional, axis
-        self._curves = {name: Curve() for name in self._colours}
-
-    def add(self, x: float, record: Any) -> None:
-        for name, value in self._read(record).items():
-            if value is not None:
-                self._curves.setdefault(name, Curve()).add(x, value)
-
-    def series(self) -> list[svg.Series]:
-        return [
-            svg.Series(name=name, points=curve, colour=self._colours.get(name, i), dots=self._dots)
-            for i, (name, curve) in enumerate(self._curves.items(), self._first)
-        ]
-
-    def draw(self, x_label: str, marks: Sequence[float] = ()) -> str:
-        series = self.series()
-        if self._optional and not series:
-            return ""
-        axis = self._axis | ({"y_range": _unit_range(series)} if self._unit else {})
-        return svg.line_chart(series, x_label=x_label, marks=marks, **axis)
-
-
-class Counts(Lines):
-    """One line per name, in the order of names; a name without a value is 0, also before its first one."""
-
-    def __init__(self, read: Callable[[Any], Mapping[str, float]], **settings: Any) -> None:
-        super().__init__(read, **settings)
+        self.title, self.note, self.kind, self.optional = title, note, kind, optional
+        self._read, self._style, self._unit, self._axis = read, style, unit, axis
+        self._curves: dict[str, Curve] = {}
         self._span: tuple[float, float] | None = None
 
-    def add(self, x: float, record: Any) -> None:
-        counts = self._read(record)
-        for name in counts.keys() - self._curves.keys():
-            self._curves[name] = Curve()
-            for before in self._span or ():
-                self._curves[name].add(before, 0.0)
-            self._curves = dict(sorted(self._curves.items()))
-        for name, curve in self._curves.items():
-            curve.add(x, float(counts.get(name) or 0))
+    def add(self, record: Record) -> None:
+        x, zeros = float(position(record)), dict.fromkeys(self._curves if self._style == "counts" else (), 0.0)
+        values: Values = {**zeros, **self._read(record)}
+        for name, value in values.items():
+            if value is None:
+                continue
+            if name not in self._curves:
+                self._curves[name] = Curve(BARS if self._style == "bars" else BUCKETS)
+                for before in (self._span or ()) if self._style == "counts" else ():
+                    self._curves[name].add(before, 0.0)
+            self._curves[name].add(x, float(value))
         self._span = (self._span[0] if self._span else x, x)
 
+    def smoothed(self, name: str, colour: int) -> svg.Series:
+        points = [point for curve in self._curves.values() for point in curve.smoothed()]
+        return svg.Series(name=name, points=points, colour=colour)
 
-class RewardLines(Lines):
-    """The reward of each step, and smoothed."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda s: {"reward per step": s.reward_mean}, {"reward per step": 0}, unit=True)
-        self._means = Means()
-
-    def add(self, x: float, record: StepRecord) -> None:
-        super().add(x, record)
-        if record.reward_mean is not None:
-            self._means.add(x, [record.reward_mean])
+    def draw(self, marks: Sequence[float]) -> str:
+        x_label = "optimizer step" if self.kind in (StepRecord, EvalRecord) else "version"
+        if self._style == "bars":
+            layers = {name: curve.means() for name, curve in self._curves.items()}
+            xs = [x for x, _ in next(iter(layers.values()), [])]
+            bars = {name: [y for _, y in points] for name, points in layers.items()}
+            return svg.stacked_bars(xs, bars, x_label=x_label, marks=marks)
+        curves = sorted(self._curves.items()) if self._style == "counts" else self._curves.items()
+        faint, dots = self._style == "smooth", self._style == "dots"
+        series = [svg.Series(name=n, points=c, colour=i, faint=faint, dots=dots) for i, (n, c) in enumerate(curves)]
+        series += [self.smoothed("smoothed", 0)] if faint else []
+        axis = self._axis | ({"y_range": SHARE} if self._unit and _is_share(series) else {})
+        return svg.line_chart(series, x_label=x_label, marks=marks, **axis)
 
     @property
-    def smoothed(self) -> svg.Series:
-        return svg.Series(name="smoothed", points=MovingMean(self._means))
-
-    def series(self) -> list[svg.Series]:
-        return [*(replace(raw, faint=True) for raw in super().series()), self.smoothed]
+    def empty(self) -> bool:
+        return not self._curves
 
 
-class StackedBars:
-    """Stacked bars of the parts from ``read``, which has the same keys for every record."""
-
-    def __init__(self, read: Callable[[Any], Mapping[str, float]], kind: type[Record]) -> None:
-        self.kind, self._read, self._means, self._names = kind, read, Means(BARS), list[str]()
-
-    def add(self, x: float, record: Any) -> None:
-        parts = self._read(record)
-        self._names[:] = parts
-        self._means.add(x, list(parts.values()))
-
-    def draw(self, x_label: str, marks: Sequence[float]) -> str:
-        rows = self._means.rows()
-        columns = {name: [values[i] for _, values in rows] for i, name in enumerate(self._names)}
-        return svg.stacked_bars([x for x, _ in rows], columns, x_label=x_label, max_bars=BARS, marks=marks)
-
-
-class Staleness:
+class Staleness(Chart):
     """A bar per lag of trained tokens."""
 
-    kind: type[Record] = StepRecord
-
     def __init__(self) -> None:
+        super().__init__("Staleness", "trained tokens by versions of lag", lambda _: {})
         self._tokens: Counter[int] = Counter()
 
-    def add(self, x: float, record: StepRecord) -> None:
-        self._tokens.update(record.staleness)
+    def add(self, record: Record) -> None:
+        self._tokens.update(record.staleness if isinstance(record, StepRecord) else {})
 
-    def draw(self, x_label: str, marks: Sequence[float]) -> str:
+    def draw(self, marks: Sequence[float]) -> str:
         bars = [(str(lag), float(n)) for lag, n in sorted(self._tokens.items())]
         return svg.bar_chart(bars, x_label="versions behind at training")
 
 
-Row: TypeAlias = tuple[str, str, Drawing]
-"""Title, note, and what is drawn."""
-
-
 class Plots:
-    """``add`` valid records (`iter_metrics`), then draw. Memory does not grow with the number of records."""
+    """``add`` valid records (`iter_metrics`), then draw."""
 
     def __init__(self) -> None:
-        self.resumed: list[float] = []
-        self._reward = RewardLines()
-        self._accuracy = Lines(
-            lambda e: _of_first(e, "accuracy", e.accuracy), {"held-out accuracy": 2}, kind=EvalRecord, dots=True
-        )
-        self._eval_reward = Lines(
-            lambda e: _of_first(e, "reward", e.reward_mean), {"held-out reward": 2}, kind=EvalRecord, dots=True
-        )
+        self._resumed: list[float] = []
+        self.reward = _reward()
         weights = _weights()
-        self._all, self._of_client = [*_training(self._reward), *weights], [*_client_steps(), *weights]
-        rows = [*self._all, *self._of_client[: -len(weights)]]
-        self._drawings: dict[type[Record], list[Drawing]] = {}
-        for drawing in (*(drawing for *_, drawing in rows), self._accuracy, self._eval_reward):
-            self._drawings.setdefault(drawing.kind, []).append(drawing)
+        self._all, self._of_client = [self.reward, *_training(), *weights], [*_client_steps(), *weights]
+        self._by_kind: dict[type[Record], list[Chart]] = {}
+        for chart in dict.fromkeys((*self._all, *self._of_client)):
+            self._by_kind.setdefault(chart.kind, []).append(chart)
 
     def add(self, record: Record) -> None:
         if isinstance(record, ResumeRecord):
-            self.resumed.append(float(record.version))
-        for drawing in self._drawings.get(type(record), ()):
-            drawing.add(float(position(record)), record)
+            self._resumed.append(float(record.version))
+        for chart in self._by_kind.get(type(record), ()):
+            chart.add(record)
 
     def all(self) -> list[Plot]:
-        """Draw every plot, except those that are empty text. Dotted vertical lines mark resumed versions."""
-        return [(title, note, chart) for title, note, drawing in self._all if (chart := self._draw(drawing))]
+        """Draw every plot, except empty optional ones. Dotted vertical lines mark resumed versions."""
+        return [(c.title, c.note, c.draw(self._resumed)) for c in self._all if not (c.optional and c.empty)]
 
     def of_client(self) -> list[Plot]:
         """Draw the plots of an adapter that a client drives.
 
         Steps are without marks: versions, at which a run resumes, do not count a client's steps.
         """
-        return [
-            (title, note, self._draw(drawing, drawing.kind is not StepRecord))
-            for title, note, drawing in self._of_client
-        ]
-
-    def _draw(self, drawing: Drawing, marks: bool = True) -> str:
-        x_label = "optimizer step" if drawing.kind in (StepRecord, EvalRecord) else "version"
-        return drawing.draw(x_label, self.resumed if marks else ())
-
-    @property
-    def smoothed_reward(self) -> svg.Series:
-        return self._reward.smoothed
-
-    def reward_and_accuracy(self) -> str:
-        """Draw reward and held-out accuracy, or held-out reward if the task has no rule for correctness."""
-        [accuracy], [reward] = self._accuracy.series(), self._eval_reward.series()
-        has_rule = next(iter(accuracy.points), None) is not None
-        series = [*self._reward.series(), accuracy if has_rule else reward]
-        return svg.line_chart(series, x_label="optimizer step", y_range=_unit_range(series))
+        return [(c.title, c.note, c.draw(() if c.kind is StepRecord else self._resumed)) for c in self._of_client]
 
 
 def rewards_together(adapters: Mapping[str, Plots]) -> str:
     """One line per adapter: its smoothed reward over its own steps."""
-    series = [replace(plots.smoothed_reward, name=name, colour=i) for i, (name, plots) in enumerate(adapters.items())]
-    return svg.line_chart(series, x_label="optimizer step of the adapter", y_range=_unit_range(series))
+    series = [plots.reward.smoothed(name, i) for i, (name, plots) in enumerate(adapters.items())]
+    y_range = SHARE if _is_share(series) else None
+    return svg.line_chart(series, x_label="optimizer step of the adapter", y_range=y_range)
 
 
-def _metrics(*lines: tuple[str, str, int], **axis: Any) -> Lines:
-    """Lines (name, tag, colour) of metrics of steps."""
-    return Lines(
-        lambda s: {name: s.metrics.get(tag) for name, tag, _ in lines}, {name: i for name, _, i in lines}, **axis
+def _is_share(series: Sequence[svg.Series]) -> bool:
+    return all(0 <= y <= 1 for line in series for _, y in line.points)
+
+
+def _metrics(**lines: str) -> Callable[[StepRecord], Values]:
+    """Metrics of steps by the name of their line."""
+    return lambda step: {name.replace("_", " "): step.metrics.get(tag) for name, tag in lines.items()}
+
+
+def _parts(prefix: str, *endings: str) -> Callable[[StepRecord], Values]:
+    return lambda step: {name: x for name, x in step.named(prefix).items() if name.endswith(endings or "")}
+
+
+def _set(figure: str) -> Callable[[EvalRecord], Values]:
+    """A figure of every evaluation set."""
+    return lambda record: {record.name: getattr(record, figure)}
+
+
+def _several(record: EvalRecord) -> Values:
+    values = {f"{record.name} pass@{k}": value for k, value in record.pass_at.items() if k > 1}
+    return {**values, f"{record.name} majority@{record.n_samples}": record.majority}
+
+
+def _reward() -> Chart:
+    note = "mean over the batch of a step"
+    return Chart("Reward", note, lambda s: {"reward per step": s.reward_mean}, style="smooth", unit=True)
+
+
+def _training() -> list[Chart]:
+    mismatch = _metrics(
+        older_versions="train/mismatch_stale", all="train/behaviour_mean_abs", same_version="train/mismatch_fresh"
     )
+    entropy = _metrics(entropy="train/entropy", sampled="train/sampled_nll", gradient="train/grad_norm")
+    groups = _metrics(running="train/groups_running", ready="train/groups_ready", leased="train/groups_leased")
+    critic = _metrics(value_loss="train/value_loss", explained_variance="train/explained_variance")
+    pacing = _metrics(spare="time/batch_spare_s", margin="time/pacing_margin_s")
+    paced = "seconds from a whole batch to its request, below 0: waited for; and the margin"
+    calls, tokens = _parts("reward_cost/", "/answers", "/calls", "/retries"), _parts("reward_cost/", "_tokens")
+    speed, clipped = "train/rollout_tokens_per_s", "train/clip_fraction"
+    held_out: dict[str, Any] = {"kind": EvalRecord, "style": "dots"}
+    optional: dict[str, Any] = {**held_out, "optional": True}
 
+    def idle(step: StepRecord) -> Values:
+        return {"trainer": step.trainer_idle, "servers": step.metrics.get("train/servers_idle")}
 
-def _by_set(read: Callable[[EvalRecord], Values], **settings: Any) -> Lines:
-    """A line per evaluation set and figure."""
-    return Lines(
-        lambda e: {f"{e.name} {k}".rstrip(): v for k, v in read(e).items()},
-        kind=EvalRecord,
-        first=2,
-        dots=True,
-        **settings,
-    )
-
-
-def _training(reward: RewardLines) -> list[Row]:
-    def parts(prefix: str, endings: tuple[str, ...] = ("",), **settings: Any) -> Counts:
-        return Counts(lambda s: {k: v for k, v in s.named(prefix).items() if k.endswith(endings)}, **settings)
+    def retried(step: StepRecord) -> Values:
+        again = {"re-issued": "train/reissued", "late duplicates": "train/late"}
+        return {"retried": sum(step.retried.values())} | {name: step.metrics.get(tag) for name, tag in again.items()}
 
     return [
-        ("Reward", "mean over the batch of a step", reward),
-        ("Reward by part", "mean of each part that the reward names", parts("reward/")),
-        (
-            "Judge's calls",
-            "of a step: answers, requests, repeated requests",
-            parts("reward_cost/", CALLS, optional=True, floor=0),
-        ),
-        ("Judge's tokens", "of a step", parts("reward_cost/", ("_tokens",), optional=True, floor=0)),
-        (
-            "Held-out accuracy",
-            "one line per set; unscored answers count as not correct",
-            _by_set(lambda e: {"": e.accuracy}, unit=True),
-        ),
-        (
-            "Held-out reward",
-            "one line per set; mean over scored answers",
-            _by_set(lambda e: {"": e.reward_mean}, unit=True),
-        ),
-        ("Pass@k and majority", "sets with several answers", _by_set(_of_several, optional=True, y_range=SHARE)),
-        (
-            "Held-out answer length",
-            "mean of sampled tokens",
-            _by_set(lambda e: {"": e.answer_tokens}, optional=True, floor=0),
-        ),
-        ("Held-out truncated", "share of answers", _by_set(lambda e: {"": e.truncated}, optional=True, y_range=SHARE)),
-        ("Staleness", "trained tokens by versions of lag", Staleness()),
-        ("Mean lag", "versions, trained tokens", Lines(lambda s: {"": s.mean_lag}, {"": 2}, floor=0)),
-        (
-            "Logprob mismatch",
-            "mean |trainer - rollout|, nats",
-            _metrics(
-                ("older versions", "train/mismatch_stale", 1),
-                ("all", "train/behaviour_mean_abs", 0),
-                ("same version (numerics)", "train/mismatch_fresh", 2),
-                log_y=True,
-            ),
-        ),
-        ("Critic", "value loss per token; share of the returns' variance explained", Counts(_of_critic, optional=True)),
-        ("Clipped fraction", "of the trained tokens", _metrics(("", "train/clip_fraction", 1), floor=0)),
-        (
-            "Entropy and gradient norm",
-            "nats; before clipping",
-            _metrics(
-                ("entropy", "train/entropy", 4),
-                ("-log p of sampled tokens", "train/sampled_nll", 3),
-                ("gradient norm", "train/grad_norm", 5),
-                floor=0,
-            ),
-        ),
-        ("Step time", "seconds by phase", StackedBars(StepRecord.phases_s, StepRecord)),
-        (
-            "Idle",
-            "fraction of the time without training, or without generation",
-            Lines(
-                lambda s: {"trainer": s.trainer_idle, "servers": s.metrics.get("train/servers_idle")},
-                {"trainer": 0, "servers": 1},
-                y_range=SHARE,
-            ),
-        ),
-        ("Rollout speed", "tokens/s, all servers", _metrics(("", "train/rollout_tokens_per_s", 2), floor=0)),
-        (
-            "Groups in flight",
-            "at the delivery of a batch",
-            _metrics(
-                ("running", "train/groups_running", 0),
-                ("ready", "train/groups_ready", 2),
-                ("leased", "train/groups_leased", 4),
-                floor=0,
-            ),
-        ),
-        (
-            "Pacing",
-            "seconds from a whole batch to its request, below 0: waited for; and the margin",
-            _metrics(("spare", "time/batch_spare_s", 2), ("margin", "time/pacing_margin_s", 3)),
-        ),
-        ("Groups dropped", "by reason, since the start", Counts(lambda s: s.dropped, floor=0)),
-        (
-            "Groups retried",
-            "since the start",
-            Lines(
-                lambda s: {
-                    "retried": sum(s.retried.values()),
-                    "re-issued": s.metrics.get("train/reissued"),
-                    "late duplicates": s.metrics.get("train/late"),
-                },
-                {"retried": 0, "re-issued": 1, "late duplicates": 3},
-                floor=0,
-            ),
-        ),
+        Chart("Reward by part", "mean of each part that the reward names", _parts("reward/"), style="counts"),
+        Chart("Judge's calls", "of a step: answers, requests, repeated requests", calls, optional=True, floor=0),
+        Chart("Judge's tokens", "of a step", tokens, optional=True, floor=0),
+        Chart("Held-out accuracy", "unscored answers count as not correct", _set("accuracy"), unit=True, **held_out),
+        Chart("Held-out reward", "mean over scored answers", _set("reward_mean"), unit=True, **held_out),
+        Chart("Pass@k and majority", "sets with several answers", _several, y_range=SHARE, **optional),
+        Chart("Held-out answer length", "mean of sampled tokens", _set("answer_tokens"), floor=0, **optional),
+        Chart("Held-out truncated", "share of answers", _set("truncated"), y_range=SHARE, **optional),
+        Staleness(),
+        Chart("Mean lag", "versions, trained tokens", lambda s: {"": s.mean_lag}, floor=0),
+        Chart("Logprob mismatch", "mean |trainer - rollout|, nats; same version: numerics", mismatch, log_y=True),
+        Chart("Critic", "value loss per token; share of the returns' variance explained", critic, optional=True),
+        Chart("Clipped fraction", "of the trained tokens", lambda s: {"": s.metrics.get(clipped)}, floor=0),
+        Chart("Entropy and gradient norm", "nats; -log p of sampled tokens; before clipping", entropy, floor=0),
+        Chart("Step time", "seconds by phase", StepRecord.phases_s, style="bars"),
+        Chart("Idle", "fraction of the time without training, or without generation", idle, y_range=SHARE),
+        Chart("Rollout speed", "tokens/s, all servers", lambda s: {"": s.metrics.get(speed)}, floor=0),
+        Chart("Groups in flight", "at the delivery of a batch", groups, floor=0),
+        Chart("Pacing", paced, pacing),
+        Chart("Groups dropped", "by reason, since the start", lambda s: s.dropped, style="counts", floor=0),
+        Chart("Groups retried", "since the start", retried, floor=0),
     ]
 
 
-def _client_steps() -> list[Row]:
+def _client_steps() -> list[Chart]:
+    def times(step: StepRecord) -> Values:
+        return {"trainer": step.spans.get("train"), "all": step.step_s}
+
     return [
-        ("Loss", "mean over the targets of a step", _metrics(("", "train/loss", 0))),
-        ("Gradient norm", "before clipping", _metrics(("", "train/grad_norm", 5), floor=0)),
-        ("Learning rate", "of the call", _metrics(("", "train/lr", 4), floor=0)),
-        ("Trained tokens", "of a step", Lines(lambda s: {"": s.trained_tokens}, {"": 2}, floor=0)),
-        (
-            "Step time",
-            "seconds since the step before: passes and step, and all",
-            Lines(lambda s: {"trainer": s.spans.get("train"), "all": s.step_s}, {"trainer": 1, "all": 3}),
-        ),
+        Chart("Loss", "mean over the targets of a step", lambda s: {"": s.metrics.get("train/loss")}),
+        Chart("Gradient norm", "before clipping", lambda s: {"": s.metrics.get("train/grad_norm")}, floor=0),
+        Chart("Learning rate", "of the call", lambda s: {"": s.metrics.get("train/lr")}, floor=0),
+        Chart("Trained tokens", "of a step", lambda s: {"": s.trained_tokens}, floor=0),
+        Chart("Step time", "seconds since the step before: passes and step, and all", times),
     ]
 
 
-def _weights() -> list[Row]:
-    probe = Lines(
-        lambda p: {"largest": p.probe_max_abs, "mean": p.probe_mean_abs},
-        {"largest": 3, "mean": 0},
-        kind=PublishRecord,
-        log_y=True,
-    )
-    written = Lines(lambda c: {"": None if c.failed else c.write_s}, {"": 4}, kind=CheckpointRecord, floor=0)
+def _weights() -> list[Chart]:
+    def probe(record: PublishRecord) -> Values:
+        return {"largest": record.probe_max_abs, "mean": record.probe_mean_abs}
+
+    def written(record: CheckpointRecord) -> Values:
+        return {"": None if record.failed else record.write_s}
+
+    published = PublishRecord
     return [
-        ("Publish by phase", "ms", StackedBars(PublishRecord.sequence_ms, PublishRecord)),
-        ("Publish, total", "ms", Lines(lambda p: {"": p.total_ms}, {"": 1}, kind=PublishRecord, floor=0)),
-        ("Parity probe", "|logp trainer - logp server|", probe),
-        ("Checkpoint", "seconds to write, in the background", written),
+        Chart("Publish by phase", "ms", published.sequence_ms, kind=published, style="bars"),
+        Chart("Publish, total", "ms", lambda p: {"": p.total_ms}, kind=published, floor=0),
+        Chart("Parity probe", "|logp trainer - logp server|", probe, kind=published, log_y=True),
+        Chart("Checkpoint", "seconds to write, in the background", written, kind=CheckpointRecord, floor=0),
     ]
 
 
-def _of_first(record: EvalRecord, name: str, value: float | None) -> Values:
-    """A figure of the first set, which decides."""
-    return {f"held-out {name}": value} if record.order == 0 else {}
+TURNS, MIN_BARS = 2, 4
+"""A bar holds so many steps of each adapter on average, unless there would be fewer bars than these."""
+DRAWN = 6
+"""Adapters with a colour of their own; the rest is drawn as one."""
+REST = "others"
+UNITS = ((36_000.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+"""From this many seconds on, the axis has this many seconds in a unit of this name."""
 
 
-def _of_several(record: EvalRecord) -> Values:
-    values: dict[str, float | None] = {f"pass@{k}": value for k, value in record.pass_at.items() if k > 1}
-    return values | {f"majority@{record.n_samples}": record.majority}
+class Shares:
+    """Sums trained tokens by adapter over equal spans of time, of a second at first; ``add`` valid records."""
 
+    def __init__(self, adapters: Sequence[str]) -> None:
+        self._names, self._span_s, self._steps = list(adapters), 1.0, 0
+        self._tokens: dict[int, Counter[str]] = {}
+        self._resumed_s: list[float] = []
 
-def _of_critic(step: StepRecord) -> Mapping[str, float]:
-    figures = {name: step.metrics.get(f"train/{name}") for name in ("value_loss", "explained_variance")}
-    return {name.replace("_", " "): value for name, value in figures.items() if value is not None}
+    def add(self, record: Record) -> None:
+        if isinstance(record, ResumeRecord):
+            self._resumed_s.append(record.time_s)
+        if isinstance(record, StepRecord):
+            self._steps += 1
+            span = self._tokens.setdefault(int(record.time_s // self._span_s), Counter())
+            span[record.adapter] += record.trained_tokens
+            while max(self._tokens) >= BARS:
+                self._span_s *= 2
+                self._tokens = self._merged(2)
 
+    def _merged(self, width: int) -> dict[int, Counter[str]]:
+        merged: dict[int, Counter[str]] = {}
+        for place, tokens in self._tokens.items():
+            merged.setdefault(place // width, Counter()).update(tokens)
+        return merged
 
-def _unit_range(series: Sequence[svg.Series]) -> tuple[float, float] | None:
-    """0 to 1 if all values are in this range."""
-    return SHARE if all(0 <= y <= 1 for s in series for _, y in s.points) else None
+    def rows(self) -> list[tuple[float, dict[str, float]]]:
+        """(middle of a bar in seconds, share by adapter), from the start to the last step; 0 where none was trained."""
+        spans = max(self._tokens, default=-1) + 1
+        bars = min(BARS, max(MIN_BARS, self._steps // (TURNS * len(self._names))))
+        width = max(1, math.ceil(spans / bars))
+        merged = self._merged(width)
+        tokens = [merged.get(i, Counter[str]()) for i in range(math.ceil(spans / width))]
+        shares = [{name: t[name] / max(1, t.total()) for name in self._names} for t in tokens]
+        return [((i + 0.5) * width * self._span_s, share) for i, share in enumerate(shares)]
+
+    def draw(self) -> str:
+        rows = self.rows()
+        last_s = rows[-1][0] if rows else 0.0
+        unit_s, unit = next((size, name) for limit, size, name in UNITS if last_s >= limit)
+        sums = sum(self._tokens.values(), Counter[str]())
+        largest = sorted(self._names, key=lambda name: -sums[name])
+        several = set(largest[DRAWN:] if len(largest) > DRAWN + 1 else ())
+        layers = {name: [share[name] for _, share in rows] for name in self._names if name not in several}
+        if several:
+            layers[REST] = [sum(share[name] for name in several) for _, share in rows]
+        times, marks = [at / unit_s for at, _ in rows], [at / unit_s for at in self._resumed_s]
+        return svg.stacked_bars(times, layers, x_label=f"{unit} since the start", marks=marks)

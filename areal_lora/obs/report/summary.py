@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from areal_lora.config.recorded import (
     with_joined,
 )
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.obs.metrics.records import EvalRecord, Record, ResumeRecord, StepRecord
-from areal_lora.obs.report import svg
+from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.obs.report.figures import Figures, read_figures
 from areal_lora.obs.run_view import newest_state
 from areal_lora.run_folder.atomic import write_file
@@ -134,6 +132,13 @@ def write_summary(
         dropped.update(step.dropped)
     lasts = [one.evals[-1] for one in of_run.adapters.values() if one.evals]
     first, last = (None, None) if several else _first_and_last(figures)
+    many = len({adapter for adapter, _ in figures.sets}) > 1
+    sets = {
+        f"{adapter}/{name}" if many else name: {
+            figure: value for figure, value in records[-1].scalars().items() if value is not None
+        }
+        for (adapter, name), records in sorted(figures.sets.items())
+    }
     parts = {
         name: _adapter_summary(run, of_run.adapters[name], of_run.share(name), adapters.get(name))
         for name, run in runs.items()
@@ -152,7 +157,7 @@ def write_summary(
         eval_problems=sum(e.n for e in lasts),
         eval_unscored=sum(e.unscored for e in lasts),
         eval_left_out=sum(e.left_out for e in lasts),
-        eval_sets=_sets(figures),
+        eval_sets=sets,
         publishes=figures.publishes,
         publishes_probed=figures.publishes_probed,
         probe_max_abs_dlogp=figures.probe_max_abs,
@@ -198,16 +203,6 @@ def _adapter_summary(run: AdapterRun, figures: Figures, share: float, path: Path
         max_staleness_allowed=run.max_staleness,
         path=None if path is None else str(path),
     )
-
-
-def _sets(figures: Figures) -> dict[str, dict[str, float]]:
-    several = len({adapter for adapter, _ in figures.sets}) > 1
-    return {
-        f"{adapter}/{name}" if several else name: {
-            figure: value for figure, value in records[-1].scalars().items() if value is not None
-        }
-        for (adapter, name), records in sorted(figures.sets.items())
-    }
 
 
 def read_summary(run_folder: RunFolder | Path | str) -> Summary:
@@ -261,76 +256,3 @@ def model_card(folder: RunFolder, config: Config, ref: AdapterRef, base: str, re
         f"## Use\n\n```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
         f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{repo}")\n```\n'
     )
-
-
-BARS = 80
-TURNS, MIN_BARS = 2, 4
-"""A bar holds so many steps of each adapter on average, unless there would be fewer bars than these."""
-DRAWN = 6
-"""Adapters with a colour of their own; the rest is drawn as one."""
-REST = "others"
-UNITS = ((36_000.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""From this many seconds on, the axis has this many seconds in a unit of this name."""
-
-
-class Shares:
-    """Sums trained tokens by adapter over equal spans of time; ``add`` valid records. Memory is bounded.
-
-    A span is a second at first; when there are more than ``BARS``, its length doubles and neighbours are merged.
-    """
-
-    def __init__(self, adapters: Sequence[str]) -> None:
-        self._names = list(adapters)
-        self._span_s = 1.0
-        self._tokens: dict[int, Counter[str]] = {}
-        self._steps = 0
-        self._resumed_s: list[float] = []
-
-    def add(self, record: Record) -> None:
-        match record:
-            case StepRecord():
-                span = self._tokens.setdefault(int(record.time_s // self._span_s), Counter())
-                self._steps += 1
-                span[record.adapter] += record.trained_tokens
-                while max(self._tokens) >= BARS:
-                    self._merge()
-            case ResumeRecord():
-                self._resumed_s.append(record.time_s)
-            case _:
-                pass
-
-    def rows(self) -> list[tuple[float, dict[str, float]]]:
-        """(middle of a bar in seconds, share by adapter), from the start to the last step; 0 where none was trained."""
-        spans = max(self._tokens, default=-1) + 1
-        bars = min(BARS, max(MIN_BARS, self._steps // (TURNS * len(self._names))))
-        width, found = max(1, math.ceil(spans / bars)), []
-        for start in range(0, spans, width):
-            tokens: Counter[str] = Counter()
-            for place in range(start, start + width):
-                tokens.update(self._tokens.get(place, ()))
-            total = tokens.total()
-            shares = {name: tokens[name] / total if total else 0.0 for name in self._names}
-            found.append(((start + width / 2) * self._span_s, shares))
-        return found
-
-    def draw(self) -> str:
-        rows = self.rows()
-        last_s = rows[-1][0] if rows else 0.0
-        unit_s, unit = next((size, name) for limit, size, name in UNITS if last_s >= limit)
-        layers = {name: [shares[name] for _, shares in rows] for name in self._names}
-        sums = sum(self._tokens.values(), Counter[str]())
-        largest = sorted(self._names, key=lambda name: -sums[name])
-        drawn = [name for name in self._names if name in largest[: DRAWN if len(largest) > DRAWN + 1 else None]]
-        columns = {name: layers[name] for name in drawn}
-        if rest := [layers[name] for name in self._names if name not in drawn]:
-            columns[REST] = [sum(values) for values in zip(*rest, strict=True)]
-        times = [at / unit_s for at, _ in rows]
-        marks = [at / unit_s for at in self._resumed_s]
-        return svg.stacked_bars(times, columns, x_label=f"{unit} since the start", max_bars=BARS, marks=marks)
-
-    def _merge(self) -> None:
-        self._span_s *= 2
-        merged: dict[int, Counter[str]] = {}
-        for place, tokens in self._tokens.items():
-            merged.setdefault(place // 2, Counter()).update(tokens)
-        self._tokens = merged

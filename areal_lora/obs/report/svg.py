@@ -141,40 +141,24 @@ def bar_chart(bars: Sequence[tuple[str, float]], *, x_label: str, colour: int = 
 
 
 def stacked_bars(
-    xs: Sequence[float],
-    layers: Mapping[str, Sequence[float]],
-    *,
-    x_label: str,
-    max_bars: int = 80,
-    marks: Sequence[float] = (),
+    xs: Sequence[float], layers: Mapping[str, Sequence[float]], *, x_label: str, marks: Sequence[float] = ()
 ) -> str:
-    """Bars at ``xs`` whose parts are the layers, bottom first. More than ``max_bars`` are averaged together."""
+    """Bars at ``xs`` whose parts are the layers, bottom first."""
     if not xs or not layers:
         return _frame([_nothing()])
-    every = math.ceil(len(xs) / max_bars)
-    chunks = [slice(i, i + every) for i in range(0, len(xs), every)]
-    places = [_mean(xs[c]) for c in chunks]
-    heights = {name: [_mean(values[c]) for c in chunks] for name, values in layers.items()}
-    y_axis = linear_axis(0, max(sum(column) for column in zip(*heights.values())), HEIGHT - BOTTOM, TOP)
-    room = (WIDTH - LEFT - RIGHT) / len(places)
+    y_axis = linear_axis(0, max(map(sum, zip(*layers.values()))), HEIGHT - BOTTOM, TOP)
+    room = (WIDTH - LEFT - RIGHT) / len(xs)
     # Half a bar of room on both sides keeps the first and the last inside the frame.
     x_axis = _x_axis(xs[0], xs[-1], inset=room / 2)
     parts = [_grid(x_axis, y_axis, x_label)]
-    below = [0.0] * len(places)
-    for colour, values in enumerate(heights.values()):
+    below = [0.0] * len(xs)
+    for colour, values in enumerate(layers.values()):
         for i, value in enumerate(values):
             top, bottom = y_axis.px(below[i] + value), y_axis.px(below[i])
-            parts.append(_rect(x_axis.px(places[i]) - room * 0.4, top, room * 0.8, bottom - top, colour))
+            parts.append(_rect(x_axis.px(xs[i]) - room * 0.4, top, room * 0.8, bottom - top, colour))
             below[i] += value
-    parts.append(_marks(x_axis, marks))
-    parts.append(_legend([(name, i, False) for i, name in enumerate(heights)]))
-    return _frame(parts)
-
-
-def moving_mean(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
-    """Each y replaced by the mean of at most ``window`` neighbours centred on it."""
-    half = window // 2
-    return [(x, _mean([p[1] for p in points[max(0, i - half) : i + half + 1]])) for i, (x, _) in enumerate(points)]
+    legend = _legend([(name, i, False) for i, name in enumerate(layers)])
+    return _frame([*parts, _marks(x_axis, marks), legend])
 
 
 def standalone(chart: str) -> str:
@@ -190,10 +174,6 @@ def _x_axis(low: float, high: float, inset: float = 0.0) -> Axis:
     high = max(high, low + 1)
     ticks = tuple(t for t in rounded.ticks if low <= t[0] <= high)
     return Axis(low, high, LEFT + inset, WIDTH - RIGHT - inset, ticks)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _frame(parts: Sequence[str]) -> str:

@@ -57,7 +57,9 @@ class MlflowTracker:
         found = self._client.get_experiment_by_name(experiment)
         experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
         runs = self._client.search_runs([experiment_id], f"tags.`{KEY}` = '{run.key}'", max_results=1)
-        return runs[0] if runs else self._client.create_run(experiment_id, _began_ms(run), {KEY: run.key}, run.name)
+        began = datetime.fromisoformat(run.started_at).timestamp() if run.started_at else time.time()
+        began_ms = int(1000 * began)
+        return runs[0] if runs else self._client.create_run(experiment_id, began_ms, {KEY: run.key}, run.name)
 
     def _log_parameters(self) -> None:
         """The configuration. A parameter cannot change: it keeps the value of the first start."""
@@ -115,7 +117,3 @@ class MlflowTracker:
 def _name(tag: str) -> str:
     """``tag`` as MLflow accepts it: ``eval/hard/pass@4`` is ``eval/hard/pass_at_4``."""
     return _REFUSED.sub("_", tag.replace("@", "_at_"))
-
-
-def _began_ms(run: TrackedRun) -> int:
-    return int(1000 * (datetime.fromisoformat(run.started_at).timestamp() if run.started_at else time.time()))

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from areal_lora.obs.metrics.records import EvalRecord, position, scalars, tag_prefix
+from areal_lora.obs.metrics.records import EvalRecord, position, scalars
 from areal_lora.obs.tracking.tracker import Ending, MetricsRow, TrackedRun, require, speaking_to
 
 if TYPE_CHECKING:
@@ -59,8 +59,11 @@ class WandbTracker:
                 settings=settings,
             )
             self._run.config.update(dict(run.config), allow_val_change=True)
-        if self._run.offline:
-            _remove_others(Path(self._run.dir).parent, run.key)
+        if self._run.offline:  # all that earlier processes have put down is sent again
+            current = Path(self._run.dir).parent
+            for other in current.parent.glob(f"offline-run-*-{run.key}"):
+                if other.resolve() != current.resolve():
+                    shutil.rmtree(other, ignore_errors=True)
         self._axes: set[str] = set()
         self._page = run.folder.report.name
 
@@ -75,22 +78,16 @@ class WandbTracker:
         with speaking_to(NAME):
             for row in rows:
                 values: dict[str, Any] = dict(scalars(row.record))
-                prefix = tag_prefix(row.record)
+                prefix = f"{row.record.adapter}/" if row.record.adapter else ""
                 if isinstance(row.record, EvalRecord) and row.record.samples:
-                    values[f"{prefix}samples/{row.record.name}"] = self._table(row.record)
+                    data = [[s.prompt, s.completion, s.gold, s.reward, s.correct] for s in row.record.samples]
+                    values[f"{prefix}samples/{row.record.name}"] = self._sdk.Table(columns=COLUMNS, data=data)
                 if values:
-                    self._define_axis(prefix)
+                    if prefix not in self._axes:
+                        self._axes.add(prefix)
+                        self._run.define_metric(f"{prefix}step", hidden=True)
+                        self._run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
                     self._run.log({**values, f"{prefix}step": position(row.record)}, step=row.line, commit=True)
-
-    def _table(self, record: EvalRecord) -> object:
-        data = [[s.prompt, s.completion, s.gold, s.reward, s.correct] for s in record.samples]
-        return self._sdk.Table(columns=COLUMNS, data=data)
-
-    def _define_axis(self, prefix: str) -> None:
-        if prefix not in self._axes:
-            self._axes.add(prefix)
-            self._run.define_metric(f"{prefix}step", hidden=True)
-            self._run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
 
     def end(self, ending: Ending | None) -> None:
         with speaking_to(NAME):
@@ -102,10 +99,3 @@ class WandbTracker:
             page.write_text(ending.report, encoding="utf-8")
             self._run.save(str(page), base_path=self._run.dir, policy="now")
             self._run.finish(exit_code=0 if ending.state == "done" else 1)
-
-
-def _remove_others(current: Path, key: str) -> None:
-    """Remove the offline folders of earlier processes of the run; all that they hold is sent again."""
-    for folder in current.parent.glob(f"offline-run-*-{key}"):
-        if folder.resolve() != current.resolve():
-            shutil.rmtree(folder, ignore_errors=True)

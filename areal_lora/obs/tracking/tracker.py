@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 from typing import Any, Protocol
@@ -88,13 +88,10 @@ def _masked(value: Any) -> Any:
             return [_masked(item) for item in value]
         case dict():
             return {
-                masked_text(name): LEFT_OUT if _is_secret(name, item) else _masked(item) for name, item in value.items()
+                masked_text(name): LEFT_OUT if isinstance(item, str) and _SECRET_NAME.search(name) else _masked(item)
+                for name, item in value.items()
             }
     return value
-
-
-def _is_secret(name: str, value: object) -> bool:
-    return isinstance(value, str) and _SECRET_NAME.search(name) is not None
 
 
 LONGEST = 300
@@ -196,38 +193,29 @@ HOLD_S = 120.0
 """The longest wait of a step for the checkpoint that contains it."""
 
 
-@dataclass(slots=True)
-class _UnsavedStep:
-    """A step that no checkpoint contains yet."""
-
-    line: int
-    step: int
-    seen_s: float
-
-
-@dataclass(slots=True)
 class _UnsavedSteps:
-    """The unsaved steps of each adapter, oldest first."""
+    """The steps of each adapter that no checkpoint contains yet, oldest first: (line, step, time of reading)."""
 
-    steps: dict[str, deque[_UnsavedStep]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._steps: dict[str, deque[tuple[int, int, float]]] = {}
 
     def see(self, line: int, record: Record, now_s: float) -> None:
+        unsaved = self._steps.setdefault(record.adapter, deque())
         match record:
-            case StepRecord(adapter=adapter, step=step):
-                self.steps.setdefault(adapter, deque()).append(_UnsavedStep(line=line, step=step, seen_s=now_s))
-            case CheckpointRecord(adapter=adapter, version=version, failed=False):
-                unsaved = self.steps.get(adapter, deque())
-                while unsaved and unsaved[0].step < version:
+            case StepRecord(step=step):
+                unsaved.append((line, step, now_s))
+            case CheckpointRecord(version=version, failed=False):
+                while unsaved and unsaved[0][1] < version:
                     unsaved.popleft()
-            case ResumeRecord(adapter=adapter):
-                self.steps.pop(adapter, None)  # each step before it is in its checkpoint, or void
+            case ResumeRecord():
+                unsaved.clear()  # each step before it is in its checkpoint, or void
 
     def first(self, now_s: float) -> int | None:
         """The line of the first step that is still to wait; None if none is."""
-        for unsaved in self.steps.values():
-            while unsaved and now_s - unsaved[0].seen_s >= HOLD_S:
+        for unsaved in self._steps.values():
+            while unsaved and now_s - unsaved[0][2] >= HOLD_S:
                 unsaved.popleft()
-        return min((unsaved[0].line for unsaved in self.steps.values() if unsaved), default=None)
+        return min((unsaved[0][0] for unsaved in self._steps.values() if unsaved), default=None)
 
 
 class MetricsFollower:
@@ -251,8 +239,13 @@ class MetricsFollower:
 
         Raises ConfigError with file and line for a line that is not a record.
         """
-        self._look_ahead()
-        first = None if everything else self._held.first(self._clock())
+        now_s = self._clock()
+        while records := self._ahead.read_new():
+            for record in records:
+                self._known += 1
+                self._undone.note(self._known, mark_of(record))
+                self._held.see(self._known, record, now_s)
+        first = None if everything else self._held.first(now_s)
         end = self._known if first is None else first - 1
         while self._line < end:
             if not self._waiting:
@@ -263,14 +256,6 @@ class MetricsFollower:
                 self._time_s = max(self._time_s, record.time_s)
             if self._line > self._sent and self._undone.holds(self._line, mark_of(record)):
                 yield MetricsRow(line=self._line, time_s=self._time_s, record=record)
-
-    def _look_ahead(self) -> None:
-        now_s = self._clock()
-        while records := self._ahead.read_new():
-            for record in records:
-                self._known += 1
-                self._undone.note(self._known, mark_of(record))
-                self._held.see(self._known, record, now_s)
 
 
 def follow(
@@ -298,13 +283,12 @@ def follow(
     except KeyboardInterrupt:
         tracker.end(None)
         raise
-    tracker.end(None if state is None else ending(folder, state))
-    return state
-
-
-def ending(folder: RunFolder, state: str) -> Ending:
+    if state is None:
+        tracker.end(None)
+        return None
     summary: dict[str, Any] = read_summary(folder).values() if folder.summary.is_file() else {}
-    return Ending(state=state, summary=summary, report=report_page(folder, public_json))
+    tracker.end(Ending(state=state, summary=summary, report=report_page(folder, public_json)))
+    return state
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -85,7 +86,7 @@ def stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def sse(events: Sequence[dict[str, Any]], *, named: bool = False) -> bytes:
-    """Server-sent events; ``named`` ones begin with their type and have no end mark of their own."""
+    """Server-sent events; ``named`` ones start with their type and have no end mark of their own."""
     lines = []
     for event in events:
         name = b"event: " + event["type"].encode() + b"\n" if named else b""
@@ -174,8 +175,7 @@ def _one_prompt(prompt: str | list[str | int] | None) -> str | list[int]:
 
 def reply_body(answered: CompletedRequest, model: str, spell: Spell) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
-    choice = _chat_choice if answered.request.turns is not None else _text_choice
-    choices = [choice(i, reply, answered.request, spell) for i, reply in enumerate(answered.replies)]
+    choices = [_choice(i, reply, answered.request, spell) for i, reply in enumerate(answered.replies)]
     return _head(answered, model, "") | {"choices": choices, "usage": answered.usage()}
 
 
@@ -184,12 +184,14 @@ def reply_events(answered: CompletedRequest, model: str, body: dict[str, Any], s
     options = body.get("stream_options")
     with_usage = isinstance(options, dict) and options.get("include_usage") is True
     head = _head(answered, model, ".chunk") | ({"usage": None} if with_usage else {})
-    parts = _chat_deltas if answered.request.turns is not None else _text_deltas
-    chunks = [
-        head | {"choices": [{"index": i, "logprobs": None, "finish_reason": None} | part]}
-        for i, reply in enumerate(answered.replies)
-        for part in parts(i, reply, answered.request, spell)
-    ]
+    request = answered.request
+    chunks = []
+    for i, reply in enumerate(answered.replies):
+        whole = request.turns is None
+        parts = [_choice(i, reply, request, spell)] if whole else _deltas(reply, request, spell)
+        for part in parts:
+            choice = {"index": i, "logprobs": None, "finish_reason": None} | part
+            chunks.append(head | {"choices": [choice]})
     return [*chunks, head | {"choices": [], "usage": answered.usage()}] if with_usage else chunks
 
 
@@ -203,32 +205,29 @@ def _head(answered: CompletedRequest, model: str, suffix: str) -> dict[str, Any]
     }
 
 
-def _chat_choice(index: int, reply: SampledReply, request: SamplingRequest, spell: Spell) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": reply.turn.content, "refusal": None}
+def _choice(index: int, reply: SampledReply, request: SamplingRequest, spell: Spell) -> dict[str, Any]:
+    content = reply.turn.content
+    choice = {
+        "index": index,
+        "logprobs": _logprobs(reply.sampled, request, spell),
+        "finish_reason": reply.finish_reason,
+    }
+    if request.turns is None:
+        return choice | {"text": content}
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls := _calls(reply):
-        message |= {"tool_calls": calls, "content": reply.turn.content or None}
-    logprobs = _chat_logprobs(reply.sampled, request, spell)
-    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.finish_reason}
+        message |= {"tool_calls": calls, "content": content or None}
+    return choice | {"message": message}
 
 
-def _text_choice(index: int, reply: SampledReply, request: SamplingRequest, spell: Spell) -> dict[str, Any]:
-    logprobs = _text_logprobs(reply.sampled, request, spell)
-    text, reason = reply.turn.content, reply.finish_reason
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _chat_deltas(index: int, reply: SampledReply, request: SamplingRequest, spell: Spell) -> Iterator[dict[str, Any]]:
+def _deltas(reply: SampledReply, request: SamplingRequest, spell: Spell) -> Iterator[dict[str, Any]]:
     yield {"delta": {"role": "assistant", "content": ""}}
-    logprobs = _chat_logprobs(reply.sampled, request, spell)
+    logprobs = _logprobs(reply.sampled, request, spell)
     if reply.turn.content or logprobs is not None:
         yield {"delta": {"content": reply.turn.content}, "logprobs": logprobs}
     for k, call in enumerate(_calls(reply)):
         yield {"delta": {"tool_calls": [{"index": k} | call]}}
     yield {"delta": {}, "finish_reason": reply.finish_reason}
-
-
-def _text_deltas(index: int, reply: SampledReply, request: SamplingRequest, spell: Spell) -> Iterator[dict[str, Any]]:
-    yield _text_choice(index, reply, request, spell)
 
 
 def _calls(reply: SampledReply) -> list[dict[str, Any]]:
@@ -253,23 +252,15 @@ def _entry(token: int, value: float, spell: Spell) -> dict[str, Any]:
     return {"token": text, "bytes": list(text.encode("utf-8", "replace")), "logprob": value}
 
 
-def _chat_logprobs(sampled: Generation, request: SamplingRequest, spell: Spell) -> dict[str, Any] | None:
-    if request.top_logprobs is None:
-        return None
-    return {"content": token_logprobs(sampled, request.top_logprobs, spell), "refusal": None}
-
-
-def _text_logprobs(sampled: Generation, request: SamplingRequest, spell: Spell) -> dict[str, Any] | None:
+def _logprobs(sampled: Generation, request: SamplingRequest, spell: Spell) -> dict[str, Any] | None:
     if request.top_logprobs is None:
         return None
     rows = token_logprobs(sampled, request.top_logprobs, spell)
-    offsets, at = [], 0
-    for row in rows:
-        offsets.append(at)
-        at += len(row["token"])
+    if request.turns is not None:
+        return {"content": rows, "refusal": None}
     return {
         "tokens": [row["token"] for row in rows],
         "token_logprobs": [row["logprob"] for row in rows],
         "top_logprobs": [{best["token"]: best["logprob"] for best in row["top_logprobs"]} for row in rows],
-        "text_offset": offsets,
+        "text_offset": [0, *accumulate(len(row["token"]) for row in rows)][:-1],
     }

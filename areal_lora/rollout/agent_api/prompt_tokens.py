@@ -3,7 +3,7 @@
 Where messages start with those of an earlier request and its answer, the prompt starts with the earlier prompt's tokens
 and the sampled ones. Only what the chat template writes after them is new::
 
-    earlier tokens, sampled ones | end of the assistant's turn | tool's message | begin of the next turn
+    earlier tokens, sampled ones | end of the assistant's turn | tool's message | start of the next turn
 
 An answer counts as given back if its content and calls are those that the agent got. What the template would write for
 it may differ (spaces in the arguments of a call): the sampled tokens stay.
@@ -98,24 +98,21 @@ class Prompts:
         return self.formatter.tokenizer.encode(text, add_special_tokens=False)
 
     def _after(self, known: KnownTurns, text: str) -> str | None:
-        """What follows the answer in ``text``; None if the template writes the turns before it otherwise by now."""
+        """What follows the answer in ``text``; None if the template writes the turns before it otherwise by now.
+
+        It starts with what the template writes to end the answer's turn: after the answer as it was sampled, if the
+        template writes that, else after any answer.
+        """
         head = self._text(known.turns, known.tools, last=False)
         before = self._text(known.turns[:-1], known.tools, last=True)
         if not text.startswith(head) or not head.startswith(before):
             return None
-        end = self._end(known, head, before)
-        return None if end is None else end + text[len(head) :]
-
-    def _end(self, known: KnownTurns, head: str, before: str) -> str | None:
-        """What the template writes after the answer to end its turn: after the answer as it was sampled, if it writes
-        that, else what it writes after any answer; None if that is not how ``head`` ends.
-        """
         for spelt in known.spelt:
             if head.startswith(before + spelt):
-                return head[len(before + spelt) :]
+                return text[len(before + spelt) :]
         marked = (*known.turns[:-1], Turn(role="assistant", content=_ANSWER))
         _, found, end = self._text(marked, known.tools, last=False).rpartition(_ANSWER)
-        return end if found and head.endswith(end) else None
+        return end + text[len(head) :] if found and head.endswith(end) else None
 
     def _text(self, turns: Sequence[Turn], tools: list[dict[str, Any]], *, last: bool) -> str:
         try:

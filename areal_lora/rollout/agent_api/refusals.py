@@ -30,7 +30,7 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("functions", "function_call"), _TOOLS),
     **dict.fromkeys(("audio", "web_search_options", "echo", "suffix", "background", "conversation"), _ABSENT),
 }
-"""By field: why it is refused, unless its value asks for nothing."""
+"""By field: why it is refused, unless its value changes nothing."""
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "length_penalty": (1,),
@@ -57,20 +57,16 @@ def refuse(param: str, reason: str) -> AgentRequestError:
 def check_fields(body: Mapping[str, Any], sampling: SamplingConfig | None) -> None:
     """Raises AgentRequestError. Without ``sampling`` (an evaluation has its own) any temperature or top_p is served."""
     for name in _SAMPLING if sampling is not None else ():
-        asked, used = body.get(name), getattr(sampling, name)
-        if name == "top_k" and asked == -1:
-            asked = 0
-        if isinstance(asked, int | float) and asked != used:
-            raise AgentRequestError(400, f"{name} {asked:g} is not the run's {used:g}; leave it out", name)
+        wanted, used = body.get(name), getattr(sampling, name)
+        if name == "top_k" and wanted == -1:
+            wanted = 0
+        if isinstance(wanted, int | float) and wanted != used:
+            raise AgentRequestError(400, f"{name} {wanted:g} is not the run's {used:g}; leave it out", name)
     for name, reason in REASONS.items():
         if (value := body.get(name)) and value not in _NOTHING.get(name, ()):
             raise refuse(name, reason)
     if body.get("modalities") not in (None, ["text"]):
         raise refuse("modalities", _ABSENT)
-    _check_tools(body)
-
-
-def _check_tools(body: Mapping[str, Any]) -> None:
     choice = body.get("tool_choice")
     if choice is not None and choice not in ("auto", "none"):
         raise refuse("tool_choice", f"only auto and none: a forced call is not the policy's choice. {_GRAMMAR}")

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``, as the OpenAI Agents SDK asks it: from items to turns, from an answer to items and events."""
+"""``POST /v1/responses``, for the OpenAI Agents SDK: from items to turns, from an answer to items and events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_response(body: dict[str, Any], earlier: Mapping[str, tuple[Turn, ...]]) -> SamplingRequest:
-    """``earlier`` has the turns up to and with each response of the session. Raises Refused."""
+    """``earlier`` has the turns up to and with each response of the session. Raises AgentRequestError."""
     request = converted(body, ResponsesRequest)
     before: tuple[Turn, ...] = ()
     if request.prompt:
@@ -89,10 +89,6 @@ def merged(turns: list[Turn]) -> tuple[Turn, ...]:
     return tuple(whole)
 
 
-def response_id(number: int) -> str:
-    return f"resp_{number}"
-
-
 def response_body(
     answered: CompletedRequest, model: str, body: Mapping[str, Any], spell: Callable[[int], str]
 ) -> dict[str, Any]:
@@ -108,7 +104,7 @@ def response_body(
         "total_tokens": n + answered.n_out,
     }
     return {
-        "id": response_id(answered.number),
+        "id": f"resp_{answered.number}",
         "object": "response",
         "created_at": time.time(),
         "status": "incomplete" if cut else "completed",
@@ -167,31 +163,26 @@ def response_events(whole: dict[str, Any]) -> list[dict[str, Any]]:
     ]
     for index, item in enumerate(whole["output"]):
         at = {"output_index": index, "item_id": item["id"]}
-        body = _text_events(item, at) if item["type"] == "message" else _call_events(item, at)
-        empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
-        begun = item | empty | {"status": "in_progress"}
-        events.append({"type": "response.output_item.added", "output_index": index, "item": begun})
-        events += body
+        if item["type"] == "message":
+            part = item["content"][0]
+            empty: dict[str, Any] = {"content": []}
+            at["content_index"] = 0
+            text, logprobs = part["text"], part["logprobs"]
+            body = [
+                {"type": "response.content_part.added", "part": part | {"text": "", "logprobs": []}},
+                {"type": "response.output_text.delta", "delta": text, "logprobs": logprobs},
+                {"type": "response.output_text.done", "text": text, "logprobs": logprobs},
+                {"type": "response.content_part.done", "part": part},
+            ]
+        else:
+            name, arguments, empty = item["name"], item["arguments"], {"arguments": ""}
+            body = [
+                {"type": "response.function_call_arguments.delta", "delta": arguments},
+                {"type": "response.function_call_arguments.done", "name": name, "arguments": arguments},
+            ]
+        added = item | empty | {"status": "in_progress"}
+        events.append({"type": "response.output_item.added", "output_index": index, "item": added})
+        events += [event | at for event in body]
         events.append({"type": "response.output_item.done", "output_index": index, "item": item})
     events.append({"type": f"response.{whole['status']}", "response": whole})
     return [event | {"sequence_number": i} for i, event in enumerate(events)]
-
-
-def _text_events(item: dict[str, Any], at: dict[str, Any]) -> list[dict[str, Any]]:
-    part = item["content"][0]
-    at = at | {"content_index": 0}
-    logprobs = part["logprobs"]
-    return [
-        {"type": "response.content_part.added", "part": part | {"text": "", "logprobs": []}} | at,
-        {"type": "response.output_text.delta", "delta": part["text"], "logprobs": logprobs} | at,
-        {"type": "response.output_text.done", "text": part["text"], "logprobs": logprobs} | at,
-        {"type": "response.content_part.done", "part": part} | at,
-    ]
-
-
-def _call_events(item: dict[str, Any], at: dict[str, Any]) -> list[dict[str, Any]]:
-    done = {"name": item["name"], "arguments": item["arguments"]}
-    return [
-        {"type": "response.function_call_arguments.delta", "delta": item["arguments"]} | at,
-        {"type": "response.function_call_arguments.done"} | done | at,
-    ]

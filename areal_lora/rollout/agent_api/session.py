@@ -6,17 +6,17 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from areal_lora.data.prompts import Prompt
+from areal_lora.network.completions import ToolCallsBody
 from areal_lora.rollout.agent_api.chat import CompletedRequest, SampledReply, SamplingRequest
 from areal_lora.rollout.agent_api.prompt_tokens import Prompts
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, check_fields, refuse
 from areal_lora.rollout.agent_api.turns import Call, Turn
-from areal_lora.rollout.completion_client import FaultKind, GenerationFault, ToolCallsRequest
-from areal_lora.rollout.routing import server_observer
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import WorkflowContext, derived_seed
 from areal_lora.rollout.workflows.user_code import PackedTurns, join
 from areal_lora.tasks.scorer import Score, ScoreItem
@@ -28,7 +28,7 @@ CALL_ID_LETTERS = 9  # as Mistral's templates require
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatExchange:
     """A request and its answers, for the record. ``spans`` are the places of the sampled tokens, one per answer: the
-    conversation's index, begin and end in it. The first ``known`` turns are those of an earlier exchange.
+    conversation's index, start and end in it. The first ``known`` turns are those of an earlier exchange.
     """
 
     answered: CompletedRequest
@@ -49,7 +49,6 @@ class Session:
     prompts: Prompts = field(init=False)
     last: Generation | None = None
     n_requests: int = 0
-    on_server: Callable[[str], None] | None = field(default_factory=server_observer.get)
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     fault: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -57,12 +56,11 @@ class Session:
         self.prompts = Prompts(self.context.formatter)
 
     def check(self, body: dict[str, Any]) -> None:
-        """Raises AgentRequestError for a body that asks for another policy."""
+        """Raises AgentRequestError for a body that requests another policy."""
         check_fields(body, None if self.context.evaluating else self.context.sampling)
 
     async def answer(self, request: SamplingRequest) -> CompletedRequest:
-        """Raises AgentRequestError for what cannot be asked, GenerationFault where there is no answer."""
-        server_observer.set(self.on_server)  # the gateway's task works for the group's task
+        """Raises AgentRequestError for what cannot be sampled, GenerationFault where there is no answer."""
         if request.model != self.ref.name:
             raise AgentRequestError(
                 404, f"there is no model {request.model!r} for this key, only {self.ref.name!r}", "model"
@@ -78,27 +76,32 @@ class Session:
         number = self.n_requests
         seed = derived_seed(self.seed, number if request.seed is None else -1 - request.seed)
         try:
-            sampled = await self._sampled(request, prompt_ids, seed)
+            sampled = await self.context.answer(
+                self.ref,
+                prompt_ids,
+                n=request.n,
+                max_tokens=request.max_tokens,
+                stop=list(request.stop),
+                seed=seed,
+                timeout_s=2 * self.context.sampling.timeout_s,
+                top_logprobs=request.top_logprobs or 0,
+            )
             replies = await self._replies(request, number, sampled)
         except GenerationFault as fault:
             if fault.kind is FaultKind.REJECTED:
                 raise AgentRequestError(400, fault.detail) from None
             raise
         answered = CompletedRequest(number=number, request=request, prompt_ids=prompt_ids, replies=replies)
-        self._keep(answered)
+        known, spans = self.prompts.continued(request), []
+        for reply in replies:
+            conversation = join(self.conversations, prompt_ids, reply.sampled)
+            end = len(conversation.token_ids)
+            at = next(i for i, each in enumerate(self.conversations) if each is conversation)
+            spans.append((at, end - len(reply.sampled.token_ids), end))
+            self.prompts.answered(request, prompt_ids, reply)
+        self.exchanges.append(ChatExchange(answered=answered, known=known, spans=spans))
+        self.last = replies[-1].sampled
         return answered
-
-    async def _sampled(self, request: SamplingRequest, prompt_ids: list[int], seed: int) -> list[Generation]:
-        return await self.context.answer(
-            self.ref,
-            prompt_ids,
-            n=request.n,
-            max_tokens=request.max_tokens,
-            stop=list(request.stop),
-            seed=seed,
-            timeout_s=2 * self.context.sampling.timeout_s,
-            top_logprobs=request.top_logprobs or 0,
-        )
 
     async def _replies(
         self, request: SamplingRequest, number: int, sampled: Sequence[Generation]
@@ -108,13 +111,13 @@ class Session:
         texts = [self._spoken(one, request.stop) for one in sampled]
         parsed = await self.context.client.tool_calls(
             self.context.client.newest(self.ref),
-            ToolCallsRequest(parser=self.tool_parser, tools=request.tools, texts=texts),
+            ToolCallsBody(parser=self.tool_parser, tools=request.tools, texts=texts),
             timeout_s=2 * self.context.sampling.timeout_s,
         )
         replies = []
         for i, (one, found) in enumerate(zip(sampled, parsed, strict=True)):
             calls = tuple(
-                Call(id=self._call_id(number, i, k), name=call.name, arguments=call.arguments)
+                Call(id=call_id(self.seed, number, i, k), name=call.name, arguments=call.arguments)
                 for k, call in enumerate(found.calls if request.parallel_calls else found.calls[:1])
             )
             content = found.content if calls else one.text
@@ -132,29 +135,13 @@ class Session:
         found = [at for s in (*stop, *self.context.sampling.stop) if (at := text.find(s)) >= 0]
         return text[: min(found)] if found else text
 
-    def _call_id(self, *place: int) -> str:
-        """Not random: templates may write it, and a run can be repeated."""
-        return hashlib.blake2b(repr((self.seed, place)).encode()).hexdigest()[:CALL_ID_LETTERS]
-
-    def _keep(self, answered: CompletedRequest) -> None:
-        known, spans = self.prompts.continued(answered.request), []
-        for reply in answered.replies:
-            conversation = join(self.conversations, answered.prompt_ids, reply.sampled)
-            end = len(conversation.token_ids)
-            at = next(i for i, each in enumerate(self.conversations) if each is conversation)
-            spans.append((at, end - len(reply.sampled.token_ids), end))
-        for reply in answered.replies:
-            self.prompts.answered(answered.request, answered.prompt_ids, reply)
-        self.exchanges.append(ChatExchange(answered=answered, known=known, spans=spans))
-        self.last = answered.replies[-1].sampled
-
     def spell(self, token: int) -> str:
         return self.context.tokenizer.decode([token], skip_special_tokens=False)
 
-    def turns_of(self) -> dict[int, tuple[Turn, ...]]:
-        """By number of request: the turns up to its first answer and with it, without the instructions."""
+    def turns_of(self) -> dict[str, tuple[Turn, ...]]:
+        """By id of the response: the turns up to its first answer and with it, without the instructions."""
         return {
-            each.answered.number: (
+            f"resp_{each.answered.number}": (
                 *(turn for turn in each.answered.request.turns if turn.role != "system"),
                 each.answered.replies[0].turn,
             )
@@ -211,3 +198,8 @@ class Sessions:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()  # a header may hold any bytes
+
+
+def call_id(seed: int, *place: int) -> str:
+    """Not random: templates may write it, and a run can be repeated."""
+    return hashlib.blake2b(repr((seed, place)).encode()).hexdigest()[:CALL_ID_LETTERS]

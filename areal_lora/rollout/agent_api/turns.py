@@ -52,10 +52,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return message
 
     def same(self, other: Turn) -> bool:
-        """Whether it says the same: ids of calls, and spaces in their arguments, do not count."""
-        return self._said() == other._said()
+        """Whether both are equal: ids of calls, and spaces in their arguments, do not count."""
+        return self._compared() == other._compared()
 
-    def _said(self) -> tuple[Any, ...]:
+    def _compared(self) -> tuple[Any, ...]:
         return self.role, self.content, self.name, [(c.name, c.values()) for c in self.calls], self.call_id
 
 
@@ -71,7 +71,7 @@ class _ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """A message of ``POST /v1/chat/completions``; fields that say nothing to a model are ignored."""
+    """A message of ``POST /v1/chat/completions``; fields that no model reads are ignored."""
 
     role: str
     content: Any = None
@@ -119,15 +119,15 @@ def chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
 
     `strict` is dropped: nothing forces the model to a schema. Raises AgentRequestError for tools of other types.
     """
-    return [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
-
-
-def _chat_tool(tool: Any, at: str) -> dict[str, Any]:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind != "function":
-        raise refuse(at, f"a tool of type {kind}; only functions can be called here")
-    function = tool.get("function", tool)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise AgentRequestError(400, f"{at}: a function needs a name", at)
-    kept = {k: function[k] for k in ("name", "description", "parameters") if function.get(k) is not None}
-    return {"type": "function", "function": kept}
+    converted = []
+    for i, tool in enumerate(tools or ()):
+        at = f"tools[{i}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind != "function":
+            raise refuse(at, f"a tool of type {kind}; only functions can be called here")
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise AgentRequestError(400, f"{at}: a function needs a name", at)
+        kept = {k: function[k] for k in ("name", "description", "parameters") if function.get(k) is not None}
+        converted.append({"type": "function", "function": kept})
+    return converted

@@ -12,6 +12,8 @@ from typing import TypeAlias
 import msgspec
 
 from areal_lora.errors import ExitCode
+from areal_lora.obs.metrics.records import EvalRecord, SampleRecord
+from areal_lora.tasks.tally import Estimates
 from areal_lora.types import TrajectoryGroup
 
 PROTOCOL = 9
@@ -120,12 +122,6 @@ class EndAdapter(SessionMessage, frozen=True, kw_only=True):
     adapter: str
 
 
-class GetStats(SessionMessage, frozen=True, kw_only=True):
-    """Reply: Stats."""
-
-    adapter: str
-
-
 class Shutdown(SessionMessage, frozen=True, kw_only=True):
     """End the controller. Reply: Ack."""
 
@@ -153,7 +149,7 @@ class ErrorReply(ChannelMessage, frozen=True):
     reason: str
 
 
-class Stats(ChannelMessage, frozen=True):
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of one adapter since the start of the run; groups unless the name differs.
 
     ``issued = consumed + leased + ready + running + waiting + sum(dropped)``; ``running`` includes
@@ -178,7 +174,7 @@ class Stats(ChannelMessage, frozen=True):
     tokens_generated: int
     idle_s: float  # nothing in flight
     generation_s: float  # summed over finished groups
-    ahead: int  # this and the next two: see `controller.pacing.PacingStatus`
+    ahead: int  # this and the next two: see `controller.pacing.Pacer`
     margin_s: float
     spare_s: float | None
     faults: dict[str, str] = {}  # the last one of each kind in this process
@@ -198,22 +194,20 @@ class RolloutSample(msgspec.Struct, frozen=True, kw_only=True):
 class EvalSample(msgspec.Struct, frozen=True, kw_only=True):
     """One answer of an evaluation. ``reward`` is None if it could not be scored, ``correct`` too without a rule."""
 
-    uid: str
     prompt: str
     completion: str
     answer: str
     reward: float | None
     correct: bool | None
-    version: int
 
 
-class EvalSetResult(msgspec.Struct, frozen=True, kw_only=True):
+class EvalSetResult(Estimates, frozen=True, kw_only=True):
     """Answers to ``n`` problems of one set, ``n_samples`` each; ``error`` is set, and ``n`` is 0, if there are none.
 
     ``accuracy`` and what follows from it is None where correctness is not defined. The ``unscored`` answers are not
     correct, and not in ``reward_mean``. ``left_out`` further problems have prompts that are too long; some are named.
     ``measured_with`` is another adapter, whose version 0 equals this one's and was measured in its place; then no time
-    was taken. For the other figures see `tasks.check`.
+    was taken.
     """
 
     name: str
@@ -226,13 +220,6 @@ class EvalSetResult(msgspec.Struct, frozen=True, kw_only=True):
     unscored: int = 0
     left_out: int = 0
     left_out_first: tuple[str, ...] = ()
-    accuracy_95: tuple[float, float] | None = None
-    reward_95: tuple[float, float] | None = None
-    interval: str = ""
-    pass_at: dict[int, float] = {}
-    majority: float | None = None
-    answer_tokens: float = 0.0
-    truncated: float = 0.0
     samples: tuple[EvalSample, ...] = ()
     measured_with: str = ""
     error: str = ""
@@ -246,6 +233,18 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     tag: str
     sets: tuple[EvalSetResult, ...]
     wall_s: float
+
+    def record(self, order: int) -> EvalRecord:
+        """Set number ``order``, which has no error, as it is recorded."""
+        fields = msgspec.structs.asdict(self.sets[order])
+        del fields["error"]
+        fields["left_out_first"] = list(fields["left_out_first"])
+        fields["samples"] = [
+            SampleRecord(prompt=s.prompt, completion=s.completion, gold=s.answer, reward=s.reward, correct=s.correct)
+            for s in self.sets[order].samples
+        ]
+        at = self.version
+        return EvalRecord(adapter=self.adapter, version=at, step=at, order=order, tag=self.tag, **fields)
 
 
 class Batch(ChannelMessage, frozen=True):
@@ -297,11 +296,9 @@ class AdapterFailed(ChannelMessage, frozen=True):
     exit_code: int = ExitCode.TEMPORARY
 
 
-SessionRequest: TypeAlias = (
-    AnnounceVersion | GetBatch | CommitStep | Evaluate | JoinAdapter | EndAdapter | GetStats | Shutdown
-)
+SessionRequest: TypeAlias = AnnounceVersion | GetBatch | CommitStep | Evaluate | JoinAdapter | EndAdapter | Shutdown
 Request: TypeAlias = Hello | SessionRequest
-Reply: TypeAlias = Welcome | StaleSession | Ack | ErrorReply | Stats | Batch | NotReady | AdapterFailed
+Reply: TypeAlias = Welcome | StaleSession | Ack | ErrorReply | Batch | NotReady | AdapterFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

@@ -79,7 +79,6 @@ class Reminders:
     def __init__(self, trainer: str) -> None:
         self._trainer = trainer
         self._lock = threading.Lock()
-        self._loaded = False
         self._versions: dict[str, int] = {}
         self._snapshots: dict[str, bytes] = {}
         self._joined: dict[str, m.JoinAdapter] = {}
@@ -87,14 +86,8 @@ class Reminders:
         self._ended = set[str]()
         self._pending: dict[tuple[str, int, str], m.Evaluate] = {}
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was loaded yet."""
-        return not self._loaded
-
     def loaded(self, versions: Mapping[str, int], snapshots: Mapping[str, bytes]) -> None:
         with self._lock:
-            self._loaded = True
             self._versions, self._snapshots = dict(versions), dict(snapshots)
 
     def joined(self, request: m.JoinAdapter) -> None:
@@ -177,7 +170,7 @@ class ControllerSession:
 
     def request(self, request: m.SessionRequest, *expected: type[Any], wait_s: float = 0.0) -> Any:
         """The reply, of one of the ``expected`` types; ``wait_s`` the controller may wait before it answers."""
-        if self.reminders.empty:
+        if not self._session:
             raise RolloutError(f"{type(request).__name__} before hello()")
         while True:
             session = self._session
@@ -224,8 +217,7 @@ class ControllerSession:
             if endpoint is not None:
                 try:
                     connection = self._connection(endpoint)
-                    moved = partial(self._moved, endpoint)
-                    reply = connection.exchange(payload, wait_s + ANSWER_S, moved)
+                    reply = connection.exchange(payload, wait_s + ANSWER_S, partial(self._moved, endpoint))
                     break
                 except ConnectionLost as lost:
                     self._drop_connection()

@@ -1,6 +1,6 @@
 """The rollout controller: one handler per trainer request, one task per running group (see `runtime`).
 
-trainer --announce--> admission -> feed.admit -> task: begin -> workflow -> finish | back off and retry
+trainer --announce--> admission -> feed.admit -> task: workflow -> finish | back off and retry
 trainer --get batch-> feed.take of the first wanted adapter that has a batch  <- ready groups, oldest issue first
 """
 
@@ -11,8 +11,6 @@ import secrets
 import statistics
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -23,7 +21,7 @@ from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller.groups import Lease, Ticket
 from areal_lora.rollout.controller.pacing import Admission
-from areal_lora.rollout.controller.runtime import AdapterRuntime, Changes, Rolling
+from areal_lora.rollout.controller.runtime import AdapterRuntime, Changes
 from areal_lora.rollout.ledger.file import LedgerError
 from areal_lora.rollout.routing import Router
 from areal_lora.types import AdapterRef
@@ -44,16 +42,13 @@ class JoinedAdapter:
     close: Callable[[], Awaitable[None]]
 
 
-Open: TypeAlias = Callable[[bytes], Awaitable[JoinedAdapter]]
-"""From the entry of the configuration, as JSON. Raises an ArealLoraError for one that cannot be rolled out."""
-
-
 class Controller:
     """Serves trainer requests and keeps the feeds' groups running inside ``tasks``.
 
     ``weights`` are the adapters' parts of the servers while several want more than there is. A fault of one adapter's
     rollouts ends that adapter. An error of what all share ends the task group, and with it the process. Adapters that
-    join are opened with ``open_adapter``; they are forgotten when they end, and when a trainer greets.
+    join are opened with ``open_adapter`` from their entry of the configuration, as JSON; it raises ArealLoraError
+    for one that cannot be rolled out. They are forgotten when they end, and when a trainer greets.
     """
 
     def __init__(
@@ -64,7 +59,7 @@ class Controller:
         weights: Mapping[str, float],
         tasks: asyncio.TaskGroup,
         stop: asyncio.Event,
-        open_adapter: Open | None = None,
+        open_adapter: Callable[[bytes], Awaitable[JoinedAdapter]],
     ) -> None:
         self._adapters, self._router, self._tasks, self._stop = dict(adapters), router, tasks, stop
         self._open, self._joined = open_adapter, dict[str, JoinedAdapter]()
@@ -72,24 +67,26 @@ class Controller:
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._birth = secrets.token_hex(8)
         self._trainer = ""
+        self._session = (
+            f"{self._birth}:"  # of this process with one trainer: requests of a previous trainer are refused, too
+        )
         self._changes = Changes()
         self._evaluating: dict[tuple[str, int, str], asyncio.Task[None]] = {}
         self._admission = Admission(
-            {name: runtime.claim(weights[name]) for name, runtime in adapters.items()},
-            {name: Rolling(runtime, self._start) for name, runtime in adapters.items()},
+            {name: runtime.claim(weights[name]) for name, runtime in adapters.items()}, adapters
         )
-
-    @property
-    def _session(self) -> str:
-        """One controller process in contact with one trainer: requests of a previous trainer are refused too."""
-        return f"{self._birth}:{self._trainer}"
+        for runtime in adapters.values():
+            runtime.start = self._start
 
     # ------------------------------------------------------------ groups
 
     def _start(self, runtime: AdapterRuntime, ticket: Ticket) -> None:
-        task = self._tasks.create_task(self._roll_out(runtime, ticket))
-        runtime.tasks[ticket.seq] = task
-        task.add_done_callback(partial(_ended, runtime, ticket.seq))
+        def ended(task: asyncio.Task[None]) -> None:
+            if runtime.tasks.get(ticket.seq) is task:
+                del runtime.tasks[ticket.seq]
+
+        runtime.tasks[ticket.seq] = task = self._tasks.create_task(self._roll_out(runtime, ticket))
+        task.add_done_callback(ended)
 
     async def _roll_out(self, runtime: AdapterRuntime, ticket: Ticket) -> None:
         try:
@@ -117,20 +114,21 @@ class Controller:
             case m.GetBatch():
                 return await self._get_batch(request)
             case m.CommitStep():
-                return self._commit(request)
+                reached("controller.commit_received")
+                self.adapter(request.adapter).feed.commit(request.step)
+                reached("controller.committed")
+                return m.Ack()
             case m.Evaluate():
                 return self._evaluate(request)
             case m.JoinAdapter():
                 return await self._join(request)
             case m.EndAdapter():
                 return await self._end(request)
-            case m.GetStats():
-                return self._adapter(request.adapter).feed.stats()
             case m.Shutdown():
                 self._stop.set()
                 return m.Ack()
 
-    def _adapter(self, name: str) -> AdapterRuntime:
+    def adapter(self, name: str) -> AdapterRuntime:
         runtime = self._adapters.get(name)
         if runtime is None:
             raise RolloutError(f"adapter {name!r} is not in this run (it has: {', '.join(self._adapters)})")
@@ -144,7 +142,7 @@ class Controller:
         missing = self._adapters.keys() - request.versions.keys()
         if missing:
             raise RolloutError(f"the trainer states no version of {', '.join(sorted(missing))}")
-        self._trainer = request.trainer
+        self._trainer, self._session = request.trainer, f"{self._birth}:{request.trainer}"
         self._trainer_waits(False)
         # The trainer requests pending evaluations again. Versions of a previous trainer may be replaced.
         for task in self._evaluating.values():
@@ -156,7 +154,7 @@ class Controller:
         return m.Welcome(adapters=tuple(self._adapters), session=self._session)
 
     def _announce(self, request: m.AnnounceVersion) -> m.Ack:
-        runtime = self._adapter(request.adapter)
+        runtime = self.adapter(request.adapter)
         runtime.feed.announce(request.version)
         if request.lost:
             log.warning("excluded by the trainer: %s", ", ".join(request.lost))
@@ -172,14 +170,8 @@ class Controller:
         reached("controller.announced")
         return m.Ack()
 
-    def _commit(self, request: m.CommitStep) -> m.Ack:
-        reached("controller.commit_received")
-        self._adapter(request.adapter).feed.commit(request.step)
-        reached("controller.committed")
-        return m.Ack()
-
     async def _end(self, request: m.EndAdapter) -> m.Ack:
-        async with self._turn(request.adapter):
+        async with self._turns.setdefault(request.adapter, asyncio.Lock()):
             if request.adapter in self._joined:
                 await asyncio.wait({self._forget(request.adapter)})
             elif request.adapter in self._adapters:
@@ -192,12 +184,12 @@ class Controller:
     async def _join(self, request: m.JoinAdapter) -> m.Ack | m.AdapterFailed | m.StaleSession:
         """The first request opens the adapter; a repeated one, after a lost reply, changes nothing but the pause."""
         name = request.adapter
-        async with self._turn(name):
+        async with self._turns.setdefault(name, asyncio.Lock()):
             if name in self._leaving:
                 await asyncio.wait({self._leaving[name]})
             if name not in self._joined:
                 try:
-                    opened = await self._opened(request.config)
+                    opened = await self._open(request.config)
                 except LedgerError:
                     raise
                 except ArealLoraError as error:
@@ -208,27 +200,17 @@ class Controller:
                 if request.session != self._session:
                     await opened.close()
                     return m.StaleSession()
-                self._begin(name, opened, request)
+                runtime = opened.runtime
+                runtime.hello(request.version, trainer=self._trainer, snapshot=request.snapshot)
+                if self._router.servers:
+                    runtime.resize(len(self._router.servers))
+                runtime.start = self._start
+                self._joined[name], self._adapters[name] = opened, runtime
+                self._admission.add(name, runtime.claim(opened.weight), runtime)
+                log.info("%s joins at version %d", name, request.version)
             self._joined[name].runtime.paused = request.paused
         self._admission.admit()
         return m.Ack()
-
-    async def _opened(self, config: bytes) -> JoinedAdapter:
-        if self._open is None:
-            raise RolloutError("no adapter can join this controller")
-        return await self._open(config)
-
-    def _begin(self, name: str, opened: JoinedAdapter, request: m.JoinAdapter) -> None:
-        runtime = opened.runtime
-        runtime.hello(request.version, trainer=self._trainer, snapshot=request.snapshot)
-        if self._router.servers:
-            runtime.resize(len(self._router.servers))
-        self._joined[name], self._adapters[name] = opened, runtime
-        self._admission.add(name, runtime.claim(opened.weight), Rolling(runtime, self._start))
-        log.info("%s joins at version %d", name, request.version)
-
-    def _turn(self, name: str) -> asyncio.Lock:
-        return self._turns.setdefault(name, asyncio.Lock())
 
     def _forget(self, name: str) -> asyncio.Task[None]:
         """Cut off what runs for an adapter that joined; the task closes its scorers. Its rows of the ledger stay."""
@@ -259,15 +241,15 @@ class Controller:
             await opened.close()
 
     async def _get_batch(self, request: m.GetBatch) -> m.Batch | m.AdapterFailed | m.NotReady | m.StaleSession:
-        wanted = [(self._adapter(w.adapter), w) for w in request.wanted]
+        wanted = [(self.adapter(w.adapter), w) for w in request.wanted]
         reply: m.Batch | m.AdapterFailed | None = None
 
         def ready() -> bool:
             nonlocal reply
             if request.session != self._session:
-                return True  # the trainer that asked is gone
+                return True  # of a trainer that another one has replaced
             for runtime, w in wanted:
-                reply = self._take(runtime, w)
+                reply = _take(runtime, w)
                 if reply is not None:
                     break
             self._admission.admit()
@@ -281,7 +263,9 @@ class Controller:
             self._trainer_waits(False)
         if isinstance(reply, m.AdapterFailed):
             return reply
-        events = tuple(event for runtime in self._adapters.values() for event in runtime.drain_events())
+        events = tuple(event for runtime in self._adapters.values() for event in runtime.events)
+        for runtime in self._adapters.values():
+            runtime.events.clear()
         if isinstance(reply, m.Batch):
             return msgspec.structs.replace(reply, events=events)
         return m.NotReady(lacking=tuple(_lacking(runtime) for runtime, _ in wanted), events=events)
@@ -291,27 +275,8 @@ class Controller:
         for runtime in self._adapters.values():
             runtime.evaluator.places.trainer_waits(waits)
 
-    def _take(self, runtime: AdapterRuntime, wanted: m.StepRequest) -> m.Batch | m.AdapterFailed | None:
-        """What the adapter has for the trainer; None while a batch is not ready."""
-        if runtime.failure is not None:
-            return runtime.failure
-        lease = runtime.feed.take(wanted.step, wanted.version)
-        if lease is None:
-            return None
-        return m.Batch(
-            adapter=wanted.adapter,
-            step=wanted.step,
-            groups=lease.groups,
-            stats=runtime.feed.stats(),
-            samples=_examples(lease),
-            reward_components=_components(lease),
-            reward_costs=runtime.take_costs(),
-            events=(),
-            snapshot=lease.snapshot,
-        )
-
     def _evaluate(self, request: m.Evaluate) -> m.Ack:
-        runtime = self._adapter(request.adapter)
+        runtime = self.adapter(request.adapter)
         ref = AdapterRef(name=request.adapter, version=request.version)
         key = (request.adapter, request.version, request.tag)
         waiting = {(event.adapter, event.version, event.tag) for event in runtime.events}
@@ -329,8 +294,9 @@ class Controller:
             if self._evaluating.get(key) is not asyncio.current_task():
                 return  # abandoned when it could not be cancelled any more
             del self._evaluating[key]
-            for found in result.sets:
-                log.info("evaluation %s of %s: %s: %s", result.tag, ref, found.name, found.error or _figures(found))
+            for order, found in enumerate(result.sets):
+                figures = found.error or result.record(order).figures()
+                log.info("evaluation %s of %s: %s: %s", result.tag, ref, found.name, figures)
             runtime.events.append(result)
             self._changes.notify()
 
@@ -352,9 +318,24 @@ class Controller:
             self._changes.notify()
 
 
-def _ended(runtime: AdapterRuntime, seq: int, task: asyncio.Task[None]) -> None:
-    if runtime.tasks.get(seq) is task:
-        del runtime.tasks[seq]
+def _take(runtime: AdapterRuntime, wanted: m.StepRequest) -> m.Batch | m.AdapterFailed | None:
+    """What the adapter has for the trainer; None while a batch is not ready."""
+    if runtime.failure is not None:
+        return runtime.failure
+    lease = runtime.feed.take(wanted.step, wanted.version)
+    if lease is None:
+        return None
+    return m.Batch(
+        adapter=wanted.adapter,
+        step=wanted.step,
+        groups=lease.groups,
+        stats=runtime.feed.stats(),
+        samples=_examples(lease),
+        reward_components=_components(lease),
+        reward_costs=runtime.take_costs(),
+        events=(),
+        snapshot=lease.snapshot,
+    )
 
 
 def _lacking(runtime: AdapterRuntime) -> m.Lacking:
@@ -367,12 +348,6 @@ def _lacking(runtime: AdapterRuntime) -> m.Lacking:
         dropped=sum(stats.dropped.values()),
         note=runtime.feed.note,
     )
-
-
-def _figures(result: m.EvalSetResult) -> str:
-    measured = f"accuracy {result.accuracy}, mean reward {result.reward_mean}"
-    text = f"{measured} over {result.n} problems, {result.unscored} unscored"
-    return text + (f", measured with {result.measured_with}" if result.measured_with else "")
 
 
 def _components(lease: Lease) -> dict[str, float]:

@@ -1,11 +1,15 @@
-"""The sets of an evaluation: their problems, and how they are asked."""
+"""The sets of an evaluation: their problems, how they are sampled, and which of them have one result for the base."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
 
 from areal_lora.config.models import AdapterConfig, Config, SamplingConfig, SingleTurnWorkflowConfig, WorkflowConfig
+from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sections.task import EvalSetConfig
 from areal_lora.data.formatting import Formatter, TextTokenizer
 from areal_lora.data.prompts import tokenize
@@ -54,13 +58,17 @@ def fitting(samples: Sequence[Sample], token_ids: Sequence[list[int]], max_promp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
-    """One set. ``sampling`` is the adapter's with the set's own values; ``workflow`` is what it is asked with."""
+    """One set. ``sampling`` is the adapter's with the set's own values; ``workflow`` gives its answers.
+
+    ``base_key`` is that of version 0, where it equals the base (`base_key`).
+    """
 
     config: EvalSetConfig
     sampling: SamplingConfig
     workflow: WorkflowConfig
     formatter: Formatter
     held_out: HeldOut
+    base_key: str | None = None
 
     @property
     def name(self) -> str:
@@ -78,25 +86,25 @@ class EvalSet:
 
 def load_sets(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> tuple[EvalSet, ...]:
     """Read the adapter's sets. Raises ConfigError, also for a set without a prompt that fits."""
-    return tuple(_load(config, adapter, chosen, tokenizer) for chosen in adapter.eval_sets)
-
-
-def _load(config: Config, adapter: AdapterConfig, chosen: EvalSetConfig, tokenizer: TextTokenizer) -> EvalSet:
-    task = chosen.task or adapter.task
-    formatter = Formatter(tokenizer=tokenizer, how=task.format)
-    samples = load_samples(task, "eval")[: chosen.n]
-    sampling = sampling_of(adapter.sampling, chosen)
-    room = config.rollout.max_model_len - sampling.max_new_tokens
-    held_out = fitting(samples, tokenize(samples, formatter), room)
-    if held_out.left_out:
-        log.warning("%s: %s: %s; %d tokens are room for a prompt", adapter.name, chosen.name, held_out.note(), room)
-    return EvalSet(
-        config=chosen,
-        sampling=sampling,
-        workflow=adapter.workflow if chosen.workflow == "trained" else SingleTurnWorkflowConfig(),
-        formatter=formatter,
-        held_out=held_out,
-    )
+    sets = []
+    for chosen in adapter.eval_sets:
+        task = chosen.task or adapter.task
+        formatter = Formatter(tokenizer=tokenizer, how=task.format)
+        samples = load_samples(task, "eval")[: chosen.n]
+        sampling = sampling_of(adapter.sampling, chosen)
+        room = config.rollout.max_model_len - sampling.max_new_tokens
+        held_out = fitting(samples, tokenize(samples, formatter), room)
+        if held_out.left_out:
+            log.warning("%s: %s: %s; %d tokens are room for a prompt", adapter.name, chosen.name, held_out.note(), room)
+        loaded = EvalSet(
+            config=chosen,
+            sampling=sampling,
+            workflow=adapter.workflow if chosen.workflow == "trained" else SingleTurnWorkflowConfig(),
+            formatter=formatter,
+            held_out=held_out,
+        )
+        sets.append(replace(loaded, base_key=base_key(config, adapter, loaded)))
+    return tuple(sets)
 
 
 def sampling_of(trained: SamplingConfig, chosen: EvalSetConfig) -> SamplingConfig:
@@ -112,3 +120,33 @@ def sampling_of(trained: SamplingConfig, chosen: EvalSetConfig) -> SamplingConfi
             "min_tokens": 0,
         }
     )
+
+
+def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | None:
+    """Digest of all that version 0's result on ``chosen`` depends on; None where version 0 is not the base.
+
+    Adapters with equal keys have one result. Not part of it are the adapter's name, rank, targets and training
+    settings: lora_B is 0. Where answers are drawn at random, or the workflow is given a seed, the seed and the name of
+    the set count.
+    """
+    if adapter.init_from is not None:
+        return None
+    model, held_out = config.model, chosen.held_out
+    problems = [
+        (sample.uid, sample.prompt, sample.messages, sample.answer, dict(sample.columns), ids)
+        for sample, ids in zip(held_out.samples, held_out.token_ids, strict=True)
+    ]
+    parts: dict[str, Any] = {
+        "base": [model.path, model.commit, model.dtype],
+        "max_model_len": config.rollout.max_model_len,
+        "problems": problems,
+        "left_out": held_out.left_out,
+        "set": chosen.config.model_dump(mode="json", exclude={"name", "task"}),
+        "sampling": chosen.sampling.model_dump(mode="json", exclude={"prompts_per_step"}),
+        "workflow": chosen.workflow.model_dump(mode="json"),
+        "format": chosen.formatter.how.model_dump(mode="json"),
+        "rewards": [reward.model_dump(mode="json") for reward in adapter.rewards],
+        "random": None if chosen.single_greedy else [chosen.name, adapter_run(config, adapter).seed],
+    }
+    text = json.dumps(parts, sort_keys=True, default=repr)
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -1,10 +1,8 @@
 """Evaluate one version of an adapter on all its sets, in the background of training rollouts.
 
 A set of single greedy answers goes out in requests of ``CHUNK`` prompts. Any other set runs a workflow per problem, as
-training does, with a client that asks for this version only. Sets follow each other; the result has all of them, so
+training does, with a client that requests this version only. Sets follow each other; the result has all of them, so
 that an evaluation that is cut off is repeated whole, and no set is lost or counted twice.
-
-The places that evaluations may take on the servers: one pool for all adapters.
 
 Half of what the servers take belongs to training rollouts, and seven eighths while the trainer waits for a batch. The
 evaluations in progress divide the rest equally; one alone has all of it. Each may always have one request in progress,
@@ -14,31 +12,54 @@ however large: an evaluation that waited for the others would lose its version m
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import blake2b
-from typing import Any, TypeVar
+from itertools import groupby
+from typing import TypeVar
 
 import msgspec
 
+from areal_lora.config.models import MultiTurnWorkflowConfig
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ArealLoraError
 from areal_lora.processes.startup import get_logger
-from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
-from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
-from areal_lora.rollout.controller.base_evals import BaseEvals, ScoredAnswer, failed, given_answers, judged, result_of
-from areal_lora.rollout.controller.eval_sets import EvalSet
-from areal_lora.rollout.workflow import Scorer, Workflow
+from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSample, EvalSetResult
+from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault, SampledChoice
+from areal_lora.rollout.controller.eval_sets import N_NAMED, EvalSet
+from areal_lora.rollout.workflow import Episode, Scorer, Workflow, all_samples, derived_seed
+from areal_lora.run_folder.atomic import write_file
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.scorer import Score, ScoreItem
-from areal_lora.types import AdapterRef
+from areal_lora.tasks.tally import Answer, estimate, tally
+from areal_lora.types import AdapterRef, Outcome, Trajectory
 
+T = TypeVar("T")
+
+CHUNK = 32  # prompts of one request
+SCORED_AT_ONCE = 8  # answers; rollouts wait for the same scorers, and have their turn in between
+MAX_TRIES = 5
+BACK_OFF_S = 0.2
+USER_TRIES = 2
+USER_FAULTS = (
+    FaultKind.AGENT,
+    FaultKind.ENVIRONMENT,
+    FaultKind.WORKFLOW,
+    FaultKind.TIMEOUT,
+    FaultKind.REJECTED,
+    FaultKind.SCORER,
+)
+"""What a workflow does wrong with one problem: its answers stay unscored, after ``USER_TRIES``."""
 GIVES_WAY = 4
 """The part of their places that evaluations keep while the trainer waits: one in so many. Not none: a trainer that is
 faster than its servers waits at every step."""
+N_SAMPLES = 4  # examples in a result
+
+log = get_logger(__name__)
 
 
 class EvalPlaces:
@@ -104,7 +125,7 @@ class Share:
             self.admit()
 
     def admit(self) -> None:
-        """Begin what has a place now."""
+        """Start what has a place now."""
         while self._waiting:
             sequences, turn = self._waiting[0]
             if not turn.cancelled():
@@ -115,33 +136,69 @@ class Share:
             self._waiting.popleft()
 
 
-T = TypeVar("T")
+class _Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """``result`` was measured with version 0 of ``adapter``."""
 
-CHUNK = 32  # prompts of one request
-SCORED_AT_ONCE = 8  # answers; rollouts wait for the same scorers, and have their turn in between
-MAX_TRIES = 5
-BACK_OFF_S = 0.2
-USER_TRIES = 2
-USER_FAULTS = (
-    FaultKind.AGENT,
-    FaultKind.ENVIRONMENT,
-    FaultKind.WORKFLOW,
-    FaultKind.TIMEOUT,
-    FaultKind.REJECTED,
-    FaultKind.SCORER,
-)
-"""What a workflow does wrong with one problem: its answers stay unscored, after ``USER_TRIES``."""
+    adapter: str
+    result: EvalSetResult
 
-log = get_logger(__name__)
+
+class BaseEvals:
+    """The results of a run by key, in memory and in ``folder``, if there is one."""
+
+    def __init__(self, folder: RunFolder | None = None) -> None:
+        self._folder = folder
+        self._kept: dict[str, _Kept] = {}
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def once(self, key: str, ref: AdapterRef, measure: Callable[[], Awaitable[EvalSetResult]]) -> EvalSetResult:
+        """The result of ``key``: what ``measure`` returns for ``ref``, or the result of another adapter.
+
+        Callers of one key wait for each other. A result with an error, or a ``measure`` that is cancelled, is not kept:
+        the next caller measures again. A result of another adapter names it, and has taken no time.
+        """
+        async with self._turns[key]:
+            kept = self._kept.get(key) or self._read(key)
+            if kept is None:
+                result = await measure()
+                if not result.error:
+                    self._keep(key, _Kept(adapter=ref.name, result=result))
+                return result
+        self._kept[key] = kept
+        if kept.adapter == ref.name:
+            return kept.result
+        return msgspec.structs.replace(kept.result, measured_with=kept.adapter, wall_s=0.0)
+
+    def _keep(self, key: str, kept: _Kept) -> None:
+        self._kept[key] = kept
+        if self._folder is None:
+            return
+        path = self._folder.base_evals / f"{key}.json"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_file(path, msgspec.json.encode(kept))
+        except OSError as error:
+            log.warning("%s: %s; after a restart the base is evaluated again", path, error.strerror)
+
+    def _read(self, key: str) -> _Kept | None:
+        if self._folder is None:
+            return None
+        path = self._folder.base_evals / f"{key}.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=_Kept)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("%s cannot be read, so the base is evaluated again: %s", path, error)
+            return None
 
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """Asks and scores for one adapter; its requests take ``places``, which the evaluations of all adapters share.
+    """Samples and scores for one adapter; its requests take ``places``, which the evaluations of all adapters share.
 
     ``workflows`` are by the name of a set; those of single greedy answers need none. ``seed`` is the run's: a problem
-    is asked with the same seed at every version. ``base_keys`` are by the name of a set those of version 0, where it
-    equals the base; ``base`` has the results.
+    is sampled with the same seed at every version. ``base`` has the results of versions 0 that equal the base.
     """
 
     client: CompletionClient
@@ -151,24 +208,21 @@ class Evaluator:
     workflows: dict[str, Workflow]
     places: EvalPlaces
     seed: int = 0
-    base_keys: Mapping[str, str] = field(default_factory=dict)
     base: BaseEvals = field(default_factory=BaseEvals)
 
     async def run(self, ref: AdapterRef, tag: str) -> EvalResult:
         """Never raises for faults of servers, scorers or workflows: ``error`` of a set's result states the reason."""
         start = time.monotonic()
-        sets = [await self._once_if_base(chosen, ref) for chosen in self.sets]
+        sets = []
+        for chosen in self.sets:
+            if ref.version == 0 and chosen.base_key is not None:
+                found = await self.base.once(chosen.base_key, ref, partial(self._set, chosen, ref))
+                sets.append(msgspec.structs.replace(found, name=chosen.name))
+            else:
+                sets.append(await self._set(chosen, ref))
         return EvalResult(
             adapter=ref.name, version=ref.version, tag=tag, sets=tuple(sets), wall_s=time.monotonic() - start
         )
-
-    async def _once_if_base(self, chosen: EvalSet, ref: AdapterRef) -> EvalSetResult:
-        """The result on one set; of a version 0 that equals the base, the one that all such versions have."""
-        key = self.base_keys.get(chosen.name) if ref.version == 0 else None
-        if key is None:
-            return await self._set(chosen, ref)
-        found = await self.base.once(key, ref, partial(self._set, chosen, ref))
-        return msgspec.structs.replace(found, name=chosen.name)
 
     async def _set(self, chosen: EvalSet, ref: AdapterRef) -> EvalSetResult:
         start = time.monotonic()
@@ -177,12 +231,12 @@ class Evaluator:
                 answers = await self._in_chunks(chosen, ref)
             else:
                 answers = await self._one_by_one(chosen, ref)
-        except ExceptionGroup as group:  # fault boundary: a user's workflow or reward; other adapters train on
-            error = _first(group)
-            if isinstance(error, ArealLoraError):
-                return failed(chosen, str(error), time.monotonic() - start)
-            log.error("evaluation of %s on %s", ref, chosen.name, exc_info=error)
-            return failed(chosen, f"{type(error).__name__}: {error}", time.monotonic() - start)
+        except Exception as error:  # fault boundary: a user's workflow or reward; other adapters train on
+            known = isinstance(error, ArealLoraError)
+            if not known:
+                log.exception("evaluation of %s on %s", ref, chosen.name)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            return failed(chosen, reason, time.monotonic() - start)
         # In a thread: the bootstrap of a large set takes a second.
         return await asyncio.to_thread(
             result_of, chosen, ref, answers, self.reward_kind, wall_s=time.monotonic() - start
@@ -190,17 +244,17 @@ class Evaluator:
 
     # ------------------------------------------------------------ single greedy answers
 
-    async def _in_chunks(self, chosen: EvalSet, ref: AdapterRef) -> list[list[ScoredAnswer]]:
+    async def _in_chunks(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Answer]]:
         starts = range(0, len(chosen.held_out.samples), CHUNK)
         with self.places.share() as share:
-            chunks = await _all(self._chunk(chosen, ref, slice(at, at + CHUNK), share) for at in starts)
+            chunks = await all_samples(self._chunk(chosen, ref, slice(at, at + CHUNK), share) for at in starts)
         return [[given] for chunk in chunks for given in chunk]
 
-    async def _chunk(self, chosen: EvalSet, ref: AdapterRef, part: slice, share: Share) -> list[ScoredAnswer]:
+    async def _chunk(self, chosen: EvalSet, ref: AdapterRef, part: slice, share: Share) -> list[Answer]:
         sampling, prefill = chosen.sampling, chosen.formatter.prefill
         prompts = chosen.held_out.token_ids[part]
 
-        async def measure() -> list[GreedyAnswer]:
+        async def measure() -> list[SampledChoice]:
             async with share.take(len(prompts)):
                 return await self.client.greedy(
                     ref,
@@ -210,40 +264,36 @@ class Evaluator:
                     stop=sampling.stop or None,
                 )
 
-        answers = await _patiently(measure)
+        answers = [(a.text, len(a.token_ids or ()), a.finish_reason or "") for a in await _patiently(measure)]
         items = [
-            ScoreItem.of(s, a.text, n_tokens=a.n_tokens, finish_reason=a.finish_reason, prefill=prefill)
-            for s, a in zip(chosen.held_out.samples[part], answers, strict=True)
+            ScoreItem.of(sample, text, n_tokens=n_tokens, finish_reason=how, prefill=prefill)
+            for sample, (text, n_tokens, how) in zip(chosen.held_out.samples[part], answers, strict=True)
         ]
         scores: list[Score] = []
         for at in range(0, len(items), SCORED_AT_ONCE):
             scores += await self.scorer.score(items[at : at + SCORED_AT_ONCE])
+        threshold = chosen.config.correct_threshold
         return [
-            ScoredAnswer(
-                text=a.text,
-                score=judged(score, chosen.config.correct_threshold),
-                n_tokens=a.n_tokens,
-                finish_reason=a.finish_reason,
-            )
-            for a, score in zip(answers, scores, strict=True)
+            Answer(text=text, score=judged(score, threshold), n_tokens=n_tokens, finish_reason=how)
+            for (text, n_tokens, how), score in zip(answers, scores, strict=True)
         ]
 
     # ------------------------------------------------------------ workflows
 
-    async def _one_by_one(self, chosen: EvalSet, ref: AdapterRef) -> list[list[ScoredAnswer]]:
+    async def _one_by_one(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Answer]]:
         held_out = zip(chosen.held_out.samples, chosen.held_out.token_ids, strict=True)
         prompts = [
             Prompt(uid=s.uid, position=i, sample=s, text=chosen.formatter.text(s), token_ids=ids)
             for i, (s, ids) in enumerate(held_out)
         ]
         with self.places.share() as share:
-            return await _all(self._problem(chosen, ref, prompt, share) for prompt in prompts)
+            return await all_samples(self._problem(chosen, ref, prompt, share) for prompt in prompts)
 
-    async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, share: Share) -> list[ScoredAnswer]:
+    async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, share: Share) -> list[Answer]:
         workflow = self.workflows[chosen.name]
-        seed = problem_seed(self.seed, chosen.name, prompt.uid)
+        seed = derived_seed(self.seed, chosen.name, prompt.uid)
 
-        async def measure() -> list[ScoredAnswer]:
+        async def measure() -> list[Answer]:
             async with share.take(chosen.config.n_samples):
                 return given_answers(chosen, prompt, ref, await workflow.run(prompt, ref, seed))
 
@@ -253,12 +303,7 @@ class Evaluator:
             if fault.kind not in USER_FAULTS:
                 raise
             unscored = Score(reward=float("nan"), outcome=fault.outcome, detail=str(fault))
-            return [ScoredAnswer(text="", score=unscored)] * chosen.config.n_samples
-
-
-def problem_seed(run_seed: int, name: str, uid: str) -> int:
-    """31-bit seed of the answers to one problem of a set."""
-    return int.from_bytes(blake2b(f"{run_seed}:{name}:{uid}".encode(), digest_size=4).digest(), "little") >> 1
+            return [Answer(text="", score=unscored)] * chosen.config.n_samples
 
 
 async def _patiently(measure: Callable[[], Awaitable[T]]) -> T:
@@ -277,12 +322,94 @@ async def _patiently(measure: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(BACK_OFF_S * 2**failures)
 
 
-async def _all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(run) for run in runs]
-    return [task.result() for task in running]
+def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Episode) -> list[Answer]:
+    """One answer per sample of the episode; the trajectories of a sample have its one score.
+
+    Raises GenerationFault if another version than ``ref`` has sampled a token.
+    """
+    samples: dict[int, list[tuple[Trajectory, str]]] = defaultdict(list)
+    for trajectory, text in zip(episode.group.trajectories, episode.texts, strict=True):
+        samples[trajectory.sample].append((trajectory, text))
+        if others := {version for version in trajectory.versions if version >= 0} - {ref.version}:
+            detail = f"{prompt.uid}: requested {ref}, sampled by {sorted(others)} (fix: sample with context.answer)"
+            raise GenerationFault(FaultKind.PROTOCOL, detail)
+    answers = []
+    for _, rows in sorted(samples.items()):
+        last, text = rows[-1]
+        if isinstance(chosen.workflow, MultiTurnWorkflowConfig):
+            text = _last_turn(chosen, chosen.workflow, last)
+        score = Score(reward=last.reward, outcome=last.outcome, detail=last.detail, correct=last.correct)
+        answers.append(
+            Answer(
+                text=text,
+                score=judged(score, chosen.config.correct_threshold),
+                n_tokens=sum(sum(trajectory.loss_mask) for trajectory, _ in rows),
+                finish_reason=last.finish_reason,
+            )
+        )
+    return answers
 
 
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    first = group.exceptions[0]
-    return _first(first) if isinstance(first, ExceptionGroup) else first
+def judged(score: Score, threshold: float | None) -> Score:
+    """``score``, correct if it reaches ``threshold`` where nothing else decides what is correct."""
+    if score.outcome is not Outcome.OK or score.correct is not None or threshold is None:
+        return score
+    return replace(score, correct=score.reward >= threshold)
+
+
+def _last_turn(chosen: EvalSet, workflow: MultiTurnWorkflowConfig, trajectory: Trajectory) -> str:
+    """Text of the model's last turn, without the text that stopped it."""
+    runs = groupby(zip(trajectory.loss_mask, trajectory.token_ids, strict=True), key=lambda each: each[0])
+    *_, ids = ([token for _, token in run] for sampled, run in runs if sampled)
+    text = chosen.formatter.tokenizer.decode(ids, skip_special_tokens=True)
+    for stop in (*chosen.sampling.stop, *workflow.stop):
+        text = text.partition(stop)[0]
+    return text
+
+
+def result_of(
+    chosen: EvalSet, ref: AdapterRef, answers: Sequence[Sequence[Answer]], reward_kind: str, wall_s: float
+) -> EvalSetResult:
+    """Summarize the ``answers`` to each problem of the set."""
+    scores = [answer.score for problem in answers for answer in problem]
+    figures = tally(scores)
+    if figures.reward_mean is None:
+        return failed(chosen, f"no answer could be scored: {scores[0].detail}", wall_s)
+    scored = figures.n - figures.unscored
+    if 0 < figures.ungraded < scored:
+        log.warning(
+            "evaluation %s of %s has no accuracy: the reward does not grade %d of %d answers (fix: return "
+            "'correct' for every answer, or set reward.correct_threshold)",
+            chosen.name,
+            ref,
+            figures.ungraded,
+            scored,
+        )
+    first = list(zip(chosen.held_out.samples, answers, strict=True))[:N_SAMPLES]
+    return EvalSetResult(
+        name=chosen.name,
+        accuracy=figures.accuracy,
+        reward_mean=figures.reward_mean,
+        n=len(answers),
+        n_samples=chosen.config.n_samples,
+        temperature=chosen.config.temperature,
+        unscored=figures.unscored,
+        left_out=len(chosen.held_out.left_out),
+        left_out_first=chosen.held_out.left_out[:N_NAMED],
+        wall_s=wall_s,
+        samples=tuple(
+            EvalSample(
+                prompt=sample.prompt,
+                completion=problem[0].text,
+                answer=sample.gold,
+                reward=None if math.isnan(problem[0].score.reward) else problem[0].score.reward,
+                correct=problem[0].score.correct,
+            )
+            for sample, problem in first
+        ),
+        **msgspec.structs.asdict(estimate(answers, reward_kind, ruled=figures.accuracy is not None)),
+    )
+
+
+def failed(chosen: EvalSet, error: str, wall_s: float) -> EvalSetResult:
+    return EvalSetResult(name=chosen.name, accuracy=None, reward_mean=None, n=0, wall_s=wall_s, error=error)

@@ -12,6 +12,8 @@ The feed decides. `GroupPool` carries out, in memory and in the ledger.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 
 from areal_lora.data.prompts import PromptStream
@@ -20,19 +22,19 @@ from areal_lora.obs.metrics.records import faults_text
 from areal_lora.processes.startup import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel.channel_messages import Stats
-from areal_lora.rollout.controller import retries
-from areal_lora.rollout.controller.groups import Lease, ScoredGroup, Ticket
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
+from areal_lora.rollout.controller import groups
+from areal_lora.rollout.controller.groups import FailureStreak, Lease, ScoredGroup, Ticket
 from areal_lora.rollout.controller.pacing import Freshness, Pacer, Pacing, StalenessBudget
 from areal_lora.rollout.controller.pool import GroupPool
-from areal_lora.rollout.controller.retries import FailureStreak, RequestFailure
-from areal_lora.rollout.ledger import reconcile
 from areal_lora.rollout.ledger.file import GroupState
-from areal_lora.rollout.ledger.ledger import Ledger, decode_snapshot, take_snapshot
+from areal_lora.rollout.ledger.ledger import ROLLED_BACK, Ledger, apply, decode_snapshot, plan_for, take_snapshot
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef
 
 NO_VERSION = -1
 NO_VARIANCE = "no_variance"
+REISSUED = (Freshness.STALE, Freshness.FROM_THE_FUTURE, ROLLED_BACK)
 
 log = get_logger(__name__)
 
@@ -87,24 +89,20 @@ class AdapterFeed:
             for row in self._ledger.table.rows(GroupState.RUNNING):  # requests of a previous process
                 self._ledger.requeue(row.seq, row.failed, row.resampled)
         if not known:
-            self._reconcile(version, snapshot)
+            decoded = decode_snapshot(snapshot, self.name)
+            plan = plan_for(self._ledger, version, decoded)
+            level = logging.WARNING if plan.rebuild else logging.INFO
+            log.log(level, "ledger of %s at version %d: %s", self.name, version, plan)
+            if plan.rebuild:
+                for ticket in list(self.groups.running.values()):
+                    self.groups.expire(ticket)
+                self.groups.birth += 1
+            apply(self._ledger, plan, decoded)
             self._ledger.head.trainer = trainer
         if not (known and was_loaded):
             self.groups.load()
         self._drop_stale()
         self.groups.check_and_flush()
-
-    def _reconcile(self, version: int, snapshot: bytes) -> None:
-        decoded = decode_snapshot(snapshot, self.name)
-        plan = reconcile.plan_for(self._ledger, version, decoded)
-        if plan.rebuild:
-            log.warning("ledger of %s: %s", self.name, plan)
-            for ticket in list(self.groups.running.values()):
-                self.groups.expire(ticket)
-            self.groups.birth += 1
-        else:
-            log.info("ledger of %s at version %d: %s", self.name, version, plan)
-        reconcile.apply(self._ledger, plan, decoded)
 
     def announce(self, version: int) -> None:
         """``version`` is active on the servers. Raises RolloutError if it is older than the newest announced."""
@@ -113,7 +111,7 @@ class AdapterFeed:
         if not self.groups.loaded or version > self._ledger.head.next_version:
             raise RolloutError(f"{self.name}@v{version} announced before step {version - 1} was handed over")
         if self.newest == NO_VERSION and not self.groups.running:
-            self.groups.idle.begin()
+            self.groups.idle_since_s = self._clock()
         self.newest = version
 
     def end(self) -> None:
@@ -150,11 +148,6 @@ class AdapterFeed:
         self._ledger.run(ticket.seq, self.newest, ticket.deadline)
         return AdapterRef(name=self.name, version=self.newest)
 
-    def served_by(self, ticket: Ticket, server: str) -> None:
-        """Record which server has the request."""
-        if self.groups.running.get(ticket.seq) is ticket:
-            self._ledger.table.update(ticket.seq, server=server)
-
     def finish(self, ticket: Ticket, episode: Episode) -> bool:
         """Accept a group whose trajectories are all ``ok``; it is ready unless it came too late.
 
@@ -165,7 +158,7 @@ class AdapterFeed:
             counters.late += 1
             return False
         tokens = sum(sum(t.loss_mask) for t in episode.group.trajectories)
-        self.groups.answer(live, tokens)
+        self.groups.stop(live, tokens)
         if live is not ticket or live.version is None:
             self.groups.on_expire(live)  # the answer belongs to an abandoned try: the next try is not needed
         self.failures.answered()
@@ -178,7 +171,7 @@ class AdapterFeed:
         next_version = self._ledger.head.next_version
         freshness = self.budget.freshness(oldest=finished.oldest, consume_version=next_version)
         if finished.newest > next_version:
-            self.groups.reissue(live, reconcile.ROLLED_BACK)
+            self.groups.reissue(live, ROLLED_BACK)
         elif freshness is not Freshness.FRESH:
             self.groups.reissue(live, freshness)
         elif self._drop_uniform and finished.uniform:
@@ -191,33 +184,33 @@ class AdapterFeed:
         reached("controller.group_done")
         return True
 
-    def retry(self, ticket: Ticket, failure: RequestFailure) -> float | None:
+    def retry(self, ticket: Ticket, failure: GenerationFault) -> float | None:
         """Seconds to wait before the next :meth:`begin`, or None: the group is dropped, or was abandoned before.
 
-        See `retries` for the policy. Raises RolloutError when two steps' worth of groups in a row were dropped.
+        See `groups` for the policy. Raises RolloutError when two steps' worth of groups in a row were dropped.
         """
         counters = self._ledger.head.counters
         if self.groups.running.get(ticket.seq) is not ticket or ticket.version is None:
             counters.late += 1
             return None
         unserved_s = self.failures.failed(failure, self._clock())
-        decision = retries.decide(failure, failed=ticket.failed, unserved_s=unserved_s)
+        decision = groups.decide(failure, failed=ticket.failed, unserved_s=unserved_s)
         ticket.failed = decision.failed
         ticket.resampled += failure.resample
         if decision.wait_s is None:
             self.groups.stop(ticket)
             self._ledger.drop(ticket.seq, failure.kind)
-            self.failures.lost(self.name, self.budget.prompts_per_step)
+            self.failures.lost(failure, self.name, self.budget.prompts_per_step)
             return None
         self._ledger.requeue(ticket.seq, ticket.failed, ticket.resampled)
         ticket.version = None
-        retries.count(counters.retried, failure.kind)
+        counters.retried[failure.kind] = counters.retried.get(failure.kind, 0) + 1
         return decision.wait_s
 
     def expire_overdue(self) -> None:
         """Abandon requests that run beyond their lease; their groups are retried, as after a failure."""
         now = self._clock()
-        overdue = RequestFailure("lease_expired", f"no answer within {self._lease_s:.0f} s")
+        overdue = GenerationFault(FaultKind.LEASE, f"no answer within {self._lease_s:.0f} s")
         for ticket in [t for t in self.groups.running.values() if t.version is not None and now > t.deadline]:
             self.groups.on_expire(ticket)
             if self.retry(ticket, overdue) is not None:
@@ -237,25 +230,24 @@ class AdapterFeed:
         if chosen:
             check_fresh(chosen, version, self.budget)
         elif (step, version) != (next_version, next_version):
-            raise RolloutError(f"{self.name}: step {step} at v{version} asked, but step {next_version} is next")
+            raise RolloutError(f"{self.name}: step {step} at v{version} requested, but step {next_version} is next")
         else:
             self.pacer.requested((finished.ready_s for finished in groups.ready.values()), live=groups.live)
             if len(groups.ready) < self.budget.prompts_per_step:
                 return None
-            chosen = groups.oldest_ready(self.budget.prompts_per_step)
+            by_age = sorted(groups.ready, key=lambda seq: (groups.ready[seq].oldest, seq))
+            chosen = [groups.ready[seq] for seq in sorted(by_age[: self.budget.prompts_per_step])]
             check_fresh(chosen, version, self.budget)
-            self._hand_over(chosen, step)
+            groups.lease(chosen, step)
+            staleness = Counter(step - finished.oldest for finished in chosen)
+            counters = self._ledger.head.counters
+            counters.staleness = dict(Counter(counters.staleness) + staleness)
+            self._ledger.head.next_version = step + 1
+            self._drop_stale()
+            groups.check_and_flush()
+            reached("controller.leased")
             self.pacer.taken()
         return Lease(step=step, finished=tuple(chosen), snapshot=take_snapshot(self._ledger, step + 1))
-
-    def _hand_over(self, chosen: list[ScoredGroup], step: int) -> None:
-        self.groups.lease(chosen, step)
-        for finished in chosen:
-            retries.count(self._ledger.head.counters.staleness, step - finished.oldest)
-        self._ledger.head.next_version = step + 1
-        self._drop_stale()
-        self.groups.check_and_flush()
-        reached("controller.leased")
 
     def commit(self, step: int) -> None:
         """``step`` and all steps before it are in a durable checkpoint. Idempotent."""
@@ -292,7 +284,33 @@ class AdapterFeed:
         return faults_text(ledger.head.counters.retried, ledger.drop_reasons, self.failures.details)
 
     def stats(self) -> Stats:
-        return retries.stats_of(self.groups, self.newest, self.pacer.status, self.failures.details)
+        """Counts of the ledger and of the groups held now."""
+        ledger, groups, pacing = self._ledger, self.groups, self.pacer
+        counts, dropped, counters = ledger.counts, dict(ledger.drop_reasons), ledger.head.counters
+        idle_s = 0.0 if groups.idle_since_s is None else self._clock() - groups.idle_since_s
+        return Stats(
+            newest_version=self.newest,
+            waiting=len(groups.waiting),
+            ready=len(groups.ready),
+            running=len(groups.running),
+            leased=counts[GroupState.LEASED],
+            leased_steps=len(groups.leases),
+            issued=ledger.head.issued,
+            consumed=counts[GroupState.CONSUMED],
+            dropped=dropped,
+            reissued=sum(dropped.get(reason, 0) for reason in REISSUED),
+            rolled_back=dropped.get(ROLLED_BACK, 0),
+            retried=dict(counters.retried),
+            late=counters.late,
+            staleness=dict(counters.staleness),
+            tokens_generated=counters.tokens,
+            idle_s=counters.idle_s + idle_s,
+            generation_s=counters.generation_s,
+            ahead=pacing.ahead,
+            margin_s=pacing.margin_s,
+            spare_s=pacing.spare_s,
+            faults=dict(self.failures.details),
+        )
 
 
 def check_fresh(chosen: list[ScoredGroup], version: int, budget: StalenessBudget) -> None:

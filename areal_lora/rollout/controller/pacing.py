@@ -1,6 +1,6 @@
 """Pacing: how many groups are issued ahead of the version that they could have been sampled with.
 
-The version of a group is fixed when its request begins, and the trainer takes the next batch before the version
+The version of a group is fixed when its request starts, and the trainer takes the next batch before the version
 it has just made is on the servers. So a group for step ``k + 1`` is at its freshest, one version behind, from the
 moment version ``k`` is announced: beginning it later in that step gains nothing, beginning it earlier costs a
 version. A batch is therefore issued at the announcement, as far as it can be whole in time, and only the shortfall
@@ -8,7 +8,7 @@ is issued before it::
 
     consumed + ready + running <= (V + 2) * B + ahead
 
-``ahead`` is measured. When the trainer asks for a batch, each group that is not ready is one that should have been
+``ahead`` is measured. When the trainer requests a batch, each group that is not ready is one that should have been
 issued before. It is the most that any of the last ``WINDOW`` requests fell short of: a base stock in the sense of
 inventory theory, where the demand is B groups a step and the stock covers what is late. The count contains
 everything that makes groups late: sampling, queueing, scoring, retries, dropped groups, slow publishes, other
@@ -18,7 +18,7 @@ A batch that is whole only just in time may be late at the next step. Groups cou
 ``margin_s`` before the request. The margin grows with every wait of the trainer and shrinks slowly without one.
 
 A trainer that waits at every step raises ``ahead`` to its bound ``(max_staleness - 1) * B``, where the inequality is
-that of `StalenessBudget`. This is also where it begins. With ``max_staleness`` 0 or 1 there is nothing to pace.
+that of `StalenessBudget`. This is also where it starts. With ``max_staleness`` 0 or 1 there is nothing to pace.
 
 The staleness budget: how many groups may be in progress, and which may still be trained on.
 
@@ -102,38 +102,28 @@ NEGLIGIBLE = 0.005
 """A wait of this part of a step is none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PacingStatus:
-    """What pacing does and why. ``ahead`` groups may be issued before the version that would make them fresher.
-
-    A group counts as in time if it is ready ``margin_s`` before it is needed. ``spare_s`` is how long the last batch
-    was whole before the trainer asked for it; negative: the trainer waited; None: not measured yet.
-    """
-
-    ahead: int
-    margin_s: float
-    spare_s: float | None
-
-
 class Pacer:
     """One adapter's pacing; pure, with a clock that is passed in.
 
-    The feed reports each request of the trainer (`requested`) and each batch that it hands over (`taken`).
+    The feed reports each request of the trainer (`requested`) and each batch that it hands over (`taken`). ``ahead``
+    groups may be issued before the version that would make them fresher. A group counts as in time if it is ready
+    ``margin_s`` before it is needed. ``spare_s`` is how long the last batch was whole before the trainer requested it;
+    negative: the trainer waited; None: not measured yet.
     """
 
     def __init__(self, pacing: Pacing, budget: StalenessBudget, clock: Callable[[], float]) -> None:
         self._pacing, self._budget, self._clock = pacing, budget, clock
         self._most = (budget.max_staleness - 1) * budget.prompts_per_step
         self._shortfalls: deque[int] = deque(maxlen=WINDOW)
-        self._margin_s = 0.0
-        self._spare_s: float | None = None
+        self.margin_s = 0.0
+        self.spare_s: float | None = None
         self._taken_s: float | None = None  # when the last batch was handed over
-        self._asked_s: float | None = None  # when the trainer asked for the next one
+        self._requested_s: float | None = None  # when the trainer requested the next one
         self._step_s: float | None = None  # the trainer's own time for a step
 
     @property
-    def status(self) -> PacingStatus:
-        return PacingStatus(ahead=max(0, self._ahead), margin_s=self._margin_s, spare_s=self._spare_s)
+    def ahead(self) -> int:
+        return max(0, self._ahead)
 
     @property
     def _ahead(self) -> int:
@@ -146,48 +136,46 @@ class Pacer:
         """Return the number of groups that may be issued now; see :meth:`StalenessBudget.capacity`, the bound."""
         step = self._budget.prompts_per_step
         wanted = (newest + 2 - next_version) * step + self._ahead
-        if self._asked_s is not None:  # nothing is gained by holding back groups that the trainer waits for
+        if self._requested_s is not None:  # nothing is gained by holding back groups that the trainer waits for
             wanted = max(wanted, step + self._ahead)
         bound = self._budget.capacity(newest=newest, next_version=next_version, live=live)
         return max(0, min(bound, wanted - live))
 
     def requested(self, ready_s: Iterable[float], *, live: int) -> None:
-        """The trainer asks for the next batch; repeated calls before `taken` change nothing.
+        """The trainer requests the next batch; repeated calls before `taken` change nothing.
 
         ``ready_s`` are the times at which the groups that are ready became so, ``live`` counts these and the
         running ones.
         """
-        if self._asked_s is not None:
+        if self._requested_s is not None:
             return
         now, step = self._clock(), self._budget.prompts_per_step
-        self._asked_s = now
+        self._requested_s = now
         ready = sorted(ready_s)
-        self._spare_s = now - ready[step - 1] if len(ready) >= step else None
+        self.spare_s = now - ready[step - 1] if len(ready) >= step else None
         if self._taken_s is None:
             return  # the first request of a session: the groups did not have a step's time
         self._step_s = now - self._taken_s
-        in_time = bisect_right(ready, now - self._margin_s)
+        in_time = bisect_right(ready, now - self.margin_s)
         shortfall = max(step + self._ahead, live) - in_time
         self._shortfalls.append(max(min(shortfall, self._most), min(0, self._most)))
 
     def taken(self) -> None:
         """The batch is handed over."""
         now = self._clock()
-        if self._asked_s is not None:
-            if self._spare_s is None:
-                self._spare_s = self._asked_s - now
-            if self._step_s is not None:
-                self._adapt_margin(now - self._asked_s, self._step_s)
-        self._taken_s, self._asked_s = now, None
-
-    def _adapt_margin(self, waited_s: float, step_s: float) -> None:
-        late = waited_s > NEGLIGIBLE * step_s
-        margin_s = self._margin_s + waited_s if late else self._margin_s * DECAY
-        self._margin_s = min(max(margin_s, SMALLEST * step_s), LARGEST * step_s)
+        if self._requested_s is not None:
+            if self.spare_s is None:
+                self.spare_s = self._requested_s - now
+            if (step_s := self._step_s) is not None:
+                waited_s = now - self._requested_s
+                late = waited_s > NEGLIGIBLE * step_s
+                margin_s = self.margin_s + waited_s if late else self.margin_s * DECAY
+                self.margin_s = min(max(margin_s, SMALLEST * step_s), LARGEST * step_s)
+        self._taken_s, self._requested_s = now, None
 
     def new_session(self) -> None:
-        """Forget the times of a trainer that has gone; what was measured stays."""
-        self._taken_s = self._asked_s = self._step_s = None
+        """Forget the times of an earlier trainer; what was measured stays."""
+        self._taken_s = self._requested_s = self._step_s = None
 
 
 RECENT = 16
@@ -204,22 +192,19 @@ class Claim:
 
 
 class Starts(Protocol):
-    """An adapter that may have a group to start."""
+    """An adapter that may have a group to start; ``running`` are in flight, ``tally`` has those that are not any more.
+
+    It is ``idle`` if it wants no group at all, as one that is paused: not one that may not yet start a group.
+    """
 
     @property
-    def running(self) -> int:
-        """Groups in flight."""
-        ...
+    def running(self) -> int: ...
 
     @property
-    def tally(self) -> GroupTally:
-        """What has become of its groups that are not in flight any more."""
-        ...
+    def tally(self) -> GroupTally: ...
 
     @property
-    def idle(self) -> bool:
-        """Whether it wants no group at all, as one that is paused. One that may not yet start a group is not idle."""
-        ...
+    def idle(self) -> bool: ...
 
     def start_one(self) -> bool:
         """Start a group; False where pacing or the staleness budget allow none."""
@@ -254,7 +239,9 @@ class Admission(FairQueue):
         """Start groups until no adapter has one, or no place remains."""
         self._settle()
         candidates, waiting = list(self._accounts), list[str]()
-        while candidates and self._in_flight() < self.sequences:
+        while (
+            candidates and sum(a.claim.sequences * a.adapter.running for a in self._accounts.values()) < self.sequences
+        ):
             first = min(candidates, key=self.time)
             start = self.time(first)
             if self._accounts[first].adapter.start_one():
@@ -270,9 +257,6 @@ class Admission(FairQueue):
         length = sum(known) / len(known) if known else 1.0
         for name, account in self._accounts.items():
             self.charge(name, account.settle(length))
-
-    def _in_flight(self) -> int:
-        return sum(account.claim.sequences * account.adapter.running for account in self._accounts.values())
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 
 import msgspec
 
@@ -24,26 +25,6 @@ from areal_lora.rollout.workflow import Episode
 MAX_STALE = 4  # issues of one prompt that may come too late
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Episode).decode
-
-
-class IdleTime:
-    """The time since the last request ended."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._since: float | None = None
-
-    def begin(self) -> None:
-        self._since = self._clock()
-
-    def end(self) -> float:
-        """End an idle time and return its length; 0 if there was none."""
-        elapsed_s, self._since = self.so_far_s, None
-        return elapsed_s
-
-    @property
-    def so_far_s(self) -> float:
-        return 0.0 if self._since is None else self._clock() - self._since
 
 
 class GroupPool:
@@ -62,9 +43,9 @@ class GroupPool:
         self.running: dict[int, Ticket] = {}
         self.ready: dict[int, ScoredGroup] = {}
         self.leases: dict[int, list[int]] = {}
-        self.idle = IdleTime(clock)
+        self.idle_since_s: float | None = None  # nothing in flight
         self.tally = GroupTally()
-        self.on_expire, self._prompts = on_expire, prompts
+        self.on_expire, self._prompts, self._clock = on_expire, prompts, clock
 
     # ------------------------------------------------------------ loading
 
@@ -111,34 +92,31 @@ class GroupPool:
         Prompts whose last issue came too late are among them only if ``also_stale``.
         """
         chosen = next((i for i, ticket in enumerate(self.waiting) if also_stale or not ticket.stale), None)
-        ticket = self._issue_next() if chosen is None else self.waiting.pop(chosen)
-        self.ledger.head.counters.idle_s += self.idle.end()
-        self.running[ticket.seq] = ticket
-        return ticket
-
-    def _issue_next(self) -> Ticket:
-        head = self.ledger.head
-        while True:
+        head, ticket = self.ledger.head, None if chosen is None else self.waiting.pop(chosen)
+        while ticket is None:
             prompt = self._prompts.at(head.next_position)
             head.next_position += 1
             seq = self.ledger.issue(prompt.position, 1)
-            refusal = self._prompts.refusal(prompt)
-            if refusal is None:
-                reached("controller.issued")
-                return Ticket(seq=seq, prompt=prompt, issue=1, birth=self.birth)
-            self.ledger.drop(seq, refusal)
+            if (refusal := self._prompts.refusal(prompt)) is not None:
+                self.ledger.drop(seq, refusal)
+                continue
+            reached("controller.issued")
+            ticket = Ticket(seq=seq, prompt=prompt, issue=1, birth=self.birth)
+        if self.idle_since_s is not None:
+            head.counters.idle_s += self._clock() - self.idle_since_s
+            self.idle_since_s = None
+        self.running[ticket.seq] = ticket
+        return ticket
 
-    def stop(self, ticket: Ticket) -> None:
-        """``ticket`` runs no longer; the caller moves its row."""
+    def stop(self, ticket: Ticket, tokens: int | None = None) -> None:
+        """``ticket`` runs no longer; the caller moves its row. If it was answered there are ``tokens`` to train on."""
         del self.running[ticket.seq]
-        self.tally = replace(self.tally, ended=self.tally.ended + 1)
+        before, answered = self.tally, tokens is not None
+        self.tally = GroupTally(
+            ended=before.ended + 1, answered=before.answered + answered, tokens=before.tokens + (tokens or 0)
+        )
         if not self.running:
-            self.idle.begin()
-
-    def answer(self, ticket: Ticket, tokens: int) -> None:
-        """Stop ``ticket``, whose answers have ``tokens`` to train on."""
-        self.stop(ticket)
-        self.tally = replace(self.tally, answered=self.tally.answered + 1, tokens=self.tally.tokens + tokens)
+            self.idle_since_s = self._clock()
 
     def expire(self, ticket: Ticket) -> None:
         """Stop ``ticket`` and abandon its request."""
@@ -148,7 +126,7 @@ class GroupPool:
     def wait_again(self, ticket: Ticket) -> None:
         """Put a running issue back among the waiting ones, as a new ticket: late reports of the old one are ignored."""
         self.stop(ticket)
-        bisect.insort(self.waiting, replace(ticket), key=_seq)
+        bisect.insort(self.waiting, replace(ticket), key=attrgetter("seq"))
 
     def reissue(self, ticket: Ticket, reason: str) -> None:
         """Drop an issue and issue its prompt again, unless ``MAX_STALE`` issues came too late.
@@ -170,11 +148,6 @@ class GroupPool:
     def live(self) -> int:
         """The number of groups held for the next step and later ones."""
         return len(self.running) + len(self.ready)
-
-    def oldest_ready(self, n: int) -> list[ScoredGroup]:
-        """The ``n`` ready groups of the oldest versions, oldest issue first."""
-        by_age = sorted(self.ready, key=lambda seq: (self.ready[seq].oldest, seq))
-        return [self.ready[seq] for seq in sorted(by_age[:n])]
 
     def finish(self, finished: ScoredGroup) -> None:
         seq = finished.ticket.seq
@@ -206,7 +179,3 @@ class GroupPool:
         leased = sum(len(seqs) for seqs in self.leases.values())
         self.ledger.check(len(self.waiting) + len(self.running) + len(self.ready) + leased)
         self.ledger.flush()
-
-
-def _seq(ticket: Ticket) -> int:
-    return ticket.seq

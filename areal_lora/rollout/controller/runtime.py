@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from hashlib import blake2b
 
-from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ArealLoraError, EnvironmentError_, ExitCode
 from areal_lora.processes.startup import get_logger
 from areal_lora.rollout.channel import channel_messages as m
-from areal_lora.rollout.completion_client import GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import NO_VERSION, AdapterFeed
 from areal_lora.rollout.controller.groups import GroupTally, Ticket
 from areal_lora.rollout.controller.pacing import Claim
-from areal_lora.rollout.controller.retries import generation_failure, scoring_failure
-from areal_lora.rollout.routing import server_observer
-from areal_lora.rollout.workflow import Workflow, first_fault
+from areal_lora.rollout.workflow import Workflow, derived_seed, first_fault
 
 NO_VERSION_WAIT_S = 0.2
 
@@ -60,39 +56,35 @@ class Changes:
 
     async def wait(self, ready: Callable[[], bool], timeout_s: float) -> None:
         """Return when ``ready()``, checked at every change, or after ``timeout_s``."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while not ready():
-            remaining_s = deadline - asyncio.get_running_loop().time()
-            if remaining_s <= 0:
-                return
-            try:
-                async with asyncio.timeout(remaining_s):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not ready():
                     await self._event.wait()
-            except TimeoutError:
-                return
 
 
 @dataclass(slots=True, kw_only=True)
 class AdapterRuntime:
     """One adapter: its feed, its workflow, one task per running group, and results not yet fetched.
 
-    ``capacity`` follows the servers that the trainer announces.
+    ``start``, the controller's, creates the task of a group. ``tasks`` are by seq; the feed cancels those whose answers
+    are not needed any more. ``capacity`` follows the servers that the trainer announces.
     ``one_evaluation``: an evaluation holds its version on the servers, which have room for one of each adapter beside
     those that are rolled out. ``seed`` is the adapter's. ``take_costs`` returns what the rewards spent since its last
-    call. ``failure`` says why its rollouts have ended, None while they have not. While ``paused`` no group is issued.
+    call. ``failure`` is why its rollouts have ended, None while they have not. While ``paused`` no group is issued.
     """
 
     feed: AdapterFeed
+    tasks: dict[int, asyncio.Task[None]]
     workflow: Workflow
     evaluator: Evaluator
     seed: int
     capacity: Capacity
     events: list[m.EvalResult] = field(default_factory=list)
-    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     one_evaluation: asyncio.Lock = field(default_factory=asyncio.Lock)
     failure: m.AdapterFailed | None = None
     paused: bool = False
     take_costs: Callable[[], dict[str, float]] = dict
+    start: Callable[[AdapterRuntime, Ticket], None] = field(init=False)
 
     def resize(self, servers: int) -> None:
         """Run as much at once as ``servers`` servers take. Groups that run already are not cut off."""
@@ -103,14 +95,37 @@ class AdapterRuntime:
         """Its part of the servers while several adapters want more than there is."""
         return Claim(sequences=self.capacity.n_samples, groups=self.feed.budget.prompts_per_step, weight=weight)
 
+    @property
+    def running(self) -> int:
+        return len(self.feed.groups.running)
+
+    @property
+    def tally(self) -> GroupTally:
+        return self.feed.groups.tally
+
+    @property
+    def off(self) -> bool:
+        """A version may be announced after the rollouts have failed: no group of it is issued."""
+        return self.paused or self.failure is not None
+
+    @property
+    def idle(self) -> bool:
+        return self.off or self.feed.newest == NO_VERSION
+
+    def start_one(self) -> bool:
+        ticket = None if self.off else self.feed.admit()
+        if ticket is not None:
+            self.start(self, ticket)
+        return ticket is not None
+
     def hello(self, version: int, *, trainer: str, snapshot: bytes) -> None:
-        """A trainer begins at ``version``; what an earlier one made of the adapter is forgotten."""
+        """A trainer starts at ``version``; failure and results of an earlier session are forgotten."""
         self.failure = None
         self.feed.hello(version, trainer=trainer, snapshot=snapshot)
         self.events.clear()
 
     def fail(self, error: Exception) -> None:
-        """End the rollouts; the trainer hears of it when it asks for the next batch."""
+        """End the rollouts; the trainer gets the reason with its next request for a batch."""
         reason, code = f"{type(error).__name__}: {error}", int(ExitCode.TEMPORARY)
         if isinstance(error, ArealLoraError):
             reason, code = str(error), error.exit_code
@@ -123,7 +138,6 @@ class AdapterRuntime:
     async def roll_out(self, ticket: Ticket) -> None:
         """Request one issued group until it is ready or dropped. Cancelled when the group has become too old."""
         feed = self.feed
-        server_observer.set(partial(feed.served_by, ticket))
         back_off_s: float | None = 0.0
         while back_off_s is not None:
             await asyncio.sleep(back_off_s)
@@ -132,65 +146,13 @@ class AdapterRuntime:
                 back_off_s = NO_VERSION_WAIT_S
                 continue
             try:
-                seed = request_seed(self.seed, ticket.prompt, ticket.issue, ticket.resampled)
+                # A try that failed for lack of a server, or in a crash, does not change the seed.
+                seed = derived_seed(self.seed, ticket.prompt.uid, ticket.issue, ticket.resampled)
                 episode = await self.workflow.run(ticket.prompt, ref, seed)
+                if (bad := first_fault(episode.group)) is not None:
+                    raise GenerationFault(FaultKind.SCORER, f"{bad.outcome}: {bad.detail}", bad.cause)
             except GenerationFault as fault:
-                back_off_s = feed.retry(ticket, generation_failure(fault))
-                continue
-            bad = first_fault(episode.group)
-            if bad is not None:
-                back_off_s = feed.retry(ticket, scoring_failure(bad))
+                back_off_s = feed.retry(ticket, fault)
                 continue
             feed.finish(ticket, episode)
             back_off_s = None
-
-    def expire(self, ticket: Ticket) -> None:
-        """Cancel the request of ``ticket``, if it has not ended without a report."""
-        task = self.tasks.get(ticket.seq)
-        if task is not None:
-            task.cancel()
-
-    def drain_events(self) -> tuple[m.EvalResult, ...]:
-        events = tuple(self.events)
-        self.events.clear()
-        return events
-
-
-@dataclass(frozen=True, slots=True)
-class Rolling:
-    """An adapter's runtime as the admission sees it; ``start`` begins the task of a group."""
-
-    runtime: AdapterRuntime
-    start: Callable[[AdapterRuntime, Ticket], None]
-
-    @property
-    def running(self) -> int:
-        return len(self.runtime.feed.groups.running)
-
-    @property
-    def tally(self) -> GroupTally:
-        return self.runtime.feed.groups.tally
-
-    @property
-    def idle(self) -> bool:
-        return self._off or self.runtime.feed.newest == NO_VERSION
-
-    @property
-    def _off(self) -> bool:
-        """A version may be announced after the rollouts have failed: no group of it is issued."""
-        return self.runtime.paused or self.runtime.failure is not None
-
-    def start_one(self) -> bool:
-        ticket = None if self._off else self.runtime.feed.admit()
-        if ticket is not None:
-            self.start(self.runtime, ticket)
-        return ticket is not None
-
-
-def request_seed(run_seed: int, prompt: Prompt, issue: int, resampled: int) -> int:
-    """31-bit sampling seed of one request: the same run asks the same question with the same seed.
-
-    A try that failed for lack of a server, or in a crash, does not change the seed.
-    """
-    text = f"{run_seed}:{prompt.uid}:{issue}:{resampled}".encode()
-    return int.from_bytes(blake2b(text, digest_size=4).digest(), "little") >> 1

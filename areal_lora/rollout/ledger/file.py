@@ -32,7 +32,7 @@ CREATE TABLE groups (
     resampled INTEGER NOT NULL DEFAULT 0,   -- tries after which another seed is used
     version INTEGER NOT NULL DEFAULT -1,    -- requested; once done, of the oldest token
     newest INTEGER NOT NULL DEFAULT -1,     -- once done, version of the newest token
-    server TEXT NOT NULL DEFAULT '',
+    server TEXT NOT NULL DEFAULT '',        -- not used
     deadline_s REAL NOT NULL DEFAULT 0,     -- of the running request, on this boot's monotonic clock
     step INTEGER NOT NULL DEFAULT -1,       -- leased or consumed at; dropped before
     reason TEXT NOT NULL DEFAULT '',
@@ -91,31 +91,6 @@ class Head(msgspec.Struct, kw_only=True):
     folded_consumed: int = 0
     folded_dropped: dict[str, int] = msgspec.field(default_factory=dict)
     counters: LedgerCounters = msgspec.field(default_factory=LedgerCounters)
-
-
-class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
-    """A live group of a snapshot: its trajectories, if any, are not in it."""
-
-    seq: int
-    position: int
-    issue: int
-    stale: int
-    failed: int
-    resampled: int
-
-
-class LedgerSnapshot(msgspec.Struct, kw_only=True, frozen=True):
-    """An adapter's ledger once the steps before ``version`` are consumed; travels in the checkpoint."""
-
-    format: int = SCHEMA_VERSION
-    adapter: str
-    order: str
-    version: int
-    next_position: int
-    issued: int
-    consumed: int
-    dropped: dict[str, int]
-    open: list[OpenGroup]
 
 
 log = get_logger(__name__)

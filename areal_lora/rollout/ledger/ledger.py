@@ -9,30 +9,81 @@ again after a drop gets a new row.
 
 Writes collect in one transaction until :meth:`Ledger.flush`. A controller that dies before loses them, which is
 harmless while no other process has seen them: see `controller/pool`.
+
+Reconcile an adapter's ledger with the version that a trainer has loaded (contract C9).
+
+The newest valid checkpoint decides what was consumed. :func:`plan` is pure; :func:`apply` writes.
+
+    row                            step < version   step >= version
+    leased                         consumed         done again
+    consumed                       consumed         rolled_back, issued again (trajectories are deleted)
+    done, leased, running with
+    versions > version                              rolled_back, issued again
+    issued, other running, done                     continue
 """
 
 from __future__ import annotations
 
+import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import msgspec
 
 from areal_lora.errors import ConfigError, RolloutError
-from areal_lora.rollout.ledger.file import (
-    LIVE,
-    SCHEMA_VERSION,
-    GroupState,
-    Head,
-    LedgerError,
-    LedgerFile,
-    LedgerRow,
-    LedgerSnapshot,
-    OpenGroup,
-)
+from areal_lora.rollout.ledger.file import LIVE, SCHEMA_VERSION, GroupState, Head, LedgerError, LedgerFile, LedgerRow
 
-_COLUMNS = "seq, position, issue, stale, state, failed, resampled, version, newest, step"
+_S = GroupState
+Totals: TypeAlias = list[tuple[GroupState, str, int]]
+"""State, reason and number of rows, for each state and reason."""
+
+
+class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
+    """A live group of a snapshot: its trajectories, if any, are not in it."""
+
+    seq: int
+    position: int
+    issue: int
+    stale: int
+    failed: int
+    resampled: int
+
+
+class LedgerSnapshot(msgspec.Struct, kw_only=True, frozen=True):
+    """An adapter's ledger once the steps before ``version`` are consumed; travels in the checkpoint."""
+
+    format: int = SCHEMA_VERSION
+    adapter: str
+    order: str
+    version: int
+    next_position: int
+    issued: int
+    consumed: int
+    dropped: dict[str, int]
+    open: list[OpenGroup]
+
+
+def totals(execute: Callable[..., sqlite3.Cursor], adapter: str, condition: str = "", *arguments: int) -> Totals:
+    found = execute(
+        f"SELECT state, reason, COUNT(*) FROM groups WHERE adapter = ? {condition} GROUP BY state, reason",
+        (adapter, *arguments),
+    )
+    return [(GroupState(state), reason, n) for state, reason, n in found]
+
+
+def counted(
+    execute: Callable[..., sqlite3.Cursor], adapter: str, head: Head
+) -> tuple[Counter[GroupState], Counter[str]]:
+    """Groups by state and dropped groups by reason, folded ones included."""
+    reasons = Counter(head.folded_dropped)
+    counts = Counter({_S.CONSUMED: head.folded_consumed, _S.DROPPED: reasons.total()})
+    for state, reason, n in totals(execute, adapter):
+        counts[state] += n
+        if state is _S.DROPPED:
+            reasons[reason] += n
+    return counts, reasons
 
 
 class GroupTable:
@@ -56,16 +107,12 @@ class GroupTable:
 
     def rows(self, *states: GroupState) -> list[LedgerRow]:
         marks = ", ".join(str(int(state)) for state in states)
+        names = LedgerRow.__struct_fields__
         found = self._file.execute(
-            f"SELECT {_COLUMNS} FROM groups WHERE adapter = ? AND state IN ({marks}) ORDER BY seq", (self._adapter,)
+            f"SELECT {', '.join(names)} FROM groups WHERE adapter = ? AND state IN ({marks}) ORDER BY seq",
+            (self._adapter,),
         )
-        names = _COLUMNS.split(", ")
-        return [
-            LedgerRow(**dict(zip(names, values, strict=True)) | {"state": GroupState(values[4])}) for values in found
-        ]
-
-    def keep_payload(self, seq: int, payload: bytes) -> None:
-        self._file.execute("INSERT INTO trajectories VALUES (?, ?, ?)", (self._adapter, seq, payload))
+        return [msgspec.convert(dict(zip(names, values, strict=True)), LedgerRow) for values in found]
 
     def payload(self, seq: int) -> bytes:
         row = self._file.execute(
@@ -79,23 +126,12 @@ class GroupTable:
     def delete_payload(self, seq: int) -> None:
         self._file.execute("DELETE FROM trajectories WHERE adapter = ? AND seq = ?", (self._adapter, seq))
 
-    def totals(self) -> Iterator[tuple[GroupState, str, int]]:
-        """State, reason and number of rows, for each state and reason."""
-        return self._totals("", ())
-
-    def take_closed(self, before: int) -> list[tuple[GroupState, str, int]]:
+    def take_closed(self, before: int) -> Totals:
         """Delete the rows that were closed at steps before ``before``, and return their totals."""
         closed = "AND state >= 4 AND step < ?"
-        totals = list(self._totals(closed, (before,)))
+        found = totals(self._file.execute, self._adapter, closed, before)
         self._file.execute(f"DELETE FROM groups WHERE adapter = ? {closed}", (self._adapter, before))
-        return totals
-
-    def _totals(self, condition: str, arguments: tuple[Any, ...]) -> Iterator[tuple[GroupState, str, int]]:
-        for state, reason, n in self._file.execute(
-            f"SELECT state, reason, COUNT(*) FROM groups WHERE adapter = ? {condition} GROUP BY state, reason",
-            (self._adapter, *arguments),
-        ):
-            yield GroupState(state), reason, n
+        return found
 
     def clear(self) -> None:
         for table in ("groups", "trajectories"):
@@ -104,7 +140,6 @@ class GroupTable:
 
 KEEP_STEPS = 64  # steps whose closed rows are kept, for a trainer that falls back so far
 FOLD_EVERY = 16  # committed steps
-_S = GroupState
 
 
 class Ledger:
@@ -139,7 +174,7 @@ class Ledger:
 
     def _load(self) -> None:
         self._file.heads[self.adapter] = self.head
-        self.counts, self.drop_reasons = _totals(self.table, self.head)
+        self.counts, self.drop_reasons = counted(self._file.execute, self.adapter, self.head)
         self._states = {row.seq: row.state for row in self.table.rows(*LIVE)}
 
     # ------------------------------------------------------------ moves of a group
@@ -161,7 +196,7 @@ class Ledger:
     def finish(self, seq: int, oldest: int, newest: int, payload: bytes) -> None:
         """A late answer may arrive while the group waits for its next try."""
         self._move(seq, (_S.RUNNING, _S.ISSUED), _S.DONE, version=oldest, newest=newest)
-        self.table.keep_payload(seq, payload)
+        self._file.execute("INSERT INTO trajectories VALUES (?, ?, ?)", (self.adapter, seq, payload))
 
     def lease(self, seqs: Iterable[int], step: int) -> None:
         for seq in seqs:
@@ -178,8 +213,16 @@ class Ledger:
                 self._move(row.seq, (_S.LEASED,), _S.CONSUMED, reason="")
                 self.table.delete_payload(row.seq)
                 del self._states[row.seq]
-        if step + 1 - KEEP_STEPS - self.head.known_from >= FOLD_EVERY:
-            _fold(self.table, self.head, step + 1 - KEEP_STEPS)
+        before = step + 1 - KEEP_STEPS
+        if before - self.head.known_from < FOLD_EVERY:
+            return
+        folded = Counter(self.head.folded_dropped)  # rows closed at steps before ``before`` become counts in the head
+        for state, reason, n in self.table.take_closed(before):
+            if state is _S.DROPPED:
+                folded[reason] += n
+            else:
+                self.head.folded_consumed += n
+        self.head.folded_dropped, self.head.known_from = dict(folded), before
 
     def drop(self, seq: int, reason: str) -> None:
         self._move(seq, LIVE, _S.DROPPED, reason=reason, step=self.head.next_version)
@@ -214,7 +257,7 @@ class Ledger:
 
     def check(self, live: int) -> None:
         """Raise LedgerError unless the file's rows add up and ``live`` is the caller's count of live groups."""
-        counts, _ = _totals(self.table, self.head)
+        counts, _ = counted(self._file.execute, self.adapter, self.head)
         booked = sum(counts[state] for state in LIVE)
         total = counts[_S.CONSUMED] + counts[_S.DROPPED] + booked
         if self.head.issued != total or booked != live or counts != self.counts:
@@ -223,29 +266,6 @@ class Ledger:
                 f"{self._file.path} does not add up: {self.head.issued} issued of {self.adapter}, {shown}, "
                 f"{live} groups held"
             )
-
-
-def _totals(table: GroupTable, head: Head) -> tuple[Counter[GroupState], Counter[str]]:
-    """Groups by state and dropped groups by reason, folded ones included."""
-    counts, reasons = Counter[GroupState](), Counter(head.folded_dropped)
-    counts[_S.CONSUMED] += head.folded_consumed
-    counts[_S.DROPPED] += sum(head.folded_dropped.values())
-    for state, reason, n in table.totals():
-        counts[state] += n
-        if state is _S.DROPPED:
-            reasons[reason] += n
-    return counts, reasons
-
-
-def _fold(table: GroupTable, head: Head, before: int) -> None:
-    """Replace rows that were closed at steps before ``before`` by their counts in ``head``."""
-    folded = Counter(head.folded_dropped)
-    for state, reason, n in table.take_closed(before):
-        if state is _S.DROPPED:
-            folded[reason] += n
-        else:
-            head.folded_consumed += n
-    head.folded_dropped, head.known_from = dict(folded), before
 
 
 def take_snapshot(ledger: Ledger, version: int) -> bytes:
@@ -290,3 +310,103 @@ def rebuild(ledger: Ledger, snapshot: LedgerSnapshot | None) -> None:
         head.next_version = head.known_from = snapshot.version
         head.folded_consumed, head.folded_dropped = snapshot.consumed, dict(snapshot.dropped)
     ledger.reset(head, snapshot.open if snapshot is not None else ())
+
+
+ROLLED_BACK = "rolled_back"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconciliation:
+    """Rows by what happens to them. ``rebuild`` is the reason to rebuild from the snapshot, if any."""
+
+    version: int
+    rebuild: str = ""
+    consumed: tuple[LedgerRow, ...] = ()  # leased before: their commit did not arrive
+    again: tuple[LedgerRow, ...] = ()  # done again, with the trajectories they have
+    reissued: tuple[LedgerRow, ...] = ()  # rolled back and issued again
+    continuing: tuple[LedgerRow, ...] = ()
+
+    def __str__(self) -> str:
+        if self.rebuild:
+            return f"rebuilt from the checkpoint's snapshot, because {self.rebuild}"
+        ready = sum(row.state is GroupState.DONE for row in self.continuing)
+        return (
+            f"{len(self.consumed)} groups committed late, {len(self.again) + ready} ready with the trajectories "
+            f"they have, {len(self.continuing) - ready} sampled on or again, {len(self.reissued)} rolled back and "
+            "issued again"
+        )
+
+
+def plan(
+    head: Head, rows: Sequence[LedgerRow], version: int, snapshot: LedgerSnapshot | None, *, known: bool = True
+) -> Reconciliation:
+    """Raises RolloutError where neither the ledger nor a snapshot states what was consumed before ``version``.
+
+    ``rows`` are the live and the consumed ones; ``known``: the ledger file had this adapter before.
+    """
+    rebuild = ""
+    if not known and version > 0:
+        rebuild = "the ledger file has nothing of this adapter"
+    elif head.next_version < version:
+        rebuild = f"the ledger ends before step {head.next_version} and the checkpoint is of version {version}"
+    elif version < head.known_from:
+        rebuild = f"the ledger has forgotten the groups of steps before {head.known_from}"
+    if rebuild:
+        _check_snapshot(head, version, snapshot, rebuild)
+        return Reconciliation(version=version, rebuild=rebuild)
+    consumed, again, reissued, continuing = list[LedgerRow](), list[LedgerRow](), list[LedgerRow](), list[LedgerRow]()
+    for row in rows:
+        undone = row.step >= version and row.state in (GroupState.LEASED, GroupState.CONSUMED)
+        if row.state is GroupState.CONSUMED:
+            if undone:
+                reissued.append(row)
+        elif row.state is GroupState.LEASED and not undone:
+            consumed.append(row)
+        elif max(row.version, row.newest) > version and row.state is not GroupState.ISSUED:
+            reissued.append(row)
+        else:
+            (again if undone else continuing).append(row)
+    return Reconciliation(
+        version=version,
+        consumed=tuple(consumed),
+        again=tuple(again),
+        reissued=tuple(reissued),
+        continuing=tuple(continuing),
+    )
+
+
+def _check_snapshot(head: Head, version: int, snapshot: LedgerSnapshot | None, rebuild: str) -> None:
+    if version == 0 and snapshot is None:
+        return
+    if snapshot is None:
+        raise RolloutError(
+            f"version {version} cannot be resumed: {rebuild}, and its checkpoint carries no ledger snapshot "
+            "(fix: resume from another checkpoint, or start a new run with --fresh)"
+        )
+    if (snapshot.version, snapshot.order) != (version, head.order):
+        raise RolloutError(
+            f"the ledger snapshot with version {version} is of version {snapshot.version} or of other prompts "
+            "(fix: start with the task and run.seed of this run)"
+        )
+
+
+def apply(ledger: Ledger, made: Reconciliation, snapshot: LedgerSnapshot | None) -> None:
+    """Carry out ``made``. Nothing is durable before the ledger is flushed."""
+    ledger.known = True
+    if made.rebuild:
+        rebuild(ledger, snapshot)
+        return
+    ledger.head.next_version = made.version
+    ledger.consume(made.version - 1)
+    ledger.unlease(row.seq for row in made.again)
+    for row in made.reissued:
+        if row.state is GroupState.CONSUMED:
+            ledger.undo(row.seq, ROLLED_BACK)
+        else:
+            ledger.drop(row.seq, ROLLED_BACK)
+        ledger.issue(row.position, row.issue + 1, row.stale)
+
+
+def plan_for(ledger: Ledger, version: int, snapshot: LedgerSnapshot | None) -> Reconciliation:
+    rows = ledger.table.rows(*LIVE, GroupState.CONSUMED)
+    return plan(ledger.head, rows, version, snapshot, known=ledger.known)

@@ -7,7 +7,6 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,8 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger.file import SCHEMA_VERSION, GroupState, Head, LedgerFile, LedgerSnapshot
-from areal_lora.rollout.ledger.ledger import Ledger, decode_snapshot
-from areal_lora.rollout.ledger.reconcile import Reconciliation, plan_for
+from areal_lora.rollout.ledger.file import SCHEMA_VERSION, GroupState, Head, LedgerFile
+from areal_lora.rollout.ledger.ledger import Ledger, Reconciliation, counted, decode_snapshot, plan_for
 from areal_lora.run_folder.paths import RunFolder
 
 TRIES, PAUSE_S = 20, 0.05
@@ -38,7 +36,10 @@ def reconciliations(
             plans = {}
             for name, version in versions.items():
                 snapshot = decode_snapshot(snapshots.get(name, b""), name)
-                plans[name] = plan_for(_ledger(file, name, snapshot), version, snapshot)
+                head = file.read_head(name)
+                # With the prompt order that was written: the present prompts are not read.
+                order = head.order if head is not None else snapshot.order if snapshot else ""
+                plans[name] = plan_for(Ledger(file, name, order), version, snapshot)
             return plans
         finally:
             file.close()
@@ -75,16 +76,10 @@ def group_counts(run_folder: RunFolder) -> list[GroupCounts]:
 
 
 _HEADS = "SELECT adapter, head FROM adapters ORDER BY adapter"
-_ROWS = "SELECT state, reason, COUNT(*) FROM groups WHERE adapter = ? GROUP BY state, reason"
 
 
 def _counts(db: sqlite3.Connection, adapter: str, head: Head) -> GroupCounts:
-    dropped = Counter(head.folded_dropped)
-    states = Counter({GroupState.CONSUMED: head.folded_consumed, GroupState.DROPPED: dropped.total()})
-    for state, reason, n in db.execute(_ROWS, (adapter,)):
-        states[GroupState(state)] += n
-        if state == GroupState.DROPPED:
-            dropped[reason] += n
+    states, dropped = counted(db.execute, adapter, head)
     return GroupCounts(
         adapter=adapter, states={s: states[s] for s in GroupState}, dropped=dict(sorted(dropped.items()))
     )
@@ -92,7 +87,7 @@ def _counts(db: sqlite3.Connection, adapter: str, head: Head) -> GroupCounts:
 
 def _copy(ledger: Path, copy: Path) -> None:
     """Copy file and log as of one moment. A running controller has the file locked, so SQLite cannot copy it."""
-    copies = {ledger: copy, _wal(ledger): _wal(copy)}
+    copies = {ledger.with_name(ledger.name + suffix): copy.with_name(copy.name + suffix) for suffix in ("", "-wal")}
     for _ in range(TRIES):
         before = _stats(copies)
         for path in before:
@@ -106,11 +101,6 @@ def _copy(ledger: Path, copy: Path) -> None:
     raise RolloutError(f"{ledger} is being written: the run has not ended (fix: retry when it has)")
 
 
-def _wal(ledger: Path) -> Path:
-    """SQLite's write-ahead log of ``ledger``."""
-    return ledger.with_name(f"{ledger.name}-wal")
-
-
 def _stats(paths: Iterable[Path]) -> dict[Path, tuple[int, int]]:
     stats = {}
     for path in paths:
@@ -118,11 +108,3 @@ def _stats(paths: Iterable[Path]) -> dict[Path, tuple[int, int]]:
             stat = path.stat()
             stats[path] = (stat.st_size, stat.st_mtime_ns)
     return stats
-
-
-def _ledger(file: LedgerFile, adapter: str, snapshot: LedgerSnapshot | None) -> Ledger:
-    """Open the adapter's ledger with the prompt order that was written: the present prompts are not read."""
-    head = file.read_head(adapter)
-    if head is not None:
-        return Ledger(file, adapter, head.order)
-    return Ledger(file, adapter, snapshot.order if snapshot else "")

@@ -1,12 +1,10 @@
-"""Calls of user code (environments, agents, workflows) from the controller's event loop.
+"""Calls of user code from the controller's event loop, and trajectories from what it and the model wrote.
 
-Such code is trusted: it runs in the controller's process, unlike rewards. What it raises is a typed
-fault of its group, never the end of the controller.
+User code (environments, agents, workflows) is trusted: it runs in the controller's process, unlike rewards. What it
+raises is a typed fault of its group, never the end of the controller.
 
-From prompts, answers and what came between them to trajectories in the alignment of contract C10.
-
-This is the only place of the rollout plane that lays tokens out: entry t of every array describes
-token t, and the loss mask is on exactly where the model itself sampled::
+`PackedTurns` is the only place of the rollout plane that lays tokens out (contract C10): entry t of every array
+describes token t, and the loss mask is on exactly where the model itself sampled::
 
     token_ids         p0  p1 | a0  a1  a2 | r0  r1 | b0  b1
     loss_mask          0   0    1   1   1    0   0    1   1
@@ -129,9 +127,6 @@ class PackedTurns:
         self.versions += answer.versions
         self.finish_reason = answer.finish_reason
 
-    def is_prefix_of(self, prompt_ids: Sequence[int]) -> bool:
-        return self.token_ids == prompt_ids[: len(self.token_ids)]
-
     def trajectory(self, uid: str, sample: int, adapter: str, score: Score) -> Trajectory:
         """At least one answer must be there; its oldest token's version is the trajectory's."""
         return Trajectory(
@@ -155,9 +150,9 @@ class PackedTurns:
 def join(conversations: list[PackedTurns], prompt_ids: Sequence[int], answer: Generation) -> PackedTurns:
     """Record one completion, and return the conversation it now is the end of.
 
-    It continues the longest of ``conversations`` whose tokens its prompt begins with, else it begins one of its own.
+    It continues the longest of ``conversations`` whose tokens its prompt starts with, else it starts one of its own.
     """
-    fitting = [c for c in conversations if c.is_prefix_of(prompt_ids)]
+    fitting = [c for c in conversations if c.token_ids == prompt_ids[: len(c.token_ids)]]
     conversation = max(fitting, key=lambda c: len(c.token_ids), default=None)
     if conversation is None:
         conversation = PackedTurns()

@@ -4,49 +4,27 @@ from __future__ import annotations
 
 from typing import cast
 
-from areal_lora.operations.protocol import (
-    OperationFailure,
-    Outcome,
-    PassResult,
-    PublishResult,
-    StateResult,
-    StepResult,
-    decode_outcome,
-)
+from areal_lora.operations import protocol
+from areal_lora.service.queue import requests
 from areal_lora.service.queue.queue_rows import Kind, Model, SamplingSession, SavedState, sampler_id
 from areal_lora.service.queue.queue_store import SAMPLERS, STATES, Transaction
-from areal_lora.service.queue.requests import (
-    Action,
-    Answer,
-    CreatedModel,
-    CreateModel,
-    Load,
-    LoadedModel,
-    OpenedSampler,
-    Save,
-    SaveForSampler,
-    StoredState,
-    Train,
-    decode_action,
-    encode,
-)
 
 
-def give(tx: Transaction, request: str, answer: Answer) -> None:
+def give(tx: Transaction, request: str, answer: requests.Answer) -> None:
     """Keep the first answer of a request. Its action is kept while the trainer may still expect it."""
     tx.do(
         "UPDATE requests SET answer = ?, answered_s = ?, held = 0,"
         " action = CASE WHEN EXISTS (SELECT 1 FROM client_operations o WHERE o.request = requests.request)"
         " THEN action END"
         " WHERE request = ? AND answer IS NULL",
-        encode(answer),
+        requests.encode(answer),
         tx.now_s,
         request,
     )
     tx.answered.add(request)
 
 
-def settle(tx: Transaction, model: Model, request: str, newest: Outcome | None) -> None:
+def settle(tx: Transaction, model: Model, request: str, newest: protocol.Outcome | None) -> None:
     """Answer ``request`` if all its operations have ended; ``newest`` is the outcome of the last of them."""
     ops = tx.rows(
         "SELECT number, fate, outcome FROM client_operations WHERE adapter = ? AND request = ? ORDER BY number",
@@ -56,16 +34,18 @@ def settle(tx: Transaction, model: Model, request: str, newest: Outcome | None) 
     row = tx.row("SELECT action FROM requests WHERE request = ? AND answer IS NULL", request)
     if row is None or any(fate is None for _, fate, _ in ops):
         return
-    outcomes = [cast(Outcome, newest) if outcome is None else decode_outcome(outcome) for _, _, outcome in ops]
-    action = decode_action(row[0])
-    if (failed := next((each for each in outcomes if isinstance(each, OperationFailure)), None)) is not None:
-        if kept := [
-            number for number, _, outcome in ops if outcome and isinstance(decode_outcome(outcome), StateResult)
-        ]:
-            _leave(tx, model, action, kept)
-        give(tx, request, failed)
+    known = [newest if outcome is None else protocol.decode_outcome(outcome) for _, _, outcome in ops]
+    outcomes, numbers = [outcome for outcome in known if outcome is not None], [number for number, _, _ in ops]
+    action = requests.decode_action(row[0])
+    failed = next((each for each in outcomes if isinstance(each, protocol.OperationFailure)), None)
+    if failed is None:
+        give(tx, request, _answer(tx, model, action, numbers, outcomes))
         return
-    give(tx, request, _answer(tx, model, action, [number for number, _, _ in ops], outcomes))
+    if isinstance(action, requests.Save | requests.SaveForSampler):
+        for number, outcome in zip(numbers, outcomes):
+            if isinstance(outcome, protocol.StateResult):  # it belongs to no one
+                drop_label(tx, model.adapter, f"n{number}")
+    give(tx, request, failed)
 
 
 def forget(tx: Transaction, state: SavedState) -> None:
@@ -79,43 +59,32 @@ def drop_label(tx: Transaction, adapter: str, label: str) -> None:
     tx.do("INSERT OR IGNORE INTO dropped_states VALUES (?, ?)", adapter, label)
 
 
-def _leave(tx: Transaction, model: Model, action: Action, kept: list[int]) -> None:
-    """A state that was saved for a request that then failed belongs to no one."""
-    if isinstance(action, Save | SaveForSampler):
-        for number in kept:
-            drop_label(tx, model.adapter, f"n{number}")
-
-
-def _answer(tx: Transaction, model: Model, action: Action, numbers: list[int], outcomes: list[Outcome]) -> Answer:
+def _answer(
+    tx: Transaction, model: Model, action: requests.Action, numbers: list[int], outcomes: list[protocol.Outcome]
+) -> requests.Answer:
     match action:
-        case CreateModel(load=load):
-            return CreatedModel(model=model.model, path=load.path if load else None)
-        case Train():
-            return cast(PassResult | StepResult, outcomes[0])
-        case Load(path=path):
-            return LoadedModel(model=model.model, path=path)
-        case Save(name=name, ttl_s=ttl_s, notes=notes):
-            return StoredState(path=_save(tx, model, Kind.WEIGHTS, name, numbers[0], outcomes[0], None, ttl_s, notes))
-        case SaveForSampler(name=str(name), ttl_s=ttl_s, notes=notes):
-            version = cast(PublishResult, outcomes[-1]).version
-            path = _save(tx, model, Kind.SAMPLER, name, numbers[0], outcomes[0], version, ttl_s, notes)
-            return StoredState(path=path)
-        case SaveForSampler(sampler_seq=int(seq), in_flight=in_flight, ttl_s=ttl_s, notes=notes):
-            sampler, path = sampler_id(model.session, seq), ""
-            if not in_flight:
-                version = cast(PublishResult, outcomes[-1]).version
-                name = unnamed(numbers[0])
-                path = _save(tx, model, Kind.SAMPLER, name, numbers[0], outcomes[0], version, ttl_s, notes)
+        case requests.CreateModel(load=load):
+            return requests.CreatedModel(model=model.model, path=load.path if load else None)
+        case requests.Train():
+            return cast(protocol.PassResult | protocol.StepResult, outcomes[0])
+        case requests.Load(path=path):
+            return requests.LoadedModel(model=model.model, path=path)
+        case requests.Save(name=name):
+            return requests.StoredState(path=_save(tx, model, Kind.WEIGHTS, name, action, numbers[0], outcomes))
+        case requests.SaveForSampler(name=str(name)):
+            return requests.StoredState(path=_save(tx, model, Kind.SAMPLER, name, action, numbers[0], outcomes))
+        case requests.SaveForSampler(sampler_seq=int(seq), in_flight=in_flight):
+            name = unnamed(numbers[0])
             made = SamplingSession(
-                sampler=sampler,
+                sampler=sampler_id(model.session, seq),
                 tenant=model.tenant,
                 session=model.session,
-                path=path or None,
+                path=None if in_flight else _save(tx, model, Kind.SAMPLER, name, action, numbers[0], outcomes),
                 model=model.model if in_flight else None,
                 created_s=tx.now_s,
             )
             SAMPLERS.insert(tx.db, made, "ON CONFLICT DO NOTHING")
-            return OpenedSampler(sampler=sampler)
+            return requests.OpenedSampler(sampler=made.sampler)
     raise AssertionError(f"{type(action).__name__} is answered elsewhere")
 
 
@@ -129,14 +98,13 @@ def _save(
     model: Model,
     kind: Kind,
     name: str,
+    action: requests.Save | requests.SaveForSampler,
     number: int,
-    kept: Outcome,
-    version: int | None,
-    ttl_s: float | None,
-    notes: dict[str, str],
+    outcomes: list[protocol.Outcome],
 ) -> str:
     """Note the saved state; one of this name that was there before is dropped."""
-    assert isinstance(kept, StateResult)
+    kept, published = outcomes[0], outcomes[-1]
+    assert isinstance(kept, protocol.StateResult)
     for before in tx.states("model = ? AND kind = ? AND name = ?", model.model, kind, name):
         forget(tx, before)
     state = SavedState(
@@ -147,13 +115,13 @@ def _save(
         name=name,
         label=f"n{number}",
         named=not name.startswith("."),
-        version=version,
+        version=published.version if isinstance(published, protocol.PublishResult) else None,
         step=kept.step,
         n_bytes=kept.n_bytes,
         lora=model.lora,
         created_s=tx.now_s,
-        expires_s=None if ttl_s is None else tx.now_s + ttl_s,
-        notes=notes,
+        expires_s=None if action.ttl_s is None else tx.now_s + action.ttl_s,
+        notes=action.notes,
     )
     STATES.insert(tx.db, state)
     return state.path

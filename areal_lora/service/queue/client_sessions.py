@@ -24,7 +24,7 @@ from areal_lora.service.queue.queue_rows import (
     model_id,
     sampler_id,
 )
-from areal_lora.service.queue.queue_store import MODELS, SAMPLERS, SAMPLES, SESSIONS, Transaction, unknown
+from areal_lora.service.queue.queue_store import MODELS, SAMPLERS, SAMPLES, SESSIONS, Transaction
 from areal_lora.service.queue.requests import CreateModel, Lora, Pending, Serve, UnloadedModel, encode
 from areal_lora.service.queue.sequencer import append, fail_open, insert, load
 from areal_lora.service.refused import RequestError, unknown_adapter
@@ -53,11 +53,6 @@ def end_session(tx: Transaction, session: str) -> None:
     tx.do("DELETE FROM samplers WHERE session = ?", session)
 
 
-def sessions_with_models(tx: Transaction) -> dict[str, str]:
-    """Open sessions that have models, with their tenants."""
-    return dict(tx.rows("SELECT DISTINCT session, tenant FROM models WHERE removed = 0 AND of_state IS NULL"))
-
-
 def leave(tx: Transaction, model: Model, reason: str) -> None:
     """The model is removed; its adapter is to leave."""
     tx.do("UPDATE models SET removed = 1 WHERE model = ?", model.model)
@@ -74,16 +69,6 @@ def unload(tx: Transaction, tenant: str, model_id: str) -> str:
         insert(tx, tenant, request, model_id, 0, "", b"", held=False)
         give(tx, request, UnloadedModel(model=model_id))
     return request
-
-
-def evict(tx: Transaction, model: str) -> None:
-    for each in tx.models("model = ? AND removed = 0", model):
-        leave(tx, each, "its place is needed")
-
-
-def snapshot_name() -> str:
-    """Name of an adapter that serves a saved state."""
-    return f"snapshot-{secrets.token_hex(6)}"
 
 
 def name_of(session: str, model_seq: int) -> str:
@@ -116,6 +101,24 @@ def insert_snapshot(tx: Transaction, row: AdapterRow, state: SavedState) -> None
     append(tx, row.key, "", Publish())
 
 
+def _insert(
+    tx: Transaction, row: AdapterRow, model: str, session: str, lora: Lora, of_state: str | None, notes: dict[str, str]
+) -> None:
+    made = Model(
+        model=model,
+        tenant=row.tenant,
+        session=session,
+        name=row.name,
+        incarnation=row.incarnation,
+        adapter=row.key,
+        lora=lora,
+        created_s=row.created_s,
+        of_state=of_state,
+        notes=notes,
+    )
+    MODELS.insert(tx.db, made)
+
+
 def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str | None) -> str:
     tx.session(tenant, session)
     if not 0 <= seq < 1 << 53:
@@ -145,7 +148,10 @@ def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -
     """
     sampler = tx.sampler(tenant, sampler_id)
     if sampler.model is not None:
-        return _newest(tx, sampler.model)
+        model = tx.model(tenant, sampler.model)
+        if model.published is None:
+            return Pending(reason="no server has the model yet")
+        return Serve(model=model.adapter)
     if sampler.path is None:
         return Serve(model=None)
     state = tx.state(tenant, sampler.path)
@@ -173,58 +179,12 @@ def expire(tx: Transaction, state: SavedState) -> None:
     tx.do("DELETE FROM samplers WHERE path = ?", state.path)
 
 
-def _newest(tx: Transaction, model_id: str) -> Serve | Pending:
-    found = tx.models("model = ? AND removed = 0", model_id)
-    if not found:
-        raise unknown("model_id", "model", model_id)
-    if found[0].published is None:
-        return Pending(reason="no server has the model yet")
-    return Serve(model=found[0].adapter)
-
-
-def _insert(
-    tx: Transaction, row: AdapterRow, model: str, session: str, lora: Lora, of_state: str | None, notes: dict[str, str]
-) -> None:
-    MODELS.insert(
-        tx.db,
-        Model(
-            model=model,
-            tenant=row.tenant,
-            session=session,
-            name=row.name,
-            incarnation=row.incarnation,
-            adapter=row.key,
-            lora=lora,
-            created_s=row.created_s,
-            of_state=of_state,
-            notes=notes,
-        ),
-    )
-
-
 # ---------------------------------------------------------------- lists, also of what has ended
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionView:
-    """A session with the names of its models and sampling sessions."""
-
-    session: ClientSession
-    models: list[str]
-    samplers: list[str]
 
 
 def sessions(tx: Transaction, tenant: str) -> list[str]:
     """Newest first."""
     return [each.session for each in reversed(tx.sessions("tenant = ?", tenant))]
-
-
-def session_view(tx: Transaction, tenant: str, name: str) -> SessionView:
-    """Raises RequestError."""
-    session = tx.session(tenant, name, ended=True)
-    samplers = tx.rows("SELECT sampler FROM samplers WHERE session = ? ORDER BY rowid", name)
-    models = tx.models("session = ? AND of_state IS NULL", name)
-    return SessionView(session=session, models=[each.model for each in models], samplers=[row[0] for row in samplers])
 
 
 def models(tx: Transaction, tenant: str) -> list[Model]:
@@ -318,14 +278,14 @@ def create(tables: Tables, tenant: str, request: AdapterRequest, *, now_s: float
     return AdapterRow(
         tenant=tenant,
         name=request.name,
-        incarnation=tables.next_incarnation(tenant, request.name),
+        incarnation=max(tables.highest.get((tenant, request.name), 0), tables.forgotten.get(tenant, 0)) + 1,
         wanted=DesiredPhase.ACTIVE,
         settings=request.settings,
         created_s=now_s,
     )
 
 
-def change(tables: Tables, phases: Phases, tenant: str, name: str, verb: Verb) -> AdapterRow:
+def changed(tables: Tables, phases: Phases, tenant: str, name: str, verb: Verb) -> AdapterRow:
     """The row of an adapter that is to pause, to resume or to leave."""
     row = tables.adapters.get((tenant, name))
     if row is None:
@@ -346,11 +306,10 @@ def _check_queue(tables: Tables, tenant: str) -> None:
 
 def carried_out(tables: Tables, phases: Phases) -> list[OpenOperation]:
     """Operations that the run has carried out: its adapter is what the newest of them wants."""
-    return [each for each in tables.open if _is_carried_out(tables, phases, each)]
-
-
-def _is_carried_out(tables: Tables, phases: Phases, operation: OpenOperation) -> bool:
-    row = tables.adapters.get((operation.tenant, operation.name))
-    if row is None or row.incarnation != operation.incarnation:  # deleted: nothing of it is wanted any more
-        return True
-    return phases.get(row.key) in CARRIED_OUT[row.wanted]
+    done = []
+    for each in tables.open:
+        row = tables.adapters.get((each.tenant, each.name))
+        deleted = row is None or row.incarnation != each.incarnation  # nothing of it is wanted any more
+        if row is None or deleted or phases.get(row.key) in CARRIED_OUT[row.wanted]:
+            done.append(each)
+    return done

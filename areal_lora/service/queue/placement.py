@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -18,9 +18,8 @@ from areal_lora.config.models import Config
 from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.processes.startup import get_logger
 from areal_lora.service.observed import ObservedAdapter, RunObserver
-from areal_lora.service.queue import client_sessions
-from areal_lora.service.queue.client_sessions import change
-from areal_lora.service.queue.queue_rows import Model, Verb
+from areal_lora.service.queue.client_sessions import end_session, leave
+from areal_lora.service.queue.queue_rows import Verb
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.refused import RequestError
@@ -40,13 +39,12 @@ OVER = (AdapterPhase.DONE, AdapterPhase.FAILED, AdapterPhase.DELETED)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotAdapter:
+class SnapshotAdapter(NamedTuple):
     """An adapter that serves a saved state, and the time of its last use."""
 
+    used_s: float
     model: str
     tenant: str
-    used_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +59,12 @@ class Places:
 
 def evicted(places: Places, snapshots: Sequence[SnapshotAdapter], tenant: str, now_s: float) -> str | None:
     """The model that leaves so that ``tenant`` may have one more adapter; None if there is room, or none can leave."""
+    if fits(places):
+        return None
     own = [each for each in snapshots if each.tenant == tenant and now_s - each.used_s >= OWN_IDLE_S]
     others = [each for each in snapshots if each.tenant != tenant and now_s - each.used_s >= OTHERS_IDLE_S]
-    if places.mine >= places.quota:
-        return _oldest(own)
-    if places.taken >= places.capacity:
-        return _oldest(own) or _oldest(others)
-    return None
+    oldest = min(own or (others if places.mine < places.quota else []), default=None)
+    return None if oldest is None else oldest.model
 
 
 def abandoned(places: Places, sessions: Sequence[tuple[str, str]], tenant: str) -> str | None:
@@ -82,10 +79,6 @@ def abandoned(places: Places, sessions: Sequence[tuple[str, str]], tenant: str) 
 
 def fits(places: Places) -> bool:
     return places.mine < places.quota and places.taken < places.capacity
-
-
-def _oldest(snapshots: Sequence[SnapshotAdapter]) -> str | None:
-    return min(snapshots, key=lambda each: (each.used_s, each.model)).model if snapshots else None
 
 
 class Heartbeats:
@@ -195,18 +188,21 @@ class Placement:
         """
         found = await self._change(lambda tx: tx.models("of_state IS NOT NULL AND removed = 0"))
         snapshots = [
-            SnapshotAdapter(
-                model=each.model, tenant=each.tenant, used_s=self.used_s.get(each.of_state or "", each.created_s)
-            )
+            SnapshotAdapter(self.used_s.get(each.of_state or "", each.created_s), each.model, each.tenant)
             for each in found
         ]
         places = self._places(tenant, waits=waits)
         if (model := evicted(places, snapshots, tenant, self._now_s())) is not None:
-            await self._change(lambda tx: client_sessions.evict(tx, model))
+
+            def evict(tx: Transaction) -> None:
+                for each in tx.models("model = ? AND removed = 0", model):
+                    leave(tx, each, "its place is needed")
+
+            await self._change(evict)
             await self.let_leave()
         elif (session := abandoned(places, await self._silent_with_models(), tenant)) is not None:
             log.info("session %s ends: its client is silent for more than %g s, and another one waits", session, DEAD_S)
-            await self._change(lambda tx: client_sessions.end_session(tx, session))
+            await self._change(lambda tx: end_session(tx, session))
             await self.let_leave()
         return self._places(tenant, waits=waits)
 
@@ -226,12 +222,13 @@ class Placement:
         keys = msgspec.json.encode([row.key for row in self._writer.tables.adapters.values()]).decode()
         removed = "removed = 1 AND adapter IN (SELECT value FROM json_each(?))"
         for model in await self._change(lambda tx: tx.models(removed, keys)):
-            await self._writer.operate(_deletes(model))
+            await self._writer.operate(AdapterChange(tenant=model.tenant, name=model.name, verb=Verb.DELETE))
 
     async def _silent_with_models(self) -> list[tuple[str, str]]:
         if not (silent := self._heartbeats.silent(DEAD_S)):
             return []
-        tenants = await self._change(client_sessions.sessions_with_models)
+        with_models = "SELECT DISTINCT session, tenant FROM models WHERE removed = 0 AND of_state IS NULL"
+        tenants: dict[str, str] = dict(await self._change(lambda tx: tx.rows(with_models)))
         return [(session, tenants[session]) for session in silent if session in tenants]
 
     def _places(self, tenant: str, *, waits: bool = False) -> Places:
@@ -244,13 +241,3 @@ class Placement:
             mine=len(tables.of(tenant)) - waits,
             quota=tables.quotas[tenant].adapters,
         )
-
-
-def _deletes(model: Model) -> AdapterChange:
-    return AdapterChange(
-        tenant=model.tenant,
-        verb=Verb.DELETE,
-        fingerprint="",
-        decide=lambda tables, phases: change(tables, phases, model.tenant, model.name, Verb.DELETE),
-        answer=lambda row: b"",
-    )

@@ -10,6 +10,7 @@ durable. All changes are made by the service's one writer thread.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
 import sqlite3
 import time
@@ -18,14 +19,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from areal_lora.operations.link import Outbox
-from areal_lora.operations.protocol import Operation, Outcome
+from areal_lora.operations.link import SendWindows, ServiceEnd
+from areal_lora.operations.protocol import Acknowledgement, Expects, OperationCompletion, ToService
 from areal_lora.processes.startup import get_logger
-from areal_lora.processes.watched import watched_task
+from areal_lora.processes.watched import reached, watched_task
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue import client_sessions, queue_writer, sequencer
-from areal_lora.service.queue.client_sessions import AdapterRequest, create
-from areal_lora.service.queue.placement import SILENT_S, Heartbeats, Placement, Surroundings, fits
+from areal_lora.service.queue.client_sessions import AdapterRequest
+from areal_lora.service.queue.placement import SILENT_S, Change, Heartbeats, Placement, Surroundings, fits
 from areal_lora.service.queue.queue_rows import AdapterRow, Quota, SavedState, Tables, Verb, model_id
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
@@ -58,13 +59,14 @@ class RequestQueue:
         now_s: Callable[[], float] = time.time,
     ) -> None:
         self._writer, self._folder, self._accept, self._around, self._now_s = writer, run_folder, accept, around, now_s
-        self._outbox = Outbox(run_folder, self)
+        self._outbox = Outbox(run_folder, self.change)
         self._answered: dict[str, asyncio.Event] = {}
         self._waiting: Counter[str] = Counter()
         self._fetched: set[str] = set()
-        self._dropped_samples: set[str] = set()
+        self.dropped_samples: set[str] = set()
+        """Forgotten soon, not at once: until then a restart may sample them in vain."""
         self._heartbeats = Heartbeats(now_s)
-        self._placement = Placement(writer, self.change, around, self._heartbeats, now_s)
+        self.placement = Placement(writer, self.change, around, self._heartbeats, now_s)
         self._serving: dict[tuple[str, str, str | None], asyncio.Task[Serve | Pending]] = {}
         self._failed_s: dict[str, float] = {}
         self._start_s = now_s()
@@ -74,7 +76,7 @@ class RequestQueue:
         for session in await self.change(lambda tx: tx.sessions("ended = 0")):
             self._heartbeats.opened(session.session, session.tenant)
         self._tasks = [
-            watched_task("queue-link", self._outbox.run),
+            watched_task("queue-link", self._outbox.link.run),
             watched_task("queue-outcomes", self._outbox.receive),
             watched_task("queue-operations", self._outbox.pump),
             watched_task("queue-keeping", self._keep),
@@ -96,7 +98,7 @@ class RequestQueue:
         result, tx = await self._writer.change(job)
         self._heartbeats.ended(tx.ended)
         for path in tx.forgotten:
-            self._placement.used_s.pop(path, None)
+            self.placement.used_s.pop(path, None)
         for request in tx.answered & self._answered.keys():
             self._answered[request].set()
         for adapter in tx.moved:
@@ -110,18 +112,10 @@ class RequestQueue:
         self._heartbeats.opened(session, tenant)
         return session
 
-    async def crowded(self, tenant: str) -> str:
-        """Why a new model of the tenant would have to wait; empty if there is a place, or a silent client has one."""
-        return await self._placement.crowded(tenant)
-
     async def heartbeat(self, tenant: str, session: str) -> None:
         """The session is not silent. Raises RequestError, with status 410 once it has ended."""
         if not self._heartbeats.received(session, tenant):
             await self.change(lambda tx: tx.session(tenant, session))
-
-    def _active(self, tenant: str, name: str) -> None:
-        """A request of a model or sampler, whose ``name`` starts with its session's, is as good as a heartbeat."""
-        self._heartbeats.received(name.partition(":")[0], tenant)
 
     async def end_session(self, tenant: str, session: str) -> None:
         """Its models leave; saved states stay."""
@@ -131,7 +125,7 @@ class RequestQueue:
             client_sessions.end_session(tx, session)
 
         await self.change(end)
-        await self._placement.let_leave()
+        await self.placement.let_leave()
 
     async def create_model(
         self, tenant: str, session: str, model_seq: int, fingerprint: str, action: CreateModel
@@ -148,7 +142,7 @@ class RequestQueue:
             lora = tx.state(tenant, action.load.path).lora if action.load is not None else action.lora
             if lora is None:
                 raise RequestError(422, "lora_config", "it is missing", "give the settings of the model")
-            self._placement.check_own(tx, tenant, session)
+            self.placement.check_own(tx, tenant, session)
             return lora
 
         if (lora := await self.change(lora_of)) is None:
@@ -159,15 +153,15 @@ class RequestQueue:
         def also(tx: Transaction, row: AdapterRow) -> None:
             client_sessions.insert_model(tx, row, session, model_seq, request, fingerprint, action, lora)
 
-        async with self._placement.lock:
-            await self._placement.make_room(tenant)
+        async with self.placement.lock:
+            await self.placement.make_room(tenant)
             await self._create(tenant, adapter, also, request=f"\n{request}", fingerprint=fingerprint)
         return request
 
     async def unload(self, tenant: str, model: str) -> str:
         """The model's adapter leaves; saved states stay. Returns the request."""
         request = await self.change(lambda tx: client_sessions.unload(tx, tenant, model))
-        await self._placement.let_leave()
+        await self.placement.let_leave()
         return request
 
     # ------------------------------------------------------------ requests
@@ -179,12 +173,12 @@ class RequestQueue:
         and ``fingerprint`` is the same request; another fingerprint is refused. A number that never arrives is passed
         over after `ordering.GAP_S`, and the window that it would have been in fails.
         """
-        self._active(tenant, model)
+        self._heartbeats.received(model.partition(":")[0], tenant)  # as good as a heartbeat
         return await self.change(lambda tx: sequencer.submit(tx, tenant, model, seq, fingerprint, action))
 
     async def outcome(self, tenant: str, request: str, wait_s: float) -> Answer | Pending:
         """The answer of a request, waited for at most ``wait_s``."""
-        self._active(tenant, request)
+        self._heartbeats.received(request.partition(":")[0], tenant)  # as good as a heartbeat
         deadline = time.monotonic() + wait_s
         found = await self._look(tenant, request)
         if isinstance(found, Pending) and wait_s > 0:
@@ -211,7 +205,7 @@ class RequestQueue:
             if seen.phase is None:
                 return Pending(reason="the adapter waits for the trainer", capacity=True)
             if seen.phase is AdapterPhase.PENDING:
-                return Pending(reason=f"{seen.reason}{self._placement.own(tenant)}", capacity=True)
+                return Pending(reason=f"{seen.reason}{self.placement.own(tenant)}", capacity=True)
             if seen.phase is AdapterPhase.PAUSED:
                 return Pending(reason="the adapter is paused")
         return found
@@ -238,50 +232,26 @@ class RequestQueue:
 
         found, path = await self.change(served)
         if path is not None:
-            self._placement.used_s[path] = self._now_s()
-        return await self._serve_snapshot(tenant, found) if isinstance(found, SavedState) else found
-
-    async def _serve_snapshot(self, tenant: str, state: SavedState) -> Pending:
+            self.placement.used_s[path] = self._now_s()
+        if not isinstance(found, SavedState):
+            return found
+        state = found
         loading = Pending(reason="the weights are loaded again", capacity=True)
-        async with self._placement.lock:
+        async with self.placement.lock:
             if await self.change(lambda tx: tx.models("of_state = ? AND removed = 0", state.path)):
                 return loading
-            if not fits(await self._placement.make_room(tenant)):
+            if not fits(await self.placement.make_room(tenant)):
                 return Pending(reason="no server has a place for the weights at present", capacity=True)
-            name, quota = client_sessions.snapshot_name(), self._writer.tables.quotas[tenant]
+            name, quota = f"snapshot-{secrets.token_hex(6)}", self._writer.tables.quotas[tenant]
             adapter = await asyncio.to_thread(self._accept, name, tenant, state.lora, quota)
             await self._create(tenant, adapter, lambda tx, row: client_sessions.insert_snapshot(tx, row, state))
         return loading
 
     async def keep_sample(self, tenant: str, sampler: str, sample: str, fingerprint: str, body: bytes) -> None:
-        """A sample is acknowledged: until it is dropped, `sessions.kept_samples` has it."""
-        self._active(tenant, sampler)
-        self._dropped_samples.discard(sample)
+        """A sample is acknowledged: until it is among ``dropped_samples``, `client_sessions.kept_samples` has it."""
+        self._heartbeats.received(sampler.partition(":")[0], tenant)  # as good as a heartbeat
+        self.dropped_samples.discard(sample)
         await self.change(lambda tx: client_sessions.keep_sample(tx, tenant, sampler, sample, fingerprint, body))
-
-    def drop_sample(self, sample: str) -> None:
-        """Soon, not at once: until then a restart may sample it in vain."""
-        self._dropped_samples.add(sample)
-
-    # ------------------------------------------------------------ for the outbox
-
-    async def expected(self, adapter: str, number: int) -> bool:
-        return await self._until_done(lambda tx: sequencer.expected(tx, adapter, number))
-
-    async def completed(self, adapter: str, number: int, outcome: Outcome) -> None:
-        await self._until_done(lambda tx: sequencer.completed(tx, adapter, number, outcome))
-
-    async def to_send(self, adapter: str, start: int, limit: int) -> list[Operation]:
-        return await self._until_done(lambda tx: sequencer.to_send(tx, adapter, start, limit))
-
-    async def _until_done(self, work: Callable[[Transaction], T]) -> T:
-        """As `change`, repeated while the service's file is not available."""
-        while True:
-            try:
-                return await self.change(work)
-            except Unavailable as error:
-                log.warning("%s; repeated in %g s", error, EVERY_S)
-                await asyncio.sleep(EVERY_S)
 
     # ------------------------------------------------------------ upkeep
 
@@ -298,28 +268,27 @@ class RequestQueue:
 
     async def keep(self) -> None:
         """One round of upkeep (`queue_writer`)."""
-        await self.change(partial(queue_writer.follow, failed=self._failed()))
-        if silent := self._heartbeats.silent(SILENT_S):
-            await self.change(partial(queue_writer.end_silent, silent=silent))
-        await self._placement.let_leave()
+        now, phases = self._now_s(), self._around.phases()
+        has_failed = [key for key, phase in phases.items() if phase is AdapterPhase.FAILED]
+        self._failed_s = {key: self._failed_s.get(key, now) for key in has_failed}
+        long = [key for key, at_s in self._failed_s.items() if now - at_s >= FAILED_S]
+        failed = {key: self._around.seen(key).reason for key in long}
+        await self.change(partial(queue_writer.follow, failed=failed))
+        for session in self._heartbeats.silent(SILENT_S):
+            await self.change(partial(client_sessions.end_session, session=session))
+        await self.placement.let_leave()
         await self.change(queue_writer.seal)
-        expire = partial(queue_writer.expire_states, used_s=self._placement.used_s, start_s=self._start_s)
+        expire = partial(queue_writer.expire_states, used_s=self.placement.used_s, start_s=self._start_s)
         await self.change(expire)
-        for adapter, label in await self.change(queue_writer.drop_states):
+        states = await self.change(queue_writer.drop_states)
+        for adapter, label in states:
             await asyncio.to_thread(shutil.rmtree, self._folder.saved_state(adapter, label), ignore_errors=True)
-            await self.change(partial(queue_writer.dropped, adapter=adapter, label=label))
+        await self.change(partial(queue_writer.dropped, states=states))
         fetched, self._fetched = self._fetched, set()
         await self.change(partial(queue_writer.forget, fetched=fetched))
-        dropped, self._dropped_samples = self._dropped_samples, set()
+        dropped, self.dropped_samples = self.dropped_samples, set()
         await self.change(partial(client_sessions.drop_samples, samples=dropped))
-        await self._placement.make_room_for_waiting()
-
-    def _failed(self) -> dict[str, str]:
-        """Adapters that have failed for `FAILED_S`, with the reason."""
-        now = self._now_s()
-        failed = {key for key, phase in self._around.phases().items() if phase is AdapterPhase.FAILED}
-        self._failed_s = {key: self._failed_s.get(key, now) for key in failed}
-        return {key: self._around.seen(key).reason for key, at in self._failed_s.items() if now - at >= FAILED_S}
+        await self.placement.make_room_for_waiting()
 
     # ------------------------------------------------------------ inside
 
@@ -337,11 +306,76 @@ class RequestQueue:
         await self._writer.operate(
             AdapterChange(
                 tenant=tenant,
+                name=adapter.name,
                 verb=Verb.CREATE,
                 fingerprint=fingerprint,
                 request=request,
-                decide=lambda tables, _: create(tables, tenant, adapter, now_s=self._now_s()),
-                answer=lambda row: row.key.encode(),
+                new=adapter,
+                at_s=self._now_s(),
                 also=lambda db, row: also(self._transaction(db, self._writer.tables), row),
             )
         )
+
+
+class Outbox:
+    """The service's side of ordered delivery: sends rank 0 what is due of each adapter, stores what comes of it.
+
+    Expects n              -> everything from n on is sent, at most `AHEAD` operations before their outcomes
+    OperationCompletion n  -> it is stored, then acknowledged
+
+    ``link.run``, ``receive`` and ``pump`` are tasks. ``moved`` reports that an adapter has new operations.
+    """
+
+    def __init__(self, run_folder: RunFolder, change: Change) -> None:
+        self._change, self._windows = change, SendWindows()
+        self._incoming: asyncio.Queue[ToService] = asyncio.Queue()
+        self.link = ServiceEnd(run_folder, self._incoming.put_nowait)
+        self._due: set[str] = set()
+        self._wake = asyncio.Event()
+
+    def moved(self, adapter: str) -> None:
+        self._due.add(adapter)
+        self._wake.set()
+
+    async def receive(self) -> None:
+        """Take messages in their order."""
+        while True:
+            match await self._incoming.get():
+                case OperationCompletion(adapter=adapter, number=number, outcome=outcome):
+                    await self._until_done(
+                        partial(sequencer.completed, adapter=adapter, number=number, outcome=outcome)
+                    )
+                    reached("queue.acknowledging")
+                    await self.link.send(Acknowledgement(adapter=adapter, number=number))
+                    self._windows.completed(adapter, number)
+                    self.moved(adapter)
+                case Expects(adapter=adapter, number=number):
+                    self._windows.closed(adapter)
+                    if await self._until_done(partial(sequencer.expected, adapter=adapter, number=number)):
+                        self._windows.expected(adapter, number)
+                        self.moved(adapter)
+
+    async def pump(self) -> None:
+        """Send what is due."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            due, self._due = self._due, set()
+            for adapter in sorted(due):
+                if (window := self._windows.due(adapter)) is not None:
+                    start, limit = window
+                    to_send = partial(sequencer.to_send, adapter=adapter, start=start, limit=limit)
+                    for operation in await self._until_done(to_send):
+                        if not self._windows.sends(adapter, operation.number):
+                            break
+                        reached("queue.sending")
+                        await self.link.send(operation)
+
+    async def _until_done(self, work: Callable[[Transaction], T]) -> T:
+        """As `RequestQueue.change`, repeated while the service's file is not available."""
+        while True:
+            try:
+                return await self._change(work)
+            except Unavailable as error:
+                log.warning("%s; repeated in %g s", error, EVERY_S)
+                await asyncio.sleep(EVERY_S)

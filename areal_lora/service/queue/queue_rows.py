@@ -1,11 +1,9 @@
-"""What the service keeps: tenants, keys, adapters, operations. An adapter's row has its desired phase.
+"""What the service keeps: rows of its tables, what decisions need of them, and the schema.
 
-Tables of the service's file: adapters of tenants, and requests of SDK clients.
-
-``requests`` have an ``action`` until nothing can need it again, an ``answer`` once there is one. ``client_operations``
-are those of the requests, and the queue's own, that the trainer may still expect: they are deleted when a checkpoint
-covers them. ``samples`` are those whose outcome no client has fetched. ``forgotten`` has the highest incarnation of the
-deleted adapters that are no longer kept.
+An adapter's row has its desired phase. ``requests`` of SDK clients have an ``action`` until nothing can need it again,
+an ``answer`` once there is one. ``client_operations`` are those of the requests, and the queue's own, that the trainer
+may still expect: they are deleted when a checkpoint covers them. ``samples`` are those whose outcome no client has
+fetched. ``forgotten`` has the highest incarnation of the deleted adapters that are no longer kept.
 """
 
 from __future__ import annotations
@@ -67,14 +65,6 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @classmethod
     def of(cls, config: QuotaConfig) -> Quota:
         return msgspec.convert(config.model_dump(), cls)
-
-    @property
-    def body_bytes(self) -> int:
-        return self.body_kib << 10
-
-    @property
-    def pass_bytes(self) -> int:
-        return self.pass_kib << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +141,6 @@ class Tables:
     def of(self, tenant: str) -> list[AdapterRow]:
         """The tenant's adapters, oldest first."""
         return [row for row in self.adapters.values() if row.tenant == tenant]
-
-    def next_incarnation(self, tenant: str, name: str) -> int:
-        return max(self.highest.get((tenant, name), 0), self.forgotten.get(tenant, 0)) + 1
 
     def after(self, row: AdapterRow, number: int) -> Tables:
         """The tables once operation ``number`` has made its adapter ``row``."""

@@ -152,7 +152,7 @@ class Transaction:
         return found[0]
 
     def sampler(self, tenant: str, sampler: str) -> SamplingSession:
-        found = SAMPLERS.select(self.db, "sampler = ? AND tenant = ?", sampler, tenant)
+        found = self.samplers("sampler = ? AND tenant = ?", sampler, tenant)
         if not found:
             raise unknown("sampling_session_id", "sampling session", sampler)
         return found[0]
@@ -176,6 +176,9 @@ class Transaction:
     def states(self, where: str, *values: object) -> list[SavedState]:
         return STATES.select(self.db, where, *values)
 
+    def samplers(self, where: str, *values: object) -> list[SamplingSession]:
+        return SAMPLERS.select(self.db, where, *values)
+
     def of_adapter(self, adapter: str) -> Model | None:
         return next(iter(self.models("adapter = ?", adapter)), None)
 
@@ -194,22 +197,21 @@ class Store:
 
     def __init__(self, path: Path, run: str) -> None:
         self.path = path
-        try:
+        with self._reading():
             self._db = connect(str(path), synchronous="FULL", autocommit=True)
             self._db.execute("PRAGMA foreign_keys=ON")
             self._begin(run)
-        except sqlite3.Error as error:
-            raise self._broken(error) from error
 
     def _begin(self, run: str) -> None:
         self._db.execute("BEGIN EXCLUSIVE")
         if not self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            self._create(STEPS[0])
+            for statement in STEPS[0].split(";\n"):
+                self._db.execute(statement)
             self._db.execute("INSERT INTO meta VALUES (1, ?, 0)", (run,))
         found = self._db.execute("SELECT schema_version, run FROM meta").fetchone()
         if found[1] == run and found[0] in range(1, SCHEMA_VERSION):
-            for tables in STEPS[found[0] :]:
-                self._create(tables)
+            for statement in ";\n".join(STEPS[found[0] :]).split(";\n"):
+                self._db.execute(statement)
             self._db.execute("UPDATE meta SET schema_version = ?", (SCHEMA_VERSION,))
             found = (SCHEMA_VERSION, run)
         self._db.execute("COMMIT")
@@ -217,10 +219,6 @@ class Store:
             reason = f"it is of run {found[1]!r} in schema {found[0]}, not of {run!r} in schema {SCHEMA_VERSION}"
             self._db.close()
             raise ConfigError(str(self.path), reason, "put the run's own file back")
-
-    def _create(self, tables: str) -> None:
-        for statement in tables.split(";\n"):
-            self._db.execute(statement)
 
     def close(self) -> None:
         self._db.close()
@@ -236,16 +234,12 @@ class Store:
     def load(self) -> Tables:
         """Everything that decisions need."""
         db = self._db
-        try:
-            adapters = ADAPTERS.select(db, "wanted != 'deleted'")
+        with self._reading():
+            quotas = db.execute("SELECT tenant, quota FROM tenants ORDER BY tenant")
             highest = db.execute("SELECT tenant, name, MAX(incarnation) FROM adapters GROUP BY tenant, name")
+            adapters = ADAPTERS.select(db, "wanted != 'deleted'")
             return Tables(
-                quotas=MappingProxyType(
-                    {
-                        tenant: msgspec.json.decode(quota, type=Quota)
-                        for tenant, quota in db.execute("SELECT tenant, quota FROM tenants ORDER BY tenant")
-                    }
-                ),
+                quotas=MappingProxyType({name: msgspec.json.decode(quota, type=Quota) for name, quota in quotas}),
                 keys=MappingProxyType({key.digest: key for key in KEYS.select(db, "1")}),
                 adapters=MappingProxyType({(row.tenant, row.name): row for row in adapters}),
                 highest=MappingProxyType({(tenant, name): incarnation for tenant, name, incarnation in highest}),
@@ -253,18 +247,13 @@ class Store:
                 open=tuple(OPEN.select(db, "carried_out = 0")),
                 generation=db.execute("SELECT generation FROM meta").fetchone()[0],
             )
-        except sqlite3.Error as error:
-            raise self._broken(error) from error
 
     def answered(self, tenant: str, request: str) -> tuple[str, bytes] | None:
         """Fingerprint and answer of the tenant's operation under this idempotency key."""
-        try:
-            found = self._db.execute(
-                "SELECT fingerprint, answer FROM operations WHERE tenant = ? AND request = ?", (tenant, request)
-            ).fetchone()
-        except sqlite3.Error as error:
-            raise self._broken(error) from error
-        return (found[0], found[1]) if found else None
+        sql = "SELECT fingerprint, answer FROM operations WHERE tenant = ? AND request = ?"
+        with self._reading():
+            found: tuple[str, bytes] | None = self._db.execute(sql, (tenant, request)).fetchone()
+        return found
 
     def record(
         self, row: AdapterRow, operation: AdapterOperation, also: Callable[[sqlite3.Connection], None] = lambda _: None
@@ -331,7 +320,7 @@ class Store:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         """All of it or nothing."""
-        try:
+        with self._reading():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -340,18 +329,21 @@ class Store:
                 if self._db.in_transaction:  # SQLite rolls back by itself where the disk is full
                     self._db.execute("ROLLBACK")
                 raise
-        except sqlite3.Error as error:
-            raise self._broken(error) from error
 
-    def _broken(self, error: sqlite3.Error) -> Exception:
-        """The error to raise: RecordError for damage, Unavailable for what passes, else a fault of the statement."""
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the low byte names the class
-        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            return RecordError(f"{self.path}: the service's file is damaged: {error} (fix: restore it from a copy)")
-        if code in _PASSING:
-            status = 507 if code == sqlite3.SQLITE_FULL else 503
-            return Unavailable(status, f"{self.path.name} cannot be read or written: {error}")
-        return error
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raises RecordError for damage, Unavailable for what passes, else the fault of the statement."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the low byte names the class
+            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                reason = f"the service's file is damaged: {error} (fix: restore it from a copy)"
+                raise RecordError(f"{self.path}: {reason}") from error
+            if code in _PASSING:
+                status = 507 if code == sqlite3.SQLITE_FULL else 503
+                raise Unavailable(status, f"{self.path.name} cannot be read or written: {error}") from error
+            raise
 
 
 def _oldest(table: str, where: str) -> str:

@@ -18,8 +18,11 @@ import queue
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
+
+import msgspec
 
 from areal_lora.errors import RecordError
 from areal_lora.operations.protocol import DropState
@@ -27,8 +30,8 @@ from areal_lora.processes.startup import get_logger
 from areal_lora.processes.watched import reached, watched_thread
 from areal_lora.run_folder.desired import read_desired, write_desired
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.service.queue.client_sessions import Phases, carried_out, end_session, expire, leave
-from areal_lora.service.queue.queue_rows import AdapterOperation, AdapterRow, Key, Quota, Tables, Verb
+from areal_lora.service.queue.client_sessions import AdapterRequest, Phases, carried_out, changed, create, expire, leave
+from areal_lora.service.queue.queue_rows import AdapterOperation, AdapterRow, Tables, Verb
 from areal_lora.service.queue.queue_store import Store, Transaction
 from areal_lora.service.queue.sequencer import append, fail_open, promote
 from areal_lora.service.refused import RequestError, Unavailable, internal_error
@@ -36,23 +39,23 @@ from areal_lora.service.refused import RequestError, Unavailable, internal_error
 log = get_logger(__name__)
 
 T = TypeVar("T")
-Decide = Callable[[Tables, Phases], AdapterRow]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterChange:
-    """One operation of a tenant; ``decide`` plans it, ``answer`` is what is acknowledged.
+    """One operation of a tenant on its adapter ``name``; ``new`` is the one to create.
 
     ``request`` is the idempotency key, or empty; the same key with another ``fingerprint`` is refused. ``also`` is done
     in the same transaction.
     """
 
     tenant: str
+    name: str
     verb: Verb
-    fingerprint: str
-    decide: Decide
-    answer: Callable[[AdapterRow], bytes]
+    fingerprint: str = ""
     request: str = ""
+    new: AdapterRequest | None = None
+    at_s: float = field(default_factory=time.time)
     also: Callable[[sqlite3.Connection, AdapterRow], None] = lambda *_: None
 
 
@@ -91,19 +94,14 @@ class Writer:
         """``work``'s result once its changes are durable. Raises RequestError, and then nothing has changed."""
         return await self._in_thread(lambda: self._store.change(lambda db: work(db, self.tables)))
 
-    async def put_tenant(self, tenant: str, quota: Quota) -> None:
-        await self._in_thread(lambda: self._administer(lambda: self._store.put_tenant(tenant, quota)))
+    async def administer(self, work: Callable[[Store], None]) -> None:
+        """Change tenants, keys or what is kept of the past. Raises RequestError."""
 
-    async def put_key(self, key: Key) -> None:
-        await self._in_thread(lambda: self._administer(lambda: self._store.put_key(key)))
+        def job() -> None:
+            work(self._store)
+            self.tables = self._store.load()
 
-    async def drop_key(self, tenant: str, label: str) -> None:
-        await self._in_thread(lambda: self._administer(lambda: self._store.drop_key(tenant, label)))
-
-    async def prune(self) -> None:
-        """Remove what is no longer needed of deleted adapters and operations."""
-        with contextlib.suppress(Unavailable):  # the next call repeats it
-            await self._in_thread(lambda: self._administer(self._store.prune))
+        await self._in_thread(job)
 
     async def settle(self) -> None:
         """Stop counting the operations that the run has carried out, and write a desired state that is missing."""
@@ -120,38 +118,38 @@ class Writer:
 
         RecordError ends the process: the file is damaged.
         """
-        loop, answered = asyncio.get_running_loop(), asyncio.Event()
-        results: list[T | RequestError] = []
+        future: Future[T] = Future()
 
         def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # its caller is gone
             try:
-                results.append(work())
+                future.set_result(work())
             except RequestError as refused:
-                results.append(refused)
+                future.set_exception(refused)
             except RecordError:
                 raise
             except Exception:  # fault boundary: the request of one caller
                 log.exception("a request failed and was rolled back")
                 with contextlib.suppress(Unavailable):  # the exception may have come after the commit
                     self.tables, self._undesired = self._store.load(), True
-                results.append(internal_error())
-            with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits any more
-                loop.call_soon_threadsafe(answered.set)
+                future.set_exception(internal_error())
 
         self._jobs.put(job)
-        await answered.wait()
-        (result,) = results
-        if isinstance(result, RequestError):
-            raise result
-        return result
+        return await asyncio.wrap_future(future)
 
     def _operate(self, change: AdapterChange) -> bytes:
         if change.request:
             before = self._answered(change.tenant, change.request, change.fingerprint)
             if before is not None:
                 return before
-        row = change.decide(self.tables, self._phases())
-        answer = change.answer(row)
+        if change.new is not None:
+            row = create(self.tables, change.tenant, change.new, now_s=change.at_s)
+        else:
+            row = changed(self.tables, self._phases(), change.tenant, change.name, change.verb)
+        # The run carries it out as soon as it can; GET shows when.
+        body = {"name": row.name, "incarnation": row.incarnation, "verb": change.verb, "wanted": row.wanted}
+        answer = msgspec.json.encode(body)
         reached("service.decided")
         number = self._store.record(
             row,
@@ -163,7 +161,7 @@ class Writer:
                 request=change.request or None,
                 fingerprint=change.fingerprint,
                 answer=answer,
-                at_s=time.time(),
+                at_s=change.at_s,
             ),
             lambda db: change.also(db, row),
         )
@@ -195,10 +193,6 @@ class Writer:
             raise RequestError(422, "Idempotency-Key", reason, "use a new key for every operation")
         return None if known is None else known[1]
 
-    def _administer(self, write: Callable[[], None]) -> None:
-        write()
-        self.tables = self._store.load()
-
     def _settle(self) -> None:
         self._write_desired()
         done = {each.number for each in carried_out(self.tables, self._phases())}
@@ -229,11 +223,6 @@ def seal(tx: Transaction) -> None:
         "removed = 0 AND EXISTS (SELECT 1 FROM requests r WHERE r.owner = models.model AND r.held = 1)"
     ):
         promote(tx, model)
-
-
-def end_silent(tx: Transaction, silent: Iterable[str]) -> None:
-    for session in silent:
-        end_session(tx, session)
 
 
 def follow(tx: Transaction, failed: Mapping[str, str]) -> None:
@@ -269,9 +258,9 @@ def drop_states(tx: Transaction) -> list[tuple[str, str]]:
     return removed
 
 
-def dropped(tx: Transaction, adapter: str, label: str) -> None:
-    """The files are removed."""
-    tx.do("DELETE FROM dropped_states WHERE adapter = ? AND label = ?", adapter, label)
+def dropped(tx: Transaction, states: Iterable[tuple[str, str]]) -> None:
+    """Their files are removed."""
+    tx.db.executemany("DELETE FROM dropped_states WHERE adapter = ? AND label = ?", states)
 
 
 def forget(tx: Transaction, fetched: set[str]) -> None:
@@ -298,13 +287,13 @@ def forget(tx: Transaction, fetched: set[str]) -> None:
 
 def _shorten(tx: Transaction, tenant: str, most: int) -> None:
     """Forget the tenant's oldest answers, fetched ones first, until those that stay are at most ``most`` bytes."""
-    found = tx.rows(
+    kept = tx.rows(
         "SELECT request, LENGTH(answer) FROM requests WHERE tenant = ? AND answer IS NOT NULL AND action IS NULL"
         " ORDER BY fetched_s IS NOT NULL, answered_s DESC",
         tenant,
     )
     total = 0
-    for request, n_bytes in found:
+    for request, n_bytes in kept:
         total += n_bytes
         if total > most:
             tx.do("DELETE FROM requests WHERE request = ?", request)

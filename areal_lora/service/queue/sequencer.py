@@ -6,58 +6,19 @@ from collections.abc import Callable
 
 import msgspec
 
-from areal_lora.operations.protocol import (
-    DropState,
-    LoadState,
-    Operation,
-    OperationFailure,
-    Outcome,
-    Pass,
-    PassResult,
-    Poison,
-    Publish,
-    PublishResult,
-    SaveState,
-    What,
-)
+from areal_lora.operations import protocol
 from areal_lora.processes.startup import get_logger
+from areal_lora.service.queue import ordering, requests
 from areal_lora.service.queue.answers import drop_label, give, settle
-from areal_lora.service.queue.ordering import (
-    Fate,
-    Op,
-    OpKind,
-    QueueUsage,
-    admit,
-    fate_of,
-    kind_of,
-    ready,
-    sealed,
-    spoiled,
-    too_long,
-)
 from areal_lora.service.queue.queue_rows import STATE_NAME, Kind, Model
 from areal_lora.service.queue.queue_store import Transaction, unknown
-from areal_lora.service.queue.requests import (
-    Action,
-    Answer,
-    Load,
-    ModelAction,
-    Pending,
-    Refuse,
-    Save,
-    SaveForSampler,
-    Train,
-    decode_action,
-    decode_answer,
-    encode,
-)
 from areal_lora.service.refused import RequestError
 
-LOST = OperationFailure(reason="a restart of the trainer has lost what came of it", by_client=False)
+LOST = protocol.OperationFailure(reason="a restart of the trainer has lost what came of it", by_client=False)
 KEPT_FAILED = 512
 MAX_TTL_S = 10 * 366 * 86400.0
 AT_ONCE_BYTES = 32 << 20
-_what: Callable[[bytes], What] = msgspec.msgpack.Decoder(What).decode
+_what: Callable[[bytes], protocol.What] = msgspec.msgpack.Decoder(protocol.What).decode
 
 log = get_logger(__name__)
 
@@ -67,17 +28,17 @@ def promote(tx: Transaction, model: Model) -> None:
     found = tx.rows("SELECT seq, at_s FROM requests WHERE owner = ? AND held = 1", model.model)
     held = dict(found)
     start = model.next_seq
-    if (after_gap := sealed(start, held, tx.now_s)) is not None:
+    if (after_gap := ordering.sealed(start, held, tx.now_s)) is not None:
         missing = f"request {start}" if after_gap == start + 1 else f"requests {start} to {after_gap - 1}"
-        append(tx, model.adapter, "", Poison(reason=f"{missing} of its window never came"))
+        append(tx, model.adapter, "", protocol.Poison(reason=f"{missing} of its window never came"))
         start = after_gap
-    for seq in ready(start, held):
+    for seq in ordering.ready(start, held):
         request, action = (
             tx.row("SELECT request, action FROM requests WHERE owner = ? AND seq = ?", model.model, seq) or ()
         )
-        match decode_action(action):
-            case Refuse(reason=reason):
-                give(tx, request, OperationFailure(reason=reason, by_client=True))
+        match requests.decode_action(action):
+            case requests.Refuse(reason=reason):
+                give(tx, request, protocol.OperationFailure(reason=reason, by_client=True))
             case decoded:
                 for what in _operations(tx, model, decoded):
                     append(tx, model.adapter, request, what)
@@ -86,32 +47,32 @@ def promote(tx: Transaction, model: Model) -> None:
     tx.do("UPDATE models SET next_seq = ? WHERE model = ?", start, model.model)
 
 
-def append(tx: Transaction, adapter: str, request: str, what: What) -> int:
+def append(tx: Transaction, adapter: str, request: str, what: protocol.What) -> int:
     """Give ``what`` the adapter's next number. The body of a pass is that of its request."""
     ((number,),) = tx.rows(
         "UPDATE models SET next_number = next_number + 1 WHERE adapter = ? RETURNING next_number - 1", adapter
     )
-    if isinstance(what, SaveState):
-        what = SaveState(label=f"n{number}")
+    if isinstance(what, protocol.SaveState):
+        what = protocol.SaveState(label=f"n{number}")
     tx.insert(
         "client_operations",
         adapter=adapter,
         number=number,
         request=request,
-        what=None if isinstance(what, Pass) else encode(what),
-        kind=kind_of(what),
+        what=None if isinstance(what, protocol.Pass) else requests.encode(what),
+        kind=ordering.kind_of(what),
     )
     tx.moved.add(adapter)
     return int(number)
 
 
-def load(tx: Transaction, tenant: str, action: Load) -> LoadState:
+def load(tx: Transaction, tenant: str, action: requests.Load) -> protocol.LoadState:
     """Raises RequestError where nothing is saved at the path."""
     state = tx.state(tenant, action.path)
-    return LoadState(adapter=state.adapter, label=state.label, optimizer=action.optimizer)
+    return protocol.LoadState(adapter=state.adapter, label=state.label, optimizer=action.optimizer)
 
 
-def to_send(tx: Transaction, adapter: str, start: int, limit: int) -> list[Operation]:
+def to_send(tx: Transaction, adapter: str, start: int, limit: int) -> list[protocol.Operation]:
     """The operations from number ``start`` on, as the trainer is to carry them out."""
     model = tx.of_adapter(adapter)
     if model is None or model.removed or model.broken:
@@ -122,13 +83,17 @@ def to_send(tx: Transaction, adapter: str, start: int, limit: int) -> list[Opera
         " WHERE o.adapter = ? AND o.number >= ? ORDER BY o.number LIMIT ?",
         (adapter, start, limit),
     )
-    chosen: list[Operation] = []
+    chosen: list[protocol.Operation] = []
     n_bytes = 0
     for number, what, action in found:
         n_bytes += len(action or b"")
         if chosen and n_bytes > AT_ONCE_BYTES:
             break
-        chosen.append(Operation(adapter=adapter, number=number, what=_as_sent(what, action, spoiled(ops, number))))
+        chosen.append(
+            protocol.Operation(
+                adapter=adapter, number=number, what=_as_sent(what, action, ordering.spoiled(ops, number))
+            )
+        )
     return chosen
 
 
@@ -155,7 +120,7 @@ def expected(tx: Transaction, adapter: str, number: int) -> bool:
     return True
 
 
-def completed(tx: Transaction, adapter: str, number: int, outcome: Outcome) -> None:
+def completed(tx: Transaction, adapter: str, number: int, outcome: protocol.Outcome) -> None:
     """Keep the first outcome of an operation. Those before it without one are lost."""
     model = tx.of_adapter(adapter)
     if model is None:
@@ -166,7 +131,9 @@ def completed(tx: Transaction, adapter: str, number: int, outcome: Outcome) -> N
     for (earlier,) in lost:
         _record(tx, model, earlier, LOST)
     _record(tx, model, number, outcome)
-    if tx.count("client_operations WHERE adapter = ? AND number = ? AND kind = ?", adapter, number, OpKind.CLOSE):
+    if tx.count(
+        "client_operations WHERE adapter = ? AND number = ? AND kind = ?", adapter, number, ordering.OpKind.CLOSE
+    ):
         _close(tx, model, number, outcome)
 
 
@@ -175,26 +142,26 @@ def fail_open(tx: Transaction, model: Model, reason: str) -> None:
 
     A load among them becomes a `Poison`: the trainer must not carry it out later.
     """
-    failed = OperationFailure(reason=reason, by_client=False)
+    failed = protocol.OperationFailure(reason=reason, by_client=False)
     for number, what in tx.rows(
         "SELECT number, what FROM client_operations WHERE adapter = ? AND fate IS NULL AND what IS NOT NULL",
         model.adapter,
     ):
         match _what(what):
-            case LoadState():
+            case protocol.LoadState():
                 tx.do(
                     "UPDATE client_operations SET kind = ?, what = ? WHERE adapter = ? AND number = ?",
-                    OpKind.PASS,
-                    encode(Poison(reason=reason)),
+                    ordering.OpKind.PASS,
+                    requests.encode(protocol.Poison(reason=reason)),
                     model.adapter,
                     number,
                 )
-            case DropState(label=label):
+            case protocol.DropState(label=label):
                 drop_label(tx, model.adapter, label)
     tx.do(
         "UPDATE client_operations SET fate = ?, outcome = ? WHERE adapter = ? AND fate IS NULL",
-        Fate.FAILED,
-        encode(failed),
+        ordering.Fate.FAILED,
+        requests.encode(failed),
         model.adapter,
     )
     found = tx.rows("SELECT request, seq FROM requests WHERE owner = ? AND answer IS NULL", model.model)
@@ -205,32 +172,34 @@ def fail_open(tx: Transaction, model: Model, reason: str) -> None:
         tx.do("UPDATE models SET next_seq = MAX(next_seq, ?) WHERE model = ?", highest + 1, model.model)
 
 
-def _operations(tx: Transaction, model: Model, action: object) -> list[What]:
+def _operations(tx: Transaction, model: Model, action: object) -> list[protocol.What]:
     match action:
-        case Train(what=what):
+        case requests.Train(what=what):
             return [what]
-        case Save():
-            return [SaveState(label="")]  # `append` names it
-        case SaveForSampler(in_flight=in_flight):
-            return [Publish()] if in_flight else [SaveState(label=""), Publish()]
-        case Load():
+        case requests.Save():
+            return [protocol.SaveState(label="")]  # `append` names it
+        case requests.SaveForSampler(in_flight=in_flight):
+            return [protocol.Publish()] if in_flight else [protocol.SaveState(label=""), protocol.Publish()]
+        case requests.Load():
             try:
                 return [load(tx, model.tenant, action)]
             except RequestError as refused:  # it was dropped while the request was held
-                return [Poison(reason=refused.reason)]
+                return [protocol.Poison(reason=refused.reason)]
     raise AssertionError(f"{type(action).__name__} has no number of its model")
 
 
-def _as_sent(what: bytes | None, action: bytes | None, is_spoiled: bool) -> What:
+def _as_sent(what: bytes | None, action: bytes | None, is_spoiled: bool) -> protocol.What:
     if is_spoiled:
-        return Poison(reason="it, or the step of its window, had failed before")
+        return protocol.Poison(reason="it, or the step of its window, had failed before")
     if what is not None:
         return _what(what)
-    decoded = decode_action(action) if action is not None else None
-    return decoded.what if isinstance(decoded, Train) else Poison(reason="its data are no longer there")
+    decoded = requests.decode_action(action) if action is not None else None
+    return (
+        decoded.what if isinstance(decoded, requests.Train) else protocol.Poison(reason="its data are no longer there")
+    )
 
 
-def _record(tx: Transaction, model: Model, number: int, outcome: Outcome) -> None:
+def _record(tx: Transaction, model: Model, number: int, outcome: protocol.Outcome) -> None:
     row = tx.row(
         "SELECT request, what FROM client_operations WHERE adapter = ? AND number = ? AND fate IS NULL",
         model.adapter,
@@ -239,25 +208,29 @@ def _record(tx: Transaction, model: Model, number: int, outcome: Outcome) -> Non
     if row is None:
         return  # it has one
     request, what = row
-    stored = None if isinstance(outcome, PassResult) else encode(outcome)
+    stored = None if isinstance(outcome, protocol.PassResult) else requests.encode(outcome)
     tx.do(
         "UPDATE client_operations SET fate = ?, outcome = ? WHERE adapter = ? AND number = ?",
-        fate_of(outcome),
+        ordering.fate_of(outcome),
         stored,
         model.adapter,
         number,
     )
-    if isinstance(outcome, PublishResult):
+    if isinstance(outcome, protocol.PublishResult):
         tx.do("UPDATE models SET published = ? WHERE adapter = ?", outcome.version, model.adapter)
     if request:
         settle(tx, model, request, outcome)
-    elif what is not None and isinstance(dropped := _what(what), DropState) and isinstance(outcome, OperationFailure):
+    elif (
+        what is not None
+        and isinstance(dropped := _what(what), protocol.DropState)
+        and isinstance(outcome, protocol.OperationFailure)
+    ):
         drop_label(tx, model.adapter, dropped.label)
-    if model.of_state is not None and isinstance(outcome, OperationFailure):
+    if model.of_state is not None and isinstance(outcome, protocol.OperationFailure):
         tx.do("UPDATE models SET broken = ? WHERE adapter = ?", outcome.reason, model.adapter)
 
 
-def _close(tx: Transaction, model: Model, number: int, outcome: Outcome) -> None:
+def _close(tx: Transaction, model: Model, number: int, outcome: protocol.Outcome) -> None:
     """What the trainer will not need again once ``number`` has ended the window.
 
     Of a failed window no data are needed: it fails again. That it failed is kept until a later one succeeds, because
@@ -270,18 +243,23 @@ def _close(tx: Transaction, model: Model, number: int, outcome: Outcome) -> None
         number,
     )
     failed = tx.count("client_operations WHERE adapter = ? AND number <= ?", model.adapter, number)
-    if isinstance(outcome, OperationFailure) and failed <= KEPT_FAILED:
+    if isinstance(outcome, protocol.OperationFailure) and failed <= KEPT_FAILED:
         return
     tx.do("DELETE FROM client_operations WHERE adapter = ? AND number <= ?", model.adapter, number)
     tx.do("UPDATE models SET closed = MAX(closed, ?) WHERE adapter = ?", number, model.adapter)
 
 
-def _ops(tx: Transaction, adapter: str) -> list[Op]:
+def _ops(tx: Transaction, adapter: str) -> list[ordering.Op]:
     found = tx.rows("SELECT number, kind, fate FROM client_operations WHERE adapter = ? ORDER BY number", adapter)
-    return [Op(number=number, kind=OpKind(kind), fate=Fate(fate) if fate else None) for number, kind, fate in found]
+    return [
+        ordering.Op(number=number, kind=ordering.OpKind(kind), fate=ordering.Fate(fate) if fate else None)
+        for number, kind, fate in found
+    ]
 
 
-def submit(tx: Transaction, tenant: str, model_id: str, seq: int, fingerprint: str, action: ModelAction) -> str:
+def submit(
+    tx: Transaction, tenant: str, model_id: str, seq: int, fingerprint: str, action: requests.ModelAction
+) -> str:
     """Take a request, or find it taken. Raises RequestError for a model or a number that is wrong, or a full queue.
 
     One that names what cannot be, or is not there, or is a pass too long to keep, is taken and fails in its turn, so
@@ -297,14 +275,18 @@ def submit(tx: Transaction, tenant: str, model_id: str, seq: int, fingerprint: s
         _check(tx, model, action)
     except RequestError as refused:
         wrong = str(refused)
-        action = Train(what=Poison(reason=wrong, by_client=True)) if isinstance(action, Load) else Refuse(reason=wrong)
+        action = (
+            requests.Train(what=protocol.Poison(reason=wrong, by_client=True))
+            if isinstance(action, requests.Load)
+            else requests.Refuse(reason=wrong)
+        )
     held = [row[0] for row in tx.rows("SELECT seq FROM requests WHERE owner = ? AND held = 1", model_id)]
-    data, n_bytes, others = encode(action), 0, waiting(tx, tenant)
-    if isinstance(action, Train) and isinstance(action.what, Pass):
+    data, n_bytes, others = requests.encode(action), 0, waiting(tx, tenant)
+    if isinstance(action, requests.Train) and isinstance(action.what, protocol.Pass):
         n_bytes = len(data)
-        if not others.queued and (wrong := too_long(tx.quota(tenant), others, n_bytes)):
-            data, n_bytes = encode(Train(what=Poison(reason=wrong, by_client=True))), 0
-    admit(tx.quota(tenant), others, model.next_seq, held, seq, n_bytes)
+        if not others.queued and (wrong := ordering.too_long(tx.quota(tenant), others, n_bytes)):
+            data, n_bytes = requests.encode(requests.Train(what=protocol.Poison(reason=wrong, by_client=True))), 0
+    ordering.admit(tx.quota(tenant), others, model.next_seq, held, seq, n_bytes)
     insert(tx, tenant, request, model_id, seq, fingerprint, data, held=True)
     promote(tx, model)
     return request
@@ -336,39 +318,39 @@ def insert(
     )
 
 
-def look(tx: Transaction, tenant: str, request: str) -> tuple[Answer | Pending, str]:
+def look(tx: Transaction, tenant: str, request: str) -> tuple[requests.Answer | requests.Pending, str]:
     """The answer of a request, or why there is none yet, and its adapter. Raises RequestError for another tenant's."""
     row = tx.row("SELECT answer, held, owner FROM requests WHERE request = ? AND tenant = ?", request, tenant)
     if row is None:
         raise unknown("request_id", "request", request)
     answer, held, owner = row
     if answer is not None:
-        return decode_answer(answer), ""
+        return requests.decode_answer(answer), ""
     [model] = tx.models("model = ?", owner)
     if held:
-        return Pending(reason="a request of the model with a lower number has not come yet"), model.adapter
-    return Pending(reason="the trainer has not carried it out yet"), model.adapter
+        return requests.Pending(reason="a request of the model with a lower number has not come yet"), model.adapter
+    return requests.Pending(reason="the trainer has not carried it out yet"), model.adapter
 
 
-def waiting(tx: Transaction, tenant: str) -> QueueUsage:
+def waiting(tx: Transaction, tenant: str) -> ordering.QueueUsage:
     row = tx.row(
         "SELECT COUNT(*) FILTER (WHERE answer IS NULL), TOTAL(n_bytes) FROM requests"
         " WHERE tenant = ? AND action IS NOT NULL",
         tenant,
     )
     assert row is not None
-    return QueueUsage(queued=row[0], n_bytes=int(row[1]))
+    return ordering.QueueUsage(queued=row[0], n_bytes=int(row[1]))
 
 
-def _check(tx: Transaction, model: Model, action: Action) -> None:
+def _check(tx: Transaction, model: Model, action: requests.Action) -> None:
     """Raises RequestError for names that cannot be, or are not there."""
     match action:
-        case Load():
+        case requests.Load():
             load(tx, model.tenant, action)
-        case Save(name=name, overwrite=overwrite, ttl_s=ttl_s):
+        case requests.Save(name=name, overwrite=overwrite, ttl_s=ttl_s):
             check_ttl(ttl_s)
             _check_name(tx, model, Kind.WEIGHTS, name, overwrite)
-        case SaveForSampler(name=name, sampler_seq=seq, ttl_s=ttl_s):
+        case requests.SaveForSampler(name=name, sampler_seq=seq, ttl_s=ttl_s):
             check_ttl(ttl_s)
             if (name is None) == (seq is None) or (seq is not None and not 0 <= seq < 1 << 53):
                 raise RequestError(422, "path", "it needs a path or a sampling_session_seq_id", "give one of the two")

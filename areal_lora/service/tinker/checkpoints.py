@@ -1,22 +1,18 @@
-"""Sessions, models and saved states, as the SDK's REST client lists and deletes them.
-
-Saved states as external weights, by which the SDK takes weights home since 0.38.
+"""Sessions, models and saved states, as the SDK's REST client lists and deletes them; saved states as downloads.
 
     load_weights of a download         --> its new model is another name of the state; no adapter is made
     save_weights_external of that one  --> MODEL/external_weights/NAME~KEY~..., another name of the state and its keys
     save_weights_external of a model   --> a saved state like any other; its notes have the keys
 
-The SDK's downloads load a state into a new model only to save it in another form. Here that needs neither a place nor
-the trainer: nothing is made, and so there is nothing to delete or to expire.
-
-Saved states as archives: a request with a key returns an address, which anyone may read for a while.
+The SDK's downloads (since 0.38) load a state into a new model only to save it in another form. Here that needs neither
+a place nor the trainer: nothing is made, and so there is nothing to delete or to expire.
 
     GET .../checkpoints/KIND/NAME/archive                with the tenant's key  --> {"url", "expires"}
     GET .../checkpoints/KIND/NAME/external_weights_urls  with the tenant's key  --> {"urls": {FILE: url}, "expires"}
     GET /api/v1/archives/TOKEN                           without a key          --> a tar: PEFT files, no pickle; or one
 
-The SDK's programs open the address with other tools, which have no key. It is signed with a key of this run, so it
-names what may be read, and until when; a state that was dropped or replaced meanwhile is not sent.
+The SDK's programs open an address with other tools, which have no key. It is signed with a key of this run, so it names
+what may be read, and until when; a state that was dropped or replaced meanwhile is not sent.
 """
 
 from __future__ import annotations
@@ -38,9 +34,16 @@ from areal_lora.config.models import Config
 from areal_lora.network.tls import derived_key
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
-from areal_lora.service.download import FILES, Downloads, downloaded, open_archive
-from areal_lora.service.http import Caller, Guard, body_of, notes_of, number, sdk_decoded, unguarded
-from areal_lora.service.observed import MAX_RECIPIENTS, SUFFIX, recipient_key
+from areal_lora.service.download import (
+    FILES,
+    MAX_RECIPIENTS,
+    SUFFIX,
+    Downloads,
+    downloaded,
+    open_archive,
+    recipient_key,
+)
+from areal_lora.service.http import Answered, Caller, Guard, body_of, notes_of, number, sdk_decoded, unguarded
 from areal_lora.service.queue import client_sessions
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import SCHEME, Kind, Model, SavedState, model_id
@@ -49,12 +52,11 @@ from areal_lora.service.queue.sequencer import set_ttl
 from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import sdk_bodies
 from areal_lora.service.tinker.sample_tasks import Base
-from areal_lora.service.tinker.sdk_bodies import answered
 
 EXTERNAL = "external_weights"
 KEYS = "age_encryption_recipients"
 """Of the notes of a state whose files are to be encrypted."""
-_BETWEEN = "~"  # in no name of a state, and in no key
+BETWEEN = "~"  # in no name of a state, and in no key
 _CREATORS = {"tinker_cookbook.weights.download", "tinker checkpoint download"}
 MAX_DOWNLOADS = 64
 """Downloads of a tenant that are remembered."""
@@ -86,7 +88,7 @@ class Exports:
         """As `start`; None for a model that is none of a download. Raises RequestError for keys that are none."""
         if (state := self.state(tenant, model)) is None:
             return None
-        return f"{SCHEME}{state.model}/{EXTERNAL}/{_BETWEEN.join((state.name, *keys_of(keys)))}"
+        return f"{SCHEME}{state.model}/{EXTERNAL}/{BETWEEN.join((state.name, *keys_of(keys)))}"
 
     def answer(self, tenant: str, request: str) -> CreatedModel | StoredState | None:
         """None for a request that is not one of these."""
@@ -106,17 +108,9 @@ def keys_of(given: Sequence[str] | None) -> tuple[str, ...]:
     return keys
 
 
-def notes_with(keys: Sequence[str]) -> dict[str, str]:
-    return {KEYS: _BETWEEN.join(keys)} if keys else {}
-
-
-def keys_in(notes: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(notes[KEYS].split(_BETWEEN)) if KEYS in notes else ()
-
-
 def seen_through(model: str, kind: str, name: str) -> tuple[str, tuple[str, ...]]:
     """The path of the saved state that a name of external weights stands for, and its keys. Raises RequestError."""
-    kept, *keys = name.split(_BETWEEN)
+    kept, *keys = name.split(BETWEEN)
     return f"{SCHEME}{model}/{Kind.WEIGHTS if kind == EXTERNAL else kind}/{kept}", keys_of(keys)
 
 
@@ -132,64 +126,64 @@ class Checkpoints:
 
     def routes(self, guard: Guard) -> list[Route]:
         return [
-            Route("/api/v1/sessions", guard(self.list_sessions), methods=["GET"]),
-            Route("/api/v1/sessions/{session}", guard(self.session), methods=["GET"]),
-            Route(RUNS, guard(self.runs), methods=["GET"]),
-            Route(f"{RUNS}/{{model}}", guard(self.run), methods=["GET"]),
-            Route(f"{RUNS}/{{model}}/checkpoints", guard(self.of_run), methods=["GET"]),
-            Route(STATE, guard(self.delete), methods=["DELETE"]),
-            Route(f"{STATE}/ttl", guard(self.expire), methods=["PUT"]),
-            Route("/api/v1/checkpoints", guard(self.all), methods=["GET"]),
-            Route("/api/v1/weights_info", guard(self.weights_info), methods=["POST"]),
+            guard("GET", "/api/v1/sessions", self.list_sessions),
+            guard("GET", "/api/v1/sessions/{session}", self.session),
+            guard("GET", RUNS, self.runs),
+            guard("GET", f"{RUNS}/{{model}}", self.run),
+            guard("GET", f"{RUNS}/{{model}}/checkpoints", self.of_run),
+            guard("DELETE", STATE, self.delete),
+            guard("PUT", f"{STATE}/ttl", self.expire),
+            guard("GET", "/api/v1/checkpoints", self.all),
+            guard("POST", "/api/v1/weights_info", self.weights_info),
         ]
 
-    async def list_sessions(self, request: Request, caller: Caller) -> Response:
+    async def list_sessions(self, request: Request, caller: Caller) -> Answered:
         page, _ = _page(request, await self._queue.change(lambda tx: client_sessions.sessions(tx, caller.tenant)))
-        return answered({"sessions": page})
+        return {"sessions": page}
 
-    async def session(self, request: Request, caller: Caller) -> Response:
+    async def session(self, request: Request, caller: Caller) -> Answered:
         """Also one that has ended."""
         name = request.path_params["session"]
-        found = await self._queue.change(lambda tx: client_sessions.session_view(tx, caller.tenant, name))
-        about = msgspec.json.decode(found.session.about or b"{}", type=sdk_bodies.CreateSession)
-        return answered(
-            {
-                "training_run_ids": found.models,
-                "sampler_ids": found.samplers,
-                "user_metadata": notes_of(about.user_metadata),
-                "display_name": about.display_name,
-            }
-        )
+        session = await self._queue.change(lambda tx: tx.session(caller.tenant, name, ended=True))
+        models = await self._queue.change(lambda tx: tx.models("session = ? AND of_state IS NULL", name))
+        samplers = await self._queue.change(lambda tx: tx.samplers("session = ?", name))
+        about = msgspec.json.decode(session.about or b"{}", type=sdk_bodies.CreateSession)
+        return {
+            "training_run_ids": [each.model for each in models],
+            "sampler_ids": [each.sampler for each in samplers],
+            "user_metadata": notes_of(about.user_metadata),
+            "display_name": about.display_name,
+        }
 
-    async def runs(self, request: Request, caller: Caller) -> Response:
+    async def runs(self, request: Request, caller: Caller) -> Answered:
         """Also those that have left, for as long as the queue has them."""
         found = await self._queue.change(lambda tx: client_sessions.models(tx, caller.tenant))
         saved = await self._saved(caller)
         page, cursor = _page(request, found)
-        return answered({"training_runs": [self._run(caller, model, saved) for model in page], "cursor": cursor})
+        return {"training_runs": [self._run(caller, model, saved) for model in page], "cursor": cursor}
 
-    async def run(self, request: Request, caller: Caller) -> Response:
+    async def run(self, request: Request, caller: Caller) -> Answered:
         name = request.path_params["model"]
         model = await self._queue.change(lambda tx: tx.model(caller.tenant, name, removed=True))
-        return answered(self._run(caller, model, await self._saved(caller, model.model)))
+        return self._run(caller, model, await self._saved(caller, model.model))
 
-    async def of_run(self, request: Request, caller: Caller) -> Response:
+    async def of_run(self, request: Request, caller: Caller) -> Answered:
         """Also of a model that has left."""
         saved = await self._saved(caller, request.path_params["model"])
-        return answered({"checkpoints": [_checkpoint(each) for each in saved]})
+        return {"checkpoints": [_checkpoint(each) for each in saved]}
 
-    async def all(self, request: Request, caller: Caller) -> Response:
+    async def all(self, request: Request, caller: Caller) -> Answered:
         """Newest first."""
         page, cursor = _page(request, (await self._saved(caller))[::-1])
-        return answered({"checkpoints": [_checkpoint(each) for each in page], "cursor": cursor})
+        return {"checkpoints": [_checkpoint(each) for each in page], "cursor": cursor}
 
-    async def delete(self, request: Request, caller: Caller) -> Response:
+    async def delete(self, request: Request, caller: Caller) -> Answered:
         if not await self._external(request, caller):
             path = path_of_request(request)
             await self._queue.change(lambda tx: client_sessions.expire(tx, tx.state(caller.tenant, path)))
         return Response(status_code=204)
 
-    async def expire(self, request: Request, caller: Caller) -> Response:
+    async def expire(self, request: Request, caller: Caller) -> Answered:
         body = sdk_decoded(await body_of(request, caller), sdk_bodies.Ttl)
         if not await self._external(request, caller):
             path = path_of_request(request)
@@ -203,20 +197,18 @@ class Checkpoints:
         await self._state(caller, seen_through(**request.path_params)[0])
         return True
 
-    async def weights_info(self, request: Request, caller: Caller) -> Response:
+    async def weights_info(self, request: Request, caller: Caller) -> Answered:
         body = sdk_decoded(await body_of(request, caller), sdk_bodies.Path)
         lora = (await self._state(caller, body.tinker_path)).lora
         attention, mlp = self._base.shown(lora)
-        return answered(
-            {
-                "base_model": self._base.name,
-                "is_lora": True,
-                "lora_rank": lora.rank,
-                "train_unembed": False,
-                "train_attn": attention,
-                "train_mlp": mlp,
-            }
-        )
+        return {
+            "base_model": self._base.name,
+            "is_lora": True,
+            "lora_rank": lora.rank,
+            "train_unembed": False,
+            "train_attn": attention,
+            "train_mlp": mlp,
+        }
 
     async def _saved(self, caller: Caller, model: str | None = None) -> list[SavedState]:
         return await self._queue.change(lambda tx: client_sessions.saved(tx, caller.tenant, model))
@@ -226,14 +218,14 @@ class Checkpoints:
 
     def _run(self, caller: Caller, model: Model, saved: Sequence[SavedState]) -> dict[str, Any]:
         mine = [each for each in saved if each.model == model.model]
-        newest = {kind: _checkpoint(max(of, key=_age)) for kind in Kind if (of := [s for s in mine if s.kind is kind])}
+        newest = {each.kind: _checkpoint(each) for each in sorted(mine, key=lambda state: state.created_s)}
         return {
             "training_run_id": model.model,
             "base_model": self._base.name,
             "model_owner": caller.tenant,
             "is_lora": True,
             "lora_rank": model.lora.rank,
-            "last_request_time": _time(max([model.created_s, *map(_age, mine)])),
+            "last_request_time": _time(max([model.created_s, *(state.created_s for state in mine)])),
             "last_checkpoint": newest.get(Kind.WEIGHTS),
             "last_sampler_checkpoint": newest.get(Kind.SAMPLER),
             "user_metadata": model.notes,
@@ -262,10 +254,6 @@ def path_of_request(request: Request) -> str:
     """The path of the saved state that the URL names."""
     parts = request.path_params
     return f"{SCHEME}{parts['model']}/{parts['kind']}/{parts['name']}"
-
-
-def _age(saved: SavedState) -> float:
-    return saved.created_s
 
 
 def _time(seconds: float) -> str:
@@ -300,31 +288,34 @@ class Archives:
 
     def routes(self, guard: Guard) -> list[Route]:
         return [
-            Route(f"{STATE}/archive", guard(self.address), methods=["GET"]),
-            Route(f"{STATE}/external_weights_urls", guard(self.addresses), methods=["GET"]),
-            Route("/api/v1/archives/{token}", unguarded(self.send), methods=["GET"]),
+            guard("GET", f"{STATE}/archive", self.address),
+            guard("GET", f"{STATE}/external_weights_urls", self.addresses),
+            unguarded("GET", "/api/v1/archives/{token}", self.send),
         ]
 
-    async def address(self, request: Request, caller: Caller) -> Response:
+    async def address(self, request: Request, caller: Caller) -> Answered:
         path, until_s = path_of_request(request), time.time() + OPEN_S
         state = await self._queue.change(lambda tx: tx.state(caller.tenant, path))
         url = self._url(request, Permission(caller.tenant, state.path, state.label, until_s))
-        return answered({"url": url, "expires": _time(until_s)})
+        return {"url": url, "expires": _time(until_s)}
 
-    async def addresses(self, request: Request, caller: Caller) -> Response:
+    async def addresses(self, request: Request, caller: Caller) -> Answered:
         path, keys = seen_through(**request.path_params)
         state, until_s = await self._queue.change(lambda tx: tx.state(caller.tenant, path)), time.time() + OPEN_S
-        keys = keys or keys_in(state.notes)
+        keys = keys or (tuple(state.notes[KEYS].split(BETWEEN)) if KEYS in state.notes else ())
         may = Permission(caller.tenant, state.path, state.label, until_s, keys=keys)
         urls = {
             f"{file}{SUFFIX if keys else ''}": self._url(request, msgspec.structs.replace(may, file=file))
             for file in FILES
         }
-        return answered({"urls": urls, "expires": _time(until_s)})
+        return {"urls": urls, "expires": _time(until_s)}
 
-    async def send(self, request: Request) -> Response:
+    async def send(self, request: Request) -> Answered:
         may = self._permitted(request.path_params["token"])
-        state = await self._still(may)
+        state = await self._queue.change(lambda tx: tx.state(may.tenant, may.path))
+        if state.label != may.label:
+            reason = "another state was saved under this name since"
+            raise RequestError(410, "token", reason, "request its address again")
         with self._downloads.hold(may.tenant) as held:
             async with self._heavy:
                 opened = await asyncio.to_thread(open_archive, self._folder, self._config, state.adapter, state.label)
@@ -357,14 +348,6 @@ class Archives:
         if may.until_s < time.time():
             raise RequestError(410, "token", "the time of this address is over", "request it again")
         return may
-
-    async def _still(self, may: Permission) -> SavedState:
-        state = await self._queue.change(lambda tx: tx.state(may.tenant, may.path))
-        if state.label != may.label:
-            raise RequestError(
-                410, "token", "another state was saved under this name since", "request its address again"
-            )
-        return state
 
     def _mac(self, data: bytes) -> bytes:
         return hmac.digest(self._key, data, "sha256")

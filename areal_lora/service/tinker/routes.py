@@ -20,19 +20,31 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
+from areal_lora.config.models import Config
 from areal_lora.operations.protocol import OptimStep, Poison
-from areal_lora.service.http import SDK_FIX, Caller, Guard, Handler, body_of, fingerprint, notes_of, sdk_decoded
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.service.gateway import Gateway, Meter
+from areal_lora.service.http import (
+    SDK_FIX,
+    Answered,
+    Caller,
+    Guard,
+    Handler,
+    body_of,
+    fingerprint,
+    notes_of,
+    sdk_decoded,
+)
 from areal_lora.service.queue import requests
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import sdk_bodies
-from areal_lora.service.tinker.checkpoints import STATE, Exports, keys_of, notes_with
+from areal_lora.service.tinker.checkpoints import BETWEEN, KEYS, STATE, Archives, Checkpoints, Exports, keys_of
 from areal_lora.service.tinker.passes import read_pass
 from areal_lora.service.tinker.sample_tasks import NO_OUTPUT_LAYER, Base, Sampling, check_optimizer
-from areal_lora.service.tinker.sdk_bodies import answered, retrieved
+from areal_lora.service.tinker.sdk_bodies import retrieved
 
 WAIT_S = 20.0
 """The SDK waits 45 s for an answer, and repeats the request after ``try_again``."""
@@ -82,99 +94,93 @@ class Routes:
             "forward_backward": self.forward_backward,
             "retrieve_future": self.retrieve,
         }
+        base = self._base
+        model = {"model_name": base.name, "max_context_length": base.context, "trainable": True, "sampleable": True}
         posts |= {verb: _json(verb, kind, handle) for verb, (kind, handle) in json.items()}
-        gets: dict[str, Handler] = {"healthz": self.health, "get_server_capabilities": self.capabilities}
         return [
-            *(Route(f"/api/v1/{path}", guard(handler), methods=["POST"]) for path, handler in posts.items()),
-            *(Route(f"/api/v1/{path}", guard(handler), methods=["GET"]) for path, handler in gets.items()),
+            *(guard("POST", f"/api/v1/{path}", handler) for path, handler in posts.items()),
+            guard("GET", "/api/v1/healthz", partial(_constant, {"status": "ok"})),
+            guard("GET", "/api/v1/get_server_capabilities", partial(_constant, {"supported_models": [model]})),
         ]
 
     # ------------------------------------------------------------ client
 
-    async def config(self, request: Request, caller: Caller) -> Response:
+    async def config(self, request: Request, caller: Caller) -> Answered:
         await body_of(request, caller)
-        return answered(FLAGS | {"sample_max_concurrent_requests": max(1, caller.quota.queued // 2)})
-
-    async def health(self, request: Request, caller: Caller) -> Response:
-        return answered({"status": "ok"})
-
-    async def capabilities(self, request: Request, caller: Caller) -> Response:
-        base = self._base
-        model = {"model_name": base.name, "max_context_length": base.context, "trainable": True, "sampleable": True}
-        return answered({"supported_models": [model]})
+        return FLAGS | {"sample_max_concurrent_requests": max(1, caller.quota.queued // 2)}
 
     # ------------------------------------------------------------ sessions and models
 
-    async def create_session(self, caller: Caller, body: sdk_bodies.CreateSession, mark: str) -> Response:
+    async def create_session(self, caller: Caller, body: sdk_bodies.CreateSession, mark: str) -> Answered:
         notes_of(body.user_metadata)
         session = await self._queue.open_session(caller.tenant, msgspec.json.encode(body))
         warning = NO_OUTPUT_LAYER
-        if crowded := await self._queue.crowded(caller.tenant):
+        if crowded := await self._queue.placement.crowded(caller.tenant):
             warning += f"; a new model waits for a place: {crowded}"
-        return answered({"type": "create_session", "session_id": session, "warning_message": warning})
+        return {"type": "create_session", "session_id": session, "warning_message": warning}
 
-    async def heartbeat(self, caller: Caller, body: sdk_bodies.OfSession, mark: str) -> Response:
+    async def heartbeat(self, caller: Caller, body: sdk_bodies.OfSession, mark: str) -> Answered:
         await self._queue.heartbeat(caller.tenant, body.session_id)
-        return answered({"type": "session_heartbeat"})
+        return {"type": "session_heartbeat"}
 
-    async def finish(self, request: Request, caller: Caller) -> Response:
+    async def finish(self, request: Request, caller: Caller) -> Answered:
         await body_of(request, caller)
         await self._queue.end_session(caller.tenant, request.path_params["session"])
-        return answered({})
+        return {}
 
-    async def create_model(self, caller: Caller, body: sdk_bodies.CreateModelBody, mark: str) -> Response:
+    async def create_model(self, caller: Caller, body: sdk_bodies.CreateModelBody, mark: str) -> Answered:
         self._base.check(body.base_model)
         lora, notes = self._base.lora(body.lora_config, body.optimizer_config), notes_of(body.user_metadata)
         action = requests.CreateModel(lora=lora, notes=notes)
         return _future(await self._queue.create_model(caller.tenant, body.session_id, body.model_seq_id, mark, action))
 
-    async def unload(self, caller: Caller, body: sdk_bodies.OfModel, mark: str) -> Response:
+    async def unload(self, caller: Caller, body: sdk_bodies.OfModel, mark: str) -> Answered:
         return _future(await self._queue.unload(caller.tenant, body.model_id))
 
-    async def info(self, caller: Caller, body: sdk_bodies.OfModel, mark: str) -> Response:
+    async def info(self, caller: Caller, body: sdk_bodies.OfModel, mark: str) -> Answered:
         name = caller.tenant, body.model_id
         exported = self._exports.state(*name)
         lora = exported.lora if exported else await self._queue.change(lambda tx: tx.model(*name).lora)
         data = {"arch": "lora", "model_name": self._base.name, "tokenizer_id": self._base.tokenizer}
-        return answered(
-            {
-                "type": "get_info",
-                "model_id": body.model_id,
-                "model_data": data,
-                "model_name": self._base.name,
-                "is_lora": True,
-                "lora_rank": lora.rank,
-            }
-        )
+        return {
+            "type": "get_info",
+            "model_id": body.model_id,
+            "model_data": data,
+            "model_name": self._base.name,
+            "is_lora": True,
+            "lora_rank": lora.rank,
+        }
 
     # ------------------------------------------------------------ operations
 
-    async def forward_backward(self, request: Request, caller: Caller) -> Response:
+    async def forward_backward(self, request: Request, caller: Caller) -> Answered:
         body = await body_of(request, caller, long=True)
         if "protobuf" not in request.headers.get("content-type", ""):
             raise RequestError(422, "Content-Type", "passes are read as protobuf, as client/config has it", SDK_FIX)
         found = read_pass(body)
-        what = _poison(found.wanted) if isinstance(found.wanted, RequestError) else found.wanted
+        wrong = found.wanted
+        what = Poison(reason=str(wrong), by_client=True) if isinstance(wrong, RequestError) else wrong
         # Entries of a map come in any order when it is sent again.
         mark = fingerprint("pass", msgspec.msgpack.encode(what))
-        return await self._submit(caller, found.model, found.seq, mark, requests.Train(what=what))
+        action = requests.Train(what=what)
+        return _future(await self._queue.submit(caller.tenant, found.model, found.seq, mark, action))
 
-    async def optim_step(self, caller: Caller, body: sdk_bodies.OptimStepBody, mark: str) -> Response:
+    async def optim_step(self, caller: Caller, body: sdk_bodies.OptimStepBody, mark: str) -> Answered:
         try:
             what: OptimStep | Poison = _step(body)
         except RequestError as refused:
-            what = _poison(refused, of_step=True)
-        return await self._submit(caller, body.model_id, body.seq_id, mark, requests.Train(what=what))
+            what = Poison(reason=str(refused), by_client=True, of_step=True)
+        return await self._submit(caller, body, mark, lambda: requests.Train(what=what))
 
-    async def save(self, caller: Caller, body: sdk_bodies.SaveWeights, mark: str) -> Response:
-        def action() -> requests.ModelAction:
+    async def save(self, caller: Caller, body: sdk_bodies.SaveWeights, mark: str) -> Answered:
+        def action() -> requests.Save:
             name, notes = body.path or f"{body.seq_id:06d}", notes_of(body.user_metadata)
             return requests.Save(name=name, ttl_s=body.ttl_seconds, overwrite=body.overwrite, notes=notes)
 
-        return await self._submit(caller, body.model_id, body.seq_id, mark, _or_refuse(action))
+        return await self._submit(caller, body, mark, action)
 
-    async def save_for_sampler(self, caller: Caller, body: sdk_bodies.SaveForSamplerBody, mark: str) -> Response:
-        def action() -> requests.ModelAction:
+    async def save_for_sampler(self, caller: Caller, body: sdk_bodies.SaveForSamplerBody, mark: str) -> Answered:
+        def action() -> requests.SaveForSampler:
             return requests.SaveForSampler(
                 name=body.path,
                 sampler_seq=body.sampling_session_seq_id if body.path is None else None,
@@ -183,19 +189,20 @@ class Routes:
                 notes=notes_of(body.user_metadata),
             )
 
-        return await self._submit(caller, body.model_id, body.seq_id, mark, _or_refuse(action))
+        return await self._submit(caller, body, mark, action)
 
-    async def save_external(self, caller: Caller, body: sdk_bodies.SaveExternal, mark: str) -> Response:
+    async def save_external(self, caller: Caller, body: sdk_bodies.SaveExternal, mark: str) -> Answered:
         if (path := self._exports.save(caller.tenant, body.model_id, body.age_encryption_recipients)) is not None:
             return _future(path)
 
-        def action() -> requests.ModelAction:
-            notes = notes_with(keys_of(body.age_encryption_recipients))
+        def action() -> requests.Save:
+            keys = keys_of(body.age_encryption_recipients)
+            notes = {KEYS: BETWEEN.join(keys)} if keys else {}
             return requests.Save(name=body.path, ttl_s=body.ttl_seconds, notes=notes)
 
-        return await self._submit(caller, body.model_id, body.seq_id, mark, _or_refuse(action))
+        return await self._submit(caller, body, mark, action)
 
-    async def load(self, caller: Caller, body: sdk_bodies.LoadWeights, mark: str) -> Response:
+    async def load(self, caller: Caller, body: sdk_bodies.LoadWeights, mark: str) -> Answered:
         """Into a model that there is, or into a new one with the settings of the model that saved the state."""
         if body.weights_access_token is not None:
             raise RequestError(422, "weights_access_token", "states of other accounts cannot be read", "leave it out")
@@ -203,7 +210,7 @@ class Routes:
         self._base.check(body.base_model)
         action = requests.Load(path=body.path, optimizer=body.optimizer)
         if body.model_id is not None and body.seq_id is not None:
-            return await self._submit(caller, body.model_id, body.seq_id, mark, action)
+            return _future(await self._queue.submit(caller.tenant, body.model_id, body.seq_id, mark, action))
         if body.session_id is None or body.model_seq_id is None:
             fix = "send model_id and seq_id, or session_id and model_seq_id"
             raise RequestError(422, "model_id", "it names no model", fix)
@@ -214,7 +221,7 @@ class Routes:
             return _future(self._exports.start(caller.tenant, body.session_id, body.model_seq_id, state))
         return _future(await self._queue.create_model(caller.tenant, body.session_id, body.model_seq_id, mark, made))
 
-    async def retrieve(self, request: Request, caller: Caller) -> Response:
+    async def retrieve(self, request: Request, caller: Caller) -> Answered:
         name = sdk_decoded(await body_of(request, caller), sdk_bodies.Retrieve).request_id
         if (sample := await self._sampling.retrieve(request, caller, name, WAIT_S)) is not None:
             return sample
@@ -222,25 +229,32 @@ class Routes:
             return retrieved(exported, name)
         return retrieved(await self._queue.outcome(caller.tenant, name, WAIT_S), name)
 
-    async def _submit(self, caller: Caller, model: str, seq: int, mark: str, action: requests.ModelAction) -> Response:
-        return _future(await self._queue.submit(caller.tenant, model, seq, mark, action))
+    async def _submit(
+        self, caller: Caller, body: sdk_bodies.OfSequence, mark: str, action: Callable[[], requests.ModelAction]
+    ) -> Answered:
+        """What is wrong with the content takes its place in the order, so that the requests behind it do not wait."""
+        try:
+            made = action()
+        except RequestError as refused:
+            made = requests.Refuse(reason=str(refused))
+        return _future(await self._queue.submit(caller.tenant, body.model_id, body.seq_id, mark, made))
 
 
-JsonHandler = Callable[[Caller, Any, str], Awaitable[Response]]
+JsonHandler = Callable[[Caller, Any, str], Awaitable[Answered]]
 """Of a caller, its body, and what has to be equal for two requests under one number to be one."""
 
 
 def _json(verb: str, kind: type[Any], handle: JsonHandler) -> Handler:
-    async def handler(request: Request, caller: Caller) -> Response:
+    async def handler(request: Request, caller: Caller) -> Answered:
         body = await body_of(request, caller)
         return await handle(caller, sdk_decoded(body, kind), fingerprint(verb, body))
 
     return handler
 
 
-async def _constant(answer: dict[str, Any], request: Request, caller: Caller, *, long: bool = False) -> Response:
+async def _constant(answer: dict[str, Any], request: Request, caller: Caller, *, long: bool = False) -> Answered:
     await body_of(request, caller, long=long)
-    return answered(answer)
+    return answer
 
 
 def _step(body: sdk_bodies.OptimStepBody) -> OptimStep:
@@ -254,83 +268,59 @@ def _step(body: sdk_bodies.OptimStepBody) -> OptimStep:
     return OptimStep(lr=values.pop("learning_rate"), **values)
 
 
-def _or_refuse(action: Callable[[], requests.ModelAction]) -> requests.ModelAction:
-    """What is wrong with the content takes its place in the order, so that the requests behind it do not wait."""
-    try:
-        return action()
-    except RequestError as refused:
-        return requests.Refuse(reason=str(refused))
+def _future(request: str) -> Answered:
+    return {"request_id": request}
 
 
-def _poison(refused: RequestError, *, of_step: bool = False) -> Poison:
-    return Poison(reason=str(refused), by_client=True, of_step=of_step)
+_HERE = "/api/v1"
+_SESSION = f"{_HERE}/sessions/{{session}}"
+_PROJECTS, _KEYS = "sessions of this service are in no projects", "keys are used as they are"
+_CALLS = (
+    ("publish", "POST DELETE", f"{STATE}/publish", "saved states are of one tenant alone", "download and send them"),
+    ("copy_weights", "POST", f"{_HERE}/copy_weights", _PROJECTS, "load the state where it is needed"),
+    ("project", "PUT", f"{_SESSION}/project", _PROJECTS, "leave it out"),
+    ("trace_export", "GET", f"{_SESSION}/trace_export", "sessions are not traced", "use the records of the run"),
+    ("search_sessions", "POST", f"{_HERE}/sessions/search", "sessions are not searched", "use list_sessions"),
+    ("create_custom_loss", "POST", f"{_HERE}/create_custom_loss", "they run at the client", "forward_backward_custom"),
+    ("join_sampling_session", "POST", f"{_HERE}/join_sampling_session", "clients choose numbers", "leave it out"),
+    ("retrieve_futures", "POST", f"{_HERE}/retrieve_futures", "one request at a time", "use retrieve_future"),
+    ("forward", "POST", f"{_HERE}/forward", "forward passes come as forward_backward", SDK_FIX),
+    ("auth_token", "POST", f"{_HERE}/auth/token", _KEYS, "send X-API-Key"),
+    ("apikey", "GET DELETE", f"{_HERE}/auth/apikey/me", _KEYS, "turn to the operator of the run"),
+    ("audit", "GET", f"{_HERE}/audit", "there is no audit log", "use GET /v1/adapters"),
+    ("billing", "GET", f"{_HERE}/billing/{{what:path}}", "this service keeps no accounts", "use the run's records"),
+)
+"""Name, methods, path, reason, fix of what this service does not have; of some, because client/config states so."""
 
 
-def _future(request: str) -> Response:
-    return answered({"request_id": request})
+class Sdk:
+    """``async with Sdk(...)``; inside it samples that an earlier process has acknowledged are in progress."""
 
+    def __init__(
+        self, config: Config, run_folder: RunFolder, queue: RequestQueue, gateway: Gateway, meter: Meter
+    ) -> None:
+        base = Base.of(config)
+        self._sampling = Sampling(queue, base, gateway, meter)
+        archives = Archives(queue, config, run_folder)
+        self._parts = (Routes(queue, base, self._sampling), self._sampling, Checkpoints(queue, base), archives)
 
-_NO_BILLS, _NO_PROJECTS = "this service keeps no accounts", "sessions of this service are in no projects"
-_AS_IT_IS = "keys are used as they are"
-_CALLS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
-    "publish": (
-        f"{STATE}/publish",
-        ("POST", "DELETE"),
-        "saved states are of one tenant alone",
-        "download the weights, and send them",
-    ),
-    "copy_weights": ("/api/v1/copy_weights", ("POST",), _NO_PROJECTS, "load the state where it is needed"),
-    "project": ("/api/v1/sessions/{session}/project", ("PUT",), _NO_PROJECTS, "leave it out"),
-    "trace_export": (
-        "/api/v1/sessions/{session}/trace_export",
-        ("GET",),
-        "sessions are not traced",
-        "use the records and traces of the run",
-    ),
-    "search_sessions": ("/api/v1/sessions/search", ("POST",), "sessions are not searched", "use list_sessions"),
-    "create_custom_loss": (
-        "/api/v1/create_custom_loss",
-        ("POST",),
-        "custom losses run at the client, as client/config has it",
-        "use forward_backward_custom",
-    ),
-    "join_sampling_session": (
-        "/api/v1/join_sampling_session",
-        ("POST",),
-        "clients choose their own numbers, as client/config has it",
-        "leave it out",
-    ),
-    "retrieve_futures": (
-        "/api/v1/retrieve_futures",
-        ("POST",),
-        "requests are retrieved one at a time, as client/config has it",
-        "use retrieve_future",
-    ),
-    "forward": (
-        "/api/v1/forward",
-        ("POST",),
-        "forward passes come as forward_backward, as client/config has it",
-        "use an SDK version that the service page names",
-    ),
-    "auth_token": ("/api/v1/auth/token", ("POST",), _AS_IT_IS, "send X-API-Key"),
-    "apikey": ("/api/v1/auth/apikey/me", ("GET", "DELETE"), _AS_IT_IS, "turn to the operator of the run"),
-    "audit": ("/api/v1/audit", ("GET",), "there is no audit log", "use GET /v1/adapters"),
-    "billing": ("/api/v1/billing/{what:path}", ("GET",), _NO_BILLS, "use the records of the run"),
-}
-"""Name: path, methods, reason, fix."""
+    async def __aenter__(self) -> Sdk:
+        await self._sampling.start()
+        return self
 
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._sampling.close()
 
-class UnsupportedRoutes:
     def routes(self, guard: Guard) -> list[Route]:
-        return [
-            Route(path, guard(_refuses(name, reason, fix)), methods=list(methods))
-            for name, (path, methods, reason, fix) in _CALLS.items()
+        """All routes of the SDK, to be served beside the API's own."""
+        refused = [
+            guard(method, path, partial(_refuse, name, reason, fix))
+            for name, methods, path, reason, fix in _CALLS
+            for method in methods.split()
         ]
+        return [*(route for part in self._parts for route in part.routes(guard)), *refused]
 
 
-def _refuses(name: str, reason: str, fix: str) -> Handler:
-    async def handle(request: Request, caller: Caller) -> Response:
-        await body_of(request, caller, long=True)
-        raise RequestError(422, name, reason, fix)
-
-    return handle
+async def _refuse(name: str, reason: str, fix: str, request: Request, caller: Caller) -> Answered:
+    await body_of(request, caller, long=True)
+    raise RequestError(422, name, reason, fix)

@@ -22,23 +22,12 @@ from areal_lora.families.family import ATTENTION_LINEARS
 from areal_lora.operations.protocol import OperationFailure
 from areal_lora.processes.startup import get_logger
 from areal_lora.service.gateway import Gateway, Meter, Names, n_tokens
-from areal_lora.service.http import Caller, Guard, as_object, body_of, fingerprint, sdk_decoded
+from areal_lora.service.http import Answered, Caller, Guard, as_object, body_of, fingerprint, sdk_decoded
 from areal_lora.service.queue.client_sessions import kept_samples, open_sampler
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.requests import Lora, Pending
 from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.service.tinker import sdk_bodies
-from areal_lora.service.tinker.sdk_bodies import (
-    PROTOBUF,
-    LoraConfig,
-    OptimizerBody,
-    SampleRequest,
-    answered,
-    completion,
-    read_sample,
-    retrieved,
-    sampled_body,
-)
 
 ALPHA = 32.0
 """Of every model: the SDK names none."""
@@ -77,7 +66,7 @@ class Base:
             reason = f"{str(given)[:64]!r} is not the base of this run"
             raise RequestError(422, "base_model", reason, f"use {self.name}")
 
-    def lora(self, given: LoraConfig | None, optimizer: OptimizerBody | None) -> Lora:
+    def lora(self, given: sdk_bodies.LoraConfig | None, optimizer: sdk_bodies.OptimizerBody | None) -> Lora:
         """The settings of a model. Raises RequestError."""
         if given is None:
             raise RequestError(422, "lora_config", "there is none: only adapters are trained", "send lora_config")
@@ -107,7 +96,7 @@ def _names(folder: Path) -> tuple[str, frozenset[str]]:
     return folder.resolve().name, frozenset(others)
 
 
-def check_optimizer(optimizer: OptimizerBody | None) -> None:
+def check_optimizer(optimizer: sdk_bodies.OptimizerBody | None) -> None:
     if optimizer is not None and optimizer.type != "adamw":
         raise RequestError(422, "optimizer_config", f"{optimizer.type[:64]!r} is not supported", "use AdamW")
 
@@ -155,21 +144,22 @@ class Sampling:
 
     def routes(self, guard: Guard) -> list[Route]:
         return [
-            Route("/api/v1/create_sampling_session", guard(self.create), methods=["POST"]),
-            Route("/api/v1/asample", guard(self.sample), methods=["POST"]),
-            Route("/api/v1/samplers/{sampler}", guard(self.show), methods=["GET"]),
+            guard("POST", "/api/v1/create_sampling_session", self.create),
+            guard("POST", "/api/v1/asample", self.sample),
+            guard("GET", "/api/v1/samplers/{sampler}", self.show),
         ]
 
     async def start(self) -> None:
         """Sample again what an earlier process has acknowledged."""
         for each in await self._queue.change(kept_samples):
             try:
-                tokens = self._tokens(read_sample(as_object(each.body)))
+                tokens = self._tokens(sdk_bodies.read_sample(as_object(each.body)))
             except RequestError:  # an earlier release took it; it fails in its turn
                 tokens = 0
             sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.body), tokens=tokens)
             self._meter.start(each.tenant, tokens)
-            self._start(each.sample, sample, each.body)
+            self._samples[each.sample] = sample
+            sample.task = asyncio.create_task(self._answer(sample, each.sample, each.body))
 
     async def close(self) -> None:
         tasks = [sample.task for sample in self._samples.values() if sample.task is not None]
@@ -177,7 +167,7 @@ class Sampling:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def create(self, request: Request, caller: Caller) -> Response:
+    async def create(self, request: Request, caller: Caller) -> Answered:
         parsed = sdk_decoded(await body_of(request, caller), sdk_bodies.CreateSampler)
         self._base.check(parsed.base_model)
         if parsed.base_model is None and parsed.model_path is None:
@@ -186,17 +176,17 @@ class Sampling:
             )
         session, seq, path = parsed.session_id, parsed.sampling_session_seq_id, parsed.model_path
         sampler = await self._queue.change(lambda tx: open_sampler(tx, caller.tenant, session, seq, path))
-        return answered({"type": "create_sampling_session", "sampling_session_id": sampler})
+        return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
-    async def show(self, request: Request, caller: Caller) -> Response:
+    async def show(self, request: Request, caller: Caller) -> Answered:
         name = request.path_params["sampler"]
         sampler = await self._queue.change(lambda tx: tx.sampler(caller.tenant, name))
-        return answered({"sampler_id": sampler.sampler, "base_model": self._base.name, "model_path": sampler.path})
+        return {"sampler_id": sampler.sampler, "base_model": self._base.name, "model_path": sampler.path}
 
-    async def sample(self, request: Request, caller: Caller) -> Response:
+    async def sample(self, request: Request, caller: Caller) -> Answered:
         """The same request again has the id of the first one."""
         body = await body_of(request, caller, long=True)
-        parsed, mark = read_sample(as_object(body)), fingerprint("sample", body)
+        parsed, mark = sdk_bodies.read_sample(as_object(body)), fingerprint("sample", body)
         session = parsed.sampling_session_id
         sampler = (await self._queue.change(lambda tx: tx.sampler(caller.tenant, session))).sampler
         name = f"{sampler}:{parsed.seq_id}"
@@ -211,15 +201,15 @@ class Sampling:
             try:
                 await self._queue.keep_sample(caller.tenant, sampler, name, mark, body)
                 if sample.task is None:  # the same request may have come twice meanwhile
-                    self._start(name, sample, body)
+                    sample.task = asyncio.create_task(self._answer(sample, name, body))
             finally:
                 if sample.task is None:
                     self._samples.pop(name, None)
                     self._unmeter(sample)
         ids = [f"{name}:{k}" for k in range(parsed.num_samples)]
-        return answered({"request_id": name, "sample_sequence_ids": ids})
+        return {"request_id": name, "sample_sequence_ids": ids}
 
-    async def retrieve(self, request: Request, caller: Caller, name: str, wait_s: float) -> Response | None:
+    async def retrieve(self, request: Request, caller: Caller, name: str, wait_s: float) -> Answered | None:
         """The answer of a sample; None for the id of something else. Raises RequestError."""
         sample = self._samples.get(name)
         if sample is None or sample.tenant != caller.tenant:
@@ -230,18 +220,18 @@ class Sampling:
             await asyncio.wait({sample.task}, timeout=wait_s)
         if sample.found is not None and not sample.fetched and not await request.is_disconnected():
             sample.fetched, sample.n_bytes = True, _length(sample.found)
-            self._queue.drop_sample(name)
+            self._queue.dropped_samples.add(name)
             self._keep(name, sample, GRACE_S)
         match sample.found:
             case bytes(body):
-                return Response(body, media_type=PROTOBUF)
+                return Response(body, media_type=sdk_bodies.PROTOBUF)
             case OperationFailure() as failed:
-                return retrieved(failed, name)
+                return sdk_bodies.retrieved(failed, name)
             case None:
-                return retrieved(sample.waits or Pending(reason="it is being sampled"), name)
+                return sdk_bodies.retrieved(sample.waits or Pending(reason="it is being sampled"), name)
 
-    def _tokens(self, parsed: SampleRequest) -> int:
-        return n_tokens(completion(parsed, BASE, self._base.context, pinned=False), self._base.context)
+    def _tokens(self, parsed: sdk_bodies.SampleRequest) -> int:
+        return n_tokens(sdk_bodies.completion(parsed, BASE, self._base.context, pinned=False), self._base.context)
 
     def _make_room(self, caller: Caller, n_bytes: int) -> None:
         """Forget samples of a tenant that were fetched, oldest first, if they are many. Raises RequestError (429)."""
@@ -268,15 +258,11 @@ class Sampling:
             sample.leaves.cancel()
         if self._samples.get(name) is sample:
             del self._samples[name]
-            self._queue.drop_sample(name)
-
-    def _start(self, name: str, sample: _Sample, body: bytes) -> None:
-        self._samples[name] = sample
-        sample.task = asyncio.create_task(self._answer(sample, name, body))
+            self._queue.dropped_samples.add(name)
 
     async def _answer(self, sample: _Sample, name: str, body: bytes) -> None:
         try:
-            sample.found = await self._sampled(sample, read_sample(as_object(body)))
+            sample.found = await self._sampled(sample, sdk_bodies.read_sample(as_object(body)))
         except RequestError as refused:
             sample.found = OperationFailure(reason=str(refused), by_client=refused.status < 500)
         except Exception as error:  # fault boundary: one sample must not end the service
@@ -285,7 +271,7 @@ class Sampling:
         finally:
             self._unmeter(sample)
         if isinstance(sample.found, OperationFailure):
-            self._queue.drop_sample(name)  # nor does a restart of the service repeat it
+            self._queue.dropped_samples.add(name)  # nor does a restart of the service repeat it
             sample.n_bytes = 0
         sample.n_bytes += _length(sample.found)
         self._keep(name, sample, UNFETCHED_S)
@@ -295,7 +281,7 @@ class Sampling:
             sample.metered = False
             self._meter.end(sample.tenant, sample.tokens)
 
-    async def _sampled(self, sample: _Sample, parsed: SampleRequest) -> bytes:
+    async def _sampled(self, sample: _Sample, parsed: sdk_bodies.SampleRequest) -> bytes:
         """Raises RequestError, also where no server can answer for a long time."""
         until, missing = time.monotonic() + PATIENCE_S, None
         while True:
@@ -311,9 +297,9 @@ class Sampling:
                 sample.waits = None
                 inner = served.model or BASE
                 names = Names(BASE, BASE, BASE) if inner == BASE else Names("it", "it", inner)
-                body = completion(parsed, inner, self._base.context, pinned="@" in inner)
+                body = sdk_bodies.completion(parsed, inner, self._base.context, pinned="@" in inner)
                 try:
-                    return sampled_body(parsed, await self._gateway.answer("/v1/completions", body, names))
+                    return sdk_bodies.sampled_body(parsed, await self._gateway.answer("/v1/completions", body, names))
                 except RequestError as refused:
                     if refused.status not in (404, 503):
                         raise

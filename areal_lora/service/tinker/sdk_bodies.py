@@ -10,15 +10,8 @@ import numpy as np
 from starlette.responses import Response
 
 from areal_lora.operations.protocol import OperationFailure, PassResult, StepResult
-from areal_lora.service.queue.requests import (
-    Answer,
-    CreatedModel,
-    LoadedModel,
-    OpenedSampler,
-    Pending,
-    StoredState,
-    UnloadedModel,
-)
+from areal_lora.service.http import Answered
+from areal_lora.service.queue import requests
 from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import passes
 from areal_lora.service.tinker.passes import scored_body
@@ -72,29 +65,29 @@ class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     grad_clip_norm: float = 0.0
 
 
-class OptimStepBody(msgspec.Struct, frozen=True, kw_only=True):
+class OfSequence(OfModel, frozen=True, kw_only=True):
+    """An operation of a model, in its place in their order."""
+
+    seq_id: Count
+
+
+class OptimStepBody(OfSequence, frozen=True, kw_only=True):
     """``optimizer_params`` are those of an optimizer other than AdamW."""
 
-    model_id: str
-    seq_id: Count
     adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
-class SaveWeights(msgspec.Struct, frozen=True, kw_only=True):
-    model_id: str
-    seq_id: Count
+class SaveWeights(OfSequence, frozen=True, kw_only=True):
     path: str | None = None
     ttl_seconds: float | None = None
     overwrite: bool = False
     user_metadata: dict[str, Any] | None = None
 
 
-class SaveForSamplerBody(msgspec.Struct, frozen=True, kw_only=True):
+class SaveForSamplerBody(OfSequence, frozen=True, kw_only=True):
     """Either ``path`` or ``sampling_session_seq_id``."""
 
-    model_id: str
-    seq_id: Count
     path: str | None = None
     sampling_session_seq_id: Count | None = None
     kind: str = "snapshot"
@@ -102,9 +95,7 @@ class SaveForSamplerBody(msgspec.Struct, frozen=True, kw_only=True):
     user_metadata: dict[str, Any] | None = None
 
 
-class SaveExternal(msgspec.Struct, frozen=True, kw_only=True):
-    model_id: str
-    seq_id: Count
+class SaveExternal(OfSequence, frozen=True, kw_only=True):
     path: str = ""
     ttl_seconds: float | None = None
     age_encryption_recipients: list[str] | None = None
@@ -144,50 +135,46 @@ class Ttl(msgspec.Struct, frozen=True, kw_only=True):
     ttl_seconds: float | None = None
 
 
-JSON, PROTOBUF = "application/json", "application/x-protobuf"
+PROTOBUF = "application/x-protobuf"
 
 
-def retrieved(answer: Answer | Pending, request: str) -> Response:
+def retrieved(answer: requests.Answer | requests.Pending, request: str) -> Answered:
     """A passing state and a failure are answers as well: an HTTP error would mean that retrieving has failed."""
     match answer:
         case PassResult():
             return Response(scored_body(answer), media_type=PROTOBUF)
         case _:
-            return answered(_fields(answer, request))
-
-
-def answered(fields: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(fields), status, media_type=JSON)
+            return _fields(answer, request)
 
 
 def _fields(
     answer: StepResult
-    | CreatedModel
-    | LoadedModel
-    | StoredState
-    | OpenedSampler
-    | UnloadedModel
+    | requests.CreatedModel
+    | requests.LoadedModel
+    | requests.StoredState
+    | requests.OpenedSampler
+    | requests.UnloadedModel
     | OperationFailure
-    | Pending,
+    | requests.Pending,
     request: str,
 ) -> dict[str, Any]:
     match answer:
         case StepResult(step=step, grad_norm=grad_norm, skipped=skipped):
             figures = {"step": float(step), "grad_norm": grad_norm, "skipped": float(skipped)}
             return {"metrics": {name: value for name, value in figures.items() if math.isfinite(value)}}
-        case CreatedModel(model=model, path=path):
+        case requests.CreatedModel(model=model, path=path):
             return {"model_id": model} | ({} if path is None else {"path": path})
-        case LoadedModel(model=model, path=path):
+        case requests.LoadedModel(model=model, path=path):
             return {"model_id": model, "path": path}
-        case StoredState(path=path):
+        case requests.StoredState(path=path):
             return {"path": path}
-        case OpenedSampler(sampler=sampler):
+        case requests.OpenedSampler(sampler=sampler):
             return {"sampling_session_id": sampler}
-        case UnloadedModel(model=model):
+        case requests.UnloadedModel(model=model):
             return {"model_id": model, "type": "unload_model"}
         case OperationFailure(reason=reason, by_client=by_client):
             return {"error": reason, "category": "user" if by_client else "server"}
-        case Pending(reason=reason, capacity=capacity):
+        case requests.Pending(reason=reason, capacity=capacity):
             state = "paused_capacity" if capacity else "active"
             return {"type": "try_again", "request_id": request, "queue_state": state, "queue_state_reason": reason}
         case _:

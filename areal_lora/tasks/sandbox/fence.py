@@ -6,14 +6,8 @@ them. Landlock refuses writes to files, and reads of the run folder with its sec
 containers. If the kernel lacks one of them, :func:`raise_fence` reports it, and Python's audit hook still refuses
 sockets and processes that Python code requests. The scorer process itself limits memory and CPU time per answer.
 
-Start a process inside bubblewrap: process ids, IPC and network of its own, all files read-only.
-
-A scorer process that may start others runs in it where bubblewrap works. All of its processes end with it, and it
-sees no other process of the machine.
-
-A time limit for this process, enforced by the kernel: SIGKILL by a POSIX timer.
-
-Neither user code that hangs in C with all signals blocked nor a stopped parent delays it.
+A scorer process that may start others runs inside bubblewrap where that works (`boxed`). A POSIX timer limits the
+time of an answer (`Deadline`).
 """
 
 from __future__ import annotations
@@ -28,10 +22,11 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+
+import msgspec
 
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.sandbox import seccomp
@@ -67,26 +62,27 @@ _FORBIDDEN = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Doors:
+class Doors(msgspec.Struct, frozen=True, kw_only=True):
     """What a reward may do: write files of up to ``scratch_bytes`` in the folder ``scratch``, and open sockets.
 
-    ``kept`` is a folder inside the hidden one that may be read and written. ``processes`` may be started.
-    ``readable``: the only files and folders that may be read and executed; None: all outside the hidden one.
+    ``hidden`` is a folder whose content may not be read, but in the folder ``kept`` inside it may be read and written.
+    ``processes`` may be started. ``readable``: the only files and folders that may be read and executed; None: all
+    outside the hidden one.
     """
 
-    scratch: Path | None = None
+    hidden: str | None = None
+    scratch: str | None = None
     scratch_bytes: int = 0
     network: bool = False
-    kept: Path | None = None
+    kept: str | None = None
     processes: ProcessPolicy = ProcessPolicy.NONE
-    readable: tuple[Path, ...] | None = None
+    readable: tuple[str, ...] | None = None
 
 
-def raise_fence(hidden: Path | None, parent_pid: int, doors: Doors) -> list[str]:
+def raise_fence(doors: Doors, parent_pid: int) -> list[str]:
     """Restrict this process permanently; it must have one thread. Returns the protections that this machine lacks.
 
-    The process cannot read the folder ``hidden`` afterwards. It ends with its parent.
+    It ends with its parent.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     end_with_parent(signal.SIGKILL)
@@ -96,7 +92,7 @@ def raise_fence(hidden: Path | None, parent_pid: int, doors: Doors) -> list[str]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (doors.scratch_bytes, doors.scratch_bytes))
     missing = []
-    if not _forbid_files(libc, hidden, doors):
+    if not _forbid_files(libc, doors):
         missing.append("Landlock (Linux 5.13; the reward can read the run folder, as the user can)")
     if doors.processes is ProcessPolicy.MANY and _landlock(libc) < _SIGNALS_SINCE:
         missing.append("Landlock's scope of signals (Linux 6.12; the reward can signal other processes of the user)")
@@ -105,7 +101,9 @@ def raise_fence(hidden: Path | None, parent_pid: int, doors: Doors) -> list[str]
     if doors.processes is ProcessPolicy.MANY and os.geteuid() == 0 and not _become_another_user(doors.scratch):
         missing.append("a user of its own (the number of processes is limited by the time of an answer alone)")
     # Landlock binds capabilities too. The interpreter may be in a folder that only its owner may enter.
-    if doors.readable is not None and all(os.access(place, os.R_OK) for place in doors.readable if place.exists()):
+    if doors.readable is not None and all(
+        os.access(place, os.R_OK) for place in doors.readable if os.path.exists(place)
+    ):
         _set_capabilities(libc, 0, inherited=False)
     else:
         _set_capabilities(libc, 1 << _CAP_DAC_READ_SEARCH, inherited=inherited)
@@ -161,7 +159,7 @@ def _set_capabilities(libc: ctypes.CDLL, kept: int, *, inherited: bool) -> None:
         libc.prctl(_PR_CAP_AMBIENT, _AMBIENT_RAISE, _CAP_DAC_READ_SEARCH, 0, 0)
 
 
-def _become_another_user(scratch: Path | None) -> bool:
+def _become_another_user(scratch: str | None) -> bool:
     """Leave root, whose processes the kernel neither counts nor protects; False if that is not possible here."""
     user = FIRST_USER + os.getpid() % USERS
     libc = ctypes.CDLL(None, use_errno=True)
@@ -195,7 +193,7 @@ def _landlock(libc: ctypes.CDLL) -> int:
     return version
 
 
-def _forbid_files(libc: ctypes.CDLL, hidden: Path | None, doors: Doors) -> bool:
+def _forbid_files(libc: ctypes.CDLL, doors: Doors) -> bool:
     version = _landlock(libc)
     if version < 1:
         return False
@@ -210,28 +208,28 @@ def _forbid_files(libc: ctypes.CDLL, hidden: Path | None, doors: Doors) -> bool:
         read = _READ_FILE if doors.processes is ProcessPolicy.NONE else _READ_FILE | _EXECUTE
         if doors.readable is None:
             _allow(libc, ruleset, Path("/"), _READ_DIR)
-        for place in _all_but(hidden) if doors.readable is None else doors.readable:
+        for place in _all_but(doors.hidden) if doors.readable is None else map(Path, doors.readable):
             _allow(libc, ruleset, place, read | _READ_DIR if place.is_dir() else read)
         _allow(libc, ruleset, Path("/dev/null"), _WRITE_FILE)
         for folder in (doors.scratch, doors.kept):
             if folder is not None:
-                _allow(libc, ruleset, folder, rights)
+                _allow(libc, ruleset, Path(folder), rights)
         return bool(libc.syscall(_RESTRICT_SELF, ruleset, 0) == 0)
     finally:
         os.close(ruleset)
 
 
-def _all_but(hidden: Path | None) -> Iterator[Path]:
-    """Yield paths that cover all existing files except those of the run folder ``hidden``, which may hold the reward.
+def _all_but(folder: str | None) -> Iterator[Path]:
+    """Yield paths that cover all existing files except those of the run ``folder``, which may hold the reward.
 
     Landlock rules can only allow.
     """
-    if hidden is None:
+    if folder is None:
         yield Path("/")
         return
-    hidden = hidden.resolve()
-    for on_the_way, folder in pairwise((hidden, *hidden.parents)):
-        yield from (entry for entry in folder.iterdir() if entry != on_the_way and not entry.is_symlink())
+    hidden = Path(folder).resolve()
+    for on_the_way, above in pairwise((hidden, *hidden.parents)):
+        yield from (entry for entry in above.iterdir() if entry != on_the_way and not entry.is_symlink())
     yield RunFolder(hidden).code
 
 
@@ -251,20 +249,21 @@ PARENT_PID = 1
 """Parent of the boxed process, as it sees it."""
 
 
-def boxed(argv: Sequence[str], *, network: bool, hidden: Path | None, scratch: Path | None) -> list[str] | None:
+def boxed(argv: Sequence[str], *, network: bool, hidden: str | None, scratch: str | None) -> list[str] | None:
     """``argv`` inside bubblewrap, without the content of ``hidden``; None where it is not installed or not usable.
 
-    Of ``hidden``, a run folder, the folder with the user's own code stays visible.
+    It has process ids, IPC and network of its own, and all files are read-only. All of its processes end with it. Of
+    ``hidden``, a run folder, the folder with the user's own code stays visible.
     """
     tool = shutil.which("bwrap")
     if tool is None or is_root() or not usable(tool):
         return None
     arguments = _arguments(network=network)
-    if hidden is not None and hidden.is_dir():
-        code = str(RunFolder(hidden).code)
-        arguments += ["--tmpfs", str(hidden), "--ro-bind-try", code, code]
+    if hidden is not None and os.path.isdir(hidden):
+        code = str(RunFolder(Path(hidden)).code)
+        arguments += ["--tmpfs", hidden, "--ro-bind-try", code, code]
     if scratch is not None:
-        arguments += ["--bind", str(scratch), str(scratch)]
+        arguments += ["--bind", scratch, scratch]
     return [tool, *arguments, "--", *argv]
 
 
@@ -298,7 +297,10 @@ _CLOCK_MONOTONIC, _SIGEV_SIGNAL = 1, 0
 
 
 class Deadline:
-    """End this process if more than the allowed seconds pass between ``start`` and ``stop``."""
+    """End this process by SIGKILL if more than the allowed seconds pass between ``start`` and ``stop``.
+
+    Neither user code that hangs in C with all signals blocked nor a stopped parent delays it.
+    """
 
     def __init__(self) -> None:
         """Create the timer. ``kept`` is False on a machine without such timers."""

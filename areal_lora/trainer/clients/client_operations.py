@@ -20,25 +20,8 @@ import msgspec
 
 from areal_lora.checkpoint.saver import CheckpointSave
 from areal_lora.checkpoint.state import Disk
+from areal_lora.operations import protocol
 from areal_lora.operations.link import TrainerEnd
-from areal_lora.operations.protocol import (
-    Backlog,
-    DropState,
-    LoadState,
-    Operation,
-    OperationCompletion,
-    OperationFailure,
-    OptimStep,
-    Outcome,
-    Pass,
-    PassResult,
-    PublishResult,
-    SaveState,
-    StateResult,
-    ToService,
-    encode,
-    ends_window,
-)
 from areal_lora.processes.startup import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import RunFolder
@@ -49,7 +32,7 @@ from areal_lora.trainer.work import Operate
 from areal_lora.types import AdapterRef
 
 log = get_logger(__name__)
-_decode = msgspec.msgpack.Decoder(OperationCompletion).decode
+_decode = msgspec.msgpack.Decoder(protocol.OperationCompletion).decode
 
 
 class Clients:
@@ -68,7 +51,7 @@ class Clients:
         self._settled: dict[str, bytes] = {}
         self._lock = threading.Lock()
         """Of the following, and of the order in which messages leave."""
-        self._backlog = Backlog()
+        self._backlog = protocol.Backlog()
         self._saves: dict[str, int] = {}
         self._publishes: dict[str, tuple[int, int]] = {}
         """By adapter, number of the operation that the save in progress answers; that of the publish, and version."""
@@ -112,50 +95,53 @@ class Clients:
             for message in received:
                 self._send(self._backlog.receive(message))
 
-    def first(self, adapters: Sequence[str], may_start: Callable[[Operation], bool]) -> Operate | None:
+    def first(self, adapters: Sequence[str], may_start: Callable[[protocol.Operation], bool]) -> Operate | None:
         """The next operation of the first of ``adapters`` that has one that ``may_start``.
 
         Those for rank 0 alone are done here.
         """
         for adapter in adapters:
-            while (operation := self._next(adapter)) is not None and may_start(operation):
+            while True:
+                with self._lock:
+                    operation = self._backlog.first([adapter])
+                if operation is None or not may_start(operation):
+                    break
                 with self._lock:
                     refused = self._backlog.refused(operation)
-                refused = refused or self._refused(operation)
-                if ends_window(operation.what) or not (refused or self._own(operation)):
+                refused, what = refused or self._refused(operation), operation.what
+                if refused and not protocol.ends_window(what):
+                    self.complete(operation, refused)
+                elif isinstance(what, protocol.DropState):
+                    self.complete(operation, self._dropped(what, adapter))
+                else:
                     return Operate(adapter=adapter, operation=operation, refused=refused)
-                self.complete(operation, refused or self._dropped(operation))
         return None
 
-    def _next(self, adapter: str) -> Operation | None:
-        with self._lock:
-            return self._backlog.first([adapter])
-
-    def complete(self, operation: Operation, outcome: Outcome) -> None:
+    def complete(self, operation: protocol.Operation, outcome: protocol.Outcome) -> None:
         """An operation was carried out, and its outcome is final."""
         _log(operation.adapter, operation.number, outcome)
-        if isinstance(operation.what, Pass) and isinstance(outcome, PassResult):
+        if isinstance(operation.what, protocol.Pass) and isinstance(outcome, protocol.PassResult):
             self.windows[operation.adapter].add(operation.what, outcome)
         with self._lock:
             self._send(self._backlog.complete(operation, outcome))
 
-    def settle(self, operation: Operation, outcome: Outcome) -> None:
+    def settle(self, operation: protocol.Operation, outcome: protocol.Outcome) -> None:
         """The next checkpoint of the adapter is that of ``operation``; once it is durable, ``outcome`` is final."""
-        completed = OperationCompletion(adapter=operation.adapter, number=operation.number, outcome=outcome)
-        self._settled[operation.adapter] = encode(completed)
+        completed = protocol.OperationCompletion(adapter=operation.adapter, number=operation.number, outcome=outcome)
+        self._settled[operation.adapter] = protocol.encode(completed)
         self.windows[operation.adapter] = Window()
         _log(operation.adapter, operation.number, outcome)
         with self._lock:
             self._backlog.start(operation, outcome)
             self._saves[operation.adapter] = operation.number
 
-    def keeps(self, operation: Operation) -> None:
+    def keeps(self, operation: protocol.Operation) -> None:
         """The next save of the adapter is the saved state of ``operation``."""
         with self._lock:
             self._backlog.start(operation, None)
             self._saves[operation.adapter] = operation.number
 
-    def publishes(self, operation: Operation, version: int) -> None:
+    def publishes(self, operation: protocol.Operation, version: int) -> None:
         """The publish of ``version``, which starts now, is that of ``operation``."""
         with self._lock:
             self._backlog.start(operation, None)
@@ -173,10 +159,10 @@ class Clients:
 
     def kept(self, save: CheckpointSave) -> None:
         """A saved state is on the disk, or could not be written."""
-        outcome: Outcome = StateResult(step=save.step, n_bytes=save.nbytes)
+        outcome: protocol.Outcome = protocol.StateResult(step=save.step, n_bytes=save.nbytes)
         if save.failed:
             fix = "free disk space or repair the disk, then save again"
-            outcome = OperationFailure(reason=f"{save.reason} (fix: {fix})", by_client=False)
+            outcome = protocol.OperationFailure(reason=f"{save.reason} (fix: {fix})", by_client=False)
         with self._lock:
             if (number := self._saves.pop(save.ref.name, None)) is not None:
                 _log(save.ref.name, number, outcome)
@@ -188,49 +174,44 @@ class Clients:
             number, version = self._publishes.get(ref.name, (0, -1))
             if version == ref.version:
                 del self._publishes[ref.name]
-                self._send(self._backlog.end(ref.name, number, PublishResult(version=version)))
+                self._send(self._backlog.end(ref.name, number, protocol.PublishResult(version=version)))
 
     def close(self) -> None:
         self._end.close()
 
-    def _send(self, messages: Sequence[ToService]) -> None:
+    def _send(self, messages: Sequence[protocol.ToService]) -> None:
         for message in messages:
             self._end.send(message)
 
-    def _refused(self, operation: Operation) -> OperationFailure | None:
+    def _refused(self, operation: protocol.Operation) -> protocol.OperationFailure | None:
         """What is wrong with the operation itself."""
         wrong = ""
         match operation.what:
-            case Pass() as request:
+            case protocol.Pass() as request:
                 wrong = problem(request, self._limits)
-            case OptimStep() as step:
+            case protocol.OptimStep() as step:
                 wrong = _bad_step(step)
-            case SaveState(label=label) | DropState(label=label):
+            case protocol.SaveState(label=label) | protocol.DropState(label=label):
                 wrong = named(label)
-            case LoadState() as request:
+            case protocol.LoadState() as request:
                 wrong = loadable(self._run_folder, request, self._adapters[operation.adapter], self._base)
-        return OperationFailure(reason=wrong, by_client=True) if wrong else None
+        return protocol.OperationFailure(reason=wrong, by_client=True) if wrong else None
 
-    def _own(self, operation: Operation) -> bool:
-        """Whether rank 0 needs no other rank for it."""
-        return isinstance(operation.what, DropState)
-
-    def _dropped(self, operation: Operation) -> Outcome:
-        assert isinstance(operation.what, DropState)
-        folder = self._run_folder.saved_state(operation.adapter, operation.what.label)
+    def _dropped(self, what: protocol.DropState, adapter: str) -> protocol.Outcome:
+        folder = self._run_folder.saved_state(adapter, what.label)
         try:
             Disk().remove(folder)
         except OSError as error:
-            return OperationFailure(reason=f"{error.filename or folder}: {error.strerror}", by_client=False)
-        return StateResult(step=0, n_bytes=0)
+            return protocol.OperationFailure(reason=f"{error.filename or folder}: {error.strerror}", by_client=False)
+        return protocol.StateResult(step=0, n_bytes=0)
 
 
-def _log(adapter: str, number: int, outcome: Outcome) -> None:
-    if isinstance(outcome, OperationFailure):
+def _log(adapter: str, number: int, outcome: protocol.Outcome) -> None:
+    if isinstance(outcome, protocol.OperationFailure):
         log.warning("operation %d of %s failed: %s", number, adapter, outcome.reason)
 
 
-def _bad_step(step: OptimStep) -> str:
+def _bad_step(step: protocol.OptimStep) -> str:
     """What no AdamW step can take."""
     values = (step.lr, step.beta1, step.beta2, step.eps, step.weight_decay, step.grad_clip_norm)
     if not all(math.isfinite(value) and value >= 0 for value in values):

@@ -1,9 +1,8 @@
-"""A client's pass as a batch of the trainer, its loss, and the answer. Faults of its data are found before.
+"""A client's pass as a batch of the trainer, its loss, and the answer; and what clients save of their adapters.
 
-What clients save of their adapters, ``RUN/states/ADAPTER/LABEL``: folders like those of checkpoints, in no order.
-
-They outlive the adapter. Weights, moments and clock are in one, so that whoever loads it chooses. One is written beside
-its place and then takes it, so that a crash leaves hidden folders; the next start removes them (`tidy_states`).
+Saved states, ``RUN/states/ADAPTER/LABEL``, are folders like those of checkpoints, in no order, and outlive the
+adapter. Weights, moments and clock are in one, so that whoever loads it chooses. One is written beside its place and
+then takes it, so that a crash leaves hidden folders; the next start removes them (`tidy_states`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from areal_lora.checkpoint.state import MANIFEST_FILE, Disk, Manifest, decode_ma
 from areal_lora.config.models import Config
 from areal_lora.data.collate import HOST
 from areal_lora.distributed.exchange import Exchange, first_problem
-from areal_lora.engine.base import LossFn, LossSums, MicroBatch, TrainEngine
+from areal_lora.engine.base import LossFn, LossSums, MicroBatch
+from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import CheckpointError
 from areal_lora.families.shape import ModelShape
 from areal_lora.operations.protocol import Datum, LoadState, Loss, OperationFailure, Pass, PassResult, StateResult
@@ -131,7 +131,7 @@ def make_loss(loss: Loss, bounds: Bounds) -> LossFn:
     return sums
 
 
-def carry_out(engine: TrainEngine, request: Pass, adapter: str) -> PassResult:
+def carry_out(engine: AdapterEngine, request: Pass, adapter: str) -> PassResult:
     """Compute a pass that has no `problem`; with ``backward`` its gradients are added to the adapter's. Collective."""
     batch = batch_of(request, adapter)
     loss_fn = make_loss(request.loss, bounds_of(request.loss, request.settings))
@@ -174,7 +174,7 @@ def loadable(run_folder: RunFolder, request: LoadState, adapter: Adapter, base: 
 
 
 def load_saved(
-    engine: TrainEngine, run_folder: RunFolder, request: LoadState, adapter: str, exchange: Exchange
+    engine: AdapterEngine, run_folder: RunFolder, request: LoadState, adapter: str, exchange: Exchange
 ) -> StateResult | OperationFailure:
     """Set the adapter to a state that is `loadable`. Without the optimizer its moments and its clock start again.
 

@@ -16,16 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from areal_lora.errors import (
-    AdapterError,
-    AdapterRolloutError,
-    AlignmentError,
-    ArealLoraError,
-    CheckpointError,
-    NonFiniteError,
-    ParityError,
-    StalenessError,
-)
+from areal_lora import errors
 from areal_lora.processes.startup import get_logger
 from areal_lora.trainer import companions
 from areal_lora.trainer.adapter import Adapter, TrainingState
@@ -34,13 +25,13 @@ from areal_lora.trainer.training_state import Trainer
 from areal_lora.types import AdapterPhase
 
 CONTAINED = (
-    AdapterError,
-    ParityError,
-    AlignmentError,
-    StalenessError,
-    NonFiniteError,
-    AdapterRolloutError,
-    CheckpointError,
+    errors.AdapterError,
+    errors.ParityError,
+    errors.AlignmentError,
+    errors.StalenessError,
+    errors.NonFiniteError,
+    errors.AdapterRolloutError,
+    errors.CheckpointError,
 )
 
 log = get_logger(__name__)
@@ -60,12 +51,13 @@ def contained(trainer: Trainer, state: TrainingState) -> Iterator[None]:
         fail(trainer, state, error)
 
 
-def fail(trainer: Trainer, state: TrainingState, error: ArealLoraError) -> None:
+def fail(trainer: Trainer, state: TrainingState, error: errors.ArealLoraError) -> None:
     """End the training of an adapter; the others continue. Its newest checkpoint stays. Collective."""
     state.failure = error
     enter(trainer, state, AdapterPhase.FAILED, str(error))
     rest = [other.name for other in trainer.states.values() if other.phase in SERVED]
-    log.error("%s has failed at version %d: %s; %s", state.name, state.version, error, _continues(rest))
+    others = f"{', '.join(rest)} continue" if rest else "no adapter remains"
+    log.error("%s has failed at version %d: %s; %s", state.name, state.version, error, others)
     for join in (trainer.publishing.join, trainer.checkpointing.join):
         with suppress(*CONTAINED):  # the first error is the one that is reported
             join(state.name)
@@ -101,10 +93,6 @@ def release(trainer: Trainer, adapter: Adapter) -> None:
         trainer.engine.remove_adapter(name)
 
 
-def first_failure(trainer: Trainer) -> ArealLoraError | None:
+def first_failure(trainer: Trainer) -> errors.ArealLoraError | None:
     """The error of the first adapter that failed."""
     return next((state.failure for state in trainer.states.values() if state.failure), None)
-
-
-def _continues(names: list[str]) -> str:
-    return f"{', '.join(names)} continue" if names else "no adapter remains"

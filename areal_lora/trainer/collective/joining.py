@@ -16,12 +16,11 @@ from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.distributed.exchange import first_problem
 from areal_lora.errors import AdapterError, ArealLoraError
 from areal_lora.processes.startup import get_logger
-from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState, build_adapter
 from areal_lora.trainer.collective.fault_isolation import CONTAINED, enter, leave, release
 from areal_lora.trainer.collective.next_work import join_last
 from areal_lora.trainer.roster import desired_adapters
-from areal_lora.trainer.roster.desired_adapters import SERVED, DesiredView, Note, Roster, prepared
+from areal_lora.trainer.roster.desired_adapters import SERVED, Note, Roster, prepared
 from areal_lora.trainer.training_state import Trainer
 from areal_lora.trainer.versions.checkpointing import load
 from areal_lora.trainer.work import AdapterChange, Join
@@ -35,20 +34,32 @@ log = get_logger(__name__)
 
 def next_change(trainer: Trainer) -> AdapterChange | None:
     """The next change of which adapters there are, on rank 0. What concerns none that is there, is done here."""
-    view = trainer.rank_0.desired if trainer.rank_0 else None
-    if view is None:
+    if trainer.rank_0 is None or (view := trainer.rank_0.desired) is None:
         return None
-    while (change := desired_adapters.next_change(desired := view.look(), _roster(trainer, view))) is not None:
-        match change:
+    own = {adapter.name for adapter in trainer.config.adapters}
+    while True:
+        roster = Roster(
+            here={name: state.phase for name, state in trainer.states.items() if name not in own},
+            absent=view.absent,
+            configured=sum(state.phase in SERVED for name, state in trainer.states.items() if name in own),
+            capacity=adapter_capacity(trainer.config),
+        )
+        desired = view.look()
+        match desired_adapters.next_change(desired, roster):
             case Note(adapter=key, phase=phase, reason=reason):
                 note(trainer, key, phase, reason)
             case Join(adapter=key):
+                trainer.rank_0.recorder.status(f"{key} joins")
                 [entry] = [adapter for adapter in desired.adapters if adapter.key == key]
-                if (join := _prepared(trainer, entry)) is not None:
-                    return join
-            case _:
+                try:
+                    return prepared(trainer.config, trainer.run_folder, entry)
+                except ArealLoraError as error:
+                    _refused(trainer, key, "; ".join(str(error).splitlines()))
+                except Exception as error:  # fault boundary: a joining adapter's data
+                    log.exception("joining of %s", key)
+                    _refused(trainer, key, f"{type(error).__name__}: {error}")
+            case change:
                 return change
-    return None
 
 
 def note(trainer: Trainer, key: str, phase: AdapterPhase, reason: str = "") -> None:
@@ -56,29 +67,6 @@ def note(trainer: Trainer, key: str, phase: AdapterPhase, reason: str = "") -> N
     if trainer.rank_0 and trainer.rank_0.desired:
         trainer.rank_0.desired.absent[key] = phase
         trainer.rank_0.recorder.phase(AdapterRef(name=key, version=0), phase, reason)
-
-
-def _roster(trainer: Trainer, view: DesiredView) -> Roster:
-    own = {adapter.name for adapter in trainer.config.adapters}
-    return Roster(
-        here={name: state.phase for name, state in trainer.states.items() if name not in own},
-        absent=view.absent,
-        configured=sum(state.phase in SERVED for name, state in trainer.states.items() if name in own),
-        capacity=adapter_capacity(trainer.config),
-    )
-
-
-def _prepared(trainer: Trainer, desired: DesiredAdapter) -> Join | None:
-    assert trainer.rank_0
-    trainer.rank_0.recorder.status(f"{desired.key} joins")
-    try:
-        return prepared(trainer.config, trainer.run_folder, desired)
-    except ArealLoraError as error:
-        _refused(trainer, desired.key, "; ".join(str(error).splitlines()))
-    except Exception as error:  # fault boundary: a joining adapter's data
-        log.exception("joining of %s", desired.key)
-        _refused(trainer, desired.key, f"{type(error).__name__}: {error}")
-    return None
 
 
 def _refused(trainer: Trainer, key: str, reason: str) -> None:

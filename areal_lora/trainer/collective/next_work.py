@@ -25,22 +25,12 @@ from areal_lora.data.collate import assert_staleness, collate
 from areal_lora.errors import AlignmentError
 from areal_lora.operations.protocol import Operation, Pass, Publish
 from areal_lora.rollout.channel.client import SHORT_POLL_S
+from areal_lora.trainer import work as w
 from areal_lora.trainer.adapter import ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.collective.fault_isolation import contained
 from areal_lora.trainer.roster.desired_adapters import SERVED
 from areal_lora.trainer.training_state import Rank0, Trainer
-from areal_lora.trainer.work import (
-    AdapterChange,
-    CatchUp,
-    Conclude,
-    EndRun,
-    Operate,
-    PublishFault,
-    Waiting,
-    Work,
-    share,
-)
 from areal_lora.types import AdapterPhase, TrainBatch, TrajectoryGroup
 
 RETRY_S = 1.0
@@ -101,13 +91,6 @@ def wait_for_rank_0(trainer: Trainer) -> None:
     trainer.control.broadcast_bytes(b"" if trainer.control.rank == 0 else None)
 
 
-def start_audit(trainer: Trainer, state: TrainingState, batch: TrainBatch) -> None:
-    """Start the audit of the batch on rank 0. Not collective."""
-    if trainer.rank_0:
-        temperature = state.adapter.config.sampling.temperature
-        trainer.rank_0.auditor.start(state.name, batch, state.version, temperature)
-
-
 def collect_audit(trainer: Trainer, state: TrainingState, *, wait: bool = False) -> Audit | None:
     """Return the adapter's finished audits on rank 0, None elsewhere; they are of this batch or the previous one.
 
@@ -136,30 +119,30 @@ def batch_of(state: TrainingState, groups: list[TrajectoryGroup]) -> tuple[Train
 CLIENT_POLL_S = 0.02
 """Of a poll of the controller, where clients wait for answers."""
 
-Changes = Callable[[], AdapterChange | None]
+Changes = Callable[[], w.AdapterChange | None]
 
 
-def next_work(trainer: Trainer, changes: Changes = lambda: None) -> Work | None:
+def next_work(trainer: Trainer, changes: Changes = lambda: None) -> w.Work | None:
     """What is to be done next, the same on every rank; None once no adapter remains and none will come.
 
     Rank 0 calls ``changes``, which adapters join, leave, pause or resume, between two steps and about every second
     while it waits. While it waits for work, it renews the time-out of the other ranks (`work.Waiting`).
     """
     while True:
-        work = share(_decide(trainer, trainer.rank_0, changes) if trainer.rank_0 else None, trainer.control)
-        if isinstance(work, EndRun):
+        work = w.share(_decide(trainer, trainer.rank_0, changes) if trainer.rank_0 else None, trainer.control)
+        if isinstance(work, w.EndRun):
             return None
-        if not isinstance(work, CatchUp):
+        if not isinstance(work, w.CatchUp):
             return work
         catch_up(trainer)
 
 
-def _decide(trainer: Trainer, rank_0: Rank0, changes: Changes) -> Work:
+def _decide(trainer: Trainer, rank_0: Rank0, changes: Changes) -> w.Work:
     """Changes of adapters come first, then what has ended in the background, then whose turn it is (`turns.before`)."""
     if (change := changes()) is not None:
         return change
     operation = _of_clients(trainer)
-    if isinstance(operation, Conclude):
+    if isinstance(operation, w.Conclude):
         return operation
     active, draining = (
         [s.name for s in trainer.states.values() if s.phase is phase]
@@ -167,28 +150,28 @@ def _decide(trainer: Trainer, rank_0: Rank0, changes: Changes) -> Work:
     )
     remain = any(state.phase in SERVED for state in trainer.states.values())
     if not remain and (rank_0.desired is None or rank_0.desired.closed):
-        return EndRun()
+        return w.EndRun()
     clients = {state.name for state in trainer.states.values() if state.adapter.config.is_client}
     wanted = before(rank_0.turns.order(active), clients, operation.adapter if operation else None)
     if operation is not None and not wanted:
         return operation
     poll_s = 0.0 if operation else CLIENT_POLL_S if clients else SHORT_POLL_S
-    interruption = partial(_interruption, trainer, changes, Waiting(trainer.control))
+    interruption = partial(_interruption, trainer, changes, w.Waiting(trainer.control))
     refs = [trainer.states[name].ref for name in wanted]
     return rank_0.controller.next_work(refs, draining, interruption, poll_s)
 
 
-def _interruption(trainer: Trainer, changes: Changes, waiting: Waiting) -> Work | None:
+def _interruption(trainer: Trainer, changes: Changes, waiting: w.Waiting) -> w.Work | None:
     """What is to be done before the next batch, on rank 0."""
     waiting.signal()
     if (failed := trainer.publishing.failed()) is not None:
-        return PublishFault(adapter=failed)
+        return w.PublishFault(adapter=failed)
     if trainer.publishing.changed():
-        return CatchUp()
+        return w.CatchUp()
     return changes() or _of_clients(trainer)
 
 
-def _of_clients(trainer: Trainer) -> Operate | Conclude | None:
+def _of_clients(trainer: Trainer) -> w.Operate | w.Conclude | None:
     """What has ended in the background, else the operation of the client whose turn it is among them, on rank 0."""
     if trainer.rank_0 is None or trainer.rank_0.clients is None:
         return None
@@ -213,17 +196,17 @@ def may_start(trainer: Trainer, operation: Operation) -> bool:
     return trainer.checkpointing.pending(name) is None
 
 
-def concluded(trainer: Trainer) -> Conclude | None:
+def concluded(trainer: Trainer) -> w.Conclude | None:
     """The first publish, checkpoint or saved state of a client's adapter that has ended and that no rank has joined."""
     for state in trainer.states.values():
         if not state.adapter.config.is_client or state.phase not in SERVED:
             continue
         if trainer.publishing.ended(state.name):
-            return Conclude(adapter=state.name, publish=True)
+            return w.Conclude(adapter=state.name, publish=True)
         save = trainer.checkpointing.pending(state.name)
         if save is None or not save.ended.is_set():
             continue
         again = save.failed and not save.label
         if not again or save.error is not None or time.monotonic() - save.ended_s >= RETRY_S:
-            return Conclude(adapter=state.name, publish=False)
+            return w.Conclude(adapter=state.name, publish=False)
     return None

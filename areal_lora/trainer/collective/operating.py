@@ -13,18 +13,7 @@ operations and other adapters have their turns (`next_work`). Answers follow eac
 from __future__ import annotations
 
 from areal_lora.engine.base import AdamValues
-from areal_lora.operations.protocol import (
-    LoadState,
-    Operation,
-    OptimStep,
-    Outcome,
-    Pass,
-    Publish,
-    PublishResult,
-    SaveState,
-    StepResult,
-    ends_window,
-)
+from areal_lora.operations import protocol
 from areal_lora.processes.watched import reached
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.clients.client_passes import carry_out, load_saved
@@ -39,14 +28,17 @@ def operate(trainer: Trainer, state: TrainingState, work: Operate) -> None:
     operation = work.operation
     with contained(trainer, state):
         outcome = work.refused or _outcome(trainer, state, operation)
-        if ends_window(operation.what):
+        if protocol.ends_window(operation.what):
             assert outcome is not None
             trainer.engine.discard_gradients(state.name)
             _settle(trainer, state, operation, outcome)
         elif outcome is not None and trainer.rank_0:
             trainer.rank_0.clients_of(state.adapter).complete(operation, outcome)
         if trainer.rank_0:
-            trainer.rank_0.turns.trained(state.name, _tokens(operation))
+            # What a turn costs: tokens that were passed; a step is as good as none.
+            what = operation.what
+            tokens = sum(len(datum.tokens) // 4 for datum in what.data) if isinstance(what, protocol.Pass) else 1
+            trainer.rank_0.turns.trained(state.name, tokens)
             trainer.rank_0.recorder.beat()
 
 
@@ -64,32 +56,32 @@ def conclude(trainer: Trainer, state: TrainingState, *, publish: bool) -> None:
             _save(trainer, state)
 
 
-def _outcome(trainer: Trainer, state: TrainingState, operation: Operation) -> Outcome | None:
+def _outcome(trainer: Trainer, state: TrainingState, operation: protocol.Operation) -> protocol.Outcome | None:
     """What came of the operation; None where that is known later."""
     spans = trainer.spans[state.name]
     match operation.what:
-        case Pass() as request:
+        case protocol.Pass() as request:
             with spans.span("train"):
-                outcome: Outcome = carry_out(trainer.engine, request, state.name)
+                outcome: protocol.Outcome = carry_out(trainer.engine, request, state.name)
             reached("trainer.operation.passed")
             return outcome
-        case OptimStep() as step:
+        case protocol.OptimStep() as step:
             with spans.span("train"):
                 return _step(trainer, state, step)
-        case LoadState() as request:
+        case protocol.LoadState() as request:
             return load_saved(trainer.engine, trainer.run_folder, request, state.name, trainer.control)
-        case SaveState(label=label):
+        case protocol.SaveState(label=label):
             if trainer.rank_0:
                 trainer.rank_0.clients_of(state.adapter).keeps(operation)
             with spans.span("checkpoint_copy"):
                 trainer.checkpointing.keep(state, controller_state(trainer, state), label)
             return None
-        case Publish():
+        case protocol.Publish():
             return _publish(trainer, state, operation)
     raise AssertionError(f"{type(operation.what).__name__} is done by rank 0 alone")
 
 
-def _step(trainer: Trainer, state: TrainingState, step: OptimStep) -> StepResult:
+def _step(trainer: Trainer, state: TrainingState, step: protocol.OptimStep) -> protocol.StepResult:
     adam = AdamValues(
         beta1=step.beta1,
         beta2=step.beta2,
@@ -98,18 +90,16 @@ def _step(trainer: Trainer, state: TrainingState, step: OptimStep) -> StepResult
         max_grad_norm=step.grad_clip_norm or None,
     )
     stats = trainer.engine.optim_step(state.name, 1.0, step.lr, adam).values
-    skipped = stats["skipped"] == 1.0
-    return StepResult(
-        step=trainer.engine.step_count(state.name), grad_norm=0.0 if skipped else stats["grad_norm"], skipped=skipped
-    )
+    skipped, number = stats["skipped"] == 1.0, trainer.engine.resident(state.name).trained().step_count
+    return protocol.StepResult(step=number, grad_norm=0.0 if skipped else stats["grad_norm"], skipped=skipped)
 
 
-def _settle(trainer: Trainer, state: TrainingState, operation: Operation, outcome: Outcome) -> None:
+def _settle(trainer: Trainer, state: TrainingState, operation: protocol.Operation, outcome: protocol.Outcome) -> None:
     """Make the operation the adapter's version, and start its checkpoint."""
     before, state.version = state.ref, operation.number
     if trainer.rank_0:
         clients, spans = trainer.rank_0.clients_of(state.adapter), trainer.spans[state.name]
-        if isinstance(operation.what, OptimStep) and isinstance(outcome, StepResult):
+        if isinstance(operation.what, protocol.OptimStep) and isinstance(outcome, protocol.StepResult):
             # Before the checkpoint, as of a training step: after any crash there is one record per step.
             window = clients.windows[state.name]
             trainer.rank_0.recorder.client_step(before, window, operation.what, outcome, spans)
@@ -125,16 +115,11 @@ def _save(trainer: Trainer, state: TrainingState) -> None:
     assert save is not None, "every version of a client's adapter has a checkpoint"
 
 
-def _publish(trainer: Trainer, state: TrainingState, operation: Operation) -> PublishResult | None:
+def _publish(trainer: Trainer, state: TrainingState, operation: protocol.Operation) -> protocol.PublishResult | None:
     if trainer.publishing.newest(state.name) == state.version:
-        return PublishResult(version=state.version)
+        return protocol.PublishResult(version=state.version)
     if trainer.rank_0:
         trainer.rank_0.clients_of(state.adapter).publishes(operation, state.version)
     with trainer.spans[state.name].span("publish_pack"):
         trainer.publishing.publish(state.adapter, state.version, None)
     return None
-
-
-def _tokens(operation: Operation) -> int:
-    """What a turn costs: tokens that were passed; a step is as good as none."""
-    return sum(len(datum.tokens) // 4 for datum in operation.what.data) if isinstance(operation.what, Pass) else 1

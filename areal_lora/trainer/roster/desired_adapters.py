@@ -1,6 +1,6 @@
-"""Rank 0's view of the desired state, and whether a joining adapter can be trained at all.
+"""What to do next so that a run has the adapters of its desired state, and whether a joining one can be trained at all.
 
-What to do next so that a run has the adapters of its desired state. Pure: a plan, one change at a time.
+`next_change` is pure: a plan, one change at a time.
 
     desired        has                 change
     any            not there           `Join` while servers have room, else `Note` as pending
@@ -14,7 +14,7 @@ done, is not tried again in a session.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from areal_lora.checkpoint.recover import explain
@@ -47,8 +47,6 @@ FINAL = (AdapterPhase.DONE, AdapterPhase.DELETED)
 class DesiredView:
     """``absent`` are states of adapters that are not there, by key."""
 
-    config: Config
-    run_folder: RunFolder
     watch: DesiredWatch
     absent: dict[str, AdapterPhase] = field(default_factory=dict)
     _problem: str = ""
@@ -70,11 +68,11 @@ class DesiredView:
         return desired
 
 
-def desired_view(config: Config, run_folder: RunFolder) -> DesiredView:
+def desired_view(run_folder: RunFolder) -> DesiredView:
     """The view at the start of a session; what is recorded as done or deleted stays so."""
     newest = {r.adapter: r.state for r in state_records(run_folder) if isinstance(r, AdapterStateRecord)}
     final = {key: state for key, state in newest.items() if state in FINAL}
-    return DesiredView(config=config, run_folder=run_folder, watch=DesiredWatch(run_folder), absent=final)
+    return DesiredView(watch=DesiredWatch(run_folder), absent=final)
 
 
 def prepared(config: Config, run_folder: RunFolder, desired: DesiredAdapter) -> Join:
@@ -145,10 +143,6 @@ def next_change(desired: DesiredAdapters, roster: Roster) -> AdapterChange | Not
             return Pause(adapter=key)
         if not paused and phase is AdapterPhase.PAUSED:
             return Resume(adapter=key)
-    return _joining(wanted, roster)
-
-
-def _joining(wanted: Iterable[str], roster: Roster) -> AdapterChange | Note | None:
     served = roster.configured + sum(phase in SERVED for phase in roster.here.values())
     for key in wanted:
         known = roster.absent.get(key)

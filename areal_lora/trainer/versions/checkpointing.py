@@ -1,8 +1,7 @@
-"""Checkpoints of a trainer rank: resume from the newest whole one, save where one is due.
+"""Checkpoints of a trainer rank: resume from the newest whole one, save where one is due; export at the end.
 
-The trained adapter as a PEFT folder that stock peft, transformers and vLLM load.
-
-Its tensors go one after another to rank 0, which knows from the layout where each lies in the file::
+`export_adapter` writes a PEFT folder that stock peft, transformers and vLLM load. The tensors go one after another to
+rank 0, which knows from the layout where each lies in the file::
 
     source rank:  sections of its shard -> a chunk -> rank 0 -> place in the file;  fsync, rename at the end
 
@@ -40,7 +39,7 @@ from areal_lora.checkpoint.state import (
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import AdapterRun, adapter_named, adapter_run
 from areal_lora.distributed.exchange import Exchange
-from areal_lora.engine.base import TrainEngine
+from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.adapter_memory import initial_tensor
 from areal_lora.errors import CheckpointError
 from areal_lora.processes.startup import get_logger
@@ -54,7 +53,7 @@ CHUNK_BYTES = 16 << 20
 """Size of one message; a single tensor may be larger."""
 
 
-def export_adapter(engine: TrainEngine, adapter: Adapter, exchange: Exchange, run_folder: RunFolder) -> Path:
+def export_adapter(engine: AdapterEngine, adapter: Adapter, exchange: Exchange, run_folder: RunFolder) -> Path:
     """Write the adapter from all source ranks; rank 0 writes. Collective over all ranks.
 
     What an earlier end of the run has exported is replaced once the new folder is whole. Raises
@@ -116,7 +115,7 @@ def _send(mine: Iterator[tuple[str, Tensor]], shard: ShardLayout | None, exchang
     assert not rest, f"{len(rest)} tensors more than the layout has"
 
 
-def warm_start(engine: TrainEngine, adapter: Adapter, seed: int) -> None:
+def warm_start(engine: AdapterEngine, adapter: Adapter, seed: int) -> None:
     """Make the adapter of ``init_from`` the weights of ``adapter``; moments and clock stay those of a new adapter.
 
     Not collective. Every rank reads the whole folder itself and holds it twice for a moment: one file
@@ -145,7 +144,7 @@ class Checkpointing:
     ``stored`` are the versions, by adapter, whose checkpoints the run resumed from.
     """
 
-    def __init__(self, config: Config, engine: TrainEngine, saver: Saver, stored: Mapping[str, int]) -> None:
+    def __init__(self, config: Config, engine: AdapterEngine, saver: Saver, stored: Mapping[str, int]) -> None:
         self._config, self._engine, self._saver = config, engine, saver
         self._newest = dict(stored)  # by adapter, written or being written
 
@@ -196,12 +195,16 @@ class Checkpointing:
             evaluations=dict(controller.evaluations),
             awaited=tuple(sorted(controller.pending)),
             kl_scale=state.kl_scale,
-            companions=companions.described(self._engine, adapter, others),
+            companions={role: described for role, (_, described) in others.items()},
             written_s=0.0,
         )
         ref = AdapterRef(name=adapter.name, version=version)
         return Snapshot(
-            ref=ref, state=tensors, companions=others, random=random_state(self._engine.device), manifest=manifest
+            ref=ref,
+            state=tensors,
+            companions={role: state for role, (state, _) in others.items()},
+            random=random_state(self._engine.device),
+            manifest=manifest,
         )
 
     def join(self, adapter: str) -> CheckpointSave | None:
@@ -239,7 +242,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 def resume(
-    engine: TrainEngine, adapters: Sequence[Adapter], config: Config, run_folder: RunFolder, exchange: Exchange
+    engine: AdapterEngine, adapters: Sequence[Adapter], config: Config, run_folder: RunFolder, exchange: Exchange
 ) -> dict[str, RestoredState]:
     """Load every adapter from its newest whole checkpoint, or its first version if it has none, with its companions.
 
@@ -263,13 +266,20 @@ def chosen(plan: ResumePlan, config: Config) -> list[str]:
 
     Removes what a crash left half-written. Raises CheckpointError as `resume` does.
     """
-    _log(plan, config)
+    for adapter in plan.adapters:
+        for line in adapter.lines():
+            log.warning("%s", line)
+        if adapter.newest is not None:
+            log.info("%s", _resumed(adapter.ref, adapter.newest, config))
     plan.check()
-    _tidy(plan)
+    try:
+        tidy(plan, Disk())
+    except OSError as e:
+        raise CheckpointError(f"{e.filename}: {e.strerror}; the checkpoints' folder must be writable") from e
     return [str(a.newest.path) if a.newest else "" for a in plan.adapters]
 
 
-def load(engine: TrainEngine, adapter: Adapter, path: str) -> RestoredState | None:
+def load(engine: AdapterEngine, adapter: Adapter, path: str) -> RestoredState | None:
     """Load a resident adapter from the checkpoint at ``path``, or its first version if that is empty. Collective."""
     if not path:
         warm_start(engine, adapter, adapter.run.seed)
@@ -277,7 +287,7 @@ def load(engine: TrainEngine, adapter: Adapter, path: str) -> RestoredState | No
     return _load(engine, adapter, Path(path)) if path else None
 
 
-def _load(engine: TrainEngine, adapter: Adapter, folder: Path) -> RestoredState:
+def _load(engine: AdapterEngine, adapter: Adapter, folder: Path) -> RestoredState:
     manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
     tensors = read_files([folder / entry.name for entry in files_of(manifest)])
     engine.load_state(adapter.name, tensors, manifest.clock.step)
@@ -287,14 +297,6 @@ def _load(engine: TrainEngine, adapter: Adapter, folder: Path) -> RestoredState:
         ledger=manifest.ledger, evaluations=manifest.evaluations, pending=frozenset(manifest.awaited)
     )
     return RestoredState(version=manifest.version, controller=controller, kl_scale=manifest.kl_scale)
-
-
-def _log(plan: ResumePlan, config: Config) -> None:
-    for adapter in plan.adapters:
-        for line in adapter.lines():
-            log.warning("%s", line)
-        if adapter.newest is not None:
-            log.info("%s", _resumed(adapter.ref, adapter.newest, config))
 
 
 def _resumed(ref: AdapterRef, found: WholeCheckpoint, config: Config) -> str:
@@ -309,10 +311,3 @@ def _resumed(ref: AdapterRef, found: WholeCheckpoint, config: Config) -> str:
         changes.append(f"{'run.' if adapter.steps is None else ''}steps {was.clock.total_steps} -> {steps}")
     text = f"resumed from checkpoint {ref} in {found.path}, written {found.age_s():.0f} s ago"
     return text + (f"; changed since: {', '.join(changes)}" if changes else "")
-
-
-def _tidy(plan: ResumePlan) -> None:
-    try:
-        tidy(plan, Disk())
-    except OSError as e:
-        raise CheckpointError(f"{e.filename}: {e.strerror}; the checkpoints' folder must be writable") from e

@@ -15,8 +15,8 @@ from typing import Literal
 from areal_lora.algorithms.merging import MAX_LOST, CastLoss
 from areal_lora.checkpoint.saver import CheckpointSave
 from areal_lora.data.collate import split_rows
-from areal_lora.engine.base import TrainEngine
-from areal_lora.engine.common.adapter_engine import DTYPES
+from areal_lora.engine.base import DTYPES
+from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.transfer_plan import MEASURED_ROWS
 from areal_lora.processes.startup import get_logger
 from areal_lora.processes.watched import reached
@@ -24,10 +24,9 @@ from areal_lora.trainer.adapter import Adapter
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.trainer.packed_shard import Pack
-from areal_lora.weight_sync.trainer.publish_job import PublishHandle
+from areal_lora.weight_sync.trainer.decisions import PublishReport
+from areal_lora.weight_sync.trainer.publish_job import Pack, PublishJob
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from areal_lora.weight_sync.trainer.report import PublishReport
 
 log = get_logger(__name__)
 
@@ -48,43 +47,25 @@ class _PublishState:
     noise: float
     newest: AdapterRef | None = None
     scored: Scores | None = None
-    handle: PublishHandle | None = None
-
-
-class _Payload:
-    """What a version is on the wire: lora_A and lora_B, or where rollouts are ``merged`` the weights that they change.
-
-    Both travel in the wire type of the adapter's `AdapterRun`, which is that of the servers where weights are merged.
-    """
-
-    def __init__(self, engine: TrainEngine, merged: bool) -> None:
-        self._engine, self._merged = engine, merged
-
-    def layout(self, adapter: Adapter) -> AdapterLayout:
-        """The layout of every version of the adapter."""
-        describe = self._engine.merged_layout if self._merged else self._engine.adapter_layout
-        return describe(adapter.name, adapter.run.wire_dtype)
-
-    def pack(self, adapter: Adapter) -> tuple[Pack, CastLoss | None]:
-        """Packs the next version, and counts what that loses by a cast; None: nothing is cast. Collective."""
-        if not self._merged:
-            return partial(self._engine.pack_adapter, adapter.name, adapter.run.wire_dtype), None
-        cast = CastLoss(dtype=DTYPES[adapter.run.wire_dtype], rows=MEASURED_ROWS)
-        return partial(self._engine.pack_merged, adapter.name, cast), cast
+    handle: PublishJob | None = None
 
 
 class AdapterPublishing:
-    """One per rank; all calls but ``changed`` are collective over the trainer's ranks."""
+    """One per rank; all calls but ``changed`` are collective over the trainer's ranks.
+
+    A version travels as lora_A and lora_B, or where rollouts are ``merged`` as the weights that they change. Both in
+    the wire type of the adapter's `AdapterRun`, which is that of the servers where weights are merged.
+    """
 
     def __init__(
         self,
-        engine: TrainEngine,
+        engine: AdapterEngine,
         publisher: Publisher,
         mode: Literal["unmerged", "merged"],
         on_report: Callable[[PublishReport], None] | None,
         on_members: Callable[[PublishReport], None] | None = None,
     ) -> None:
-        self._engine, self._publisher, self._payload = engine, publisher, _Payload(engine, mode == "merged")
+        self._engine, self._publisher, self._merged = engine, publisher, mode == "merged"
         self._on_report, self._on_members = on_report, on_members
         self._published: dict[str, _PublishState] = {}
         self._lossy = False
@@ -101,7 +82,11 @@ class AdapterPublishing:
                 save.wait_settled()
             reached("trainer.publish_begun")
 
-        kept, (pack, cast) = self._kept(adapter), self._payload.pack(adapter)
+        kept, dtype, cast = self._kept(adapter), adapter.run.wire_dtype, None
+        pack: Pack = partial(self._engine.pack_adapter, adapter.name, dtype)
+        if self._merged:
+            cast = CastLoss(dtype=DTYPES[dtype], rows=MEASURED_ROWS)
+            pack = partial(self._engine.pack_merged, adapter.name, cast)
         kept.handle = self._publisher.publish(
             ref=AdapterRef(name=adapter.name, version=version),
             parent=AdapterRef(name=adapter.name, version=version - 1) if version else None,
@@ -191,8 +176,9 @@ class AdapterPublishing:
     def _kept(self, adapter: Adapter) -> _PublishState:
         if adapter.name not in self._published:
             base, again = (self._engine.logprobs(adapter.probe, adapter=None) for _ in range(2))
+            describe = self._engine.merged_layout if self._merged else self._engine.adapter_layout
             self._published[adapter.name] = _PublishState(
-                layout=self._payload.layout(adapter),
+                layout=describe(adapter.name, adapter.run.wire_dtype),
                 base=split_rows(base, adapter.probe.cu_seqlens),
                 noise=float((base - again).abs().max()),
             )

@@ -26,16 +26,19 @@ import torch.distributed as dist
 from areal_lora.distributed.store import CurveStore, StoreServer
 from areal_lora.errors import ConfigError, PublishError, undo_on_error
 from areal_lora.processes.startup import get_logger
-from areal_lora.weight_sync.link.backends import Backend, GroupSeat, backend_of, delta, library_of
-from areal_lora.weight_sync.link.inbox import (
+from areal_lora.weight_sync.link.backends import (
+    Backend,
     DeviceSide,
-    Inbox,
+    GroupSeat,
     Part,
     PendingBroadcast,
     Ring,
     RingInbox,
     WindowInbox,
     Windows,
+    backend_of,
+    delta,
+    library_of,
 )
 from areal_lora.weight_sync.link.same_host import NO_CARD, SharedSegment, readable
 from areal_lora.weight_sync.messages import SourceEndpoint
@@ -124,7 +127,7 @@ class BroadcastGroup:
         """Signal to receivers that read memory: the version in ``segment`` starts, or is complete (source)."""
         return self.start(torch.frombuffer(bytearray(segment.signal().encode()), dtype=torch.uint8), deadline)
 
-    def receive(self, parts: Sequence[Part], deadline: float) -> Inbox:
+    def receive(self, parts: Sequence[Part], deadline: float) -> RingInbox | WindowInbox:
         """Receive one version, from the wire or from the source's memory; invalidates the previous inbox (receiver)."""
         start = partial(self.start, deadline=deadline)
         if self.same_host:
@@ -142,7 +145,7 @@ class BroadcastGroup:
         if self._device is not None:
             return self._device.issue(partial(self._through, group, flat, deadline))
         made: Future[PendingBroadcast] = Future()
-        made.set_result(PendingBroadcast.now(group.broadcast([flat], self._options(deadline))))
+        made.set_result(PendingBroadcast(group.broadcast([flat], self._options(deadline)), time.monotonic()))
         return made
 
     def _through(self, group: dist.ProcessGroup, flat: torch.Tensor, deadline: float) -> dist.Work:
@@ -258,55 +261,33 @@ def _join(
     closing: Callable[[], None] = lambda: None,
 ) -> BroadcastGroup:
     """Join at the source's store. ``closing`` is called on leaving the group, or if it cannot be formed."""
-    leave = ExitStack()
+    factory, leave = backend_of(endpoint.backend), ExitStack()
     leave.callback(closing)
     with undo_on_error(leave.close):
-        store = _reach(endpoint, delta(deadline - time.monotonic()).total_seconds(), secret)
+        timeout_s = delta(deadline - time.monotonic()).total_seconds()
+        try:  # a refused connection is an error at once: a source listens before it invites
+            store = CurveStore(endpoint.host, endpoint.port, secret, timeout_s)
+        except dist.DistError as e:
+            raise PublishError(
+                f"source rank {endpoint.source} cannot be reached at {endpoint.host}:{endpoint.port} "
+                f"within {timeout_s:.1f} s: {str(e).splitlines()[0]}"
+            ) from e
         leave.callback(store.close)
-        return _member(store, endpoint, rank, bind, deadline, device, leave.close)
-
-
-def _reach(endpoint: SourceEndpoint, timeout_s: float, secret: str) -> CurveStore:
-    """Connect to the source's store. A refused connection is an error at once: a source listens before it invites."""
-    try:
-        return CurveStore(endpoint.host, endpoint.port, secret, timeout_s)
-    except dist.DistError as e:
-        raise PublishError(
-            f"source rank {endpoint.source} cannot be reached at {endpoint.host}:{endpoint.port} "
-            f"within {timeout_s:.1f} s: {str(e).splitlines()[0]}"
-        ) from e
-
-
-def _member(
-    store: CurveStore,
-    endpoint: SourceEndpoint,
-    rank: int,
-    bind: str,
-    deadline: float,
-    device: torch.device,
-    leave: Callable[[], None],
-) -> BroadcastGroup:
-    factory = backend_of(endpoint.backend)
-    left_s = max(deadline - time.monotonic(), 0.0)
-    store.set_timeout(delta(left_s))
-    seat = GroupSeat(
-        store=dist.PrefixStore(endpoint.token, store),
-        rank=rank,
-        world=endpoint.world,
-        bind=bind,
-        timeout_s=left_s,
-        device=device,
-    )
-    try:
-        backend = factory(seat)
-    except (dist.DistError, RuntimeError) as e:
-        raise PublishError(
-            f"group of source rank {endpoint.source} ({endpoint.world} members) was not complete within "
-            f"{left_s:.1f} s at member {rank}: {str(e).splitlines()[0]}; see the servers' logs"
-        ) from e
-    group = BroadcastGroup(endpoint, rank, backend, device, leave=leave)
-    with undo_on_error(group.close):  # also torch's own errors: an open group would keep its connections
-        group.agree(backend.same_host, deadline)
+        left_s = max(deadline - time.monotonic(), 0.0)
+        store.set_timeout(delta(left_s))
+        prefixed = dist.PrefixStore(endpoint.token, store)
+        try:
+            backend = factory(
+                GroupSeat(store=prefixed, rank=rank, world=endpoint.world, bind=bind, timeout_s=left_s, device=device)
+            )
+        except (dist.DistError, RuntimeError) as e:
+            raise PublishError(
+                f"group of source rank {endpoint.source} ({endpoint.world} members) was not complete within "
+                f"{left_s:.1f} s at member {rank}: {str(e).splitlines()[0]}; see the servers' logs"
+            ) from e
+        group = BroadcastGroup(endpoint, rank, backend, device, leave=leave.close)
+        with undo_on_error(group.close):  # also torch's own errors: an open group would keep its connections
+            group.agree(backend.same_host, deadline)
     if rank == 0:
         how = "read its memory" if group.same_host else "get its bytes over the network"
         log.info("the %d receivers of source rank %d %s", endpoint.world - 1, endpoint.source, how)

@@ -26,8 +26,8 @@ import secrets
 import struct
 import sys
 import weakref
-from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +47,7 @@ NO_CARD = bytes(CARD_BYTES)
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Signal:
+class Signal(NamedTuple):
     """A version is packed, or being packed, into a segment as its ``generation``.
 
     The segment is file descriptor ``fd`` of process ``pid``; ``nonce`` (16 bytes) distinguishes it from
@@ -62,7 +61,7 @@ class Signal:
 
     def encode(self) -> bytes:
         """``SIGNAL_BYTES`` long."""
-        return _SIGNAL.pack(*astuple(self))
+        return _SIGNAL.pack(*self)
 
     @classmethod
     def decode(cls, raw: bytes) -> Signal:

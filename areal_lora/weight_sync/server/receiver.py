@@ -22,11 +22,11 @@ from typing import Protocol
 
 import torch
 
-from areal_lora.errors import ManifestError, PublishError
+from areal_lora.errors import ManifestError, PublishError, undo_on_error
 from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardManifest
-from areal_lora.weight_sync.blocks import Marks, TensorBlocks
-from areal_lora.weight_sync.layout import AdapterLayout, LayoutTables, Shape
+from areal_lora.weight_sync.kernels import Marks, TensorBlocks
+from areal_lora.weight_sync.layout import AdapterLayout, Shape
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.manifest import check_layout, check_successor
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
@@ -78,20 +78,8 @@ class SlotWriter(Protocol):
 class _KnownLayout:
     """A layout this worker has received. ``plans`` is None until the layout is checked against the engine."""
 
-    tables: LayoutTables
+    layout: AdapterLayout
     plans: Sequence[TensorBlocks] | None = None
-
-    @property
-    def layout(self) -> AdapterLayout:
-        return self.tables.layout
-
-
-@dataclass(frozen=True, slots=True)
-class _StartedReception:
-    """The layout and the posted receives of a ``start``."""
-
-    known: _KnownLayout
-    reception: Reception
 
 
 class AdapterReceiver:
@@ -137,14 +125,11 @@ class AdapterReceiver:
         """
         deadline = time.monotonic() + timeout_s
         self._leave(timeout_s)
-        try:
+        with undo_on_error(partial(self._leave, 0.0)):
             for e in sorted(endpoints, key=lambda e: e.source):
                 self._groups[e.source] = join_group(
                     e, rank, self._bind, deadline - time.monotonic(), self._secret, self._device
                 )
-        except PublishError:
-            self._leave(0.0)
-            raise
 
     def start(self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, timeout_s: float) -> None:
         """Start staging ``manifest`` into ``slot`` and return; ``on_staged`` is called exactly once.
@@ -161,10 +146,10 @@ class AdapterReceiver:
         if not groups:
             raise PublishError(f"{manifest.ref}: the receiver is in no group; the trainer must call /admin/join first")
         timer = PhaseTimer()
-        started: _StartedReception | Exception
+        started: tuple[_KnownLayout, Reception] | Exception
         try:
             known = self._layout(manifest, layout)
-            started = _StartedReception(known, Reception(known.tables, groups, time.monotonic() + timeout_s, timer))
+            started = known, Reception(known.layout, groups, time.monotonic() + timeout_s, timer)
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are  # noqa: BLE001
             started = e
         if self._thread is None:
@@ -175,11 +160,10 @@ class AdapterReceiver:
     def discard(self, ref: AdapterRef) -> None:
         """Forget a staged version that the server did not activate: it may be published again."""
         if self._current.get(ref.name) == ref:
-            previous = self._previous.get(ref.name)
-            if previous is None:
-                del self._current[ref.name]
-            else:
+            if (previous := self._previous.get(ref.name)) is not None:
                 self._current[ref.name] = previous
+            else:
+                del self._current[ref.name]
 
     def forget(self, name: str) -> None:
         """Forget adapter ``name``, also as declared: it may be published again. Call it while nothing is staged."""
@@ -208,14 +192,14 @@ class AdapterReceiver:
         manifest: ShardManifest,
         slot: int | None,
         groups: _Groups,
-        started: _StartedReception | Exception,
+        started: tuple[_KnownLayout, Reception] | Exception,
         timer: PhaseTimer,
     ) -> None:
-        written = False
+        written, digest, reason, detail = False, "", "", ""
         try:
             if isinstance(started, Exception):
                 raise started
-            known, reception = started.known, started.reception
+            known, reception = started
             try:
                 with timer.phase("verify"):
                     plans, place = self._check(manifest, known, slot, groups)
@@ -225,25 +209,41 @@ class AdapterReceiver:
             except Exception:  # fault boundary: the groups stay in step, for the next version of any adapter
                 reception.drain()
                 raise
-            digest = reception.receive(manifest.ref, lambda *part: self._write(plans, place, *part))
+            digest = reception.receive(
+                manifest.ref, lambda shard, *part: self._writer.write(plans[shard], place, *part)
+            )
             with timer.phase("write"):
                 self._writer.flush(place)
             reception.check_time(manifest.ref)
-            self._accept(manifest, known.layout.structure)
-            result = timer.result(manifest.ref, slot, digest=digest)
+            name = manifest.ref.name
+            self._previous[name] = self._current.get(name)
+            self._current[name] = manifest.ref
+            self._declared.setdefault(name, known.layout.structure)
         except ManifestError as e:
-            result = timer.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
+            reason, detail = e.reason, e.detail
         except PublishError as e:
             _leave_at_once(groups)
-            result = timer.result(manifest.ref, slot, reason=RefusalReason.WIRE, detail=str(e))
+            reason, detail = RefusalReason.WIRE, str(e)
         except Exception as e:  # fault boundary: whatever the engine raises must not leave the publish unanswered  # noqa: BLE001
-            result = timer.result(manifest.ref, slot, reason=RefusalReason.WRITE, detail=repr(e))
+            reason, detail = RefusalReason.WRITE, repr(e)
         if isinstance(started, Exception):  # nothing was received, and how the bytes are cut may not be known
             _leave_at_once(groups)
-        if not result.ok and written and slot is not None:
+        if reason and written and slot is not None:
             self._writer.zero(slot)
         self._idle.set()
-        self._on_staged(result)
+        self._on_staged(
+            StageResult(
+                ref=str(manifest.ref),
+                slot=-1 if slot is None else slot,
+                ok=not reason,
+                reason=reason,
+                detail=detail,
+                digest="" if reason else digest,
+                wire_s=timer.spent_s["wire"],
+                verify_s=timer.spent_s["verify"],
+                write_s=timer.spent_s["write"],
+            )
+        )
 
     def _layout(self, manifest: ShardManifest, layout: AdapterLayout | None) -> _KnownLayout:
         """Find the layout a manifest names. A new layout is kept even if ``_check`` refuses it afterwards."""
@@ -257,7 +257,7 @@ class AdapterReceiver:
         if known is None and layout is not None:
             while len(self._known) >= self._layouts:
                 del self._known[next(iter(self._known))]
-            known = _KnownLayout(LayoutTables(layout))
+            known = _KnownLayout(layout)
         assert known is not None
         self._known[manifest.layout] = known
         return known
@@ -281,17 +281,6 @@ class AdapterReceiver:
         if slot is None:
             raise ManifestError(RefusalReason.SLOT, f"no free adapter slot for {manifest.ref}")
         return known.plans, slot
-
-    def _write(
-        self, plans: Sequence[TensorBlocks], slot: int, shard: int, base: int, first: int, last: int, marks: Marks
-    ) -> None:
-        self._writer.write(plans[shard], slot, base, first, last, marks)
-
-    def _accept(self, manifest: ShardManifest, structure: AdapterStructure) -> None:
-        name = manifest.ref.name
-        self._previous[name] = self._current.get(name)
-        self._current[name] = manifest.ref
-        self._declared.setdefault(name, structure)
 
 
 def _leave_at_once(groups: _Groups) -> None:

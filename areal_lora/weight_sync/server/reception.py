@@ -10,11 +10,10 @@ import numpy as np
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.processes.watched import reached
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.blocks import Marks
-from areal_lora.weight_sync.layout import Bucket, LayoutTables
+from areal_lora.weight_sync.kernels import Marks
+from areal_lora.weight_sync.layout import AdapterLayout, Bucket
 from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup
 from areal_lora.weight_sync.manifest import SEAL_BYTES, adapter_digest, seal, shard_sum, trailer_part
-from areal_lora.weight_sync.messages import StageResult
 from areal_lora.weight_sync.refusal import RefusalReason
 
 OnTensors = Callable[[int, int, int, int, Marks], None]
@@ -23,10 +22,10 @@ bucket have arrived; they must be measured into ``marks``."""
 
 
 class PhaseTimer:
-    """Measure the seconds per phase of one staging."""
+    """Measure the seconds per phase of one staging: ``spent_s``."""
 
     def __init__(self) -> None:
-        self._spent = {"wire": 0.0, "verify": 0.0, "write": 0.0}
+        self.spent_s = {"wire": 0.0, "verify": 0.0, "write": 0.0}
         self._name, self._since = "", 0.0
 
     def phase(self, name: str) -> PhaseTimer:
@@ -37,33 +36,17 @@ class PhaseTimer:
         self._since = time.perf_counter()
 
     def __exit__(self, *exc: object) -> None:
-        self._spent[self._name] += time.perf_counter() - self._since
-
-    def result(
-        self, ref: AdapterRef, slot: int | None, *, digest: str = "", reason: str = "", detail: str = ""
-    ) -> StageResult:
-        return StageResult(
-            ref=str(ref),
-            slot=-1 if slot is None else slot,
-            ok=not reason,
-            reason=reason,
-            detail=detail,
-            digest=digest,
-            wire_s=self._spent["wire"],
-            verify_s=self._spent["verify"],
-            write_s=self._spent["write"],
-        )
+        self.spent_s[self._name] += time.perf_counter() - self._since
 
 
 class _Source:
     """One shard being received."""
 
-    def __init__(self, index: int, tables: LayoutTables, group: BroadcastGroup, deadline: float) -> None:
-        self.index, self.shard = index, tables.layout.shards[index]
-        self._layout = tables.layout
-        self.marks = tables.shards[index].marks()
+    def __init__(self, index: int, layout: AdapterLayout, group: BroadcastGroup, deadline: float) -> None:
+        self.index, self.shard, self._layout = index, layout.shards[index], layout
+        self.marks = layout.tables[index].marks()
         self.trailer = np.empty(0, dtype=np.uint8)
-        self._buckets = tables.buckets(index, group.bucket_bytes)
+        self._buckets = layout.tables[index].buckets(group.bucket_bytes)
         self._inbox = group.receive([*((b.start, b.end) for b in self._buckets), trailer_part(self.shard)], deadline)
 
     def arrivals(self, timer: PhaseTimer) -> Iterator[tuple[Bucket, int]]:
@@ -106,13 +89,11 @@ class Reception:
     """Receive all shards of one version. Receives are posted at once: the sources may be sending already."""
 
     def __init__(
-        self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], deadline: float, timer: PhaseTimer
+        self, layout: AdapterLayout, groups: Mapping[int, BroadcastGroup], deadline: float, timer: PhaseTimer
     ) -> None:
-        self._layout, self._timer, self._deadline = tables.layout, timer, deadline
+        self._layout, self._timer, self._deadline = layout, timer, deadline
         self._sources = [
-            _Source(i, tables, groups[s.source], deadline)
-            for i, s in enumerate(tables.layout.shards)
-            if s.source in groups
+            _Source(i, layout, groups[s.source], deadline) for i, s in enumerate(layout.shards) if s.source in groups
         ]
         self._stream = self._arrivals()
 

@@ -9,6 +9,7 @@ that holds more than another one leaves the last free slot to it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -232,10 +233,10 @@ class ServedVersions:
 
     def __init__(self, n_slots: int, keep: int, adapters: int = 1) -> None:
         self.slots, self._keep, self.adapters = SlotTable(n_slots, adapters), keep, adapters
-        self._pins: dict[AdapterRef, float] = {}
-        self._replies: dict[AdapterRef, PublishReply] = {}
-        self._next_id = 1
-        self._publishing: AdapterRef | None = None
+        self.pins: dict[AdapterRef, float] = {}
+        self.replies: dict[AdapterRef, PublishReply] = {}  # also to a repeated publish
+        self.lora_ids = itertools.count(1)  # ids for the engine, each used once
+        self.publishing: AdapterRef | None = None
 
     def acquire(
         self, model: str, *, pinned: bool = False, or_newer: bool = False, incarnation: int | None = None
@@ -250,16 +251,16 @@ class ServedVersions:
             raise UnknownVersionError(f"adapter {ref.name!r} was deleted; another one has its name now")
         resident = self.slots.acquire(ref)
         if pinned:
-            for other in [pin for pin in self._pins if pin.name == ref.name and pin != ref]:
+            for other in [pin for pin in self.pins if pin.name == ref.name and pin != ref]:
                 self._unpin(other)
         return resident
 
     def release(self, resident: ResidentVersion, pin_until: float | None = None) -> None:
         """Count a request out. With ``pin_until`` the version stays pinned until then, unless it was dropped."""
         if pin_until is not None and resident.incarnation == self.slots.incarnation(resident.ref.name):
-            if resident.ref not in self._pins:
+            if resident.ref not in self.pins:
                 self.slots.acquire(resident.ref)
-            self._pins[resident.ref] = pin_until
+            self.pins[resident.ref] = pin_until
         self.slots.release(resident)
 
     def drop(self, name: str) -> int:
@@ -267,40 +268,27 @@ class ServedVersions:
 
         Raises ValueError during its publish.
         """
-        for ref in [pin for pin in self._pins if pin.name == name]:
+        for ref in [pin for pin in self.pins if pin.name == name]:
             self._unpin(ref)
         running = self.slots.drop(name)
-        for ref in [ref for ref in self._replies if ref.name == name]:
-            del self._replies[ref]
+        for ref in [ref for ref in self.replies if ref.name == name]:
+            del self.replies[ref]
         return running
 
     def expire_pins(self, now: float) -> None:
-        for ref in [ref for ref, until in self._pins.items() if until <= now]:
+        for ref in [ref for ref, until in self.pins.items() if until <= now]:
             self._unpin(ref)
-
-    @property
-    def pinned(self) -> bool:
-        return bool(self._pins)
 
     def next_expiry(self) -> float:
         """Return the time at which the next pin expires; infinite without a pin."""
-        return min(self._pins.values(), default=math.inf)
+        return min(self.pins.values(), default=math.inf)
 
     def end_oldest_pin(self) -> AdapterRef | None:
         """End the oldest pin and return its version; None if no version is pinned."""
-        ref = next(iter(self._pins), None)
+        ref = next(iter(self.pins), None)
         if ref is not None:
             self._unpin(ref)
         return ref
-
-    def take_turn(self, ref: AdapterRef) -> None:
-        """Start the publish of ``ref``. Raises ValueError during another publish: the driver must serialize them."""
-        if self._publishing is not None:
-            raise ValueError(f"{ref} cannot be published during the publish of {self._publishing}")
-        self._publishing = ref
-
-    def end_turn(self) -> None:
-        self._publishing = None
 
     def retire(self, ref: AdapterRef, now: float) -> ResidentVersion:
         """Free the slot of a version. Raises UnknownVersionError; ValueError if it is in use or the newest."""
@@ -328,24 +316,11 @@ class ServedVersions:
             return [*left, *(self._retire(ref, succeeded=True) for ref in self.slots.active())]
         return [*left, *map(self._retire, self.slots.retirable(self._keep, incoming.name))]
 
-    def take_id(self) -> int:
-        """Return an adapter id for the engine that was never used before."""
-        self._next_id += 1
-        return self._next_id - 1
-
-    def activate(self, ref: AdapterRef, lora_id: int, reply: PublishReply) -> None:
-        """Make ``ref`` available to requests; ``reply`` acknowledges this and every repeated publish of it."""
-        self.slots.activate(ref, lora_id)
-        self._replies[ref] = reply
-
-    def reply(self, ref: AdapterRef) -> PublishReply:
-        return self._replies[ref]
-
     def _retire(self, ref: AdapterRef, *, succeeded: bool = False) -> ResidentVersion:
         resident = self.slots.retire(ref, succeeded=succeeded)
-        del self._replies[ref]
+        del self.replies[ref]
         return resident
 
     def _unpin(self, ref: AdapterRef) -> None:
-        del self._pins[ref]
+        del self.pins[ref]
         self.slots.release(self.slots.resolve(str(ref)))

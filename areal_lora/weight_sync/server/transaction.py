@@ -112,8 +112,9 @@ class PublishTransaction:
 
     def __init__(self, versions: ServedVersions, ref: AdapterRef, deadline: float, now: float) -> None:
         check_turn(str(ref), deadline, now)
-        versions.take_turn(ref)
-        self.ref = ref
+        if versions.publishing is not None:
+            raise ValueError(f"{ref} cannot be published during the publish of {versions.publishing}")
+        versions.publishing = self.ref = ref
         self._versions, self._deadline = versions, deadline
         wait_s = (deadline - now) / 2
         self._began, self._wait_until = now, now + (wait_s if versions.adapters == 1 else min(wait_s, SLOT_WAIT_S))
@@ -150,16 +151,24 @@ class PublishTransaction:
         """
         self._require(_Phase.STAGING)
         if self._repeated:
-            self._check_repeated(results)
-            return self._versions.reply(self.ref)
-        self._check_staged(results)
+            for result in results:
+                if result.reason not in TAKEN_OFF:
+                    raise ManifestError(result.reason, result.detail)
+            return self._versions.replies[self.ref]
+        for refused in results:
+            if not refused.ok and refused.reason == RefusalReason.SLOT:
+                raise self._versions.slots.full(self.ref)  # a worker does not know what holds them
+            if not refused.ok:
+                raise ManifestError(refused.reason, refused.detail)
+        if len({r.digest for r in results}) > 1:
+            raise ManifestError(RefusalReason.HASH, "workers received different numbers")
         if self._slot is None:
             raise PublishError(f"{self.ref} was staged without a slot")
         if now >= self._deadline:
             raise PublishError(f"{self.ref} was staged too late: its trainer has stopped waiting")
         self._phase = _Phase.COMMITTING
         return Commit(
-            lora_id=self._versions.take_id(),
+            lora_id=next(self._versions.lora_ids),
             slot=self._slot,
             retired=self._versions.retire_before(self.ref, now),
             staged=results,
@@ -179,7 +188,8 @@ class PublishTransaction:
             phases["hold"] = 1e3 * hold_s
         phases["commit_wait"] = 1e3 * (now - commit.staged_at)
         reply = PublishReply(ref=str(self.ref), digest=commit.staged[0].digest, phases=phases)
-        self._versions.activate(self.ref, commit.lora_id, reply)
+        self._versions.slots.activate(self.ref, commit.lora_id)
+        self._versions.replies[self.ref] = reply
         self._phase = _Phase.DONE
         return reply
 
@@ -188,7 +198,7 @@ class PublishTransaction:
 
         A late worker has passed its own deadline by now and does not write into the slot.
         """
-        self._versions.end_turn()
+        self._versions.publishing = None
         if self._phase is _Phase.DONE or self._slot is None:
             return None
         self._versions.slots.abort(self.ref)
@@ -198,20 +208,6 @@ class PublishTransaction:
     def _stage(self, slot: int | None, refusal: ManifestError | None = None) -> Stage:
         self._slot, self._phase = slot, _Phase.STAGING
         return Stage(slot, refusal)
-
-    def _check_repeated(self, results: Sequence[StageResult]) -> None:
-        for result in results:
-            if result.reason not in TAKEN_OFF:
-                raise ManifestError(result.reason, result.detail)
-
-    def _check_staged(self, results: Sequence[StageResult]) -> None:
-        refused = next((r for r in results if not r.ok), None)
-        if refused is not None and refused.reason == RefusalReason.SLOT:
-            raise self._versions.slots.full(self.ref)  # a worker does not know what holds them
-        if refused is not None:
-            raise ManifestError(refused.reason, refused.detail)
-        if len({r.digest for r in results}) > 1:
-            raise ManifestError(RefusalReason.HASH, "workers received different numbers")
 
     def _require(self, phase: _Phase) -> None:
         if self._phase is not phase:

@@ -1,10 +1,4 @@
-"""Rank 0's decisions about a publish, as pure functions: what follows from the answers of servers and ranks.
-
-Started                    attempt --> judged --> after_attempt: FINISH
-  `-> after_look: CONNECT ----^                                  AWAIT_SLOT --> Waited
-                  LOOK, WAIT (Waited), STOP                      RETRY --> after_look
-                                                                 STOP
-"""
+"""Rank 0's decisions about a publish, as pure functions: what follows from the answers of servers and ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +10,46 @@ import msgspec
 
 from areal_lora.algorithms.merging import CastSums
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError, PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint
 from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.trainer.membership import Judgement, ServerFinding, judge
-from areal_lora.weight_sync.trainer.report import PublishReport
+
+
+class ServerAck(msgspec.Struct, frozen=True, kw_only=True):
+    """Acknowledgement of one server: the digest of what it serves."""
+
+    server: ServerEndpoint
+    digest: str
+
+
+class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A completed publish: ``acks`` of the servers that serve the version, reasons for those that were ``lost``.
+
+    ``joined`` became members in it, ``left`` left in order since the last one.
+
+    ``phases`` in milliseconds: ``pack`` (main threads) and ``send`` (publisher threads) of the slowest
+    rank, ``ack`` from the call of ``publish`` to the last acknowledgement, ``probe`` after it; the
+    slowest server's ``wire``, ``verify``, ``write``, ``commit`` and its further phases.
+    ``attempts`` is 1 unless servers were lost or a transfer was repeated. ``differs``: every server
+    scores the probe differently from its base; None without a probe. ``cast``: what the cast to the serving dtype
+    leaves of a merged adapter; None for one that is not merged.
+    """
+
+    ref: AdapterRef
+    digest: str
+    nbytes: int
+    phases: dict[str, float]
+    acks: list[ServerAck]
+    lost: dict[str, str] = {}
+    joined: list[str] = []
+    left: list[str] = []
+    attempts: int = 1
+    probe_mean_abs: float | None = None
+    probe_max_abs: float | None = None
+    differs: bool | None = None
+    cast: CastSums | None = None
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,19 +63,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, e: ArealLoraError) -> Failure:
         if isinstance(e, ManifestError):
             return cls(kind="refused", reason=e.reason, message=e.detail)
-        if isinstance(e, ParityError):
-            return cls(kind="parity", message=str(e))
-        return cls(kind="adapter" if isinstance(e, AdapterError) else "failed", message=str(e))
+        kind = "parity" if isinstance(e, ParityError) else "adapter" if isinstance(e, AdapterError) else "failed"
+        return cls(kind=kind, message=str(e))
 
     def error(self) -> ArealLoraError:
-        match self.kind:
-            case "refused":
-                return ManifestError(self.reason, self.message)
-            case "parity":
-                return ParityError(self.message)
-            case "adapter":
-                return AdapterError(self.message)
-        return PublishError(self.message)
+        if self.kind == "refused":
+            return ManifestError(self.reason, self.message)
+        return {"parity": ParityError, "adapter": AdapterError}.get(self.kind, PublishError)(self.message)
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,22 +126,6 @@ class Decision(msgspec.Struct, frozen=True):
 
     step: Step
     left_s: float
-
-
-def agree(exchange: Exchange, failure: Failure | None, timeout_s: float | None = None) -> Failure | None:
-    """Return the first rank's ``failure`` on every rank; None if no rank has one (collective)."""
-    gathered = exchange.all_gather_bytes(msgspec.msgpack.encode(failure), timeout_s)
-    failures = (msgspec.msgpack.decode(raw, type=Failure | None) for raw in gathered)
-    return next((failed for failed in failures if failed is not None), None)
-
-
-def total_cast(results: Sequence[Sent]) -> CastSums | None:
-    """The sums of all ranks; None where no rank casts."""
-    casts = [sent.cast for sent in results if sent.cast is not None]
-    total = CastSums()
-    for cast in casts:
-        total.include(cast)
-    return total if casts else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,15 +203,7 @@ def sent_in_step(ref: AdapterRef, layout: str, results: Sequence[Sent]) -> bool:
     return all(sent.own is None and sent.wire is None and (sent.ref, sent.layout) == (ref, layout) for sent in results)
 
 
-@dataclass(frozen=True, slots=True)
-class MemberFault:
-    """Error of a member in an attempt. ``foreign``: the member holds versions that this trainer did not make."""
-
-    error: ArealLoraError
-    foreign: bool = False
-
-
-def member_faults(
+def member_findings(
     members: Iterable[ServerEndpoint],
     replies: Mapping[ServerEndpoint, PublishReply],
     errors: Mapping[ServerEndpoint, ArealLoraError],
@@ -214,23 +211,26 @@ def member_faults(
     ref: AdapterRef,
     digest: str,
     results: Sequence[Sent],
-) -> dict[ServerEndpoint, MemberFault]:
-    """Faults of all members that do not serve ``ref`` with the numbers of ``digest``."""
-    faults = {}
+) -> list[ServerFinding]:
+    """Which members serve ``ref`` with the numbers of ``digest``, and the errors of the others.
+
+    ``leftover`` is set where the member holds versions that this trainer did not make.
+    """
+    findings = []
     for server in members:
-        reply, error = replies.get(server), errors.get(server)
+        reply, error, foreign = replies.get(server), errors.get(server), False
         if error is not None:
-            stale = isinstance(error, ManifestError) and error.reason == RefusalReason.STALE_VERSION
-            faults[server] = MemberFault(error, foreign=stale)
+            foreign = isinstance(error, ManifestError) and error.reason == RefusalReason.STALE_VERSION
         elif reply is None:
-            faults[server] = MemberFault(PublishError(f"{ref} was not sent: {what_failed((), results)}"))
+            error = PublishError(f"{ref} was not sent: {what_failed((), results)}")
         elif (reply.ref, reply.digest) != (str(ref), digest):
             text = (
                 f"server {server} acknowledged {reply.ref} {reply.digest}, published was {ref} {digest}; "
                 "it serves other numbers than were sent"
             )
-            faults[server] = MemberFault(ManifestError(RefusalReason.HASH, text), foreign=True)
-    return faults
+            error, foreign = ManifestError(RefusalReason.HASH, text), True
+        findings.append(ServerFinding(server=server, error=error, leftover=foreign))
+    return findings
 
 
 def judged(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import ssl
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -11,10 +14,12 @@ from typing import TypeVar
 import msgspec
 
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
+from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.processes.startup import get_logger
 from areal_lora.types import AdapterRef, ShardManifest
+from areal_lora.weight_sync import messages
 from areal_lora.weight_sync.layout import AdapterLayout, Payload
-from areal_lora.weight_sync.manifest import Envelope
+from areal_lora.weight_sync.manifest import EncodedAnnouncement, encode
 from areal_lora.weight_sync.messages import (
     JoinReply,
     JoinRequest,
@@ -25,7 +30,121 @@ from areal_lora.weight_sync.messages import (
     check_served,
 )
 from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult, check_probe
-from areal_lora.weight_sync.trainer.admin_client import AdminClient
+
+M = TypeVar("M")
+
+
+class AdminClient:
+    """Blocking client of one server's admin plane over one persistent connection, one call at a time.
+
+    Thread-safe. ``ping`` uses a connection of its own: it never waits for another call.
+    All methods raise PublishError if the server fails or ``timeout_s`` passes.
+    """
+
+    def __init__(self, server: ServerEndpoint, secret: str) -> None:
+        self.server, self._secret = server, secret
+        self._headers = authorization(secret, Plane.ADMIN) | {"Content-Type": messages.CONTENT_TYPE}
+        tls = client_context(secret, Plane.ADMIN)
+        self._connection = http.client.HTTPSConnection(server.host, server.admin_port, context=tls)
+        self._one_call = threading.Lock()
+
+    def info(self, timeout_s: float) -> messages.InfoReply:
+        return self.call("GET", messages.INFO_PATH, None, messages.InfoReply, timeout_s)
+
+    def modules(self, timeout_s: float) -> messages.ModulesReply:
+        return self.call("GET", messages.MODULES_PATH, None, messages.ModulesReply, timeout_s)
+
+    def join(self, request: JoinRequest, timeout_s: float) -> JoinReply:
+        return self.call("POST", messages.JOIN_PATH, messages.encode_message(request), JoinReply, timeout_s)
+
+    def publish(self, announcement: bytes, timeout_s: float) -> PublishReply:
+        """Raises ManifestError if the server refuses, PublishError if it fails."""
+        return self.call("POST", messages.PUBLISH_PATH, announcement, PublishReply, timeout_s)
+
+    def drop(self, name: str, timeout_s: float) -> messages.DropReply:
+        """Have the server forget adapter ``name``; idempotent."""
+        return self.call(
+            "POST",
+            messages.DROP_PATH,
+            messages.encode_message(messages.DropRequest(name=name)),
+            messages.DropReply,
+            timeout_s,
+        )
+
+    def score(
+        self, model: str | None, token_ids: list[list[int]], timeout_s: float, temperature: float = 1.0
+    ) -> list[list[float]]:
+        body = messages.encode_message(messages.ScoreRequest(model=model, token_ids=token_ids, temperature=temperature))
+        return self.call("POST", messages.SCORE_PATH, body, messages.ScoreReply, timeout_s).logprobs
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Request that the server exits with ``RESTART_EXIT``: its versions must not be served any more."""
+        self.call("POST", messages.SHUTDOWN_PATH, b"", PingReply, timeout_s)
+
+    def ping(self, timeout_s: float = messages.PING_S) -> PingReply:
+        """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
+        return self._aside("GET", messages.PING_PATH, timeout_s)
+
+    def dismiss(self, timeout_s: float) -> None:
+        """Release a leaving server: it is no member any more, and no request is routed to it."""
+        self._aside("POST", messages.DISMISS_PATH, timeout_s)
+
+    def close(self) -> None:
+        with self._one_call:
+            self._connection.close()
+
+    def call(self, method: str, path: str, body: bytes | None, kind: type[M], timeout_s: float) -> M:
+        """Send one request; ``kind`` is the message of a 200. Raises ManifestError for a 409."""
+        with self._one_call:
+            try:
+                status, answer = self._exchange(method, path, body, timeout_s)
+            except ssl.SSLCertVerificationError as e:
+                self._connection.close()
+                raise PublishError(
+                    f"server {self.server} is not of this run: its certificate comes from another run secret "
+                    "(fix: start trainer and servers with the same run folder)"
+                ) from e
+            except (OSError, http.client.HTTPException) as e:
+                self._connection.close()
+                raise PublishError(
+                    f"{method} {path} of server {self.server} failed within {timeout_s:.1f} s: {e!r}; "
+                    "see the server's log"
+                ) from e
+        try:
+            if status == http.client.CONFLICT:
+                refusal = messages.decode_message(answer, messages.RefusalReply)
+                raise ManifestError(refusal.reason, f"server {self.server}: {refusal.detail}")
+            if status == http.client.OK:
+                return messages.decode_message(answer, kind)
+        except msgspec.MsgspecError as e:
+            raise PublishError(f"{method} {path} of server {self.server}: malformed answer: {e}") from e
+        text = answer[:300].decode("utf-8", "replace")
+        raise PublishError(f"{method} {path} of server {self.server} answered {status}: {text}; see the server's log")
+
+    def _aside(self, method: str, path: str, timeout_s: float) -> PingReply:
+        """``call`` over a connection of its own."""
+        with contextlib.closing(AdminClient(self.server, self._secret)) as own:
+            return own.call(method, path, None if method == "GET" else b"", PingReply, timeout_s)
+
+    def _exchange(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+        """Return (status, body). ``timeout_s`` bounds connecting and every read; an admin answer is a single read."""
+        connection = self._connection
+        reused = connection.sock is not None
+        connection.timeout = timeout_s
+        if reused:
+            connection.sock.settimeout(timeout_s)
+        try:
+            connection.request(method, path, body, self._headers)
+            response = connection.getresponse()
+        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
+            connection.close()
+            if not reused:
+                raise
+            # Servers close idle connections. Every request is idempotent.
+            connection.request(method, path, body, self._headers)
+            response = connection.getresponse()
+        return response.status, response.read()
+
 
 log = get_logger(__name__)
 
@@ -52,11 +171,34 @@ class _Line:
             self.base_logprobs[key] = self.client.score(None, probe.token_ids, timeout_s) or None
         return self.base_logprobs[key]
 
-    def forget_scores(self, name: str) -> None:
-        """Forget what adapter ``name`` scored. In the line's thread only, where a probe may be in progress."""
-        for known in self.served_logprobs.values():
-            for ref in [ref for ref in known if ref.name == name]:
-                del known[ref]
+    def drop(self, timeout_s: float) -> None:
+        """Have the server drop what it has not dropped. In the line's thread only, where a probe may be in progress."""
+        for name in sorted(self.undropped):
+            for known in self.served_logprobs.values():
+                for ref in [ref for ref in known if ref.name == name]:
+                    del known[ref]
+            try:
+                self.client.drop(name, timeout_s)
+            except (PublishError, ManifestError) as e:
+                log.warning("%s; adapter %s is dropped there before the next version", e, name)
+            else:
+                self.undropped.discard(name)
+
+    def join(self, request: JoinRequest, deadline: float, answer_s: float) -> JoinReply:
+        left_s = self._time_to_send(deadline)
+        return self.client.join(msgspec.structs.replace(request, timeout_s=left_s), left_s + answer_s)
+
+    def publish(self, announcement: EncodedAnnouncement, deadline: float, answer_s: float) -> PublishReply:
+        self.drop(_left_s(deadline))
+        left_s = self._time_to_send(deadline)
+        return self.client.publish(encode(msgspec.structs.replace(announcement, timeout_s=left_s)), left_s + answer_s)
+
+    def _time_to_send(self, deadline: float) -> float:
+        """Remaining seconds when a queued request is sent. Raises PublishError if none remain."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise PublishError(f"server {self.client.server} was sent no request: the previous one took all the time")
+        return left_s
 
     def close(self) -> None:
         """Close without waiting for the request in progress; queued requests have expired, or are quick."""
@@ -134,10 +276,8 @@ class Fleet:
             names.add(name)
         for line in [line for server in members if (line := self._lines.get(server)) is not None]:
             line.undropped.add(name)
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the publisher thread has closed the line: it is no member any more
-                line.thread.submit(_drop, line, timeout_s)
+            with contextlib.suppress(RuntimeError):  # the publisher thread has closed the line: it is no member now
+                line.thread.submit(line.drop, timeout_s)
 
     def checked(self, members: Sequence[ServerEndpoint], layout: AdapterLayout) -> bool:
         """Whether all members passed ``check`` for ``layout``."""
@@ -170,7 +310,7 @@ class Fleet:
             line.layouts.clear()
             ranks = list(range(first, first + server.workers))
             request = JoinRequest(run=self._run, endpoints=sources, ranks=ranks, timeout_s=0.0)
-            posts[server] = line.thread.submit(_join, line, request, deadline, answer_s)
+            posts[server] = line.thread.submit(line.join, request, deadline, answer_s)
             first += server.workers
         return posts
 
@@ -186,13 +326,14 @@ class Fleet:
 
         The transfer has to end by ``deadline``; answers arrive up to ``answer_s`` later.
         """
-        short, long, posts = Envelope(manifest, None), None, {}
+        bare = EncodedAnnouncement(manifest=manifest, layout=msgspec.Raw(msgspec.msgpack.encode(None)))
+        whole = EncodedAnnouncement(manifest=manifest, layout=msgspec.Raw(layout.encoded))
+        posts = {}
         for server in members:
-            line, announcement = self._lines[server], short
-            if manifest.layout not in line.layouts:
-                announcement = long = long or Envelope(manifest, layout)
-                line.layouts.add(manifest.layout)
-            posts[server] = line.thread.submit(_publish, line, announcement, deadline, answer_s)
+            line = self._lines[server]
+            announcement = bare if manifest.layout in line.layouts else whole
+            line.layouts.add(manifest.layout)
+            posts[server] = line.thread.submit(line.publish, announcement, deadline, answer_s)
         return posts
 
     def probe(
@@ -238,38 +379,8 @@ def _dismiss(client: AdminClient, timeout_s: float) -> None:
         log.debug("%s was not dismissed: %s", client.server, e)  # it has ended, or ends after its grace
 
 
-def _drop(line: _Line, timeout_s: float) -> None:
-    for name in sorted(line.undropped):
-        line.forget_scores(name)
-        try:
-            line.client.drop(name, timeout_s)
-        except (PublishError, ManifestError) as e:
-            log.warning("%s; adapter %s is dropped there before the next version", e, name)
-        else:
-            line.undropped.discard(name)
-
-
 def _left_s(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.01)
-
-
-def _join(line: _Line, request: JoinRequest, deadline: float, answer_s: float) -> JoinReply:
-    left_s = _time_to_send(line, deadline)
-    return line.client.join(msgspec.structs.replace(request, timeout_s=left_s), left_s + answer_s)
-
-
-def _publish(line: _Line, announcement: Envelope, deadline: float, answer_s: float) -> PublishReply:
-    _drop(line, _left_s(deadline))
-    left_s = _time_to_send(line, deadline)
-    return line.client.publish(announcement.seal(left_s), left_s + answer_s)
-
-
-def _time_to_send(line: _Line, deadline: float) -> float:
-    """Remaining seconds when a queued request is sent. Raises PublishError if none remain."""
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise PublishError(f"server {line.client.server} was sent no request: the previous one took all the time")
-    return left_s
 
 
 def answers(posts: Mapping[ServerEndpoint, Future[T]], until: float) -> Answers[T]:
@@ -287,40 +398,3 @@ def answers(posts: Mapping[ServerEndpoint, Future[T]], until: float) -> Answers[
 
 def errors(got: Answers[T]) -> dict[ServerEndpoint, ArealLoraError]:
     return {server: answer for server, answer in got.items() if isinstance(answer, ArealLoraError)}
-
-
-class AttemptRequests:
-    """Requests of one attempt to all members. Answers are due ``answer_s`` after the deadline of the transfer."""
-
-    def __init__(self, fleet: Fleet, answer_s: float) -> None:
-        self._fleet, self._answer_s = fleet, answer_s
-        self._joins: dict[ServerEndpoint, Future[JoinReply]] = {}
-        self._posts: dict[ServerEndpoint, Future[PublishReply]] = {}
-        self._due = 0.0  # time.monotonic
-
-    def clear(self) -> None:
-        self._joins, self._posts = {}, {}
-
-    def join(self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], deadline: float) -> None:
-        """Request that every member joins the groups of ``sources``."""
-        self._joins = self._fleet.join(members, sources, deadline, self._answer_s)
-        self._due = deadline + self._answer_s
-
-    def await_joins(self) -> None:
-        """Raises PublishError for a member that did not join."""
-        for answer in answers(self._joins, self._due).values():
-            if isinstance(answer, ArealLoraError):
-                raise answer
-
-    def publish(
-        self, members: Sequence[ServerEndpoint], manifest: ShardManifest, layout: AdapterLayout, deadline: float
-    ) -> None:
-        """Announce a version to all members."""
-        self._posts = self._fleet.publish(members, manifest, layout, deadline, self._answer_s)
-        self._due = deadline + self._answer_s
-
-    def answers(self) -> tuple[dict[ServerEndpoint, PublishReply], dict[ServerEndpoint, ArealLoraError]]:
-        """Wait for acknowledgements and errors; the errors are those of the joins if no version was announced."""
-        got = answers(self._posts, self._due)
-        failed = errors(got) if self._posts else errors(answers(self._joins, self._due))
-        return {s: reply for s, reply in got.items() if isinstance(reply, PublishReply)}, failed

@@ -1,9 +1,20 @@
-"""Role of rank 0 in a publish: request, collect the answers, decide (``decisions``), share the next step."""
+"""Rank 0's part in a publish: request, collect the answers, decide the next step of all ranks (``decisions``).
+
+publisher thread                 Leader (rank 0)
+decide(job, None)                at the start: members?
+Attempt: form groups             invite: POST /admin/join to members
+         send the shard          announce: POST /admin/publish
+decide(job, results)             judge servers and ranks
+Yield: another adapter's publish goes ahead, then decide(job, None)
+Wait: decide(job, None)          look for servers
+FinishPublish                    conclude: report the active version
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -11,40 +22,18 @@ import msgspec
 from areal_lora.algorithms.merging import MAX_LOST, CastSums
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.config.recorded import PROBE_TOLERANCES
-from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, PublishError
 from areal_lora.processes.startup import get_logger
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.manifest import adapter_digest
-from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint, SourceEndpoint
+from areal_lora.weight_sync.messages import JoinReply, PublishReply, ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeResult
 from areal_lora.weight_sync.refusal import RefusalReason
-from areal_lora.weight_sync.trainer.decisions import (
-    Attempt,
-    Decision,
-    Fail,
-    Failure,
-    FinishPublish,
-    Look,
-    Move,
-    Sent,
-    Step,
-    Wait,
-    Yield,
-    after_attempt,
-    after_look,
-    check_results,
-    judged,
-    member_faults,
-    sent_in_step,
-    total_cast,
-    what_failed,
-)
-from areal_lora.weight_sync.trainer.fleet import AttemptRequests, Fleet, answers, errors
+from areal_lora.weight_sync.trainer import decisions
+from areal_lora.weight_sync.trainer.decisions import Move, PublishReport, Sent, Step
+from areal_lora.weight_sync.trainer.fleet import Fleet, answers, errors
 from areal_lora.weight_sync.trainer.membership import MemberRoster, ServerFinding, ServerWatch
-from areal_lora.weight_sync.trainer.publish_job import Job
-from areal_lora.weight_sync.trainer.report import PublishReport, server_acks, slowest_phases
-from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, StartOutcome, WaitOutcome
+from areal_lora.weight_sync.trainer.publish_job import PublishJob
 
 PAUSE_S = 0.1  # between two looks for servers or slots
 WAIT_STEP_S = 1.0  # the longest time without a step for the other ranks
@@ -63,23 +52,6 @@ class Active:
     servers: tuple[ServerEndpoint, ...]
     lost: tuple[str, ...]
     left: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedVersion:
-    """The newest version of an adapter: the members that serve it, and the report of its publish."""
-
-    members: frozenset[ServerEndpoint]
-    report: PublishReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """Result of an attempt: digest of the adapter, answers of the servers, a finding per member."""
-
-    digest: str
-    replies: dict[ServerEndpoint, PublishReply]
-    findings: list[ServerFinding]
 
 
 class Leader:
@@ -110,14 +82,20 @@ class Leader:
         self._awaited: Sequence[str] = ()  # servers that load their model, as logged
         self._fleet = Fleet(run, secret)
         self.roster = MemberRoster(self._fleet, servers, ping_s=config.ping_s, watch=watch)
-        self._requests = AttemptRequests(self._fleet, config.answer_s)
+        self._joins: dict[ServerEndpoint, Future[JoinReply]] = {}  # of the attempt, and so are the posts
+        self._posts: dict[ServerEndpoint, Future[PublishReply]] = {}
+        self._due = 0.0  # when their answers are (time.monotonic)
         self._formed: tuple[ServerEndpoint, ...] | None = None  # None: members may be out of step, form new groups
-        self._served: dict[str, ServedVersion] = {}  # by adapter
-        self._next_turn: int | None = None
+        # The members that serve the newest version of each adapter, and the report of its publish.
+        self._served: dict[str, tuple[frozenset[ServerEndpoint], PublishReport]] = {}
 
     def changed(self) -> bool:
+        """Whether servers are available that hold no version or not each adapter's newest, or members do not answer.
+
+        Callable from any thread.
+        """
         members = set(self.roster.members)
-        return self.roster.changed() or any(not members <= served.members for served in list(self._served.values()))
+        return self.roster.changed() or any(not members <= served for served, _ in list(self._served.values()))
 
     def close(self) -> None:
         self.roster.close()
@@ -126,23 +104,32 @@ class Leader:
     # ------------------------------------------------------------ requests
 
     def invite(self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], deadline: float) -> None:
-        self._requests.join(members, sources, deadline)
+        """Request that every member joins the groups of ``sources`` by ``deadline``, without waiting for answers."""
+        self._due = deadline + self._config.answer_s
+        self._joins = self._fleet.join(members, sources, deadline, self._config.answer_s)
 
     def await_joins(self) -> None:
-        self._requests.await_joins()
+        """Wait for the answers to ``invite``. Raises PublishError for a member that did not join."""
+        for error in errors(answers(self._joins, self._due)).values():
+            raise error
 
-    def announce(self, job: Job, deadline: float) -> None:
-        self._requests.publish(self.roster.members, job.manifest, job.layout, deadline)
+    def announce(self, job: PublishJob, deadline: float) -> None:
+        """Post the version to all members, without waiting for answers. Its transfer ends by ``deadline``."""
+        self._due = deadline + self._config.answer_s
+        self._posts = self._fleet.publish(
+            self.roster.members, job.manifest, job.layout, deadline, self._config.answer_s
+        )
 
     def drop(self, name: str) -> None:
+        """Have the servers free what they hold of adapter ``name``, without waiting for answers."""
         self._served.pop(name, None)
         self._fleet.drop(self.roster.members, name, self._config.attempt_s)
 
-    def next_turn(self, number: int | None) -> None:
-        self._next_turn = number
+    def conclude(self, job: PublishJob) -> None:
+        """Report the active version, which all ranks know. Then servers that left may end.
 
-    def conclude(self, job: Job) -> None:
-        """May take as long as ``on_active`` does, which no deadline bounds. Then servers that left may end."""
+        May take as long as ``on_active`` does, which no deadline bounds.
+        """
         roster = self.roster
         left = tuple(s.name for s in roster.left)
         if self._on_active is not None:
@@ -153,40 +140,42 @@ class Leader:
 
     # ------------------------------------------------------------ steps
 
-    def decide(self, job: Job, event: Event, exchange: Exchange) -> Step:
+    def decide(self, job: PublishJob, results: Sequence[Sent] | None, next_turn: int | None = None) -> Step:
+        """The next step: after an attempt with the ``results`` of all ranks, else at the start or after a wait.
+
+        Publish ``next_turn`` waits, and could go ahead.
+        """
         try:
-            step = self._next(job, event)
+            if results is not None:
+                step = self._follow(job, results, next_turn)
+            elif job.progress is None:
+                job.progress = decisions.Progress()
+                step = self._start(job)
+            else:
+                step = self._connect(job)
         except ArealLoraError as e:
-            step = Fail(failure=Failure.of(e), intact=self._formed is not None)
-        if isinstance(step, Wait):
+            step = decisions.Fail(failure=decisions.Failure.of(e), intact=self._formed is not None)
+        if isinstance(step, decisions.Wait):
             job.budget.restart()
-        decision = Decision(step=step, left_s=job.budget.left_s)
-        exchange.broadcast_bytes(msgspec.msgpack.encode(decision), job.budget.patience_s)
         return step
 
-    def _next(self, job: Job, event: Event) -> Step:
-        match event:
-            case StartOutcome():
-                return self._start(job)
-            case WaitOutcome():
-                return self._connect(job)
-            case AttemptOutcome(results=results):
-                return self._follow(job, results)
-
-    def _start(self, job: Job) -> Step:
+    def _start(self, job: PublishJob) -> Step:
         """Use the groups that are formed where nothing has changed."""
         self.roster.joining = set()
         members = self.roster.members
         if members and self._in_step(members) and not self.roster.changed():
-            served = self._served.get(job.ref.name)
-            if job.repeated and served is not None and served.report.ref == job.ref and served.members >= set(members):
-                return FinishPublish(
-                    report=msgspec.structs.replace(served.report, lost={}, joined=[], left=[], attempts=0)
+            servers, report = self._served.get(job.ref.name, (frozenset(), None))
+            if job.repeated and report is not None and report.ref == job.ref and servers >= set(members):
+                return decisions.FinishPublish(
+                    report=msgspec.structs.replace(report, lost={}, joined=[], left=[], attempts=0)
                 )
             if self._fleet.checked(members, job.layout):
-                self._requests.clear()
-                return Attempt()
+                return self._attempt(None)
         return self._connect(job)
+
+    def _attempt(self, members: list[ServerEndpoint] | None) -> decisions.Attempt:
+        self._joins, self._posts = {}, {}
+        return decisions.Attempt(members=members)
 
     def _in_step(self, members: tuple[ServerEndpoint, ...]) -> bool:
         """Whether exactly ``members`` are in the groups, and all have taken part in the same broadcasts."""
@@ -194,18 +183,25 @@ class Leader:
             self._formed = None
         return self._formed is not None
 
-    def _connect(self, job: Job) -> Step:
+    def _connect(self, job: PublishJob) -> Step:
         """Attempt with all servers that answer; wait for a server to return if too few remain."""
+        assert job.progress is not None
         started = time.monotonic()
         until = min(started + WAIT_STEP_S, job.budget.deadline)
         while True:
-            members = self._admit(job)
+            try:
+                members = self.roster.admit(job.layout, job.probe)
+            except ManifestError:
+                raise
+            except AdapterError as e:
+                raise AdapterError(f"{job.ref}: {e}") from e
+            self._in_step(members)
             newly_short = job.progress.short_since is None
             loading = self._loading() if len(members) < self._min_servers else ()
             if loading and loading != self._awaited:
                 log.warning("%s: waits without limit for %s: loading the model", job.ref, ", ".join(loading))
             self._awaited = loading
-            job.progress, look = after_look(
+            job.progress, look = decisions.after_look(
                 job.progress,
                 len(members),
                 started=started,
@@ -213,13 +209,12 @@ class Leader:
                 until=until,
                 config=self._config,
                 min_servers=self._min_servers,
-                watched=self.roster.watched,
+                watched=self.roster.watcher is not None,
                 loading=bool(loading),
             )
-            if look is Look.CONNECT:
+            if look is decisions.Look.CONNECT:
                 same, self._formed = self._in_step(members), members
-                self._requests.clear()
-                return Attempt(members=None if same else list(members))
+                return self._attempt(None if same else list(members))
             if newly_short:
                 log.warning(
                     "%s: %s; waiting up to %g s",
@@ -227,37 +222,30 @@ class Leader:
                     self.roster.shortage(self._min_servers),
                     self._config.rejoin_s,
                 )
-            if look is Look.STOP:
+            if look is decisions.Look.STOP:
                 raise PublishError(f"{job.ref}: {self.roster.shortage(self._min_servers)}")
-            if look is Look.WAIT:
-                return Wait()
+            if look is decisions.Look.WAIT:
+                return decisions.Wait()
             time.sleep(PAUSE_S)
 
-    def _admit(self, job: Job) -> tuple[ServerEndpoint, ...]:
-        try:
-            members = self.roster.admit(job.layout, job.probe)
-        except ManifestError:
-            raise
-        except AdapterError as e:
-            raise AdapterError(f"{job.ref}: {e}") from e
-        self._in_step(members)
-        return members
-
-    def _follow(self, job: Job, results: Sequence[Sent]) -> Step:
+    def _follow(self, job: PublishJob, results: Sequence[Sent], next_turn: int | None) -> Step:
         """Judge an attempt by the results of the ranks and the answers of the servers."""
-        if not sent_in_step(job.ref, job.layout.digest, results):
+        assert job.progress is not None
+        if not decisions.sent_in_step(job.ref, job.layout.digest, results):
             self._formed = None
-        check_results(job.ref, job.layout.digest, results)
-        evidence = self._collect(job, results)
-        findings = evidence.findings
+        decisions.check_results(job.ref, job.layout.digest, results)
+        digest = adapter_digest(job.layout, (sent.sum for sent in results))
+        replies, findings = self._collect(job, digest, results)
         if any(f.broken for f in findings):
             self._formed = None
-        job.progress, judgement = judged(job.progress, findings, now=time.monotonic(), timeout_s=self._config.timeout_s)
+        job.progress, judgement = decisions.judged(
+            job.progress, findings, now=time.monotonic(), timeout_s=self._config.timeout_s
+        )
         self._fleet.end([f.server for f in findings if f.leftover], self._config.ping_s)
         self.roster.exclude(judgement.lost)
-        acked_s = time.monotonic()
-        probes = self._probe(job, judgement.keep, total_cast(results)) if judgement.complete else {}
-        job.progress, move = after_attempt(
+        acked_s, cast = time.monotonic(), _total_cast(results)
+        probes = self._probe(job, judgement.keep, cast) if judgement.complete else {}
+        job.progress, move = decisions.after_attempt(
             job.progress,
             findings,
             judgement,
@@ -268,24 +256,22 @@ class Leader:
         )
         match move:
             case Move.FINISH:
-                return self._finish(job, self._report(job, results, evidence, probes, acked_s))
+                report = self._report(job, results, digest, replies, probes, acked_s)
+                self.roster.served()
+                self._served[job.ref.name] = frozenset(self.roster.members), report
+                if job.full_s is not None and self._on_wait is not None:
+                    self._on_wait(job.ref, "")
+                return decisions.FinishPublish(report=report)
             case Move.AWAIT_SLOT:
-                return self._await_slot(job, findings)
+                return self._await_slot(job, findings, next_turn)
             case Move.RETRY:
-                log.warning("%s is sent again: %s", job.ref, what_failed(findings, results))
+                log.warning("%s is sent again: %s", job.ref, decisions.what_failed(findings, results))
                 return self._connect(job)
             case Move.STOP:
                 within = f"{job.ref} did not reach all servers within {self._config.timeout_s:g} s"
-                raise PublishError(f"{within}: {what_failed(findings, results)}")
+                raise PublishError(f"{within}: {decisions.what_failed(findings, results)}")
 
-    def _finish(self, job: Job, report: PublishReport) -> Step:
-        self.roster.served()
-        self._served[job.ref.name] = ServedVersion(members=frozenset(self.roster.members), report=report)
-        if job.full_s is not None and self._on_wait is not None:
-            self._on_wait(job.ref, "")
-        return FinishPublish(report=report)
-
-    def _await_slot(self, job: Job, findings: Sequence[ServerFinding]) -> Step:
+    def _await_slot(self, job: PublishJob, findings: Sequence[ServerFinding], next_turn: int | None) -> Step:
         """Let the next adapter go ahead if one waits. Raises the servers' refusal when no server had a slot in time."""
         full = [f for f in findings if f.full]
         held = "; ".join(f"{f.server.name}: {f.error}" for f in full)
@@ -298,36 +284,40 @@ class Leader:
         log.warning("%s waits for an adapter slot: %s", job.ref, held)
         if self._on_wait is not None:
             self._on_wait(job.ref, held)
-        if self._next_turn is not None:
-            return Yield(number=self._next_turn)
+        if next_turn is not None:
+            return decisions.Yield(number=next_turn)
         time.sleep(PAUSE_S)
-        return Wait()
+        return decisions.Wait()
 
     # ------------------------------------------------------------ answers
 
-    def _collect(self, job: Job, results: Sequence[Sent]) -> Evidence:
-        """Wait for all answers up to their deadline, then ping the members that failed."""
-        digest, members = adapter_digest(job.layout, (sent.sum for sent in results)), self.roster.members
-        replies, failed = self._requests.answers()
-        faults = member_faults(members, replies, failed, ref=job.ref, digest=digest, results=results)
-        silent = self._fleet.silent(tuple(faults), self._config.ping_s)
-        first = job.ref.name not in self._served
-        findings = []
-        for server in members:
-            fault, joining = faults.get(server), server in self.roster.joining
-            findings.append(
-                ServerFinding(
-                    server=server,
-                    error=fault.error if fault else None,
-                    alive=server not in silent,
-                    joining=joining,
-                    leftover=fault is not None and fault.foreign and (first or joining),
-                )
+    def _collect(
+        self, job: PublishJob, digest: str, results: Sequence[Sent]
+    ) -> tuple[dict[ServerEndpoint, PublishReply], list[ServerFinding]]:
+        """Wait for all answers up to their deadline, then ping the members that failed.
+
+        Where no version was announced, the errors are those of the joins.
+        """
+        got = answers(self._posts, self._due)
+        replies = {server: reply for server, reply in got.items() if isinstance(reply, PublishReply)}
+        failed = errors(got) if self._posts else errors(answers(self._joins, self._due))
+        findings = decisions.member_findings(
+            self.roster.members, replies, failed, ref=job.ref, digest=digest, results=results
+        )
+        silent = self._fleet.silent([f.server for f in findings if f.error is not None], self._config.ping_s)
+        first, joining = job.ref.name not in self._served, self.roster.joining
+        return replies, [
+            replace(
+                f,
+                alive=f.server not in silent,
+                joining=f.server in joining,
+                leftover=f.leftover and (first or f.server in joining),
             )
-        return Evidence(digest=digest, replies=replies, findings=findings)
+            for f in findings
+        ]
 
     def _probe(
-        self, job: Job, servers: Sequence[ServerEndpoint], cast: CastSums | None
+        self, job: PublishJob, servers: Sequence[ServerEndpoint], cast: CastSums | None
     ) -> dict[ServerEndpoint, ProbeResult]:
         """Score the probe on ``servers``; exclude those that do not answer. Raises a member's ParityError."""
         if job.probe is None:
@@ -341,34 +331,47 @@ class Leader:
 
     def _report(
         self,
-        job: Job,
+        job: PublishJob,
         results: Sequence[Sent],
-        evidence: Evidence,
+        digest: str,
+        replies: Mapping[ServerEndpoint, PublishReply],
         probes: Mapping[ServerEndpoint, ProbeResult],
         acked_s: float,
     ) -> PublishReport:
-        replies = {server: evidence.replies[server] for server in self.roster.members}
-        waited_s = 0.0 if job.full_s is None else acked_s - job.full_s
-        phases = slowest_phases(list(replies.values())) | {
+        assert job.progress is not None
+        members = self.roster.members
+        phases: dict[str, float] = {}
+        for server in members:
+            for name, ms in replies[server].phases.items():
+                phases[name] = max(ms, phases.get(name, 0.0))
+        phases |= {
             "pack": max(sent.pack_ms for sent in results),
             "send": max(sent.send_ms for sent in results),
             "ack": (acked_s - job.began_s) * 1e3,
             "probe": (time.monotonic() - acked_s) * 1e3,
             "gate": job.gate_ms,
-            "slot": waited_s * 1e3,
+            "slot": 0.0 if job.full_s is None else (acked_s - job.full_s) * 1e3,
         }
         return PublishReport(
             ref=job.ref,
-            digest=evidence.digest,
+            digest=digest,
             nbytes=job.layout.nbytes,
             phases=phases,
-            acks=server_acks(replies, probes),
+            acks=[decisions.ServerAck(server=server, digest=replies[server].digest) for server in members],
             lost=dict(self.roster.lost),
-            joined=sorted(s.name for s in self.roster.joining & replies.keys()),
+            joined=sorted(s.name for s in self.roster.joining & set(members)),
             left=[s.name for s in self.roster.left],
             attempts=job.progress.attempts,
             probe_mean_abs=max((p.mean_abs for p in probes.values()), default=None),
             probe_max_abs=max((p.max_abs for p in probes.values()), default=None),
             differs=all(p.differs for p in probes.values()) if probes else None,
-            cast=total_cast(results),
+            cast=_total_cast(results),
         )
+
+
+def _total_cast(results: Sequence[Sent]) -> CastSums | None:
+    """The sums of all ranks; None where no rank casts."""
+    casts, total = [sent.cast for sent in results if sent.cast is not None], CastSums()
+    for cast in casts:
+        total.include(cast)
+    return total if casts else None

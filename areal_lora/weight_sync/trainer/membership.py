@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Protocol
 
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError
@@ -24,7 +23,7 @@ from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_indices, read_endpoint
 from areal_lora.weight_sync.layout import AdapterLayout, Payload
-from areal_lora.weight_sync.messages import ServerEndpoint
+from areal_lora.weight_sync.messages import PingReply, ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.trainer.fleet import Fleet, answers, errors
@@ -35,14 +34,6 @@ PINGS = 32  # at once
 FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # back-off before an excluded server is tried again
 
 log = get_logger(__name__)
-
-
-class Sign(Enum):
-    """Answer of a server to a ping. ``LEAVES``: it is about to end and waits to be released."""
-
-    SILENT = auto()
-    ANSWERS = auto()
-    LEAVES = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,53 +115,6 @@ def _reason(f: ServerFinding) -> str:
     return f"{how}: {f.error}"
 
 
-class Membership:
-    """The members, and the back-off of excluded servers. Only the publisher thread changes a membership.
-
-    A server that has left does not return: its name is used again only by another session, or never.
-    """
-
-    def __init__(self, servers: Iterable[ServerEndpoint], clock: Callable[[], float] = time.monotonic) -> None:
-        self.members = _ordered(servers)
-        self._clock = clock
-        self._losses: dict[ServerEndpoint, tuple[int, float]] = {}  # losses in a row, end of the back-off
-        self._left: set[ServerEndpoint] = set()
-
-    def wants(self, server: ServerEndpoint) -> bool:
-        """Whether a server that is present may become a member. Callable from any thread."""
-        _, until = self._losses.get(server, (0, 0.0))
-        return server not in self.members and server not in self._left and self._clock() >= until
-
-    def with_joining(self, joining: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
-        """Members of the next attempt; a joining server replaces the member of its name, a previous session."""
-        wanted = {s.name: s for s in self.members} | {s.name: s for s in joining if self.wants(s)}
-        return _ordered(wanted.values())
-
-    def admit(self, members: Iterable[ServerEndpoint]) -> None:
-        self.members = _ordered(members)
-
-    def lose(self, lost: Iterable[ServerEndpoint]) -> None:
-        """Remove ``lost`` servers. They are not tried again during a back-off, longer each time in a row."""
-        removed = set(lost)
-        for server in removed:
-            times = self._losses.get(server, (0, 0.0))[0] + 1
-            self._losses[server] = times, self._clock() + min(FIRST_REST_S * LONGER ** (times - 1), LONGEST_REST_S)
-        self.members = tuple(s for s in self.members if s not in removed)
-
-    def release(self, leaving: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
-        """Remove members that leave in order, and return them. That is no loss."""
-        removed = set(leaving)
-        self._left |= removed
-        released = tuple(s for s in self.members if s in removed)
-        self.members = tuple(s for s in self.members if s not in removed)
-        return released
-
-    def succeeded(self) -> None:
-        """All members serve what was published."""
-        for server in self.members:
-            self._losses.pop(server, None)
-
-
 def _ordered(servers: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
     return tuple(sorted(servers, key=lambda s: (len(s.name), s.name)))
 
@@ -190,11 +134,8 @@ class RendezvousWatch:
         self._run_folder, self._workers = run_folder, workers
 
     def present(self) -> list[ServerEndpoint]:
-        found = []
-        for index in published_indices(self._run_folder, "server"):
-            if (endpoint := self.server(index)) is not None:
-                found.append(endpoint)
-        return found
+        indices = published_indices(self._run_folder, "server")
+        return [found for index in indices if (found := self.server(index)) is not None]
 
     def server(self, index: int) -> ServerEndpoint | None:
         """Server ``index``, or None if it has not published its ports yet."""
@@ -214,38 +155,31 @@ class RendezvousWatch:
 class ServerWatcher:
     """Ping joining servers and members every ``period_s`` in a separate thread.
 
-    A member leaves if it answers so, or if it is silent and has withdrawn its endpoint. An unreadable folder is read
-    again in the next round; members are pinged meanwhile. Any other error ends the process: without this thread no
-    server could return and no dead server would be noticed.
+    ``joining`` are not members and answered the latest ping; ``leaving`` are members that leave in order, or have left:
+    they answer so, or are silent and have withdrawn their endpoint. An unreadable folder is read again in the next
+    round; members are pinged meanwhile. Any other error ends the process: without this thread no server could return
+    and no dead server would be noticed.
     """
 
     def __init__(
         self,
         watch: ServerWatch,
-        membership: Membership,
-        ping: Callable[[ServerEndpoint], Sign],
+        roster: MemberRoster,
+        ping: Callable[[ServerEndpoint], PingReply | None],
         period_s: float = WATCH_S,
     ) -> None:
-        self._watch, self._membership, self._ping, self._period_s = watch, membership, ping, period_s
-        self._newcomers: tuple[ServerEndpoint, ...] = ()
+        self._watch, self._roster, self._ping, self._period_s = watch, roster, ping, period_s
+        self.joining: tuple[ServerEndpoint, ...] = ()
+        self.leaving: frozenset[ServerEndpoint] = frozenset()
         self._missed: dict[ServerEndpoint, int] = {}
-        self._leaving: frozenset[ServerEndpoint] = frozenset()
         self._pings = ThreadPoolExecutor(PINGS, thread_name_prefix="server-ping")
         self._readable = True
         self._stop = threading.Event()
         self._thread = watched_thread("server-watch", self._run)
 
-    def joining(self) -> tuple[ServerEndpoint, ...]:
-        """Servers that are not members and answered the latest ping."""
-        return self._newcomers
-
     def all_answer(self) -> bool:
         """Whether no member has missed ``MISSES`` pings in a row."""
-        return not any(self._missed.get(s, 0) >= MISSES for s in self._membership.members)
-
-    def leaving(self) -> frozenset[ServerEndpoint]:
-        """Members that leave in order, or have left."""
-        return self._leaving
+        return not any(self._missed.get(s, 0) >= MISSES for s in self._roster.members)
 
     def close(self) -> None:
         self._stop.set()
@@ -258,91 +192,82 @@ class ServerWatcher:
 
     def look(self) -> None:
         """One round of pings."""
-        present, members = self._present(), self._membership.members
-        wanted = [s for s in present if self._membership.wants(s)]
-        requested = [*wanted, *members]
-        signs = dict(zip(requested, self._pings.map(self._ping, requested), strict=True))
-        self._newcomers = tuple(s for s in wanted if signs[s] is Sign.ANSWERS)
-        self._leaving = frozenset(
-            s for s in members if s in self._leaving or self._leaves(s, signs[s], {p.name for p in present})
-        )
-        missed = self._missed
-        self._missed = {s: missed.get(s, 0) + 1 if signs[s] is Sign.SILENT else 0 for s in members}
-
-    def _leaves(self, member: ServerEndpoint, sign: Sign, present: Collection[str]) -> bool:
-        """A server that crashed leaves its endpoint behind, one that was restarted has a new one."""
-        withdrawn = self._readable and member.name not in present
-        return sign is Sign.LEAVES or (sign is Sign.SILENT and withdrawn)
-
-    def _present(self) -> Sequence[ServerEndpoint]:
-        """Servers that are present; the latest joining ones if they cannot be read."""
+        members = self._roster.members
         try:
-            present = self._watch.present()
+            present: Sequence[ServerEndpoint] = self._watch.present()
+            self._readable = True
         except OSError as error:
             if self._readable:
                 log.warning("cannot look for rollout servers, trying again: %s", error)
-            self._readable = False
-            return self._newcomers
-        self._readable = True
-        return present
+            present, self._readable = self.joining, False
+        wanted = [s for s in present if self._roster.wants(s)]
+        requested = [*wanted, *members]
+        replies = dict(zip(requested, self._pings.map(self._ping, requested), strict=True))
+        self.joining = tuple(s for s in wanted if (reply := replies[s]) and not reply.leaving)
+        # A server that crashed leaves its endpoint behind, one that was restarted has a new one.
+        names = {s.name for s in (present if self._readable else members)}
+        self.leaving = frozenset(
+            s for s in members if s in self.leaving or (reply.leaving if (reply := replies[s]) else s.name not in names)
+        )
+        missed = self._missed
+        self._missed = {s: missed.get(s, 0) + 1 if replies[s] is None else 0 for s in members}
 
 
 SCORE_PINGS = 5  # scores of the probe take longer than a ping
 
 
 class MemberRoster:
-    """``joining`` joined during the publish in progress; ``lost`` has the reasons, by name, since the last report.
+    """Members of the next attempt, and the back-off of excluded servers. Only the publisher thread changes a roster.
 
-    ``left`` are the servers that left in order since the last report.
-
-    ``watch``, if given, shows restarted and further servers. Only the publisher thread changes a roster.
+    ``joining`` joined during the publish in progress; since the last report ``lost`` were excluded (reasons by name),
+    and ``left`` have left in order. A server that has left does not return: its name is used again only by another
+    session, or never. ``watch``, if given, shows restarted and further servers.
     """
 
     def __init__(
         self, fleet: Fleet, servers: Iterable[ServerEndpoint], *, ping_s: float, watch: ServerWatch | None = None
     ) -> None:
         self._fleet, self._ping_s = fleet, ping_s
-        self._membership = Membership(servers)
-        self._watcher: ServerWatcher | None = None
-        if watch is not None:
-            self._watcher = ServerWatcher(watch, self._membership, self._sign)
+        self.members = _ordered(servers)
         self.joining: set[ServerEndpoint] = set()
         self.lost: dict[str, str] = {}
         self.left: list[ServerEndpoint] = []
+        self._losses: dict[ServerEndpoint, tuple[int, float]] = {}  # losses in a row, end of the back-off
+        self._departed: set[ServerEndpoint] = set()
+        self.watcher = ServerWatcher(watch, self, self._ping) if watch is not None else None
 
-    @property
-    def members(self) -> tuple[ServerEndpoint, ...]:
-        return self._membership.members
-
-    @property
-    def watched(self) -> bool:
-        """Whether further servers can become members."""
-        return self._watcher is not None
+    def wants(self, server: ServerEndpoint) -> bool:
+        """Whether a server that is present may become a member. Callable from any thread."""
+        _, until = self._losses.get(server, (0, 0.0))
+        return server not in self.members and server not in self._departed and time.monotonic() >= until
 
     def available(self) -> tuple[ServerEndpoint, ...]:
         """Servers that are not members and answer pings; callable from any thread."""
-        found = self._watcher.joining() if self._watcher is not None else ()
-        return tuple(filter(self._membership.wants, found))
+        return tuple(filter(self.wants, self.watcher.joining)) if self.watcher is not None else ()
 
     def changed(self) -> bool:
         """Whether servers are available, leave or do not answer; callable from any thread."""
-        watcher = self._watcher
+        watcher = self.watcher
         if watcher is None:
             return False
-        return bool(self.available() or watcher.leaving() & set(self.members)) or not watcher.all_answer()
+        return bool(self.available() or watcher.leaving & set(self.members)) or not watcher.all_answer()
+
+    def with_joining(self, joining: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
+        """Members of the next attempt; a joining server replaces the member of its name, a previous session."""
+        wanted = {s.name: s for s in self.members} | {s.name: s for s in joining if self.wants(s)}
+        return _ordered(wanted.values())
 
     def admit(self, layout: AdapterLayout, probe: ProbeExpectation | None = None) -> tuple[ServerEndpoint, ...]:
         """Make all members and available servers that answer and can serve ``layout`` the members.
 
         Servers that leave are released first. Raises AdapterError if an old member cannot serve ``layout``.
         """
-        self.release()
-        plan, before = self._membership.with_joining(self.available()), set(self.members)
+        self.release(self.watcher.leaving if self.watcher is not None else ())
+        plan, before = self.with_joining(self.available()), set(self.members)
         self.joining |= set(plan) - before
         for server in before - set(plan):
-            self._lose(server, "was restarted")
-        self._membership.admit(plan)
-        self._fleet.keep(plan)
+            self._note_loss(server, "was restarted")
+        self.keep(plan)
         self.exclude_failed(self._fleet.silent(plan, self._ping_s))
         # Merged: the answer includes the server's first scores.
         patience_s = self._ping_s * (SCORE_PINGS if layout.payload is Payload.MERGED else 1)
@@ -350,15 +275,18 @@ class MemberRoster:
         self.exclude_failed(errors(answers(checks, time.monotonic() + patience_s)))
         return self.members
 
-    def release(self) -> None:
-        """Release the members that leave in order."""
-        if self._watcher is None:
-            return
-        released = self._membership.release(self._watcher.leaving())
+    def keep(self, members: Iterable[ServerEndpoint]) -> None:
+        self.members = _ordered(members)
+        self._fleet.keep(self.members)
+
+    def release(self, leaving: Collection[ServerEndpoint]) -> None:
+        """Release members that leave in order. That is no loss."""
+        self._departed.update(leaving)
+        released = [s for s in self.members if s in leaving]
         for server in released:
             log.info("rollout server %s leaves", server)
         self.left += released
-        self._fleet.keep(self.members)
+        self.keep(s for s in self.members if s not in leaving)
 
     def exclude_failed(self, failed: Mapping[ServerEndpoint, ArealLoraError]) -> None:
         """Exclude members that failed outside of a transfer. Raises the error of one that refuses the version."""
@@ -368,15 +296,20 @@ class MemberRoster:
         self.exclude(judge(findings, retried=False).lost)
 
     def exclude(self, lost: Mapping[ServerEndpoint, str]) -> None:
-        """Remove the servers in ``lost``, with the reasons, from the members. One that leaves is no loss."""
+        """Remove the servers in ``lost``, with the reasons, from the members. One that leaves is no loss.
+
+        They are not tried again during a back-off, longer each time in a row.
+        """
         if not lost:
             return
-        self.release()
-        crashed = {server: reason for server, reason in lost.items() if server not in self.left}
-        for server, reason in crashed.items():
-            self._lose(server, reason)
-        self._membership.lose(crashed)
-        self._fleet.keep(self.members)
+        self.release(self.watcher.leaving if self.watcher is not None else ())
+        for server, reason in lost.items():
+            if server not in self.left:
+                self._note_loss(server, reason)
+                times = self._losses.get(server, (0, 0.0))[0] + 1
+                rest_s = min(FIRST_REST_S * LONGER ** (times - 1), LONGEST_REST_S)
+                self._losses[server] = times, time.monotonic() + rest_s
+        self.keep(s for s in self.members if s not in lost)
 
     def shortage(self, min_servers: int) -> str:
         """Text of how many servers remain and why the others were lost."""
@@ -388,18 +321,19 @@ class MemberRoster:
 
     def served(self) -> None:
         """All members serve what was published."""
-        self._membership.succeeded()
+        for server in self.members:
+            self._losses.pop(server, None)
 
     def close(self) -> None:
-        if self._watcher is not None:
-            self._watcher.close()
+        if self.watcher is not None:
+            self.watcher.close()
 
-    def _lose(self, server: ServerEndpoint, reason: str) -> None:
+    def _note_loss(self, server: ServerEndpoint, reason: str) -> None:
         log.error("rollout server %s is excluded: it %s", server, reason)
         self.lost[server.name] = reason
 
-    def _sign(self, server: ServerEndpoint) -> Sign:
+    def _ping(self, server: ServerEndpoint) -> PingReply | None:
         try:
-            return Sign.LEAVES if self._fleet.ping(server, self._ping_s).leaving else Sign.ANSWERS
+            return self._fleet.ping(server, self._ping_s)
         except ArealLoraError:
-            return Sign.SILENT
+            return None

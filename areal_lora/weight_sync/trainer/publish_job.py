@@ -1,54 +1,158 @@
-"""One publish at one trainer rank: its time budget, its state, its place in the queue, and the main thread's handle."""
+"""Pack one rank's shard of a version and send it, bucket by bucket.
+
+    main thread        pack bucket 0 | pack bucket 1 | ...          (the caller's ``Pack``)
+                            | fingerprints   | fingerprints
+    publisher thread        `-> broadcast 0  `-> broadcast 1 ... -> broadcast trailer
+
+The trailer follows the tensors and holds their fingerprints, so hashing does not delay the first bucket.
+A packed shard stays valid until the next ``pack``: it can be sent again to other receivers.
+Receivers on the same machine read it in place, following ``pack``; only two signals are sent.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Self
+
+import numpy as np
+import torch
 
 from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef, ShardManifest
-from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, TensorTable
+from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup
+from areal_lora.weight_sync.link.same_host import SharedSegment
+from areal_lora.weight_sync.manifest import SEAL_BYTES, seal, shard_sum, trailer_part
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.trainer.decisions import Failure, Progress
-from areal_lora.weight_sync.trainer.packed_shard import PackedShard
-from areal_lora.weight_sync.trainer.report import PublishReport
+from areal_lora.weight_sync.trainer.decisions import Failure, Progress, PublishReport
+
+Pack = Callable[[np.ndarray], Iterator[int]]
+"""``pack(flat)`` writes a rank's shard into ``flat`` (uint8 [shard.nbytes], host, in the wire dtype) and
+yields the number of complete leading tensors of the shard; the last value is the number of all tensors.
+It may be collective over the rank's parallel groups. A rank that owns no tensors gets an empty ``flat``."""
+
+
+class PackedShard:
+    """This rank's part of one version. One thread calls ``pack`` while another calls ``send``."""
+
+    def __init__(self, layout: AdapterLayout, source: int, device: torch.device = CPU) -> None:
+        mine = [i for i, s in enumerate(layout.shards) if s.source == source]
+        self.layout = layout
+        self._index = mine[0] if mine else None
+        self.shard = layout.shards[mine[0]] if mine else ShardLayout(source=source, tensors=(), nbytes=0)
+        self.is_source = bool(mine)
+        self._table = TensorTable(self.shard, layout.dtype)
+        start, self._end = trailer_part(self.shard)
+        self._segment = SharedSegment(self._end, device)
+        self._flat, self._trailer = self._segment.bytes[: self.shard.nbytes], self._segment.bytes[start:]
+        self._changed = threading.Condition()
+        self._done, self._sealed, self._failed = 0, False, False
+
+    @property
+    def sums(self) -> np.ndarray:
+        """Fingerprints uint64 [n] of the packed tensors."""
+        return self._trailer[: 8 * len(self.shard.tensors)].view(np.uint64)
+
+    @property
+    def sum(self) -> int:
+        """``shard_sum`` of the packed tensors; 0 for a rank that owns no tensors."""
+        return 0 if self._index is None else shard_sum(self.layout, self._index, self.sums)
+
+    def reset(self) -> None:
+        """Call before ``pack`` and ``send`` of a version; no earlier ``send`` may be in progress.
+
+        Late receivers on this machine, which still read the previous version, notice the new generation.
+        """
+        self._segment.renew()
+        self._done, self._sealed, self._failed = 0, False, False
+
+    def pack(self, ref: AdapterRef, pack: Pack) -> None:
+        """Fill the shard while ``send`` follows. Errors of ``pack`` reach the callers of both."""
+        marks = self._table.marks(self.sums)
+        try:
+            for done in pack(self._flat):
+                marks.measure(self._flat.ctypes.data, self._done, done)
+                self._advance(done)
+            if self._done != len(self.shard.tensors):
+                raise PublishError(f"{ref}: packed {self._done} of {len(self.shard.tensors)} tensors of this rank")
+            self._trailer[-SEAL_BYTES:] = np.frombuffer(seal(ref, self.layout.digest, self.sum), dtype=np.uint8)
+            self._advance(self._done, sealed=True)
+        except BaseException:  # also an interrupt: the sending thread must not wait for tensors that are never packed
+            with self._changed:
+                self._failed = True
+                self._changed.notify_all()
+            raise
+
+    def send(self, group: BroadcastGroup, deadline: float) -> None:
+        """Send buckets as they are packed, then the trailer; the group is free when this returns.
+
+        Receivers on this machine may continue to read: do not pack before they have answered or are excluded.
+
+        Raises PublishError at ``deadline`` (time.monotonic), for a dead peer or a failed ``pack``.
+        """
+        transfers = []
+        if group.same_host:
+            transfers.append(group.signal(self._segment, deadline))
+        else:
+            for bucket in self._table.buckets(group.bucket_bytes):
+                self._wait(bucket.last, False, deadline)
+                transfers.append(group.start(torch.from_numpy(self._flat[bucket.start : bucket.end]), deadline))
+        self._wait(len(self.shard.tensors), True, deadline)
+        if group.same_host:
+            transfers.append(group.signal(self._segment, deadline))
+        else:
+            transfers.append(group.start(torch.from_numpy(self._trailer), deadline))
+        for transfer in transfers:
+            transfer.wait()
+
+    def _advance(self, done: int, sealed: bool = False) -> None:
+        self._segment.advance(self._end if sealed else self._table.end(done))
+        with self._changed:
+            self._done, self._sealed = done, sealed
+            self._changed.notify_all()
+
+    def _wait(self, tensors: int, sealed: bool, deadline: float) -> None:
+        with self._changed:
+            ready = self._changed.wait_for(
+                lambda: self._failed or (self._done >= tensors and self._sealed >= sealed),
+                timeout=max(deadline - time.monotonic(), 0.0),
+            )
+        if self._failed or not ready:
+            raise PublishError(
+                f"shard of trainer rank {self.shard.source}: packing "
+                + ("failed; see this rank's error" if self._failed else "did not finish before the deadline")
+            )
+
 
 SLACK_S = 10.0
 """Added to rank 0's remaining time when a rank waits for other ranks: they run on busy machines."""
 
 
-@dataclass(slots=True, kw_only=True)
 class Budget:
     """Time of one publish, shared by all ranks: ``timeout_s`` for transfers, then ``verdict_s`` to judge the last.
 
     Transfers end by ``deadline`` (time.monotonic). Ranks exchange durations, because their clocks differ.
     """
 
-    timeout_s: float
-    verdict_s: float
-    deadline: float
-
-    @classmethod
-    def start(cls, config: WeightSyncConfig) -> Self:
-        timeout_s = config.timeout_s
-        return cls(timeout_s=timeout_s, verdict_s=config.verdict_s, deadline=time.monotonic() + timeout_s)
+    def __init__(self, config: WeightSyncConfig) -> None:
+        self._timeout_s, self._verdict_s = config.timeout_s, config.verdict_s
+        self.restart()
 
     def restart(self) -> None:
-        self.deadline = time.monotonic() + self.timeout_s
+        self.deadline = time.monotonic() + self._timeout_s
 
     @property
     def left_s(self) -> float:
         """Time until the publish has ended on rank 0 at the latest."""
-        return self.deadline + self.verdict_s - time.monotonic()
+        return self.deadline + self._verdict_s - time.monotonic()
 
     def adopt(self, left_s: float) -> None:
         """Take over rank 0's remaining time."""
-        self.deadline = time.monotonic() + left_s - self.verdict_s
+        self.deadline = time.monotonic() + left_s - self._verdict_s
 
     @property
     def patience_s(self) -> float:
@@ -57,15 +161,16 @@ class Budget:
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
-    """One publish at one rank. ``own`` is set before ``packed`` if packing failed on this rank.
+class PublishJob:
+    """One publish in progress at one rank. ``own`` is set before ``packed`` if packing failed on this rank.
 
     ``number`` is its place in the ``JobQueue``, the same on all ranks. A ``repeated`` version was sent before.
-    ``met``: the gates of all ranks are open. ``progress`` is rank 0's, and so is ``full_s``, when
-    a server had no slot for it for the first time (time.monotonic). ``dropped``: its adapter is no longer wanted.
+    ``met``: the gates of all ranks are open. ``progress`` is rank 0's, None before its first step, and so is
+    ``full_s``, when a server had no slot for it for the first time (time.monotonic). ``dropped``: its adapter is no
+    longer wanted. ``waited``: ``wait`` has reported the outcome.
 
     ``gate`` returns when the transfer may start; it took ``gate_ms``. ``began_s`` is time.monotonic. Packing counts in
-    ``cast``.
+    ``cast``. A copy made by ``replace`` has the same packed shard, and no progress.
     """
 
     manifest: ShardManifest
@@ -75,46 +180,37 @@ class Job:
     began_s: float
     budget: Budget
     repeated: bool = False
-    number: int = -1
-    met: bool = False
-    progress: Progress = field(default_factory=Progress)
-    full_s: float | None = None
-    dropped: bool = False
     gate: Callable[[], None] | None = None
-    gate_ms: float = 0.0
     cast: CastLoss | None = None
     packed: threading.Event = field(default_factory=threading.Event)
     pack_ms: float = 0.0
     own: Failure | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
-    answer: PublishReport | Exception | None = None
+    number: int = field(default=-1, init=False)
+    met: bool = field(default=False, init=False)
+    progress: Progress | None = field(default=None, init=False)
+    full_s: float | None = field(default=None, init=False)
+    dropped: bool = field(default=False, init=False)
+    gate_ms: float = field(default=0.0, init=False)
+    ended: threading.Event = field(default_factory=threading.Event, init=False)
+    answer: PublishReport | Exception | None = field(default=None, init=False)
+    waited: bool = field(default=False, init=False)
 
     @property
     def ref(self) -> AdapterRef:
         return self.manifest.ref
 
-
-class PublishHandle:
-    """A publish in progress."""
-
-    def __init__(self, job: Job) -> None:
-        self.ref = job.ref
-        self._job = job
-        self.waited = False
-        """Whether ``wait`` has reported the outcome."""
-
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
-        return self._job.ended.is_set()
+        return self.ended.is_set()
 
     def failed(self) -> bool:
         """Whether ``wait`` would raise at once."""
-        return self.done() and not isinstance(self._job.answer, PublishReport)
+        return self.done() and not isinstance(self.answer, PublishReport)
 
     def abandon(self) -> None:
         """Wait until the publish has ended, well or not; it waits for no slot any more."""
-        self._job.dropped = True
-        self._job.ended.wait()
+        self.dropped = True
+        self.ended.wait()
 
     def wait(self) -> PublishReport:
         """Wait until the version serves and was probed on every remaining server. Idempotent.
@@ -122,12 +218,12 @@ class PublishHandle:
         Raises the same on all ranks: ManifestError (refused), AdapterError (the servers cannot
         serve this layout), PublishError (too few servers remain at the deadline) or ParityError.
         """
-        self._job.ended.wait()
+        self.ended.wait()
         self.waited = True
-        if isinstance(self._job.answer, PublishReport):
-            return self._job.answer
-        assert self._job.answer is not None
-        raise self._job.answer
+        if isinstance(self.answer, PublishReport):
+            return self.answer
+        assert self.answer is not None
+        raise self.answer
 
 
 class JobQueue:
@@ -143,10 +239,10 @@ class JobQueue:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: dict[int, Job] = {}  # by number, in order
+        self._waiting: dict[int, PublishJob] = {}  # by number, in order
         self._begun, self._closed = 0, False
 
-    def put(self, job: Job) -> None:
+    def put(self, job: PublishJob) -> None:
         """Give ``job`` the next number."""
         with self._changed:
             job.number = self._begun
@@ -160,13 +256,13 @@ class JobQueue:
             self._closed = True
             self._changed.notify_all()
 
-    def oldest(self) -> Job | None:
+    def oldest(self) -> PublishJob | None:
         """Wait for a job and return the oldest one; None if the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return next(iter(self._waiting.values()), None)
 
-    def take(self, number: int, timeout_s: float) -> Job:
+    def take(self, number: int, timeout_s: float) -> PublishJob:
         """Return job ``number``, which rank 0 has started already. Raises PublishError if this rank does not."""
         with self._changed:
             self._changed.wait_for(lambda: number in self._waiting or self._closed, timeout_s)
@@ -174,12 +270,12 @@ class JobQueue:
                 raise PublishError(f"rank 0 started publish {number}, this rank did not; see its log")
             return self._waiting[number]
 
-    def after(self, job: Job) -> int | None:
+    def after(self, job: PublishJob) -> int | None:
         """Return the number of the job whose turn is after ``job``; None if it is the only one."""
         with self._changed:
             others = [number for number in self._waiting if number != job.number]
         return next((number for number in others if number > job.number), next(iter(others), None))
 
-    def end(self, job: Job) -> None:
+    def end(self, job: PublishJob) -> None:
         with self._changed:
             del self._waiting[job.number]

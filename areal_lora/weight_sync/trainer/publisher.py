@@ -19,9 +19,8 @@ they started (``job``); one that waits for a slot lets the others go ahead.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -30,40 +29,38 @@ import torch
 from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.exchange import Exchange
-from areal_lora.errors import ArealLoraError, ManifestError, PublishError
+from areal_lora.errors import ArealLoraError, ManifestError, PublishError, undo_on_error
 from areal_lora.processes.startup import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
-from areal_lora.weight_sync.link.broadcast_groups import CPU
+from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, GroupListener
+from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.decisions import (
     Attempt,
+    Decision,
     Fail,
     Failure,
     FinishPublish,
-    Progress,
+    PublishReport,
     Sent,
-    Wait,
+    Step,
     Yield,
-    agree,
 )
-from areal_lora.weight_sync.trainer.packed_shard import Pack, PackedShard
-from areal_lora.weight_sync.trainer.publish_job import Budget, Job, JobQueue, PublishHandle
-from areal_lora.weight_sync.trainer.report import PublishReport
-from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, Role, StartOutcome, WaitOutcome
-from areal_lora.weight_sync.trainer.source_group import SourceGroup
+from areal_lora.weight_sync.trainer.leader import Leader
+from areal_lora.weight_sync.trainer.publish_job import Budget, JobQueue, Pack, PackedShard, PublishJob
 
 log = get_logger(__name__)
 
 
 @dataclass(slots=True)
 class _Lane:
-    """One adapter at one rank. ``newest`` is the job that packed ``shard`` last, ``previous`` what ``wait`` reports."""
+    """One adapter at one rank. ``newest`` is the job that packed ``shard`` last, ``previous`` the last one."""
 
     shard: PackedShard
-    newest: Job | None = None
-    previous: PublishHandle | None = None
+    newest: PublishJob | None = None
+    previous: PublishJob | None = None
 
     def await_previous(self) -> None:
         if self.previous is not None and not self.previous.waited:
@@ -74,9 +71,13 @@ class Publisher:
     """Publish versions of one run's adapters to all available servers.
 
     ``publish``, ``again`` and ``drop`` are collective: all ranks call them in the same order from their main threads.
-    Everything else between ranks happens in the publisher threads; no other thread uses ``exchange``. ``role`` is a
-    ``Leader`` on rank 0 and a ``Follower`` on the other ranks. The further arguments are those of ``SourceGroup``;
-    the default of ``sources`` is that of one rank.
+    Everything else between ranks happens in the publisher threads; no other thread uses ``exchange``. Rank 0 has the
+    ``leader``, whose steps the other ranks take over.
+
+    ``sources`` are all ranks that may own tensors of some adapter: each has a group with the workers of all members,
+    formed once, and a version uses those of the ranks that own its tensors. ``bind`` is this rank's own address, which
+    the workers must reach; ``backend`` names a ``link.backends`` row; ``device`` is the device that this rank computes
+    on.
     """
 
     def __init__(
@@ -85,18 +86,16 @@ class Publisher:
         run: str,
         config: WeightSyncConfig,
         exchange: Exchange,
-        role: Role,
         secret: str,
+        leader: Leader | None = None,
         sources: frozenset[int] = frozenset({0}),
         bind: str = "127.0.0.1",
         backend: str = "gloo",
         device: torch.device = CPU,
     ) -> None:
-        self._run_name, self._config, self._exchange, self._role = run, config, exchange, role
-        self._device, self._sources = device, sources
-        self._group = SourceGroup(
-            config=config, exchange=exchange, sources=sources, secret=secret, bind=bind, backend=backend, device=device
-        )
+        self._run_name, self._config, self._exchange, self._leader = run, config, exchange, leader
+        self._secret, self._sources, self._bind, self._backend, self._device = secret, sources, bind, backend, device
+        self._group: BroadcastGroup | None = None
         self._lanes: dict[str, _Lane] = {}
         self._jobs = JobQueue()
         self._thread = watched_thread("publisher", self._work)
@@ -111,7 +110,7 @@ class Publisher:
         probe: ProbeExpectation | None,
         gate: Callable[[], None] | None = None,
         cast: CastLoss | None = None,
-    ) -> PublishHandle:
+    ) -> PublishJob:
         """Start publishing ``ref``; this rank's shard of ``layout`` is packed before this returns.
 
         No server receives the version before ``gate``, called in the publisher thread of every rank, has
@@ -129,18 +128,18 @@ class Publisher:
         )
         shard = lane.shard
         shard.reset()
-        job = Job(
+        job = PublishJob(
             manifest=manifest,
             layout=layout,
             shard=shard,
             probe=probe,
             began_s=now,
-            budget=Budget.start(self._config),
+            budget=Budget(self._config),
             gate=gate,
             cast=cast,
         )
         lane.newest = job
-        handle = self._start(lane, job)
+        self._start(lane, job)
         try:
             shard.pack(ref, pack)
         except ArealLoraError as e:
@@ -151,9 +150,9 @@ class Publisher:
         finally:
             job.pack_ms = (time.monotonic() - now) * 1e3
             job.packed.set()
-        return handle
+        return job
 
-    def again(self, name: str) -> PublishHandle:
+    def again(self, name: str) -> PublishJob:
         """Send the newest version of adapter ``name`` again, after ``changed`` (collective).
 
         Uses the version's packed shard; servers that serve the version acknowledge it again. If all members serve it
@@ -162,21 +161,9 @@ class Publisher:
         lane = self._lanes[name]
         lane.await_previous()
         assert lane.newest is not None
+        budget = Budget(self._config)
         return self._start(
-            lane,
-            replace(
-                lane.newest,
-                repeated=True,
-                met=False,
-                progress=Progress(),
-                full_s=None,
-                began_s=time.monotonic(),
-                budget=Budget.start(self._config),
-                gate=None,
-                gate_ms=0.0,
-                ended=threading.Event(),
-                answer=None,
-            ),
+            lane, replace(lane.newest, repeated=True, gate=None, began_s=time.monotonic(), budget=budget)
         )
 
     def drop(self, name: str) -> None:
@@ -187,21 +174,23 @@ class Publisher:
         lane = self._lanes.pop(name, None)
         if lane is not None and lane.previous is not None:
             lane.previous.abandon()
-        self._role.drop(name)
+        if self._leader is not None:
+            self._leader.drop(name)
 
     def changed(self) -> bool:
         """Whether a server does not hold the newest version of each adapter, or members do not answer.
 
         Rank 0, not collective.
         """
-        return self._role.changed()
+        return self._leader is not None and self._leader.changed()
 
     def close(self) -> None:
         """End the publisher thread after the publish in progress, and leave the group of this rank."""
         self._jobs.close()
         self._thread.join()
-        self._group.leave()
-        self._role.close()
+        self._leave()
+        if self._leader is not None:
+            self._leader.close()
 
     def _lane(self, name: str, layout: AdapterLayout) -> _Lane:
         """Return the adapter's lane, with its shard free to be packed in ``layout``."""
@@ -217,10 +206,10 @@ class Publisher:
             lane.shard = PackedShard(layout, self._exchange.rank, self._device)
         return lane
 
-    def _start(self, lane: _Lane, job: Job) -> PublishHandle:
-        lane.previous = PublishHandle(job)
+    def _start(self, lane: _Lane, job: PublishJob) -> PublishJob:
+        lane.previous = job
         self._jobs.put(job)
-        return lane.previous
+        return job
 
     # ------------------------------------------------------------ publisher thread
 
@@ -234,42 +223,44 @@ class Publisher:
                     continue
                 job.answer = outcome
             except ArealLoraError as e:
-                self._group.leave()
+                self._leave()
                 job.answer = e
             except Exception as e:  # fault boundary: the main thread waits for an answer in any case
                 log.exception("publish of %s", job.ref)
-                self._group.leave()
+                self._leave()
                 job.answer = PublishError(f"{job.ref}: publisher thread of rank {self._exchange.rank}: {e!r}")
             self._jobs.end(job)
             job.ended.set()
             del job  # or it would keep the memory of a dropped adapter's shard until the next publish
             job = self._jobs.oldest()
 
-    def _run(self, job: Job) -> PublishReport | ArealLoraError | Yield:
+    def _run(self, job: PublishJob) -> PublishReport | ArealLoraError | Yield:
         """Run ``job`` until it ends or another one goes ahead. Raises where members may be out of step."""
-        event: Event = WaitOutcome() if job.met else StartOutcome()
         if not job.met and (failure := self._meet(job)) is not None:
             return failure.error()
         job.budget.restart()
+        results: list[Sent] | None = None
         while True:
-            self._role.next_turn(self._jobs.after(job))
-            match self._role.decide(job, event, self._exchange):
+            step = next_step(self._leader, self._exchange, job, results, self._jobs.after(job))
+            results = None
+            match step:
                 case Fail(failure=failure, intact=intact):
                     if not intact:
                         raise failure.error()
                     return failure.error()
                 case FinishPublish(report=report):
                     # The controller may be away for longer than other ranks would wait: they have received the step.
-                    self._role.conclude(job)
+                    if self._leader is not None:
+                        self._leader.conclude(job)
                     return report
-                case Wait():
-                    event = WaitOutcome()
-                case Yield() as ahead:
-                    return ahead
-                case Attempt() as attempt:
-                    event = AttemptOutcome(self._shared(job, self._attempt(job, attempt)))
+                case Yield():
+                    return step
+                case Attempt(members=members):
+                    sent = msgspec.msgpack.encode(self._attempt(job, members))
+                    gathered = self._exchange.all_gather_bytes(sent, job.budget.patience_s)
+                    results = [msgspec.msgpack.decode(raw, type=Sent) for raw in gathered]
 
-    def _meet(self, job: Job) -> Failure | None:
+    def _meet(self, job: PublishJob) -> Failure | None:
         """Start when the gates of all ranks are open; return one rank's error on all ranks."""
         failure: Failure | None = None
         try:
@@ -277,25 +268,27 @@ class Publisher:
                 job.gate()
         except ArealLoraError as e:
             failure = Failure.of(e)
-        failed = agree(self._exchange, failure)
+        failed = self._agree(failure)
         job.met = True
         if job.gate is not None:
             now = time.monotonic()
             job.gate_ms, job.began_s = (now - job.began_s) * 1e3, now
         return failed
 
-    def _attempt(self, job: Job, attempt: Attempt) -> Sent:
+    def _attempt(self, job: PublishJob, members: Sequence[ServerEndpoint] | None) -> Sent:
         started = time.perf_counter()
         deadline = min(time.monotonic() + self._config.attempt_s, job.budget.deadline)
         wire: Failure | None = None
         try:
-            if attempt.members is not None:
-                self._group.form(job, attempt.members, self._role, deadline)
-            self._role.announce(job, deadline)
-            self._group.send(job, deadline)
+            if members is not None:
+                self._form(job, members, deadline)
+            if self._leader is not None:
+                self._leader.announce(job, deadline)
+            if self._group is not None and job.shard.is_source:
+                job.shard.send(self._group, deadline)
         except (PublishError, ManifestError) as e:
             # Without this member the receivers notice the failure at once instead of at their deadline.
-            self._group.leave()
+            self._leave()
             wire = Failure.of(e)
         send_ms = (time.perf_counter() - started) * 1e3
         own = job.own
@@ -313,7 +306,67 @@ class Publisher:
             cast=None if job.cast is None else job.cast.sums(),
         )
 
-    def _shared(self, job: Job, sent: Sent) -> list[Sent]:
-        """Results of the attempt at all ranks, in rank order."""
-        raw = self._exchange.all_gather_bytes(msgspec.msgpack.encode(sent), job.budget.patience_s)
-        return [msgspec.msgpack.decode(r, type=Sent) for r in raw]
+    def _form(self, job: PublishJob, members: Sequence[ServerEndpoint], deadline: float) -> None:
+        """Replace this rank's group: sources listen, rank 0 invites every member, all meet (collective).
+
+        Raises PublishError on every rank if a member or worker does not join in time.
+        """
+        self._leave()
+        listener = None
+        if self._exchange.rank in self._sources:
+            listener = GroupListener(
+                source=self._exchange.rank,
+                bind=self._bind,
+                world=1 + sum(s.workers for s in members),
+                backend=self._backend,
+                timeout_s=deadline - time.monotonic(),
+                bucket_bytes=int(self._config.bucket_mib * 2**20),
+                secret=self._secret,
+                device=self._device,
+            )
+        with undo_on_error(listener.close if listener else lambda: None):
+            mine = msgspec.msgpack.encode(listener.endpoint if listener else None)
+            gathered = self._exchange.all_gather_bytes(mine, job.budget.patience_s)
+            sources = [e for raw in gathered if (e := msgspec.msgpack.decode(raw, type=SourceEndpoint | None))]
+            if self._leader is not None:
+                self._leader.invite(members, sources, deadline)
+        failure: Failure | None = None
+        try:
+            if listener is not None:
+                self._group = listener.accept()
+            if self._leader is not None:
+                self._leader.await_joins()
+        except (PublishError, ManifestError) as e:
+            failure = Failure.of(e)
+        # No rank sends unless all have met: the version is announced only then.
+        if (failed := self._agree(failure, job.budget.patience_s)) is not None:
+            raise failed.error()
+
+    def _agree(self, failure: Failure | None, timeout_s: float | None = None) -> Failure | None:
+        """Return the first rank's ``failure`` on every rank; None if no rank has one (collective)."""
+        gathered = self._exchange.all_gather_bytes(msgspec.msgpack.encode(failure), timeout_s)
+        failures = (msgspec.msgpack.decode(raw, type=Failure | None) for raw in gathered)
+        return next((failed for failed in failures if failed is not None), None)
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+def next_step(
+    leader: Leader | None, exchange: Exchange, job: PublishJob, results: Sequence[Sent] | None, next_turn: int | None
+) -> Step:
+    """Rank 0's next step (see `Leader.decide`), on every rank; its remaining time is that of ``job`` afterwards.
+
+    Collective. Raises PublishError if another rank does not respond.
+    """
+    if leader is not None:
+        step = leader.decide(job, results, next_turn)
+        decision = Decision(step=step, left_s=job.budget.left_s)
+        exchange.broadcast_bytes(msgspec.msgpack.encode(decision), job.budget.patience_s)
+        return step
+    raw = exchange.broadcast_bytes(None, job.budget.patience_s)
+    decision = msgspec.msgpack.decode(raw, type=Decision)
+    job.budget.adopt(decision.left_s)
+    return decision.step

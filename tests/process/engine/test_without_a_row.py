@@ -65,7 +65,7 @@ def make_engine(folder: Path, target_modules: Sequence[str] = ("all-linear",), *
 
 def export(engine: FsdpEngine, folder: Path) -> dict[str, Tensor]:
     """The wire tensors, which are also written as a PEFT folder."""
-    spec, wire = engine._residents["a"].spec, dict(engine.export_adapter("a"))
+    spec, wire = engine.resident("a").spec, dict(engine.export_adapter("a"))
     save_peft(folder, spec, wire, "m", engine.adapter_layout("a").aliases)
     return wire
 
@@ -154,7 +154,7 @@ def test_loss_and_gradients_equal_those_of_stock_peft(kind: str, tmp_path: Path)
     expected.backward()
     found = engine.forward_backward(scoring_batch(ROWS, "a"), weighted)
     assert found["loss"] == pytest.approx(float(expected), rel=1e-4)
-    memory = engine._residents["a"].memory
+    memory = engine.resident("a").memory
     memory.weights.copy_(memory.grads)
     gradients = dict(engine.export_adapter("a"))
     for name, parameter in own.items():

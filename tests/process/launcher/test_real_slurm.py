@@ -152,7 +152,7 @@ def test_every_task_is_on_its_node_and_the_trainers_end_ends_the_job(slurm: Slur
     session = job.folder / "sessions" / f"{job.id}-0"
     assert len(list(session.glob("steps/*/*.0"))) == 7
     assert (session / "secret").stat().st_mode & 0o777 == 0o600
-    assert RunFolder.current(job.folder).living_root == session
+    assert RunFolder.current(job.folder).secret.parent == session
 
 
 def test_a_rank_that_ends_with_65_ends_the_job_with_65(slurm: Slurm, tmp_path: Path) -> None:

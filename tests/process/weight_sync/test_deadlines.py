@@ -13,10 +13,9 @@ from areal_lora.errors import ArealLoraError, PublishError
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer import publish_job as job_module
+from areal_lora.weight_sync.trainer.decisions import PublishReport
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from areal_lora.weight_sync.trainer.report import PublishReport
-from areal_lora.weight_sync.trainer.role import Follower
 from tests.support.weight_sync import SOCKETS
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
@@ -48,7 +47,7 @@ class Ranks:
                 exchange=exchange,
                 backend=backend,
                 secret=SECRET,
-                role=Follower()
+                leader=None
                 if exchange.rank
                 else Leader(run=RUN, secret=SECRET, servers=[s.endpoint for s in servers], config=self.config),
             )

@@ -32,7 +32,7 @@ def test_no_server_hears_of_a_version_before_its_gate_has_opened() -> None:
 
     with MemoryServer(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of) as server:
         leader = Leader(run=RUN, secret=SECRET, servers=[server.endpoint], config=config)
-        publisher = Publisher(run=RUN, config=config, exchange=SoloExchange(), role=leader, secret=SECRET)
+        publisher = Publisher(run=RUN, config=config, exchange=SoloExchange(), leader=leader, secret=SECRET)
         handle = publisher.publish(ref(0), None, layout, pack_of(layout, 0, dict(owned)), BASE, None, gate)
         time.sleep(WAIT_S)
         assert not handle.done()

@@ -21,7 +21,7 @@ from areal_lora.errors import AdapterError, ManifestError, PublishError, Unknown
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.refusal import RefusalReason
-from areal_lora.weight_sync.trainer.publish_job import PublishHandle
+from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from tests.support.clocks import wait_until
 from tests.support.weight_sync import processes as ps
 from tests.support.weight_sync.many import (
@@ -157,12 +157,12 @@ def test_a_rank_that_is_late_lets_the_same_publish_go_ahead() -> None:
         ranks = [stack.enter_context(Adapters(server.endpoint, exchange=rank, ranks=2)) for rank in world]
         greedy, other = made(2), made(5)  # both ranks own a part of them
 
-        def publish(spec: AdapterSpec, version: int, late_s: float = 0.0) -> list[PublishHandle]:
+        def publish(spec: AdapterSpec, version: int, late_s: float = 0.0) -> list[PublishJob]:
             handles = [ranks[0].publish(spec, version)]
             time.sleep(late_s)
             return [*handles, ranks[1].publish(spec, version)]
 
-        def served(handles: list[PublishHandle]) -> None:
+        def served(handles: list[PublishJob]) -> None:
             first, second = [handle.wait() for handle in handles]
             assert first == second
 

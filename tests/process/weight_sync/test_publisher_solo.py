@@ -62,7 +62,7 @@ class Solo:
             config=config,
             exchange=SoloExchange(),
             secret=SECRET,
-            role=Leader(
+            leader=Leader(
                 run=RUN,
                 secret=secret,
                 servers=[s.endpoint for s in servers],

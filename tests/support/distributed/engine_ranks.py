@@ -189,8 +189,8 @@ def make_spec(name: str, path: str, case: Case, targets: tuple[str, ...] = TARGE
 
 def export_gradients(engine: AdapterEngine, name: str = "a") -> list[tuple[str, Tensor]]:
     """The summed gradients under their wire names: reduced like a step does, exported in the weights' place."""
-    memory = engine._residents[name].memory
-    engine._residents[name].trained()._reduce(DENOMINATOR)
+    memory = engine.resident(name).memory
+    engine.resident(name).trained()._reduce(DENOMINATOR)
     weights = memory.weights.clone()
     memory.weights.copy_(memory.grads)
     exported = list(engine.export_adapter(name))
@@ -228,7 +228,7 @@ def exercise(path: str, case: Case, wire: dict[str, Any]) -> dict[str, Any]:
     seen["stats"] = engine.forward_backward(batch, loss_fn, need_entropy=True)
     seen["step"] = engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr).values
     seen["stepped"] = numpy_of(engine.export_adapter("a"))
-    memory = engine._residents["a"].memory
+    memory = engine.resident("a").memory
     seen["shared"] = memory.weights[slice(*memory.arena.extent(Range.EXPERT_WHOLE))].numpy().tobytes()
     seen["base_after"] = engine.logprobs(batch, adapter=None).numpy()
     seen["frozen_moved"] = [n for n, p in frozen_weights(engine).items() if not torch.equal(p, frozen[n])]
@@ -249,7 +249,7 @@ def dropped(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Ten
         seen[f"{step}_stats"] = engine.forward_backward(mine, loss_fn, need_entropy=True)
         seen[step] = numpy_of(export_gradients(engine, "d"))
         if step == "again":
-            engine._residents["d"].trained().set_clock(1)
+            engine.resident("d").trained().step_count = 1
     seen["scores"] = engine.logprobs(batch, adapter="d").numpy()
     return seen
 
@@ -319,7 +319,7 @@ def many_steps(
         if other:
             passes(other, 60 + step)
         passes(spec.name, 30 + step)
-        gradients.append(engine._residents[spec.name].memory.grads.numpy().tobytes())
+        gradients.append(engine.resident(spec.name).memory.grads.numpy().tobytes())
         if other:
             engine.optim_step(other, DENOMINATOR, OPTIMIZER.lr)
             passes(other, 90 + step)

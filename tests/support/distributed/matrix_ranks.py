@@ -172,8 +172,8 @@ def check_modules(kind: str, module: nn.Module, adapter: dict[str, Tensor], layo
     """Every adapted module of this rank against hand-made slices; returns how many there were."""
     from megatron.core import parallel_state
 
-    from areal_lora.engine.megatron_utils.experts import GroupedLinear
     from areal_lora.engine.megatron_utils.lora import AdaptedLinear
+    from areal_lora.engine.megatron_utils.modules import GroupedLinear
 
     ep = parallel_state.get_expert_model_parallel_rank()
     each = EXPERTS.get(kind, 0) // parallel_state.get_expert_model_parallel_world_size()
@@ -226,7 +226,7 @@ def one_adapter(kind: str, module: nn.Module, model: ShardedModel, spec: Adapter
             continue
         shard = memory.shard(dtype)
         flat = np.zeros(shard.nbytes if shard else 0, dtype=np.uint8)
-        done = list(memory.fill_shard(dtype, flat, groups))
+        done = list(memory.packer(dtype).fill(memory.weights, flat, groups))
         if shard is None:
             assert done == []
             continue

@@ -41,14 +41,14 @@ def data() -> tuple[Datum, ...]:
 
 def digest(engine: AdapterEngine, adapter: str) -> str:
     """Of this rank's weights, moments and clock."""
-    memory = engine._residents[adapter].memory
+    memory = engine.resident(adapter).memory
     flats = [memory.weights, *memory.moments.values()]
     raw = b"".join(flat.numpy().tobytes() for flat in flats)
-    return hashlib.sha256(raw + str(engine.step_count(adapter)).encode()).hexdigest()
+    return hashlib.sha256(raw + str(engine.resident(adapter).trained().step_count).encode()).hexdigest()
 
 
 def weights(engine: AdapterEngine, adapter: str) -> Any:
-    return engine._residents[adapter].memory.weights.clone().numpy()
+    return engine.resident(adapter).memory.weights.clone().numpy()
 
 
 def by_hand(loss: Loss, settings: LossSettings = DEFAULTS) -> Any:

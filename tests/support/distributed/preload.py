@@ -11,7 +11,7 @@ from areal_lora.engine import megatron_engine  # noqa: E402, F401
 from areal_lora.engine.fsdp_utils import fsdp_model  # noqa: E402, F401
 from areal_lora.rollout import main as rollout_main  # noqa: E402, F401
 from areal_lora.trainer import build, loop, main  # noqa: E402, F401
-from areal_lora.weight_sync import blocks  # noqa: E402
+from areal_lora.weight_sync import kernels  # noqa: E402
 from tests.support.engine.vllm_ext import stand_in  # noqa: E402, F401
 from tests.support.weight_sync import memory_server  # noqa: E402, F401
 
@@ -19,5 +19,5 @@ torch.set_num_threads(1)
 
 # The compiled copies are loaded from their cache once, too.
 _memory = torch.zeros(2)
-_block = blocks.Block(src=0, src_pitch=4, dst=4, dst_pitch=4, rows=1, cols=1)
-blocks.TensorBlocks.of([[_block]], "float32", "float32").copy(_memory.data_ptr(), _memory.data_ptr())
+_block = kernels.Block(src=0, src_pitch=4, dst=4, dst_pitch=4, rows=1, cols=1)
+kernels.TensorBlocks.of([[_block]], "float32", "float32").copy(_memory.data_ptr(), _memory.data_ptr())

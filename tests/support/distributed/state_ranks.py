@@ -44,7 +44,7 @@ def train(engine: AdapterEngine, steps: int) -> list[dict[str, float]]:
     batch, seen = make_batch(make_rows()), []
     for _ in range(steps):
         engine.forward_backward(batch, loss_fn, need_entropy=True)
-        lr = learning_rate(ADAM, engine._residents["a"].optimizer.step_count, 10)
+        lr = learning_rate(ADAM, engine.resident("a").optimizer.step_count, 10)
         seen.append(engine.optim_step("a", DENOMINATOR, lr).values)
     return seen
 

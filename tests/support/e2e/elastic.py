@@ -47,7 +47,7 @@ class ElasticRun:
         return set(published_indices(self.run_folder, "server"))
 
     def add(self, servers: int, grace_s: float = 20.0) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "areal_lora.launcher.add_servers", str(self.folder)]
+        command = [sys.executable, "-m", "areal_lora", "add-servers", str(self.folder)]
         command += ["--servers", str(servers), "--grace-s", f"{grace_s:g}"]
         with (self.folder.parent / f"added-{len(self.added)}.out").open("wb") as output:
             process = subprocess.Popen(

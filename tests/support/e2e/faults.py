@@ -35,7 +35,7 @@ from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
-from areal_lora.weight_sync.trainer.packed_shard import Pack
+from areal_lora.weight_sync.trainer.publish_job import Pack
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.weight_sync.adapters import pack_of
 
@@ -145,7 +145,7 @@ def small_effects(
             run=config.run.name,
             config=config.weight_sync,
             exchange=SoloExchange(),
-            role=leader,
+            leader=leader,
             secret=read_secret(config.run_folder),
         )
     )
@@ -194,7 +194,7 @@ def main(run_folder: Path) -> None:
             run=config.run.name,
             config=config.weight_sync,
             exchange=SoloExchange(),
-            role=leader,
+            leader=leader,
             secret=read_secret(RunFolder(run_folder)),
         )
     )

@@ -51,7 +51,7 @@ def main(engine_name: str, dtype: str, recompute: str, kind: str, file: str) -> 
     batch = make_batch([[token % vocabulary for token in row] for row in make_rows()])
     logprobs = engine.logprobs(batch, temperature=TEMPERATURE, adapter="a")
     engine.forward_backward(batch, loss_fn, temperature=TEMPERATURE, need_entropy=True)
-    gradient = engine._residents["a"].memory.grads
+    gradient = engine.resident("a").memory.grads
     np.savez(file, logprobs=logprobs.cpu().numpy(), gradient=gradient.cpu().numpy())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.families.registry import known_config
 from areal_lora.launcher import run, watch
-from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
+from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import EXAMPLES
 
@@ -33,17 +34,7 @@ def main() -> int:
         for role, index, code in processes
     )
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    dummy = JobPlan(
-        run_folder=RunFolder(folder),
-        pools=plan.pools,
-        processes=specs,
-        ports=(),
-        files=(),
-        ranks=(),
-        estimates=plan.estimates,
-        memory=plan.memory,
-        what_if=plan.what_if,
-    )
+    dummy = replace(plan, run_folder=RunFolder(folder), processes=specs)
     run.STOP_GRACE_S = float(sys.argv[2])
     watch.HEARTBEAT_TIMEOUT_S = float(os.environ.get("HEARTBEAT_TIMEOUT_S", watch.HEARTBEAT_TIMEOUT_S))
     watch.EARLY_END_S = float(os.environ.get("EARLY_END_S", watch.EARLY_END_S))

@@ -30,7 +30,10 @@ class Resident:
     optimizer: OptimizerConfig
     parts: dict[str, Tensor] = field(default_factory=lambda: {part: torch.zeros(VOCABULARY) for part in PARTS})
     gradient: Tensor = field(default_factory=lambda: torch.zeros(VOCABULARY))
-    step: int = 0
+    step_count: int = 0
+
+    def trained(self) -> Resident:
+        return self
 
 
 class ToyEngine:
@@ -81,23 +84,20 @@ class ToyEngine:
             return StepStats(values={"grad_norm": norm, "lr": lr, "skipped": 1.0})
         if values.max_grad_norm is not None:
             gradient = gradient * min(1.0, values.max_grad_norm / (norm + 1e-6))
-        it.step += 1
+        it.step_count += 1
         weight, first, second = (it.parts[part] for part in PARTS)
         first.mul_(values.beta1).add_(gradient, alpha=1 - values.beta1)
         second.mul_(values.beta2).add_(gradient**2, alpha=1 - values.beta2)
         weight.mul_(1 - lr * values.weight_decay)
-        root = (second / (1 - values.beta2**it.step)).sqrt() + values.eps
-        weight.sub_(lr * first / (1 - values.beta1**it.step) / root)
+        root = (second / (1 - values.beta2**it.step_count)).sqrt() + values.eps
+        weight.sub_(lr * first / (1 - values.beta1**it.step_count) / root)
         return StepStats(values={"grad_norm": norm, "lr": lr, "skipped": 0.0})
 
     def discard_gradients(self, adapter: str) -> None:
         self.residents[adapter].gradient.zero_()
 
-    def step_count(self, adapter: str) -> int:
-        return self.residents[adapter].step
-
-    def adapter_spec(self, adapter: str) -> AdapterSpec:
-        return self.residents[adapter].spec
+    def resident(self, name: str) -> Resident:
+        return self.residents[name]
 
     def base_digest(self) -> str:
         return "toy"
@@ -105,12 +105,12 @@ class ToyEngine:
     def export_state(self, adapter: str) -> AdapterState:
         it = self.residents[adapter]
         parts = {part: values.numpy().copy() for part, values in it.parts.items()}
-        return AdapterState(step=it.step, shapes={NAME: (VOCABULARY,)}, parts=parts)
+        return AdapterState(step=it.step_count, shapes={NAME: (VOCABULARY,)}, parts=parts)
 
     def load_state(self, adapter: str, parts: Mapping[str, Mapping[str, np.ndarray]], step: int) -> None:
         it = self.residents[adapter]
         it.parts = {part: torch.tensor(np.asarray(parts[part][NAME])) for part in PARTS}
-        it.step = step
+        it.step_count = step
 
     def _scores(self, batch: TrainBatch, logits: Tensor) -> Tensor:
         first = torch.zeros(batch.n_tokens, dtype=torch.bool)

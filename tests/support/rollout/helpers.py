@@ -16,8 +16,8 @@ from areal_lora.rollout.controller.eval_sets import EvalSet, HeldOut, sampling_o
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import Pacing, StalenessBudget
-from areal_lora.rollout.ledger.file import LedgerFile, LedgerSnapshot
-from areal_lora.rollout.ledger.ledger import Ledger
+from areal_lora.rollout.ledger.file import LedgerFile
+from areal_lora.rollout.ledger.ledger import Ledger, LedgerSnapshot
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Sample, Trajectory, TrajectoryGroup
 from tests.support.clocks import Clock

@@ -34,6 +34,8 @@ class PatientClient(ControllerClient):
                 return found
             self.poll(())
 
-    def stats(self, adapter: str) -> m.Stats:
-        reply: m.Stats = self._session.request(m.GetStats(adapter=adapter), m.Stats)
-        return reply
+    def lacking(self, adapter: str, step: int) -> m.Lacking:
+        """What the adapter's next batch, of ``step``, lacks; there must not be one."""
+        reply = self.poll((m.StepRequest(adapter=adapter, step=step, version=step),), 0.2)
+        assert isinstance(reply, m.NotReady)
+        return reply.lacking[0]

@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from areal_lora.config.models import WorkflowConfig
 from areal_lora.config.sections.task import EvalSetConfig, FunctionReward
+from areal_lora.rollout import main as rollout_main
+from areal_lora.rollout.channel.channel_messages import Stats
+from areal_lora.rollout.controller.controller import Controller
 from areal_lora.rollout.main import adapter_data, serve
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
@@ -44,6 +49,9 @@ class Running:
     endpoint: Endpoint
     servers: tuple[FakeServer, ...]
     ended: Any  # the controller's future
+    stats: Callable[
+        [str], Stats
+    ]  # of an adapter, as the controller counts them; raises RolloutError for an unknown one
     folder: Path
     entry: Any  # the configuration of `NAME`
 
@@ -90,12 +98,27 @@ def controllers(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         others = [entry.model_copy(update={"name": name, **fields}) for name, fields in (twins or {}).items()]
         made = made.model_copy(update={"adapters": [entry, *others]})
         data = [adapter_data(made, each, CharTokenizer()) for each in made.adapters]
+        built: list[Controller] = []
+
+        class Kept(Controller):
+            def __init__(self, *args: Any, **settings: Any) -> None:
+                super().__init__(*args, **settings)
+                built.append(self)
+
+        async def counted(adapter: str) -> Stats:
+            return built[0].adapter(adapter).feed.stats()
+
+        def stats(adapter: str) -> Stats:
+            return loop.run(counted(adapter))
+
         work = serve(made, RunFolder(tmp_path), data, stop)
-        ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
-        endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, 20, lambda: not ended.done())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rollout_main, "Controller", Kept)
+            ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
+            endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, 20, lambda: not ended.done())
         client = PatientClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
         client.hello({adapter.name: 0 for adapter in made.adapters}, {})
-        started.append(Running(client, endpoint, servers, ended, tmp_path, entry))
+        started.append(Running(client, endpoint, servers, ended, stats, tmp_path, entry))
         return started[-1]
 
     yield start

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
-from areal_lora.rollout.controller.retries import RequestFailure
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
 from areal_lora.rollout.workflow import Episode
@@ -121,10 +121,11 @@ class Simulation:
             return
         if ticket.version is None:
             return
-        wait_s = self.feed.retry(ticket, RequestFailure("injected", "", retryable=self.rng.random() < 0.9))
+        kind = FaultKind.SERVER_ERROR if self.rng.random() < 0.9 else FaultKind.REJECTED
+        wait_s = self.feed.retry(ticket, GenerationFault(kind, ""))
         if wait_s is None:
             self.note("tries used up")
-            self.judge.lost(ticket, "injected")
+            self.judge.lost(ticket, kind)
         else:
             self.judge.live[ticket.prompt.position].asked = -1
             self.at(wait_s, lambda: self.again(session, ticket))

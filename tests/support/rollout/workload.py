@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import Pacing
-from areal_lora.rollout.controller.retries import RequestFailure
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
 from tests.support.clocks import Clock
@@ -151,7 +151,7 @@ class Workload:
 
     def ended(self, ticket: Ticket) -> None:
         if self.chance.random() < self.failing:
-            wait_s = self.feed.retry(ticket, RequestFailure("injected", ""))
+            wait_s = self.feed.retry(ticket, GenerationFault(FaultKind.SERVER_ERROR, ""))
             if wait_s is not None:
                 self.at(wait_s, lambda: self.begin(ticket))
             return

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.service.refused import ErrorBody
 from tests.support.service.running import section
 from tests.support.tinker.tenant_world import World
 
@@ -48,6 +47,16 @@ class Shot:
 
 
 REFUSED = frozenset({401, 404, 405, 410, 413, 422, 429})
+
+
+class ErrorDetail(msgspec.Struct, forbid_unknown_fields=True):
+    path: str
+    reason: str
+    fix: str
+
+
+class ErrorBody(msgspec.Struct, forbid_unknown_fields=True):
+    error: ErrorDetail
 
 
 def typed(status: int, kind: str, content: bytes, said: str) -> None:

@@ -29,7 +29,7 @@ from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import Key, Quota, digest_of, new_key
 from areal_lora.service.queue.queue_store import Store
 from areal_lora.service.queue.queue_writer import Writer
-from areal_lora.service.tinker.sdk import Sdk
+from areal_lora.service.tinker.routes import Sdk
 from tests.support.paths import EXAMPLES
 
 

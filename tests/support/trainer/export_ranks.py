@@ -70,7 +70,7 @@ class Engine:
         held = {name: values(name, shapes[name]) for name in self.memory.held_names()}
         self.memory.load(self.memory.weights, held)
 
-    def _adapter(self, name: str) -> Any:
+    def resident(self, name: str) -> Any:
         return SimpleNamespace(memory=self.memory)
 
     def adapter_layout(self, adapter: str, dtype: str = "float32") -> AdapterLayout:

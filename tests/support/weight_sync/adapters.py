@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from areal_lora.weight_sync.layout import AdapterLayout
-from areal_lora.weight_sync.trainer.packed_shard import Pack
+from areal_lora.weight_sync.trainer.publish_job import Pack
 
 
 def moe_shapes(

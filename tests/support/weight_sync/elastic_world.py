@@ -1,7 +1,7 @@
 """Servers that come and go in virtual time, around the real leader, membership, watcher, router and feed.
 
 The servers, their network and the trainer's transfers are simulated; nothing sleeps. A server that leaves takes part
-in publishes until it is dismissed or its grace is over, like ``vllm_ext.server.leaving``; one that crashes does not.
+in publishes until it is dismissed or its grace is over, like ``vllm_ext.server.gate``; one that crashes does not.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.rollout import routing
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.groups import Ticket
-from areal_lora.rollout.controller.retries import generation_failure
 from areal_lora.rollout.controller.runtime import Capacity
 from areal_lora.rollout.routing import Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, ShardManifest
@@ -32,11 +30,9 @@ from areal_lora.weight_sync.manifest import adapter_digest
 from areal_lora.weight_sync.messages import JoinReply, PingReply, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.trainer import fleet, leader, membership, publish_job
-from areal_lora.weight_sync.trainer.decisions import Attempt, Fail, Failure, FinishPublish, Sent, Wait
+from areal_lora.weight_sync.trainer.decisions import Attempt, Fail, Failure, FinishPublish, PublishReport, Sent, Wait
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import WATCH_S
-from areal_lora.weight_sync.trainer.report import PublishReport
-from areal_lora.weight_sync.trainer.role import AttemptOutcome, Event, StartOutcome, WaitOutcome
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, episode, feed, stream
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, share, values
@@ -277,7 +273,7 @@ class World:
 
     def failed(self, ticket: Ticket, fault: GenerationFault) -> None:
         self.happened[f"fault {fault.kind}"] += 1
-        wait_s = self.feed.retry(ticket, generation_failure(fault))
+        wait_s = self.feed.retry(ticket, fault)
         if wait_s is not None:
             self.at(wait_s, lambda: self.begin(ticket))
 
@@ -298,7 +294,7 @@ class World:
     def publish(self, version: int) -> None:
         """The publish of a version, as the publisher's thread does it."""
         config = self.config
-        made = publish_job.Job(
+        made = publish_job.PublishJob(
             manifest=ShardManifest(
                 run=RUN, ref=ref(version, NAME), parent=None, base_digest=BASE, layout=self.layout.digest
             ),
@@ -306,27 +302,27 @@ class World:
             shard=None,  # type: ignore[arg-type]
             probe=None,
             began_s=self.clock.now,
-            budget=publish_job.Budget.start(config),
+            budget=publish_job.Budget(config),
         )
-        event: Event = StartOutcome()
+        results: list[Sent] | None = None
         crashed = self.happened["crashed"]
         while True:
-            match self.leader.decide(made, event, SoloExchange()):
+            match self.leader.decide(made, results):
                 case FinishPublish(report=report):
                     self.leader.conclude(made)
                     break
                 case Fail(failure=failure):
                     raise AssertionError(f"v{version} was lost: {failure}")
                 case Wait():
-                    event = WaitOutcome()
+                    results = None
                 case Attempt() as attempt:
-                    event = AttemptOutcome([self.attempt(made, attempt)])
+                    results = [self.attempt(made, attempt)]
         self.reports.append(report)
         if crashed == self.happened["crashed"]:
             known = any(not self.sessions[s].alive for s in self.leader.roster.members)
             assert report.attempts == 1 or self._crashes, f"v{version}: {report.attempts} attempts, {known}"
 
-    def attempt(self, made: publish_job.Job, attempt: Attempt) -> Sent:
+    def attempt(self, made: publish_job.PublishJob, attempt: Attempt) -> Sent:
         """One transfer, which a member that is dead breaks for the others, too."""
         self.attempts += 1
         members = self.leader.roster.members
@@ -367,7 +363,6 @@ class World:
             patch.setattr(leader, "Fleet", lambda *_: self.fleet)
             patch.setattr(routing.asyncio, "sleep", _yield)
             patch.setattr(membership, "watched_thread", lambda *_: types.SimpleNamespace(join=lambda: None))
-            patch.setattr(membership.Membership.__init__, "__defaults__", (self.clock,))
             self.start()
             self.leader = Leader(
                 run=RUN, secret=SECRET, servers=self.present(), config=self.config, watch=self, on_active=self.on_active
@@ -382,7 +377,7 @@ class World:
                 self.leader.close()
 
     def _watch(self) -> None:
-        watcher = self.leader.roster._watcher
+        watcher = self.leader.roster.watcher
         assert watcher is not None
         watcher.look()
         self.at(WATCH_S, self._watch)

@@ -7,7 +7,7 @@ import torch
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.manifest import Announcement
-from areal_lora.weight_sync.trainer.packed_shard import PackedShard
+from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.weight_sync.adapters import moe_shapes, pack_of
 
 RUN, BASE, SECRET = "run-1", "base-digest", "5e" * 32

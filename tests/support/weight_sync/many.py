@@ -19,10 +19,8 @@ from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.messages import ServerEndpoint, covered
 from areal_lora.weight_sync.trainer.leader import Leader
-from areal_lora.weight_sync.trainer.publish_job import PublishHandle
+from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from areal_lora.weight_sync.trainer.role import Follower
-from areal_lora.weight_sync.trainer.source_group import SourceGroup
 from tests.support.weight_sync.adapters import moe_shapes, pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET
 from tests.support.weight_sync.memory_server import MemoryServer
@@ -119,9 +117,9 @@ class Adapters:
         self.waits: list[tuple[AdapterRef, str]] = []
         self._ranks, exchange = ranks, exchange or SoloExchange()
         sync = WeightSyncConfig(**({"timeout_s": 120.0, "bucket_mib": 0.001} | config))
-        role: Leader | Follower = Follower()
+        leader = None
         if exchange.rank == 0:
-            role = Leader(
+            leader = Leader(
                 run=RUN,
                 secret=SECRET,
                 servers=servers,
@@ -132,10 +130,10 @@ class Adapters:
             )
         self.rank = exchange.rank
         self.publisher = Publisher(
-            run=RUN, config=sync, exchange=exchange, role=role, secret=SECRET, sources=frozenset(range(ranks))
+            run=RUN, config=sync, exchange=exchange, leader=leader, secret=SECRET, sources=frozenset(range(ranks))
         )
 
-    def publish(self, spec: AdapterSpec, version: int, tensors: Tensors | None = None) -> PublishHandle:
+    def publish(self, spec: AdapterSpec, version: int, tensors: Tensors | None = None) -> PublishJob:
         ref, laid = AdapterRef(name=spec.name, version=version), layout(spec, self._ranks)
         tensors = numbers(spec, version) if tensors is None else tensors
         return self.publisher.publish(ref, None, laid, pack_of(laid, self.rank, tensors), BASE, None)
@@ -149,17 +147,17 @@ class Adapters:
 
 @contextmanager
 def counted_formations() -> Iterator[list[int]]:
-    form, formed = SourceGroup.form, list[int]()
+    form, formed = Publisher._form, list[int]()
 
-    def counting(self: SourceGroup, *args: Any) -> None:
+    def counting(self: Publisher, *args: Any) -> None:
         formed.append(1)
         form(self, *args)
 
-    SourceGroup.form = counting  # type: ignore[method-assign]
+    Publisher._form = counting  # type: ignore[method-assign]
     try:
         yield formed
     finally:
-        SourceGroup.form = form  # type: ignore[method-assign]
+        Publisher._form = form  # type: ignore[method-assign]
 
 
 def train_many(pipe: Connection, rank: int, port: int, server: ServerEndpoint, n: int, rounds: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from areal_lora.types import AdapterStructure
-from areal_lora.weight_sync.blocks import Block, Marks, TensorBlocks
+from areal_lora.weight_sync.kernels import Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.messages import LORA_B
 

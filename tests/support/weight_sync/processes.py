@@ -26,9 +26,8 @@ from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.leader import Leader
-from areal_lora.weight_sync.trainer.packed_shard import PackedShard
+from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from areal_lora.weight_sync.trainer.role import Follower, Role
 from tests.support.distributed.spawn import forking
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, ref, shapes_of, share, spec, values
@@ -120,7 +119,7 @@ class Rank:
         self.active: list[Any] = []
         self.announce_s = 0.0  # how long the controller lets itself be waited for
         self.publisher: Publisher | None = None
-        self.role: Role = Follower()
+        self.leader: Leader | None = None
 
     def announce(self, active: Any) -> None:
         time.sleep(self.announce_s)
@@ -136,9 +135,9 @@ class Rank:
             self.publisher.close()
         self.sources = sources
         sync = WeightSyncConfig(**({"bucket_mib": BUCKET_MIB} | config))
-        self.role = Follower()
+        self.leader = None
         if self.rank == 0:
-            self.role = Leader(
+            self.leader = Leader(
                 run=RUN,
                 secret=SECRET,
                 servers=servers,
@@ -151,7 +150,7 @@ class Rank:
             run=RUN,
             config=sync,
             exchange=self.exchange,
-            role=self.role,
+            leader=self.leader,
             sources=frozenset(sources),
             secret=SECRET,
             backend=backend,
@@ -160,15 +159,15 @@ class Rank:
     def reads(self) -> bool:
         """Whether the receivers of this rank's group read its memory."""
         assert self.publisher is not None
-        return self.publisher._group.same_host
+        return self.publisher._group is not None and self.publisher._group.same_host
 
     def changed(self) -> bool:
         assert self.publisher is not None
         return self.publisher.changed()
 
     def newcomers(self) -> bool:
-        assert isinstance(self.role, Leader)
-        return bool(self.role.roster.available())
+        assert self.leader is not None
+        return bool(self.leader.roster.available())
 
     def last_active(self) -> Any:
         return self.active[-1] if self.active else None

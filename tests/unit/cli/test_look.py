@@ -8,11 +8,11 @@ import pytest
 
 from areal_lora.cli import look as module
 from areal_lora.cli.look import look
-from areal_lora.cli.processes import Holder
 from areal_lora.cli.status import adapter_rows, recorded_config
 from areal_lora.config.models import Config, ServiceConfig
-from areal_lora.launcher.slurm.allocation import write_hosts
+from areal_lora.launcher.slurm.job_query import write_hosts
 from areal_lora.launcher.slurm.states import JobRecord
+from areal_lora.launcher.start import Holder
 from areal_lora.library.runs import load_run
 from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
@@ -117,8 +117,8 @@ def test_processes_of_a_job_are_where_their_steps_are_and_a_lost_node_is_named(
         ("controller-0.1", "n1"),
         ("server-0.1", "n3"),
     ):
-        folder.step(step).mkdir(parents=True)
-        write_hosts(folder.step(step), hosts.split())
+        (folder.steps / step).mkdir(parents=True)
+        write_hosts(folder.steps / step, hosts.split())
     monkeypatch.setattr(module, "look_up", lambda job: JobRecord(id="7", state="RUNNING", nodes="n[1-2]"))
     monkeypatch.setattr(module, "lost_nodes", lambda hosts: {"n3"} & hosts)
     beat(folder, "server", 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from areal_lora.cli.processes import holder, is_free, lock_holders
-from areal_lora.launcher.start import RunLock
+from areal_lora.cli.processes import is_free
+from areal_lora.launcher.start import RunLock, holder, lock_holders
 from areal_lora.run_folder.paths import RunFolder
 
 LOCKS = """\

@@ -10,7 +10,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import adapter_named, adapter_run, adapter_runs, conflict, probe_tolerance, total_steps
-from areal_lora.config.rules.adapter_rules import staleness_fits
+from areal_lora.config.rules.adapter_rules import adapter_list
 from areal_lora.errors import ConfigError
 from tests.support.paths import EXAMPLES
 
@@ -69,8 +69,8 @@ def test_adapters_by_name() -> None:
 
 def test_servers_have_room_for_the_runs_staleness_only() -> None:
     facts = Facts(hf_config=None)
-    assert not list(staleness_fits(load("adapters.0.max_staleness=0"), facts))
-    [finding] = staleness_fits(load("rollout.max_staleness=1", "adapters.0.max_staleness=2"), facts)
+    assert not list(adapter_list(load("adapters.0.max_staleness=0"), facts))
+    [finding] = adapter_list(load("rollout.max_staleness=1", "adapters.0.max_staleness=2"), facts)
     assert (finding.path, "rollout.max_staleness = 1" in finding.reason) == ("adapters.0.max_staleness", True)
 
 

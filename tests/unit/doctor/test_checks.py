@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from areal_lora.config.models import Config
-from areal_lora.doctor.checks import check_all, shared_memory_bytes
-from areal_lora.doctor.doctor_findings import Level
+from areal_lora.doctor.checks import Level, check_all, shared_memory_bytes
 from areal_lora.doctor.probes import (
     BandwidthFacts,
     CanaryFacts,
@@ -50,7 +49,6 @@ NODE = NodeFacts(
     resolved=["10.4.0.1"],
     address="10.4.0.1",
     open_files=65536,
-    open_files_most=65536,
     shared_memory_bytes=8 << 30,
     clock_ahead_s=0.01,
     gpus=[GPU] * 8,

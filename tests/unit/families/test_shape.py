@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal_lora.families.registry import known_config, known_models, unsupported
+from areal_lora.families.registry import PUBLISHED, known_config, unsupported
 from areal_lora.families.shape import ModelShape
 from tests.support.paths import TINY_MODEL
 
@@ -39,7 +39,7 @@ def test_base_sizes_are_the_published_ones(name: str, billions: float) -> None:
     assert shape_of(name).parameters / 1e9 == pytest.approx(billions, abs=0.005)
 
 
-@pytest.mark.parametrize("name", known_models())
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_equal_those_of_transformers(name: str) -> None:
     """Every known model is built by transformers on the meta device, which holds no numbers."""
     config = dict(known_config(name) or {})

@@ -10,9 +10,14 @@ import pytest
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
+from areal_lora.config.sizing.memory import version_bytes
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import known_config
-from areal_lora.launcher.plan import JobPlan, make_plan, rank_coordinates
+from areal_lora.families.shape import base_bytes
+from areal_lora.families.sites import adapter_size
+from areal_lora.launcher.dry_run import ports, rank_coordinates
+from areal_lora.launcher.plan import JobPlan, make_plan
 from tests.support.paths import EXAMPLES
 
 MOE = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"]
@@ -20,8 +25,12 @@ EMBEDDED = [*MOE, EXAMPLES / "embedded.yaml"]
 DENSE = [EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"]
 
 
+def config_of(paths: list[Path], *overrides: str) -> Config:
+    return load_config(paths, ["run.root=/r", *overrides])
+
+
 def plan_of(paths: list[Path], *overrides: str) -> JobPlan:
-    config = load_config(paths, ["run.root=/r", *overrides])
+    config = config_of(paths, *overrides)
     folder = Path(config.model.path)
     hf = json.loads((folder / "config.json").read_text()) if folder.is_dir() else known_config(config.model.path)
     return make_plan(config, Facts(hf_config=hf))
@@ -49,7 +58,7 @@ def test_embedded_processes() -> None:
         ("trainer-1", (sys.executable, "-m", "areal_lora.trainer.main", *run), trainer(1)),
     ]
     assert {p.node for p in plan.processes} == {0}
-    assert [(p.process, p.plane, p.host, p.port) for p in plan.ports] == [
+    assert ports(config_of(EMBEDDED)) == [
         ("trainer-0", "store", "127.0.0.1", 0),
         ("controller-0", "control", "127.0.0.1", 0),
         ("server-0", "data", "127.0.0.1", 0),
@@ -104,8 +113,8 @@ def test_roles_have_their_own_interpreter() -> None:
 
 
 def test_fixed_ports_are_consecutive() -> None:
-    plan = plan_of(EMBEDDED, "rollout.port=4000", "rollout.servers=2")
-    assert [p.port for p in plan.ports if p.plane == "data"] == [4000, 4001]
+    config = config_of(EMBEDDED, "rollout.port=4000", "rollout.servers=2")
+    assert [p.port for p in ports(config) if p.plane == "data"] == [4000, 4001]
 
 
 def test_rank_coordinates_cover_every_layout_once() -> None:
@@ -122,13 +131,16 @@ def test_rank_coordinates_cover_every_layout_once() -> None:
     assert [c.pp for c in coordinates] == [0] * 8 + [1] * 8
 
 
-def test_estimates_of_both_jobs() -> None:
-    big, small = plan_of(MOE).estimates, plan_of(EMBEDDED).estimates
-    assert big.resident_versions == small.resident_versions == 4
-    assert big.base_bytes == pytest.approx(61.06e9, rel=1e-3)
-    (adapter,) = big.adapters
-    assert (adapter.size.names, adapter.size.tensors) == (37_248, 31_008)
-    assert adapter.wire_bytes == 2 * adapter.size.parameters
-    (tiny,) = small.adapters
-    assert (tiny.size.names, tiny.size.tensors) == (4 * (8 + 8 * 6), 4 * (6 + 8 * 5))
-    assert tiny.wire_bytes == 4 * tiny.size.parameters, "fp32 on the wire in the embedded run"
+def test_sizes_of_both_jobs() -> None:
+    big, small = (plan_of(paths).shape for paths in (MOE, EMBEDDED))
+    (of_big, of_small) = (config_of(paths) for paths in (MOE, EMBEDDED))
+    assert of_big.rollout.resident_versions == of_small.rollout.resident_versions == 4
+    assert base_bytes(big, of_big.model.dtype) == pytest.approx(61.06e9, rel=1e-3)
+    (adapter,) = of_big.adapters
+    size = adapter_size(big, adapter.spec(""))
+    assert (size.names, size.tensors) == (37_248, 31_008)
+    assert version_bytes(of_big, big, adapter) == 2 * size.parameters
+    (tiny,) = of_small.adapters
+    size = adapter_size(small, tiny.spec(""))
+    assert (size.names, size.tensors) == (4 * (8 + 8 * 6), 4 * (6 + 8 * 5))
+    assert version_bytes(of_small, small, tiny) == 4 * size.parameters, "fp32 on the wire in the embedded run"

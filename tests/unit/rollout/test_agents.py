@@ -18,7 +18,6 @@ from areal_lora.algorithms.losses import k1
 from areal_lora.data.collate import collate
 from areal_lora.rollout.agents import MAX_BODY_BYTES, AgentGateway, AgentTask, AgentWorkflow
 from areal_lora.rollout.completion_client import GenerationFault
-from areal_lora.rollout.routing import server_observer
 from areal_lora.rollout.workflow import Episode
 from areal_lora.tasks.scorer import Score
 from areal_lora.types import Outcome
@@ -216,24 +215,6 @@ def test_each_completion_is_of_the_newest_version() -> None:
 
     for made in asyncio.run(main()).group.trajectories:
         assert [v for v in made.versions if v >= 0][-3:] == [2, 2, 2]
-
-
-def test_the_group_is_told_which_servers_it_runs_on() -> None:
-    told: list[str] = []
-
-    async def agent(task: AgentTask) -> float:
-        await say(task, [user("hi")])
-        return 1.0
-
-    fake = FakeServer(models={str(V1)}, answer=answer)
-
-    async def main() -> None:
-        async with served(fake, Graded()) as context, AgentGateway() as gateway:
-            server_observer.set(told.append)
-            await AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent).run(PROMPT, V1, seed=7)
-
-    asyncio.run(main())
-    assert told == [fake.url] * 2
 
 
 # ------------------------------------------------------------ keys

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import FolderEntry, RunFolder
 from tests.support.paths import ROOT
 
 FOLDER = RunFolder(Path("runs/x"))
@@ -23,7 +23,7 @@ NAMES = sorted(
     {
         name
         for attribute, value in vars(RunFolder).items()
-        if isinstance(value, property) and attribute not in ("name", "lock", "owner")
+        if isinstance(value, FolderEntry)
         for name in [getattr(FOLDER, attribute).name]
         if "." in name or name in ("rendezvous", "heartbeats", "checkpoints", "tensorboard", "stacks")
     }

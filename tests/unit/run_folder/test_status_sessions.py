@@ -25,11 +25,11 @@ def test_the_next_session_finds_neither_the_endpoints_nor_the_secret_of_the_last
 
 
 def test_commands_outside_of_the_job_find_the_current_session(tmp_path: Path) -> None:
-    assert RunFolder.current(tmp_path).living_root == tmp_path
+    assert RunFolder.current(tmp_path).secret.parent == tmp_path
     begin_session(RunFolder(tmp_path, "17-1"))
-    assert RunFolder.current(tmp_path).living_root == tmp_path / "sessions" / "17-1"
+    assert RunFolder.current(tmp_path).secret.parent == tmp_path / "sessions" / "17-1"
     begin_session(RunFolder(tmp_path, ""))
-    assert RunFolder.current(tmp_path).living_root == tmp_path
+    assert RunFolder.current(tmp_path).secret.parent == tmp_path
     assert not (tmp_path / "sessions").exists()
 
 

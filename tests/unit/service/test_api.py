@@ -25,8 +25,8 @@ from areal_lora.service import http
 from areal_lora.service.main import bound
 from areal_lora.service.queue import queue_writer
 from areal_lora.service.queue.queue_rows import Quota, Tables
-from areal_lora.service.refused import ErrorBody
 from tests.support.checkpoint import trained_run
+from tests.support.service.hostile import ErrorBody
 from tests.support.service.running import Running, data_plane, running, section, service_config
 
 Scene = Callable[[Running], Awaitable[None]]

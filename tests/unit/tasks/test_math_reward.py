@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from areal_lora.config.sections.task import BuiltInReward
-from areal_lora.tasks.rewards import RewardSpec, reward_call
+from areal_lora.tasks.rewards import reward_call
 from areal_lora.tasks.scorer import ScoreItem, ScorerPool
 from areal_lora.types import Outcome
 
 pytest.importorskip("math_verify")
-math_verify = reward_call(RewardSpec(kind="math_verify")).function
+math_verify = reward_call("math_verify").function
 
 
 @pytest.mark.parametrize(

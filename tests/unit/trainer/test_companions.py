@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -35,8 +36,8 @@ class Engine:
         self.specs[name] = replace(self.specs[adapter], name=name)
         self.copied.append((adapter, name))
 
-    def adapter_spec(self, adapter: str) -> AdapterSpec:
-        return self.specs[adapter]
+    def resident(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(spec=self.specs[name])
 
     def load_state(self, adapter: str, parts: object, step: int) -> None:
         self.loaded.append((adapter, step))

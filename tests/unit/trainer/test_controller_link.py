@@ -59,7 +59,7 @@ def make(folder: Path, made: Config) -> tuple[ControllerLink, Client]:
 
 
 def held_out(version: int, **figures: Any) -> EvalResult:
-    sample = EvalSample(uid="s0", prompt="1+1=", completion="?", answer="2", reward=None, correct=None, version=version)
+    sample = EvalSample(prompt="1+1=", completion="?", answer="2", reward=None, correct=None)
     measured = {"accuracy": 0.5, "reward_mean": 0.4, "n": 8, **figures}
     found = EvalSetResult(name="held-out", wall_s=1.0, samples=(sample,), **measured)
     return EvalResult(adapter=NAME, version=version, tag="held-out", wall_s=1.0, sets=(found,))

@@ -16,9 +16,9 @@ from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.data.collate import scoring_batch
 from areal_lora.distributed.exchange import SoloExchange
-from areal_lora.engine.base import TrainEngine
+from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
-from areal_lora.obs.trace import Spans
+from areal_lora.obs.run_view import Spans
 from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.learn import annotate, learn, make_loss
@@ -42,7 +42,7 @@ def _with(adapter: Adapter, *, minibatches: int, optimizer: dict[str, Any] | Non
     )
 
 
-def _learn(engine: TrainEngine, adapter: Adapter, batch: TrainBatch):
+def _learn(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch):
     """From version 4."""
     return learn(engine, adapter, annotate(engine, adapter, batch), version=4, base_dtype="float32", lr=0.5)
 

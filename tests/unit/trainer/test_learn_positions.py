@@ -16,7 +16,7 @@ from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack, to_sequences
 from areal_lora.errors import AlignmentError
-from areal_lora.obs.trace import Spans
+from areal_lora.obs.run_view import Spans
 from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.learn import annotate, learn
@@ -141,7 +141,7 @@ def test_a_run_whose_alignment_breaks_is_stopped_in_that_step(
         return batch, {}
 
     monkeypatch.setattr(loop, "batch_of", batch_of)
-    for name in ("join_checkpoint", "save_and_publish", "start_audit"):
+    for name in ("join_checkpoint", "save_and_publish"):
         monkeypatch.setattr(loop, name, lambda *_: None)
     monkeypatch.setattr(loop, "collect_audit", lambda *_: None)
     state = TrainingState(adapter=make_adapter(), version=lag)

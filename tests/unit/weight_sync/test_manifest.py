@@ -11,7 +11,7 @@ import pytest
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
-from areal_lora.weight_sync.manifest import Envelope, check_layout, check_successor, decode, encode
+from areal_lora.weight_sync.manifest import EncodedAnnouncement, check_layout, check_successor, decode, encode
 from areal_lora.weight_sync.refusal import RefusalReason
 from tests.support.weight_sync.adapters import moe_shapes
 from tests.support.weight_sync.helpers import BASE, RUN, announce, layout_of, ref, share, spec, values
@@ -56,11 +56,13 @@ def test_encoding_round_trips_and_is_strict(layout):
     for announcement in (announce(layout), announce(layout, known=True)):
         data = encode(announcement)
         assert decode(data) == announcement
-        sealed = Envelope(announcement.manifest, announcement.layout)
+        layout_bytes = msgspec.Raw(msgspec.msgpack.encode(announcement.layout))
+        sealed = EncodedAnnouncement(manifest=announcement.manifest, layout=layout_bytes)
         for timeout_s in (10.0, 0.25):  # what remains when each server is notified
             want = msgspec.structs.replace(announcement, timeout_s=timeout_s)
-            assert sealed.seal(timeout_s) == encode(want)
-            assert decode(sealed.seal(timeout_s)) == want
+            sent = encode(msgspec.structs.replace(sealed, timeout_s=timeout_s))
+            assert sent == encode(want)
+            assert decode(sent) == want
     data = encode(announce(layout))
     assert isinstance(decode(data).layout.structure.expert_layout, ExpertLayout)
     assert decode(data).layout.digest == layout.digest

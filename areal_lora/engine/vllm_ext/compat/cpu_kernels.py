@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms.cpu import CpuPlatform
 
 from areal_lora.engine.vllm_ext.cpu.loops import BatchSlots, add_lora_rows
-from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertProduct, ExpertRuns, moe_lora
+from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertProduct, Runs, moe_lora
 from areal_lora.errors import AdapterError
 from areal_lora.processes.startup import get_logger
 
@@ -62,18 +62,15 @@ class PackedExperts:
     MAX_ROWS = 128  # oneDNN builds one kernel per number of rows in about 0.3 ms, and caches this many
 
     def __init__(self, weight: torch.Tensor) -> None:
+        self._width = weight.shape[1]
         self._handlers = [_custom_ops.create_onednn_mm(w.t(), self.MAX_ROWS) for w in weight]
-        self._pointers = [h.handler_tensor for h in self._handlers]
 
-    def __call__(self, out: torch.Tensor, x: torch.Tensor, expert_runs: ExpertRuns) -> None:
-        product = torch.ops._C.onednn_mm.default
-        for expert, xs, ys in zip(expert_runs.experts, expert_runs.of(x), expert_runs.of(out), strict=True):
-            if xs.shape[0] <= self.MAX_ROWS:
-                product(ys, xs, None, self._pointers[expert])
-                continue
-            parts = -(-xs.shape[0] // self.MAX_ROWS)
-            for y_part, x_part in zip(ys.chunk(parts), xs.chunk(parts), strict=True):
-                product(y_part, x_part, None, self._pointers[expert])
+    def __call__(self, x: torch.Tensor, runs: Runs) -> torch.Tensor:
+        out = x.new_empty(len(x), self._width)
+        for expert, rows in runs:
+            for y_part, x_part in zip(out[rows].split(self.MAX_ROWS), x[rows].split(self.MAX_ROWS), strict=True):
+                torch.ops._C.onednn_mm.default(y_part, x_part, None, self._handlers[expert].handler_tensor)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +79,8 @@ class PlainExperts:
 
     weight: torch.Tensor  # [E, N, K]
 
-    def __call__(self, out: torch.Tensor, x: torch.Tensor, expert_runs: ExpertRuns) -> None:
-        for expert, xs, ys in zip(expert_runs.experts, expert_runs.of(x), expert_runs.of(out), strict=True):
-            ys.copy_(xs.float() @ self.weight[expert].float().t())
+    def __call__(self, x: torch.Tensor, runs: Runs) -> torch.Tensor:
+        return torch.cat([x[rows].float() @ self.weight[expert].float().t() for expert, rows in runs]).to(x.dtype)
 
 
 def expert_product(weight: torch.Tensor) -> ExpertProduct:
@@ -115,13 +111,12 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
     vLLM sets a LoRA context only where the configured modules hold experts. Without one the experts are the base's.
     """
 
-    _adapters: ExpertAdapters
+    _adapters: ExpertAdapters | None = None
     _w1: ExpertProduct
     _w2: ExpertProduct
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self._w1, self._w2 = expert_product(layer.w13_weight), expert_product(layer.w2_weight)
-        self._adapters = ExpertAdapters.none(layer.w2_weight)
         for name in ("w13_weight", "w2_weight"):
             # vLLM reads the shapes at every step; one element is enough for that, the packed copy has the rest.
             weight = getattr(layer, name)
@@ -129,15 +124,10 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
 
     def set_lora_context(self, ctx: Any) -> None:
         super().set_lora_context(ctx)
-        gate_a, up_a = ctx.w13_lora_a_stacked
-        gate_b, up_b = ctx.w13_lora_b_stacked
+        (gate_a, up_a), (gate_b, up_b) = ctx.w13_lora_a_stacked, ctx.w13_lora_b_stacked
+        (down_a,), (down_b,) = ctx.w2_lora_a_stacked, ctx.w2_lora_b_stacked
         self._adapters = ExpertAdapters(
-            gate_a=gate_a,
-            up_a=up_a,
-            gate_b=gate_b,
-            up_b=up_b,
-            down_a=ctx.w2_lora_a_stacked[0],
-            down_b=ctx.w2_lora_b_stacked[0],
+            gate_a=gate_a, up_a=up_a, gate_b=gate_b, up_b=up_b, down_a=down_a, down_b=down_b
         )
 
     @staticmethod
@@ -200,14 +190,13 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
     ) -> None:
         if activation != MoEActivation.SILU or apply_router_weight_on_input:
             raise AdapterError(f"MoE LoRA on CPU knows SwiGLU with weights on the output only, not {activation}")
-        ids = topk_ids if expert_map is None else expert_map[topk_ids]
-        n_tokens = topk_ids.shape[0]
-        if self._lora_context is None:
-            groups, group_of = NO_GROUPS, np.zeros(n_tokens, dtype=np.int64)
-        else:
+        ids = (topk_ids if expert_map is None else expert_map[topk_ids]).long().numpy()
+        groups, group_of = NO_GROUPS, np.zeros(len(ids), dtype=np.int64)
+        if self._lora_context is not None:
             batch = self._lora_context.punica_wrapper.batch
-            groups, group_of = batch.groups, batch.group_of[:n_tokens]
-        moe_lora(output, hidden_states, self._w1, self._w2, topk_weights, ids.numpy(), self._adapters, groups, group_of)
+            groups, group_of = batch.groups, batch.group_of[: len(ids)]
+        made = moe_lora(hidden_states, self._w1, self._w2, topk_weights, ids, self._adapters, groups, group_of)
+        output.copy_(made)
 
 
 def install_cpu_lora() -> None:

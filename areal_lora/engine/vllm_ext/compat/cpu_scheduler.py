@@ -6,8 +6,7 @@ A group samples one prompt several times. vLLM computes it for every sample, unl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -21,36 +20,23 @@ from areal_lora.engine.vllm_ext.compat.engine import WHOLE
 _Key: TypeAlias = tuple[int, str | None, tuple[int, ...]]
 
 
-@dataclass(slots=True)
-class Unsent:
-    """The outputs of a request that have not been sent."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)  # vLLM's LogprobsLists, one per step
-    prompt_logprobs: Any = None
-    prefill_stats: Any = None
-
-    def add(self, output: EngineCoreOutput) -> None:
-        self.token_ids += output.new_token_ids
-        if output.new_logprobs is not None:
-            self.logprobs.append(output.new_logprobs)
-        if output.new_prompt_logprobs_tensors is not None:
-            self.prompt_logprobs = output.new_prompt_logprobs_tensors
-        if output.prefill_stats is not None:
-            self.prefill_stats = output.prefill_stats
-
-    def fill(self, last: EngineCoreOutput) -> None:
-        """Put all outputs into ``last``, the final one, which was added before."""
-        last.new_token_ids, last.prefill_stats = self.token_ids, self.prefill_stats
-        last.new_prompt_logprobs_tensors = self.prompt_logprobs
-        if self.logprobs:
-            # A step has as many columns as its request with the largest number of log-probabilities.
-            width = min(step.logprobs.shape[1] for step in self.logprobs)
-            last.new_logprobs = self.logprobs[0]._replace(
-                logprob_token_ids=np.concatenate([step.logprob_token_ids[:, :width] for step in self.logprobs]),
-                logprobs=np.concatenate([step.logprobs[:, :width] for step in self.logprobs]),
-                sampled_token_ranks=np.concatenate([step.sampled_token_ranks for step in self.logprobs]),
-            )
+def _joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
+    """The last of a request's outputs, with the content of all of them."""
+    last = outputs[-1]
+    for output in outputs[:-1]:
+        last.new_prompt_logprobs_tensors = last.new_prompt_logprobs_tensors or output.new_prompt_logprobs_tensors
+        last.prefill_stats = last.prefill_stats or output.prefill_stats
+    last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
+    steps = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
+    if steps:
+        # A step has as many columns as its request with the largest number of log-probabilities.
+        width = min(step.logprobs.shape[1] for step in steps)
+        last.new_logprobs = steps[0]._replace(
+            logprob_token_ids=np.concatenate([step.logprob_token_ids[:, :width] for step in steps]),
+            logprobs=np.concatenate([step.logprobs[:, :width] for step in steps]),
+            sampled_token_ranks=np.concatenate([step.sampled_token_ranks for step in steps]),
+        )
+    return last
 
 
 class GroupScheduler(Scheduler):
@@ -67,7 +53,7 @@ class GroupScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._unsent: dict[str, Unsent] = {}
+        self._unsent: dict[str, list[EngineCoreOutput]] = {}
         self._computing: WeakValueDictionary[_Key, Request] = WeakValueDictionary()  # the newest with that prompt
 
     # ------------------------------------------------------------ one computation of a prompt
@@ -121,7 +107,7 @@ class GroupScheduler(Scheduler):
         super().add_request(request)
         params = request.sampling_params
         if params is not None and (params.extra_args or {}).get(WHOLE):
-            self._unsent[request.request_id] = Unsent()
+            self._unsent[request.request_id] = []
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
@@ -138,15 +124,14 @@ class GroupScheduler(Scheduler):
         return sent
 
     def _is_due(self, output: EngineCoreOutput) -> bool:
-        """Whether ``output`` is to be sent now, completed by what was kept back."""
+        """Whether ``output`` is to be sent now; then it has what was kept back, too."""
         unsent = self._unsent.get(output.request_id)
         if unsent is None:
             return True
-        unsent.add(output)
+        unsent.append(output)
         if output.finish_reason is None:
             return False
-        unsent.fill(output)
-        del self._unsent[output.request_id]
+        _joined(self._unsent.pop(output.request_id))
         return True
 
 

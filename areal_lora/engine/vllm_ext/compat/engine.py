@@ -86,6 +86,9 @@ def own_logprobs(worker: Any) -> None:
     draw.forward = forward
     plain = runner._get_prompt_logprobs_dict
 
+    def tempered(temperature: float, logits: torch.Tensor) -> torch.Tensor:
+        return Sampler.compute_logprobs(logits if temperature == 1.0 else logits / temperature)
+
     def scores(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
         requested = runner.num_prompt_logprobs
         groups: dict[float, dict[str, int]] = {}
@@ -96,7 +99,7 @@ def own_logprobs(worker: Any) -> None:
         try:
             for temperature, group in groups.items():
                 runner.num_prompt_logprobs = group
-                runner.sampler.compute_logprobs = partial(_tempered, temperature=temperature)
+                runner.sampler.compute_logprobs = partial(tempered, temperature)
                 found |= plain(hidden_states, num_scheduled_tokens)
         finally:
             runner.num_prompt_logprobs, runner.sampler.compute_logprobs = requested, Sampler.compute_logprobs
@@ -105,7 +108,3 @@ def own_logprobs(worker: Any) -> None:
         return found
 
     runner._get_prompt_logprobs_dict = scores
-
-
-def _tempered(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
-    return Sampler.compute_logprobs(logits if temperature == 1.0 else logits / temperature)

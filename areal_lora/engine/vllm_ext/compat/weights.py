@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,16 +49,6 @@ class WeightPart:
     row: int
     col: int
     full: tuple[int, int]
-
-
-class FusedWeight(Protocol):
-    """The host copies of one layer's weights, in the type that the model computes with."""
-
-    parts: list[WeightPart]
-
-    def apply(self) -> None:
-        """Give the layer the numbers of the host copies. Call it between two engine steps only."""
-        ...
 
 
 def fused_weights(worker: Any) -> Iterator[FusedWeight]:
@@ -141,7 +131,7 @@ class _Experts:
                 f"{names[0]}: vLLM keeps the experts for {method.unquantized_backend.value}, not in order"
             )
         wide, narrow = (inter * tp_size, hidden), (hidden, inter * tp_size)
-        index = _local_experts(layer)
+        index = local_experts(layer)
         self.parts: list[WeightPart] = []
         for i, name in enumerate(names):
             at, which = index[i // 3], i % 3
@@ -163,7 +153,14 @@ class _Experts:
         self._method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
-def _local_experts(layer: RoutedExperts) -> list[int]:
+FusedWeight = _Linear | _Experts
+"""``parts`` are the host copies of one layer's weights, in the type that the model computes with.
+
+``apply`` gives the layer their numbers: call it between two engine steps only.
+"""
+
+
+def local_experts(layer: RoutedExperts) -> list[int]:
     """Map every expert of the layer to its index on this worker, -1 if another worker holds it."""
     table = layer.expert_map
     return list(range(layer.global_num_experts)) if table is None else [int(i) for i in table.tolist()]

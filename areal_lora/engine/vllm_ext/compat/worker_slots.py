@@ -17,7 +17,7 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
-from areal_lora.engine.vllm_ext.compat.weights import Matrix
+from areal_lora.engine.vllm_ext.compat.weights import Matrix, local_experts
 from areal_lora.errors import AdapterError
 from areal_lora.families.registry import path_of
 from areal_lora.processes.startup import get_logger
@@ -81,19 +81,13 @@ def _expert_matrices(module: FusedMoEWithLoRA, parts: list[str]) -> Iterator[Mat
     down_a, down_b = module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0]
     wide, narrow = (0, module.hidden_size), (start_inter, full_inter)
     rows = ((gate_a, gate_b, wide, narrow), (down_a, down_b, narrow, wide), (up_a, up_b, wide, narrow))
-    local = _local_experts(module)
+    local = local_experts(module.base_layer.routed_experts)
     for i, part in enumerate(parts):
         a, b, inputs, outputs = rows[i % 3]
         index = local[i // 3]
         for suffix, stacked, (start, full) in ((LORA_A, a, inputs), (LORA_B, b, outputs)):
             held = stacked if index >= 0 else None
             yield Matrix(name=part + suffix, stacked=held, index=max(index, 0), start=start, full=full)
-
-
-def _local_experts(module: FusedMoEWithLoRA) -> list[int]:
-    """Map every expert of the layer to its index on this worker, -1 if another worker holds it."""
-    expert_map = module.base_layer.routed_experts.expert_map
-    return list(range(module.global_num_experts)) if expert_map is None else expert_map.tolist()
 
 
 def enable_slots(worker: Any) -> None:

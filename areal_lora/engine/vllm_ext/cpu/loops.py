@@ -1,4 +1,4 @@
-"""LoRA of a batch whose tokens use different adapters, and the order of its pairs (token, expert).
+"""LoRA of a batch whose tokens use different adapters.
 
 vLLM's own CPU path gathers the weights of every token and lets tokens without an adapter (index -1) read the last
 slot. LoRA matrices are so small that a call of a BLAS costs more than its arithmetic. In float32 the compiled loops
@@ -51,33 +51,19 @@ def _expand(y: Any, start: int, low: Any, rows: Any, first: int, end: int, bt: A
                 yi[o] += (p0 * b0[o] + p1 * b1[o]) + (p2 * b2[o] + p3 * b3[o])
 
 
-@numba.njit(nogil=True, cache=True)
-def _equal(a: Any, b: Any) -> Any:
-    """Whether two matrices [r, n] have the same bits."""
-    different = np.uint32(0)
-    for j in range(a.shape[0]):
-        u, v = a[j].view(np.uint32), b[j].view(np.uint32)
-        for h in range(len(u)):
-            different |= u[h] ^ v[h]
-    return different == 0
-
-
 @numba.njit(
-    f"void({_MATRIX}, int64, int64, {_MATRIX}, {_ROWS}, {_IDS}, {_STACK}, {_STACK}, {_STACK}, boolean, {_MATRIX})",
+    f"void({_MATRIX}, int64, int64, {_MATRIX}, {_ROWS}, {_IDS}, {_STACK}, {_STACK}, {_MATRIX})",
     nogil=True,
     cache=True,
     fastmath=_MATH,
 )
-def _add_part(
-    y: Any, at: int, width: int, x: Any, rows: Any, cells: Any, a: Any, b: Any, before: Any, again: bool, low: Any
-) -> None:
-    """One part of ``add_lora_rows``. ``low`` [rows, ranks] has the products with ``before`` if ``again``."""
+def _add_part(y: Any, at: int, width: int, x: Any, rows: Any, cells: Any, a: Any, b: Any, low: Any) -> None:
+    """One part of ``add_lora_rows``. ``low`` [rows, ranks, a multiple of four] is for the products with ``a``."""
     bt = np.zeros((low.shape[1], _COLUMNS), np.float32)
     for c in range(len(cells)):
         slot, expert, first, end = cells[c]
         a_cell, b_cell = a[slot, expert if a.shape[1] > 1 else 0], b[slot, expert if b.shape[1] > 1 else 0]
-        if not (again and _equal(a_cell, before[slot, expert if before.shape[1] > 1 else 0])):
-            _shrink(low, x, rows, first, end, a_cell)
+        _shrink(low, x, rows, first, end, a_cell)
         for start in range(0, width, _COLUMNS):
             n = min(_COLUMNS, width - start)
             for o in range(n):
@@ -118,72 +104,22 @@ def add_lora_rows(
 
     ``y`` [T, all widths], contiguous, ``x`` [T, in], one type; per part ``lora_a`` [S, E or 1, r, in] and ``lora_b``
     [S, E or 1, width, r]. ``rows`` int64 [n] are different from each other; ``cells`` int64 [C, 4] divide them.
-    Parts whose lora_A has the same numbers as the part's before, as in every adapter that a trainer publishes, share
-    one product.
     """
     if not len(cells):
         return
-    if y.dtype != torch.float32:  # numba has no bfloat16
-        _add_products(y, x, torch.from_numpy(rows), cells, lora_a, lora_b)
+    at = 0
+    if y.dtype != torch.float32:  # numba has no bfloat16: two products per cell and part
+        for a, b in zip(lora_a, lora_b, strict=True):
+            part = y[:, at : at + b.shape[2]]
+            for slot, expert, first, end in cells.tolist():
+                cell = torch.from_numpy(rows[first:end])
+                a_cell, b_cell = a[slot, expert if a.shape[1] > 1 else 0], b[slot, expert if b.shape[1] > 1 else 0]
+                part.index_add_(0, cell, x[cell] @ a_cell.t() @ b_cell.t())
+            at += b.shape[2]
         return
     y_, x_ = y.numpy(), x.contiguous().numpy()
     low = np.zeros((len(rows), -(-lora_a[0].shape[2] // 4) * 4), dtype=np.float32)
-    before, at = None, 0
     for a, b in zip(lora_a, lora_b, strict=True):
         a_, b_ = a.contiguous().numpy(), b.contiguous().numpy()
-        width = b_.shape[2]
-        _add_part(y_, at, width, x_, rows, cells, a_, b_, a_ if before is None else before, before is not None, low)
-        before, at = a_, at + width
-
-
-def _add_products(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    cells: np.ndarray,
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-) -> None:
-    """``add_lora_rows`` in any type, through torch: two products per cell and part."""
-    for slot, expert, first, end in cells.tolist():
-        cell, at = rows[first:end], 0
-        xs = x[cell]
-        for a, b in zip(lora_a, lora_b, strict=True):
-            a_cell, b_cell = a[slot, expert if a.shape[1] > 1 else 0], b[slot, expert if b.shape[1] > 1 else 0]
-            y[:, at : at + b.shape[2]].index_add_(0, cell, xs @ a_cell.t() @ b_cell.t())
-            at += b.shape[2]
-
-
-@numba.njit(f"{_ROWS}({_IDS}, {_ROWS}, int64, int64)", nogil=True, cache=True)
-def count_pairs(expert_ids: Any, group_of: Any, n_groups: int, n_experts: int) -> Any:
-    """Pairs per cell, [E * G]: cell ``e * G + g`` has those of expert e and group g. Negative experts have none."""
-    counts = np.zeros(n_experts * n_groups, np.int64)
-    for t in range(expert_ids.shape[0]):
-        for k in range(expert_ids.shape[1]):
-            if expert_ids[t, k] >= 0:
-                counts[expert_ids[t, k] * n_groups + group_of[t]] += 1
-    return counts
-
-
-@numba.njit(f"Tuple(({_ROWS}, {_IDS}))({_IDS}, {_ROWS}, int64, {_ROWS}, int64)", nogil=True, cache=True)
-def place_pairs(expert_ids: Any, group_of: Any, n_groups: int, starts: Any, n_rows: int) -> Any:
-    """Give the pairs of every cell the rows from ``starts[cell]`` on, in order of their tokens.
-
-    Returns ``source`` [rows], the token of each row, 0 for rows without a pair, and ``row_of`` [T, K], the row of
-    some pair for negative experts.
-    """
-    following, some = starts.copy(), 0
-    source, row_of = np.zeros(n_rows, np.int64), np.empty(expert_ids.shape, np.int64)
-    for t in range(expert_ids.shape[0]):
-        for k in range(expert_ids.shape[1]):
-            if expert_ids[t, k] >= 0:
-                cell = expert_ids[t, k] * n_groups + group_of[t]
-                row = following[cell]
-                following[cell] = row + 1
-                source[row] = t
-                row_of[t, k] = some = row
-    for t in range(expert_ids.shape[0]):
-        for k in range(expert_ids.shape[1]):
-            if expert_ids[t, k] < 0:
-                row_of[t, k] = some
-    return source, row_of
+        _add_part(y_, at, b_.shape[2], x_, rows, cells, a_, b_, low)
+        at += b_.shape[2]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from areal_lora.engine.vllm_ext.cpu.loops import add_lora_rows, count_pairs, place_pairs
+from areal_lora.engine.vllm_ext.cpu.loops import add_lora_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,32 +39,15 @@ class ExpertAdapters:
     down_a: torch.Tensor
     down_b: torch.Tensor
 
-    @classmethod
-    def none(cls, w2: torch.Tensor) -> ExpertAdapters:
-        """Of no slot, for experts whose second weights ``w2`` are [E, H, I]."""
-        experts, hidden, inter = w2.shape
-        up_a, gate_b = w2.new_empty(0, experts, 1, hidden), w2.new_empty(0, experts, inter, 1)
-        down_a, down_b = w2.new_empty(0, experts, 1, inter), w2.new_empty(0, experts, hidden, 1)
-        return cls(gate_a=up_a, up_a=up_a, gate_b=gate_b, up_b=gate_b, down_a=down_a, down_b=down_b)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertRuns:
-    """Runs of rows, one after the other, each with the expert its rows go to."""
-
-    experts: Sequence[int]
-    sizes: Sequence[int]
-
-    def of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The rows of ``x`` [rows, ...] by run."""
-        parts: Sequence[torch.Tensor] = x.split(self.sizes)
-        return parts
+Runs = Sequence[tuple[int, slice]]
+"""Experts, and the rows that go to each: the rows follow each other."""
 
 
 class ExpertProduct(Protocol):
-    """``out[run] = x[run] @ W[expert]^T`` for every run; W [E, N, K], ``x`` [P, K], ``out`` [P, N]."""
+    """``x[rows] @ W[expert]^T`` for every run; W [E, N, K], ``x`` [P, K], result [P, N]."""
 
-    def __call__(self, out: torch.Tensor, x: torch.Tensor, expert_runs: ExpertRuns) -> None: ...
+    def __call__(self, x: torch.Tensor, runs: Runs) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,64 +56,64 @@ class ExpertPairs:
 
     source: np.ndarray  # [P] int64: token of a row
     row_of: np.ndarray  # [T, K] int64: row of a pair; any row for experts of another rank
-    expert_runs: ExpertRuns
-    rows: np.ndarray  # [P] int64, all in order
+    runs: Runs
     cells: np.ndarray  # [C, 4] int64, of pairs with an adapter
 
     @classmethod
-    def of(cls, expert_ids: np.ndarray, groups: np.ndarray, group_of: np.ndarray, n_experts: int) -> ExpertPairs:
-        """``expert_ids`` int64, otherwise arguments as for `moe_lora`; at least one id is not negative."""
-        n_groups = len(groups)
-        counts = count_pairs(expert_ids, group_of, n_groups, n_experts)
-        starts, n_rows = counts.cumsum() - counts, int(counts.sum())
-        source, row_of = place_pairs(expert_ids, group_of, n_groups, starts, n_rows)
-        by_expert = counts.reshape(n_experts, n_groups).sum(axis=1)
-        experts, used = np.flatnonzero(by_expert), np.flatnonzero(counts)
-        expert, group = np.divmod(used, n_groups)
-        cells = np.stack([groups[group], expert, starts[used], starts[used] + counts[used]], axis=1)
+    def of(cls, expert_ids: np.ndarray, groups: np.ndarray, group_of: np.ndarray) -> ExpertPairs:
+        """Arguments as for `moe_lora`."""
+        flat = expert_ids.ravel()
+        held = np.flatnonzero(flat >= 0)
+        tokens = held // expert_ids.shape[1]
+        keys = flat[held] * len(groups) + group_of[tokens]
+        order = keys.argsort(kind="stable")
+        row_of = np.zeros(flat.size, dtype=np.int64)
+        row_of[held[order]] = np.arange(len(held))
+        used, starts, counts = np.unique(keys[order], return_index=True, return_counts=True)
+        expert, group = np.divmod(used, len(groups))
+        cells = np.stack([groups[group], expert, starts, starts + counts], axis=1)
+        experts, firsts = np.unique(expert, return_index=True)
+        bounds = [*starts[firsts].tolist(), len(held)]
         return cls(
-            source=source,
-            row_of=row_of,
-            expert_runs=ExpertRuns(experts=experts.tolist(), sizes=by_expert[experts].tolist()),
-            rows=np.arange(n_rows),
+            source=tokens[order],
+            row_of=row_of.reshape(expert_ids.shape),
+            runs=[(e, slice(a, b)) for e, a, b in zip(experts.tolist(), bounds, bounds[1:], strict=False)],
             cells=cells[cells[:, 0] >= 0],
         )
 
 
 def moe_lora(
-    out: torch.Tensor,
     x: torch.Tensor,
     w1: ExpertProduct,
     w2: ExpertProduct,
     routing: torch.Tensor,
     expert_ids: np.ndarray,
-    adapters: ExpertAdapters,
+    adapters: ExpertAdapters | None,
     groups: np.ndarray,
     group_of: np.ndarray,
-) -> None:
-    """Write the layer's output for T tokens into ``out`` [T, H].
+) -> torch.Tensor:
+    """The layer's output for T tokens [T, H].
 
     ``x`` [T, H]; ``w1`` multiplies by [E, 2I, H] (gate rows, then up rows), ``w2`` by [E, H, I];
-    ``routing`` [T, K]; ``expert_ids`` [T, K] int, negative for experts of another rank; token t uses
+    ``routing`` [T, K]; ``expert_ids`` [T, K] int64, negative for experts of another rank; token t uses
     adapter slot ``groups[group_of[t]]``, none if that is negative (``np.unique`` of the slots makes both).
     """
-    _, n_experts, inter, _ = adapters.gate_b.shape
-    expert_ids = expert_ids.astype(np.int64)
     if expert_ids.max(initial=-1) < 0:
-        out.zero_()
-        return
-    pairs = ExpertPairs.of(expert_ids, groups, group_of, n_experts)
+        return torch.zeros_like(x)
+    pairs = ExpertPairs.of(expert_ids, groups, group_of)
+    rows = np.arange(len(pairs.source))
     block = x.index_select(0, torch.from_numpy(pairs.source))  # [P, H]
-    h = block.new_empty(block.shape[0], 2 * inter)
-    w1(h, block, pairs.expert_runs)
-    gate_up = (adapters.gate_a, adapters.up_a), (adapters.gate_b, adapters.up_b)
-    add_lora_rows(h, block, pairs.rows, pairs.cells, *gate_up)
-    a = F.silu(h[:, :inter]).mul_(h[:, inter:])
-    y = block  # no longer needed, reused
-    w2(y, a, pairs.expert_runs)
-    add_lora_rows(y, a, pairs.rows, pairs.cells, (adapters.down_a,), (adapters.down_b,))
+    h = w1(block, pairs.runs)
+    if adapters is not None:
+        gate_up = (adapters.gate_a, adapters.up_a), (adapters.gate_b, adapters.up_b)
+        add_lora_rows(h, block, rows, pairs.cells, *gate_up)
+    gate, up = h.chunk(2, dim=1)
+    a = F.silu(gate).mul_(up)
+    y = w2(a, pairs.runs)
+    if adapters is not None:
+        add_lora_rows(y, a, rows, pairs.cells, (adapters.down_a,), (adapters.down_b,))
     weights = routing.to(y.dtype)
     if expert_ids.min() < 0:
         weights = weights * torch.from_numpy(expert_ids >= 0)
     # A bag is a token: this gathers the rows of its pairs and adds them up, weighted, in one pass.
-    out.copy_(F.embedding_bag(torch.from_numpy(pairs.row_of), y, per_sample_weights=weights, mode="sum"))
+    return F.embedding_bag(torch.from_numpy(pairs.row_of), y, per_sample_weights=weights, mode="sum")

@@ -23,10 +23,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.engine.vllm_ext.server.gate import Gate
 from areal_lora.engine.vllm_ext.worker.channel import (
@@ -44,17 +45,8 @@ from areal_lora.processes.watched import reached, watched_task
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import PING_S, JoinRequest, PublishReply, StageResult
+from areal_lora.weight_sync.server import transaction
 from areal_lora.weight_sync.server.slot_table import ResidentVersion, ServedVersions
-from areal_lora.weight_sync.server.transaction import (
-    AwaitRelease,
-    Commit,
-    EndedPin,
-    PublishTransaction,
-    Retire,
-    Stage,
-    check_turn,
-    late_turn,
-)
 
 log = get_logger(__name__)
 
@@ -64,16 +56,6 @@ DRAIN_POLL_S = 0.005  # between two questions whether the engine's batch still u
 DROP_POLL_S = 0.05  # between two looks at the requests of dropped adapters
 PINNED_S = 10.0  # a version stays this long after a pinned request, for the next request of the same evaluation
 PINNED_ALONE_S = 1.0  # where it holds up the next version
-
-
-class Workers(Protocol):
-    """An engine (``AsyncLLM``): call a method on all its workers, forget its cached blocks."""
-
-    async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
-    ) -> list[Any]: ...
-
-    async def reset_prefix_cache(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +76,7 @@ class ServedAdapters:
 
     def __init__(
         self,
-        workers: Workers,
+        workers: AsyncLLM,
         channel: WorkerChannel,
         *,
         n_workers: int,
@@ -107,7 +89,7 @@ class ServedAdapters:
         self._n_workers = n_workers
         # The incoming version needs the last slot; merged weights are one version and the staged one.
         self._versions = ServedVersions(n_slots, 0 if merged else resident - 1, adapters)
-        self._merged, self._gate = merged, Gate()
+        self._merged, self.gate = merged, Gate()
         self._pinned_s = PINNED_ALONE_S if merged else PINNED_S
         self.has_base = True
         """Whether requests can name the base: merged rollouts have none from the first version on."""
@@ -118,15 +100,6 @@ class ServedAdapters:
         self.interrupt: Callable[[AdapterRef], Awaitable[None]] | None = None
         """Cuts the sequences on versions before the given one. Awaited when requests can name it, before its publish
         is acknowledged; with merged weights before it is committed."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether requests may start."""
-        return self._gate.is_open
-
-    async def ready(self) -> None:
-        """Wait until requests may start. Take the lease before the next ``await``."""
-        await self._gate.opened()
 
     @contextmanager
     def lease(
@@ -143,24 +116,21 @@ class ServedAdapters:
         if model == BASE:
             if not self.has_base:
                 raise UnknownVersionError("the weights of this server are a merged version; it serves no base")
-            with self._gate.inside(pinned=False):
+            with self.gate.inside(pinned=False):
                 yield VersionLease(name=BASE, ref=None, lora=None)
             return
-        with self._gate.inside(pinned=pinned), self._resident(model, pinned, or_newer, incarnation) as lease:
-            yield lease
-
-    @contextmanager
-    def _resident(self, model: str, pinned: bool, or_newer: bool, incarnation: int | None) -> Iterator[VersionLease]:
-        resident = self._versions.acquire(model, pinned=pinned, or_newer=or_newer, incarnation=incarnation)
-        self._released.set()  # a pin may have ended
-        name = resident.engine_name
-        path = f"xccl://{name}"
-        lora = None if self._merged else LoRARequest(lora_name=name, lora_int_id=resident.lora_id, lora_path=path)
-        try:
-            yield VersionLease(name=str(resident.ref), ref=resident.ref, lora=lora, incarnation=resident.incarnation)
-        finally:
-            self._versions.release(resident, time.monotonic() + self._pinned_s if pinned else None)
-            self._released.set()
+        with self.gate.inside(pinned=pinned):
+            resident = self._versions.acquire(model, pinned=pinned, or_newer=or_newer, incarnation=incarnation)
+            self._released.set()  # a pin may have ended
+            ref, name, lora_id = resident.ref, resident.engine_name, resident.lora_id
+            lora = None
+            if not self._merged:
+                lora = LoRARequest(lora_name=name, lora_int_id=lora_id, lora_path=f"xccl://{name}")
+            try:
+                yield VersionLease(name=str(ref), ref=ref, lora=lora, incarnation=resident.incarnation)
+            finally:
+                self._versions.release(resident, time.monotonic() + self._pinned_s if pinned else None)
+                self._released.set()
 
     def active(self) -> list[AdapterRef]:
         return self._versions.slots.active()
@@ -202,7 +172,7 @@ class ServedAdapters:
         announced = decode(body)
         ref, deadline = announced.manifest.ref, _deadline(announced.timeout_s, came)
         async with self._turn(str(ref), deadline):
-            publish = PublishTransaction(self._versions, ref, deadline, time.monotonic())
+            publish = transaction.PublishTransaction(self._versions, ref, deadline, time.monotonic())
             try:
                 slot = await self._reserve(publish)
                 staged = await self._stage(body, ref, slot, deadline)
@@ -227,9 +197,10 @@ class ServedAdapters:
             async with asyncio.timeout(deadline - time.monotonic()):
                 await self._lock.acquire()
         except TimeoutError:
-            raise late_turn(what) from None
+            raise transaction.late_turn(what) from None
         try:
-            check_turn(what, deadline, time.monotonic())  # asyncio takes a free lock without checking the timeout
+            # asyncio takes a free lock without checking the timeout.
+            transaction.check_turn(what, deadline, time.monotonic())
             yield
         finally:
             self._lock.release()
@@ -261,20 +232,20 @@ class ServedAdapters:
             async with self._lock:
                 await self._forget(self._versions.slots.retire_left())
 
-    async def _reserve(self, publish: PublishTransaction) -> int | None:
+    async def _reserve(self, publish: transaction.PublishTransaction) -> int | None:
         """Reserve a slot, waiting for running requests if necessary; None: the workers must drain the bytes."""
         while True:
             self._released.clear()
             match publish.next_step(time.monotonic()):
-                case Stage(slot=slot, refusal=refusal):
+                case transaction.Stage(slot=slot, refusal=refusal):
                     if refusal is not None:
                         log.warning("%s", refusal)
                     return slot
-                case Retire(residents=residents):
+                case transaction.Retire(residents=residents):
                     await self._forget(residents)
-                case EndedPin(ref=ref, refusal=refusal):
+                case transaction.EndedPin(ref=ref, refusal=refusal):
                     log.warning("%s; the pin on %s ends early", refusal, ref)
-                case AwaitRelease(timeout_s=timeout_s):
+                case transaction.AwaitRelease(timeout_s=timeout_s):
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._released.wait(), timeout_s)
 
@@ -302,13 +273,13 @@ class ServedAdapters:
             return
         await self._await_pinned(deadline)
         started = time.monotonic()
-        with self._gate.closed():
-            ended = self._gate.end_pinned(f"{ref} replaced the weights: a merged server holds one version")
+        with self.gate.closed():
+            ended = self.gate.end_pinned(f"{ref} replaced the weights: a merged server holds one version")
             if ended:
                 log.warning("%d pinned requests end early: %s could not wait for them longer", ended, ref)
             if self.interrupt is not None:
                 await self.interrupt(ref)
-            if not await self._gate.empty(deadline - time.monotonic()):
+            if not await self.gate.empty(deadline - time.monotonic()):
                 raise self._versions.slots.full(ref)
             while self._versions.end_oldest_pin() is not None:
                 pass
@@ -323,15 +294,16 @@ class ServedAdapters:
         until = time.monotonic() + (deadline - time.monotonic()) / 2
         while (now := time.monotonic()) < until:
             self._versions.expire_pins(now)
-            if not self._gate.holds_pinned and not self._versions.pinned:
+            if not self.gate.holds_pinned and not self._versions.pins:
                 return
             self._released.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._released.wait(), min(until, self._versions.next_expiry()) - now)
 
-    async def _commit(self, commit: Commit) -> float:
+    async def _commit(self, commit: transaction.Commit) -> float:
         """Activate on all workers and retire old versions between two model steps; return the seconds taken."""
-        _log_retired(commit.retired)
+        for resident in commit.retired:
+            log.info("%s retired from slot %d", resident.ref, resident.slot)
         self.has_base = self.has_base and not self._merged
         try:
             answers: list[tuple[float, list[int]]] = await self._call(
@@ -344,7 +316,8 @@ class ServedAdapters:
         return max(stall for stall, _ in answers)
 
     async def _forget(self, retired: list[ResidentVersion]) -> None:
-        _log_retired(retired)
+        for resident in retired:
+            log.info("%s retired from slot %d", resident.ref, resident.slot)
         if retired:
             await self._retire([r.lora_id for r in retired])
 
@@ -365,14 +338,10 @@ class ServedAdapters:
     async def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the worker extension, between two model steps."""
         try:
-            return await self._workers.collective_rpc(method, args=args)
+            answers: list[Any] = await self._workers.collective_rpc(method, args=args)
+            return answers
         except Exception as e:  # fault boundary: vLLM raises a worker's error, or reports that the engine has died
             raise PublishError(f"{method} failed in the engine: {e!r}; see the server's log") from e
-
-
-def _log_retired(retired: list[ResidentVersion]) -> None:
-    for resident in retired:
-        log.info("%s retired from slot %d", resident.ref, resident.slot)
 
 
 def _deadline(timeout_s: float, came: float | None) -> float:

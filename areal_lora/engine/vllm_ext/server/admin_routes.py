@@ -26,52 +26,26 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
+from areal_lora.engine.vllm_ext.server.gate import BearerAuth, Stop
 from areal_lora.engine.vllm_ext.server.generate import BadRequest, Generator
-from areal_lora.engine.vllm_ext.server.guards import BearerAuth
-from areal_lora.engine.vllm_ext.server.leaving import Stop
 from areal_lora.engine.vllm_ext.server.sampling import all_of
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.network.http_server import BodyLimit
 from areal_lora.network.tls import Plane
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.messages import (
-    CONTENT_TYPE,
-    DISMISS_PATH,
-    DROP_PATH,
-    INFO_PATH,
-    JOIN_PATH,
-    MAX_BODY_BYTES,
-    MODULES_PATH,
-    PING_PATH,
-    PUBLISH_PATH,
-    SCORE_PATH,
-    SHUTDOWN_PATH,
-    AdminMessage,
-    DropReply,
-    DropRequest,
-    InfoReply,
-    JoinReply,
-    JoinRequest,
-    ModulesReply,
-    PingReply,
-    RefusalReply,
-    ScoreReply,
-    ScoreRequest,
-    decode_message,
-    encode_message,
-)
+from areal_lora.weight_sync import messages as wire
 
 RETIRE_PATH = "/admin/retire"
 DRAIN_PATH = "/admin/drain"
 DRAIN_POLL_S = 0.05
 
 
-class RetireRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RetireRequest(wire.AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ref: str
 
 
-def _answer(message: AdminMessage, status: int = 200) -> Response:
-    return Response(encode_message(message), status_code=status, media_type=CONTENT_TYPE)
+def _answer(message: wire.AdminMessage, status: int = 200) -> Response:
+    return Response(wire.encode_message(message), status_code=status, media_type=wire.CONTENT_TYPE)
 
 
 def _failure(status: int, reason: object) -> Response:
@@ -82,26 +56,31 @@ class AdminPlane:
     """The routes of the admin plane."""
 
     def __init__(
-        self, adapters: ServedAdapters, generator: Generator, info: InfoReply, modules: ModulesReply, stop: Stop
+        self,
+        adapters: ServedAdapters,
+        generator: Generator,
+        info: wire.InfoReply,
+        modules: wire.ModulesReply,
+        stop: Stop,
     ) -> None:
         self._adapters, self._generator = adapters, generator
         self._info, self._modules, self._stop = info, modules, stop
 
     def app(self, secret: str) -> ASGIApp:
         routes = [
-            Route(INFO_PATH, self.info),
-            Route(MODULES_PATH, self.modules),
-            Route(PING_PATH, _guarded(self.ping)),
-            Route(JOIN_PATH, _guarded(self.join), methods=["POST"]),
-            Route(PUBLISH_PATH, _guarded(self.publish), methods=["POST"]),
-            Route(DROP_PATH, _guarded(self.drop), methods=["POST"]),
-            Route(SCORE_PATH, _guarded(self.score), methods=["POST"]),
+            Route(wire.INFO_PATH, self.info),
+            Route(wire.MODULES_PATH, self.modules),
+            Route(wire.PING_PATH, _guarded(self.ping)),
+            Route(wire.JOIN_PATH, _guarded(self.join), methods=["POST"]),
+            Route(wire.PUBLISH_PATH, _guarded(self.publish), methods=["POST"]),
+            Route(wire.DROP_PATH, _guarded(self.drop), methods=["POST"]),
+            Route(wire.SCORE_PATH, _guarded(self.score), methods=["POST"]),
             Route(RETIRE_PATH, _guarded(self.retire), methods=["POST"]),
             Route(DRAIN_PATH, self.drain, methods=["POST"]),
-            Route(DISMISS_PATH, self.dismiss, methods=["POST"]),
-            Route(SHUTDOWN_PATH, self.shutdown, methods=["POST"]),
+            Route(wire.DISMISS_PATH, self.dismiss, methods=["POST"]),
+            Route(wire.SHUTDOWN_PATH, self.shutdown, methods=["POST"]),
         ]
-        return BearerAuth(BodyLimit(Starlette(routes=routes), MAX_BODY_BYTES), secret, Plane.ADMIN)
+        return BearerAuth(BodyLimit(Starlette(routes=routes), wire.MAX_BODY_BYTES), secret, Plane.ADMIN)
 
     async def info(self, request: Request) -> Response:
         refs, stats = [str(r) for r in self._adapters.active()], self._generator.counters.stats()
@@ -112,36 +91,36 @@ class AdminPlane:
 
     async def ping(self, request: Request) -> Response:
         await self._adapters.ping()
-        return _answer(PingReply(leaving=self._stop.leaving.is_set()))
+        return _answer(wire.PingReply(leaving=self._stop.leaving.is_set()))
 
     async def join(self, request: Request) -> Response:
         came = time.monotonic()
-        await self._adapters.join(decode_message(await request.body(), JoinRequest), came)
-        return _answer(JoinReply(workers=self._info.workers))
+        await self._adapters.join(wire.decode_message(await request.body(), wire.JoinRequest), came)
+        return _answer(wire.JoinReply(workers=self._info.workers))
 
     async def publish(self, request: Request) -> Response:
         came = time.monotonic()
         return _answer(await self._adapters.publish(await request.body(), came))
 
     async def drop(self, request: Request) -> Response:
-        want = decode_message(await request.body(), DropRequest)
-        return _answer(DropReply(running=await self._adapters.drop(want.name)))
+        want = wire.decode_message(await request.body(), wire.DropRequest)
+        return _answer(wire.DropReply(running=await self._adapters.drop(want.name)))
 
     async def score(self, request: Request) -> Response:
         """Return the log-probabilities of given tokens, without cache or sampling, for the probe (contract C6)."""
-        want = decode_message(await request.body(), ScoreRequest)
+        want = wire.decode_message(await request.body(), wire.ScoreRequest)
         if want.model is None and not self._adapters.has_base:
-            return _answer(ScoreReply(logprobs=[]))
-        await self._adapters.ready()
+            return _answer(wire.ScoreReply(logprobs=[]))
+        await self._adapters.gate.opened()
         with self._adapters.lease(want.model if want.model is not None else BASE) as lease:
             # None runs on after an error of another one: without the lease its version may go.
             scored = await all_of([self._generator.score(ids, lease, want.temperature) for ids in want.token_ids])
-        return _answer(ScoreReply(logprobs=scored))
+        return _answer(wire.ScoreReply(logprobs=scored))
 
     async def retire(self, request: Request) -> Response:
-        want = decode_message(await request.body(), RetireRequest)
+        want = wire.decode_message(await request.body(), RetireRequest)
         await self._adapters.retire(AdapterRef.parse(want.ref))
-        return _answer(JoinReply(workers=self._info.workers))
+        return _answer(wire.JoinReply(workers=self._info.workers))
 
     async def drain(self, request: Request) -> Response:
         while self._generator.counters.in_flight:
@@ -150,11 +129,11 @@ class AdminPlane:
 
     async def dismiss(self, request: Request) -> Response:
         self._stop.dismissed.set()
-        return _answer(PingReply())
+        return _answer(wire.PingReply())
 
     async def shutdown(self, request: Request) -> Response:
         self._stop.restart()
-        return _answer(PingReply())
+        return _answer(wire.PingReply())
 
 
 def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -164,7 +143,7 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
         try:
             return await handler(request)
         except ManifestError as e:
-            return _answer(RefusalReply(reason=e.reason, detail=e.detail), 409)
+            return _answer(wire.RefusalReply(reason=e.reason, detail=e.detail), 409)
         except UnknownVersionError as e:
             return _failure(404, e)
         except (msgspec.MsgspecError, BadRequest) as e:

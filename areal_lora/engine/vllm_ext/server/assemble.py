@@ -23,9 +23,8 @@ from areal_lora.engine.vllm_ext.compat.engine import start_engine
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.server.data_plane import DataPlane
+from areal_lora.engine.vllm_ext.server.gate import Stop, guarded
 from areal_lora.engine.vllm_ext.server.generate import Generator, RequestCounters
-from areal_lora.engine.vllm_ext.server.guards import guarded
-from areal_lora.engine.vllm_ext.server.leaving import Stop
 from areal_lora.engine.vllm_ext.server.openai_api import ToolCallParsers, configured_parsers
 from areal_lora.engine.vllm_ext.server.sampling import Sampler
 from areal_lora.engine.vllm_ext.worker.channel import WorkerChannel
@@ -106,7 +105,10 @@ def engine_args(config: Config) -> AsyncEngineArgs:
             extra["distributed_executor_backend"] = UniProcExecutor  # saves one process and its wake-ups
     if rollout.kv_cache_gib is not None:
         extra["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
-    extra |= _plain_weights(on_cpu) if rollout.adapter_mode == "merged" else _lora(config, targets)
+    if rollout.adapter_mode == "unmerged":
+        extra |= _lora(config, targets)
+    elif not on_cpu:
+        extra["moe_backend"] = "triton"  # takes weights as they are loaded; other kernels reorder them
     return AsyncEngineArgs(
         model=config.model.folder,
         dtype=config.model.dtype,
@@ -125,11 +127,6 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         worker_extension_cls=f"{AdapterWorkerExtension.__module__}.{AdapterWorkerExtension.__qualname__}",
         **extra,
     )
-
-
-def _plain_weights(on_cpu: bool) -> dict[str, Any]:
-    """Without LoRA, and on a GPU with the expert kernel that takes weights as they are loaded; others reorder them."""
-    return {} if on_cpu else {"moe_backend": "triton"}
 
 
 def _lora(config: Config, targets: list[str]) -> dict[str, Any]:

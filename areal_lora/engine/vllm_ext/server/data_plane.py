@@ -173,7 +173,9 @@ class DataPlane:
             else:
                 choice.message = {"role": "assistant", "content": text}
             return choice
-        values, rows = _chosen(part) if body.logprobs is not None else [], part.logprobs
+        rows, values = part.logprobs, list[float]()
+        if body.logprobs is not None:
+            values = [row[token] for token, row in zip(part.token_ids, rows, strict=True)]
         if body.echo:
             text = self._tokenizer.decode(prompt, skip_special_tokens=True) + text
             if body.logprobs is not None:
@@ -191,16 +193,15 @@ class DataPlane:
         return choice
 
     def _chat_logprobs(self, part: SampledPart) -> list[dict[str, Any]]:
-        rows, decode = [], self._tokenizer.decode
-        for token, row in zip(part.token_ids, part.logprobs, strict=True):
-            rows.append(
-                {
-                    "token": decode([token]),
-                    "logprob": row[token],
-                    "top_logprobs": [{"token": decode([t]), "logprob": value} for t, value in row.items()],
-                }
-            )
-        return rows
+        decode = self._tokenizer.decode
+        return [
+            {
+                "token": decode([token]),
+                "logprob": row[token],
+                "top_logprobs": [{"token": decode([t]), "logprob": value} for t, value in row.items()],
+            }
+            for token, row in zip(part.token_ids, part.logprobs, strict=True)
+        ]
 
     async def models(self, request: Request) -> Response:
         names = [*([BASE] if self._adapters.has_base else []), *map(str, self._adapters.active())]
@@ -261,11 +262,6 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
         detokenize=bool(body.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _chosen(part: SampledPart) -> list[float]:
-    """Log-probabilities of the sampled tokens. [A]"""
-    return [row[token] for token, row in zip(part.token_ids, part.logprobs, strict=True)]
 
 
 def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

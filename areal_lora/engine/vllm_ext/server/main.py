@@ -36,8 +36,7 @@ from areal_lora.config.recorded import read_config
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import has_tenants
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID
-from areal_lora.engine.vllm_ext.server.guards import write_client_files
-from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order
+from areal_lora.engine.vllm_ext.server.gate import Door, Stop, leave_in_order, write_client_files
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
 from areal_lora.network.addresses import set_variables
 from areal_lora.network.http_server import CLOSE_S, HttpServer
@@ -177,9 +176,24 @@ async def serve(
         publish_endpoint(run_folder, ROLE, index, ports, host, tls)
         set_status(run_folder, ROLE, index, "serving")
         log.info("serving %s on %s (%d adapter slots)", config.model.path, ports, parts.n_slots)
-        heart = Heart(run_folder, ROLE, index, heart_limits(config))
-        signs = _signs_of_life(parts, heart, config)
-        signs.append(watched_task("leave", partial(_leave, stop, door, parts, config, run_folder, index)))
+        stall_s = config.run.stall_s  # a model step may take long; a ping may not
+        heart = Heart(run_folder, ROLE, index, {EVENT_LOOP: stall_s, ENGINE: stall_s, WORKERS: WORKERS_S})
+        processes = psutil.Process().children(True)
+        signs = [
+            watched_task("event-loop-ticks", partial(tick, heart)),
+            watched_task("engine-ticks", partial(_engine_ticks, parts, heart, min(ENGINE_EVERY_S, stall_s / 4))),
+            watched_task("worker-pings", partial(_worker_pings, parts.adapters, heart, processes)),
+        ]
+        leave = partial(
+            leave_in_order,
+            stop,
+            door,
+            busy=lambda: parts.adapters.busy,
+            publish_s=config.weight_sync.timeout_s,
+            run_folder=run_folder,
+            index=index,
+        )
+        signs.append(watched_task("leave", leave))
         while not stop.event.is_set() and not parts.engine.errored:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.event.wait(), WATCH_S)
@@ -196,32 +210,6 @@ async def serve(
         raise ProcessFailed("vLLM's engine ended by itself; its last lines are above")
     set_status(run_folder, ROLE, index, "stopped")
     return stop.code
-
-
-async def _leave(stop: Stop, door: Door, parts: Parts, config: Config, run_folder: RunFolder, index: int) -> None:
-    await leave_in_order(
-        stop,
-        door,
-        busy=lambda: parts.adapters.busy,
-        publish_s=config.weight_sync.timeout_s,
-        run_folder=run_folder,
-        index=index,
-        pid=os.getpid(),
-    )
-
-
-def heart_limits(config: Config) -> dict[str, float]:
-    """Return the longest silence per sign. A model step may take long; a ping may not."""
-    return {EVENT_LOOP: config.run.stall_s, ENGINE: config.run.stall_s, WORKERS: WORKERS_S}
-
-
-def _signs_of_life(parts: Parts, heart: Heart, config: Config) -> list[asyncio.Task[None]]:
-    every_s = min(ENGINE_EVERY_S, config.run.stall_s / 4)
-    return [
-        watched_task("event-loop-ticks", partial(tick, heart)),
-        watched_task("engine-ticks", partial(_engine_ticks, parts, heart, every_s)),
-        watched_task("worker-pings", partial(_worker_pings, parts.adapters, heart, psutil.Process().children(True))),
-    ]
 
 
 async def tick(heart: Heart) -> None:
@@ -246,19 +234,12 @@ async def _engine_ticks(parts: Parts, heart: Heart, every_s: float) -> None:
 async def _worker_pings(adapters: ServedAdapters, heart: Heart, engine: Sequence[psutil.Process]) -> None:
     """Report progress while all workers answer pings and no process of the engine is stopped."""
     while True:
-        with contextlib.suppress(PublishError):
+        with contextlib.suppress(PublishError, psutil.NoSuchProcess):
             await adapters.ping()
-            if not any(is_stopped(process) for process in engine):
+            states = {process.status() for process in engine if process.is_running()}
+            if states.isdisjoint({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}):  # SIGSTOP or a debugger
                 heart.progress(WORKERS)
         await asyncio.sleep(EVERY_S)
-
-
-def is_stopped(process: psutil.Process) -> bool:
-    """Whether ``process`` got SIGSTOP or is held by a debugger; False for a process that has ended."""
-    try:
-        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.NoSuchProcess:
-        return False
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from vllm.tool_parsers import ToolParser, ToolParserManager
 
 from areal_lora.config.models import AgentWorkflowConfig, Config
 from areal_lora.errors import ConfigError
+from areal_lora.network.completions import ParsedCall, ParsedText, ToolCallsAnswer, ToolCallsBody
 from areal_lora.network.http_server import Prompt
 from areal_lora.tasks.loading import load_import_path
 
@@ -88,30 +89,6 @@ class ChatBody(_Body, kw_only=True, forbid_unknown_fields=True):
     @property
     def wants_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
-
-
-class ToolCallsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/tool_calls``: texts of answers to requests with these tools, in OpenAI's chat format."""
-
-    parser: str
-    tools: list[dict[str, Any]]
-    texts: list[str]
-
-
-class ParsedCall(msgspec.Struct, kw_only=True):
-    """``arguments`` is JSON."""
-
-    name: str
-    arguments: str
-
-
-class ParsedText(msgspec.Struct, kw_only=True):
-    content: str
-    calls: list[ParsedCall] = []
-
-
-class ToolCallsAnswer(msgspec.Struct, kw_only=True):
-    answers: list[ParsedText]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -131,7 +131,7 @@ class Sampler:
             )
         if not params.detokenize:  # else the server's process must read every token, to find stop strings
             params.extra_args = (params.extra_args or {}) | {WHOLE: True}
-        await self._adapters.ready()
+        await self._adapters.gate.opened()
         with self._adapters.lease(model, pinned=pinned) as lease:
             outputs = await all_of(
                 [
@@ -154,7 +154,7 @@ class Sampler:
                 async for part in parts:
                     yield part
             return
-        await self._adapters.ready()
+        await self._adapters.gate.opened()
         with self._adapters.lease(model, pinned=pinned) as lease:
             request = self._generator.new_request(lease, arrived_s)
             async with aclosing(self._generator.stream(ids, params, lease, request)) as outputs:
@@ -164,7 +164,7 @@ class Sampler:
 
     async def check(self, model: str, pinned: bool) -> None:
         """Raise UnknownVersionError if a request for ``model`` would."""
-        await self._adapters.ready()
+        await self._adapters.gate.opened()
         with self._adapters.lease(model, or_newer=self._interrupt and not pinned):
             pass
 
@@ -175,10 +175,6 @@ class Sampler:
         self._generator.counters.requests += len(prompts)
         self._generator.counters.prompt_tokens += sum(map(len, prompts))
 
-    def _count_continuation(self, n_tokens: int) -> None:
-        self._generator.counters.interrupted += 1
-        self._generator.counters.recomputed_tokens += n_tokens
-
     # ------------------------------------------------------------ interrupt
 
     async def _cut(self, ref: AdapterRef) -> None:
@@ -187,11 +183,8 @@ class Sampler:
         Those of a dropped adapter that had the same name end as they are.
         """
         incarnation = self._adapters.incarnation(ref.name)
-        mine = (
-            t for t in self._running if t.ref is not None and t.ref.name == ref.name and t.incarnation == incarnation
-        )
-        older = [t for t in mine if t.ref is not None and t.ref < ref]
-        await self._generator.cut(older)
+        mine = [t for t in self._running if t.incarnation == incarnation and t.ref and t.ref.name == ref.name]
+        await self._generator.cut([t for t in mine if t.ref is not None and t.ref < ref])
 
     async def _whole(
         self, ids: list[int], params: SamplingParams, index: int, model: str, arrived_s: float
@@ -217,9 +210,9 @@ class Sampler:
         request: EngineRequest | None = None
         try:
             while True:
-                if request is not None and not self._adapters.is_open:
+                if request is not None and not self._adapters.gate.is_open:
                     request.place_free.set()  # nothing else can take it before the gate opens
-                await self._adapters.ready()
+                await self._adapters.gate.opened()
                 with self._adapters.lease(name, or_newer=True, incarnation=incarnation) as lease:
                     request = self._generator.new_request(lease, arrived_s, follows=request)
                     self._running.add(request)
@@ -230,7 +223,11 @@ class Sampler:
                             if request.cut and part.finish_reason == CUT:
                                 part.finish_reason = None
                             if text is not None:
-                                _spell(part, text)
+                                ends = (i for i, token in enumerate(part.token_ids, 1) if text.add(token))
+                                if n := next(ends, 0):  # that many tokens complete a stop string
+                                    part.keep(n)
+                                    part.finish_reason = "stop"
+                                part.text = text.take(part.finish_reason is not None)
                             done += part.token_ids
                             request.enough = part.finish_reason is not None
                             yield part
@@ -239,7 +236,8 @@ class Sampler:
                     finally:
                         self._running.discard(request)
                         await outputs.aclose()
-                self._count_continuation(len(ids) + len(done))
+                self._generator.counters.interrupted += 1
+                self._generator.counters.recomputed_tokens += len(ids) + len(done)
                 name, incarnation = lease.name, lease.incarnation
         finally:
             if request is not None:
@@ -272,16 +270,6 @@ def _nth(params: SamplingParams, index: int) -> SamplingParams:
     if params.seed is not None:
         one.seed = params.seed + index
     return one
-
-
-def _spell(part: SampledPart, text: AnswerText) -> None:
-    """Set the text of ``part`` and end it at a stop string."""
-    for i, token in enumerate(part.token_ids):
-        if text.add(token):
-            part.keep(i + 1)
-            part.finish_reason = "stop"
-            break
-    part.text = text.take(part.finish_reason is not None)
 
 
 def _part(

@@ -13,13 +13,9 @@ RPC; all other work is a command to a background thread (``channel``)::
     al_commit  ----------------------------------------------> slot becomes a version
     al_retire  ----------------------------------------------> slot is free again
 
-Receive merged weights into host copies beside generation, and put them into the model between two steps.
-
-    background thread   receive, fingerprint, write     host copies: not served, whatever happens to them
-    between two steps   ``commit``                      host copies -> the model's own weights, layer by layer
-
-There is one version. The host copies hold every weight that a layout names, because a layout covers the served names
-exactly: nothing of an earlier version remains in them, and ``commit`` needs no base.
+Merged weights are one version, without slots: they are received into host copies, which are not served, and al_commit
+puts them into the model's own weights, layer by layer. The host copies hold every weight that a layout names, because
+a layout covers the served names exactly: nothing of an earlier version remains in them, and no base is needed.
 """
 
 from __future__ import annotations
@@ -31,12 +27,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
-from areal_lora.engine.vllm_ext.compat.weights import FusedWeight, WeightPart, fused_weights
+from areal_lora.engine.vllm_ext.compat.weights import FusedWeight, fused_weights
 from areal_lora.engine.vllm_ext.compat.worker_slots import (
     activate,
     adapter_manager,
@@ -46,50 +41,34 @@ from areal_lora.engine.vllm_ext.compat.worker_slots import (
     in_batch,
     refuse_files,
 )
-from areal_lora.engine.vllm_ext.worker.channel import (
-    Command,
-    CommandDone,
-    CommandThread,
-    Forget,
-    JoinCommand,
-    Ping,
-    Receive,
-    ReceiveResult,
-    Respond,
-)
-from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
-from areal_lora.errors import AdapterError, ManifestError, PublishError
+from areal_lora.engine.vllm_ext.worker import channel
+from areal_lora.engine.vllm_ext.worker.lora_install import PlacedBlock, StackedSlotWriter, held_dtype, planned
+from areal_lora.errors import ManifestError, PublishError
 from areal_lora.processes import startup
 from areal_lora.processes.startup import setup_logging
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
-from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, Marks, TensorBlocks
-from areal_lora.weight_sync.layout import AdapterLayout, Payload, Shape, ShardLayout, WireTensor
+from areal_lora.weight_sync.kernels import ITEM_BYTES, Marks, TensorBlocks
+from areal_lora.weight_sync.layout import AdapterLayout, Payload, Shape, ShardLayout
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import WEIGHT, JoinRequest, StageResult, check_targets, covered, served_shapes
 from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-
 
 class MergedWeights:
     """The ``weight_sync.server.receiver.SlotWriter`` of a worker whose model is one version; slots mean nothing."""
+
+    max_rank = 0  # any rank: no adapter is held
 
     def __init__(
         self, fused: Iterable[FusedWeight], device: torch.device, base: ModelFolder, target_modules: Sequence[str]
     ) -> None:
         self._fused, self.device = list(fused), device
         self._parts = {part.name: part for weight in self._fused for part in weight.parts}
-        dtypes = {part.place.dtype for part in self._parts.values() if part.place is not None}
-        if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
-            raise AdapterError(
-                f"this worker holds weights as {sorted(map(str, dtypes))}; areal_lora writes one of "
-                f"{sorted(_DTYPES.values())}: choose model.dtype among them"
-            )
-        self._dtype = _DTYPES[dtypes.pop()]
+        self._dtype = held_dtype({part.place.dtype for part in self._parts.values() if part.place is not None})
         self.modules = {name.removesuffix(WEIGHT): part.full[::-1] for name, part in self._parts.items()}
         """(inputs, outputs) of every module that can be adapted, the same on all workers."""
         self.slot_bytes = 0  # the model's own weights are the slot
@@ -118,7 +97,7 @@ class MergedWeights:
     def zero(self, slot: int) -> None:
         """Nothing to do: what was not verified is never committed, and the next version overwrites all of it."""
 
-    def commit(self) -> None:
+    def commit(self, lora_id: int, slot: int, retired: Sequence[int]) -> list[int]:
         """Make the host copies the model's weights. An error leaves a mixture: the server must not answer then."""
         for weight in self._fused:
             if any(part.name in self._touched for part in weight.parts):
@@ -126,6 +105,11 @@ class MergedWeights:
                 reached("server.weight_written")
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
+        return []
+
+    def retire(self, lora_ids: Sequence[int]) -> list[int]:
+        """Nothing to do: a version ends when the next one is written."""
+        return []
 
     def _fill_rest(self, base: ModelFolder, target_modules: Sequence[str]) -> None:
         """Give the parts of adapted layers that no version has the base's numbers: vLLM packs a layer as a whole."""
@@ -140,42 +124,16 @@ class MergedWeights:
                     part.place.copy_(whole[:, part.col : part.col + cols])
 
     def _plan_shard(self, layout: AdapterLayout, shard: ShardLayout) -> TensorBlocks:
-        tensors: list[list[Block]] = []
-        starts: list[int] = []
-        limits: list[int] = []
+        placed: list[list[PlacedBlock]] = []
         for tensor in shard.tensors:
             part = self._parts.get(tensor.name)
             if part is None:
                 raise ManifestError(RefusalReason.UNKNOWN_TENSOR, f"{tensor.name} is nothing this engine serves")
-            tensors.append([])
-            if part.place is None:
-                continue
-            tensors[-1].append(_block(tensor, part, part.place, layout.dtype))
-            starts.append(part.place.data_ptr())
-            rows, cols = part.place.shape
-            limits.append(((rows - 1) * part.place.stride(0) + cols) * part.place.element_size())
-        plan = TensorBlocks.of(tensors, layout.dtype, self._dtype)
-        plan.check(src_bytes=shard.nbytes, dst_bytes=np.array(limits, dtype=np.int64))
-        return plan.moved(dst_by=np.array(starts, dtype=np.int64))
-
-
-def _block(tensor: WireTensor, part: WeightPart, place: torch.Tensor, dtype: str) -> Block:
-    """Plan the copy of this worker's rectangle of a weight."""
-    (rows, cols), (outputs, inputs), item = place.shape, part.full, ITEM_BYTES[dtype]
-    if tensor.shape != part.full or part.row + rows > outputs or part.col + cols > inputs or place.stride(1) != 1:
-        raise ManifestError(
-            RefusalReason.SHAPE,
-            f"{part.name}: {list(tensor.shape)} does not fit [{part.row}, {part.col}] onwards of {list(part.full)} "
-            f"into {list(place.shape)}",
-        )
-    return Block(
-        src=tensor.offset + (part.row * inputs + part.col) * item,
-        src_pitch=inputs * item,
-        dst=0,
-        dst_pitch=place.stride(0) * place.element_size(),
-        rows=rows,
-        cols=cols,
-    )
+            placed.append([])
+            if part.place is not None:
+                at, held = (part.row, part.col), (part.place.shape[0], part.place.shape[1])
+                placed[-1].append(PlacedBlock.of(tensor, part.place, at, held, part.full, ITEM_BYTES[layout.dtype]))
+        return planned(placed, layout.dtype, self._dtype, shard)
 
 
 NICE = 10
@@ -213,8 +171,6 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
 class AdapterSlots:
     """The versions of a worker with LoRA: each in a slot of its own."""
 
-    payload = Payload.UNMERGED
-
     def __init__(self, worker: Any) -> None:
         self._worker, self.max_rank = worker, adapter_manager(worker).lora_config.max_lora_rank
         refuse_files(worker)
@@ -236,33 +192,20 @@ class AdapterSlots:
         return remaining
 
 
-class MergedVersion:
-    """The version of a worker without LoRA: the model's weights are it."""
-
-    payload = Payload.MERGED
-    max_rank = 0  # any rank: no adapter is held
-
-    def __init__(self, worker: Any, setup: WorkerSetup) -> None:
-        targets = sorted({t for spec in setup.declared.values() for t in spec.target_modules})
-        self.writer = MergedWeights(fused_weights(worker), worker.device, ModelFolder.at(setup.model), targets)
-
-    def commit(self, lora_id: int, slot: int, retired: Sequence[int]) -> list[int]:
-        """Make the staged version the model's weights."""
-        self.writer.commit()
-        return []
-
-    def retire(self, lora_ids: Sequence[int]) -> list[int]:
-        """Nothing to do: a version ends when the next one is written."""
-        return []
-
-
 class _WorkerAdapters:
     """State of one worker: what holds its versions, its receiver, the command to answer."""
 
     def __init__(self, worker: Any, rank: int, setup: WorkerSetup) -> None:
         self.rank = rank
-        self.held = MergedVersion(worker, setup) if setup.payload is Payload.MERGED else AdapterSlots(worker)
-        self.writer = self.held.writer
+        self.held: AdapterSlots | MergedWeights
+        self.writer: StackedSlotWriter | MergedWeights
+        if setup.payload is Payload.MERGED:
+            targets = sorted({t for spec in setup.declared.values() for t in spec.target_modules})
+            base = ModelFolder.at(setup.model)
+            self.held = self.writer = MergedWeights(fused_weights(worker), worker.device, base, targets)
+        else:
+            self.held = AdapterSlots(worker)
+            self.writer = self.held.writer
         secret = read_secret(RunFolder.of(setup.run_folder))
         self._receiver = AdapterReceiver(
             self.writer,
@@ -275,36 +218,36 @@ class _WorkerAdapters:
             device=self.writer.device,
             layouts=setup.adapters,
         )
-        self._respond: Respond | None = None  # answers the ``Receive`` in progress
+        self._respond: channel.Respond | None = None  # answers the ``Receive`` in progress
         self._last_staged: AdapterRef | None = None
         self._joining = False
-        self._commands = CommandThread(
+        self._commands = channel.CommandThread(
             secret=secret, ports=setup.ports, worker=rank, cores=setup.cores, handle=self._handle
         )
 
-    def _handle(self, command: Command, respond: Respond) -> None:
+    def _handle(self, command: channel.Command, respond: channel.Respond) -> None:
         match command:
-            case Ping():
-                respond(CommandDone())
-            case Forget(name=name):
+            case channel.Ping():
+                respond(channel.CommandDone())
+            case channel.Forget(name=name):
                 if self._last_staged is not None and self._last_staged.name == name:
                     self._last_staged = None
                 self._receiver.forget(name)
-                respond(CommandDone())
-            case JoinCommand() if self._joining:
-                respond(CommandDone(error="still joining the groups of the previous request"))
-            case JoinCommand(request=request):
+                respond(channel.CommandDone())
+            case channel.JoinCommand() if self._joining:
+                respond(channel.CommandDone(error="still joining the groups of the previous request"))
+            case channel.JoinCommand(request=request):
                 self._joining = True
                 threading.Thread(target=self._join, args=(request, respond), name="join", daemon=True).start()
-            case Receive() if self._joining or self._respond is not None:
+            case channel.Receive() if self._joining or self._respond is not None:
                 respond(_unstaged(command, RefusalReason.WIRE, "this worker is busy with another transfer"))
-            case Receive() if time.monotonic() >= command.deadline:
+            case channel.Receive() if time.monotonic() >= command.deadline:
                 respond(_unstaged(command, RefusalReason.WIRE, "the command reached this worker after its deadline"))
-            case Receive():
+            case channel.Receive():
                 self._respond = respond
                 self._receive(command)
 
-    def _receive(self, command: Receive) -> None:
+    def _receive(self, command: channel.Receive) -> None:
         if self._last_staged is not None and str(self._last_staged) not in command.active:
             self._receiver.discard(self._last_staged)
         self._last_staged = None
@@ -320,14 +263,14 @@ class _WorkerAdapters:
     def _staged(self, result: StageResult) -> None:
         if result.ok:
             self._last_staged = AdapterRef.parse(result.ref)
-        self._answer(ReceiveResult(result=result))
+        self._answer(channel.ReceiveResult(result=result))
 
-    def _answer(self, staged: ReceiveResult) -> None:
+    def _answer(self, staged: channel.ReceiveResult) -> None:
         respond, self._respond = self._respond, None
         if respond is not None:
             respond(staged)
 
-    def _join(self, request: JoinRequest, respond: Respond) -> None:
+    def _join(self, request: JoinRequest, respond: channel.Respond) -> None:
         error = ""
         lower_priority()  # the groups' threads inherit it; this thread ends with the request
         try:
@@ -337,7 +280,7 @@ class _WorkerAdapters:
         except Exception as e:  # fault boundary: a thread's error must reach the server, not stderr only  # noqa: BLE001
             error = repr(e)
         self._joining = False  # before the answer, because the trainer publishes as soon as it arrives
-        respond(CommandDone(error=error))
+        respond(channel.CommandDone(error=error))
 
 
 def lower_priority() -> None:
@@ -346,8 +289,10 @@ def lower_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def _unstaged(command: Receive, reason: str, detail: str) -> ReceiveResult:
-    return ReceiveResult(result=StageResult(ref=command.ref, slot=command.slot, ok=False, reason=reason, detail=detail))
+def _unstaged(command: channel.Receive, reason: str, detail: str) -> channel.ReceiveResult:
+    return channel.ReceiveResult(
+        result=StageResult(ref=command.ref, slot=command.slot, ok=False, reason=reason, detail=detail)
+    )
 
 
 class AdapterWorkerExtension:

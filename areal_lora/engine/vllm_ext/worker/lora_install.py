@@ -7,11 +7,13 @@ per layout; a publish then runs compiled copies only. This module knows wire nam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from areal_lora.engine.base import DTYPES
 from areal_lora.engine.vllm_ext.compat.weights import Matrix
 from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.families.family import Scope, covers
@@ -19,7 +21,7 @@ from areal_lora.families.registry import path_of
 from areal_lora.platforms.device import LaneFactory, lane_of
 from areal_lora.processes.watched import renamed
 from areal_lora.types import AdapterStructure
-from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, Marks, TensorBlocks
+from areal_lora.weight_sync.kernels import ITEM_BYTES, Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout, WireTensor
 from areal_lora.weight_sync.messages import check_targets, served_shapes
 from areal_lora.weight_sync.refusal import RefusalReason
@@ -34,7 +36,6 @@ _VLLM_MODULES = {
     ("linear_fc1", Scope.EXPERT): "experts",
     ("linear_fc2", Scope.EXPERT): "experts",
 }
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _NOTHING = ""  # a slot of zeros: any layout can be written over it
 
 
@@ -61,13 +62,7 @@ class StackedSlotWriter:
         self._matrices = {renamed("server.matrix", m.name): m for m in matrices if path_of(m.module) is not None}
         self._max_rank = max_rank
         stacks = {id(m.stacked): m.stacked for m in self._matrices.values() if m.stacked is not None}
-        dtypes = {t.dtype for t in stacks.values()}
-        if not stacks or len(dtypes) > 1 or not dtypes <= _DTYPES.keys():
-            raise AdapterError(
-                f"this worker keeps its adapters as {sorted(map(str, dtypes))}; areal_lora writes "
-                f"one of {sorted(_DTYPES.values())}: choose model.dtype among them"
-            )
-        self._dtype = _DTYPES[dtypes.pop()]
+        self._dtype = held_dtype({t.dtype for t in stacks.values()})
         self._stacks = list(stacks.values())
         self._n_slots = self._stacks[0].shape[0]
         self.device = self._stacks[0].device
@@ -133,9 +128,7 @@ class StackedSlotWriter:
     def _plan_shard(
         self, layout: AdapterLayout, shard: ShardLayout, full_names: Mapping[str, Sequence[str]]
     ) -> TensorBlocks:
-        tensors: list[list[Block]] = []
-        starts: list[int] = []  # per block: address of its matrix in slot 0, and bytes from there to the matrix's end
-        limits: list[int] = []
+        placed = []
         slots = 1 if self._mirrors else self._n_slots
         for tensor in shard.tensors:
             blocks = []
@@ -147,44 +140,86 @@ class StackedSlotWriter:
                     continue
                 place = self._mirrors.get(id(matrix.stacked), matrix.stacked[0])[matrix.index]
                 step = 0 if self._mirrors else matrix.stacked.stride(0) * matrix.stacked.element_size()
-                blocks.append(_block(tensor, matrix, place, step, layout))
-                starts.append(place.data_ptr())
-                limits.append((slots - 1) * step + _extent_bytes(place))
-            tensors.append(blocks)
-        plan = TensorBlocks.of(tensors, layout.dtype, self._dtype)
-        plan.check(src_bytes=shard.nbytes, dst_bytes=np.array(limits, dtype=np.int64), slots=slots)
-        return plan.moved(dst_by=np.array(starts, dtype=np.int64))
+                rank = layout.structure.rank_of(matrix.module)
+                if matrix.is_a:
+                    held, at, full, scale = (rank, place.shape[1]), (0, matrix.start), (rank, matrix.full), 1.0
+                else:
+                    held, at, full = (place.shape[0], rank), (matrix.start, 0), (matrix.full, rank)
+                    scale = layout.structure.scale_of(matrix.module)
+                item = ITEM_BYTES[layout.dtype]
+                blocks.append(PlacedBlock.of(tensor, place, at, held, full, item, step=step, scale=scale))
+            placed.append(blocks)
+        return planned(placed, layout.dtype, self._dtype, shard, slots)
 
 
-def _block(tensor: WireTensor, matrix: Matrix, place: torch.Tensor, step: int, layout: AdapterLayout) -> Block:
-    """Plan the copy of this worker's part of a tensor into ``place`` ([max_rank, in_part] or [out_part, max_rank])."""
-    rank, item = layout.structure.rank_of(matrix.module), ITEM_BYTES[layout.dtype]
-    rows, cols = (rank, place.shape[1]) if matrix.is_a else (place.shape[0], rank)
-    width = cols if matrix.is_a else rows
-    shape = (rank, matrix.full) if matrix.is_a else (matrix.full, rank)
-    fits = rows <= place.shape[0] and cols <= place.shape[1] and place.stride(1) == 1
-    if tensor.shape != shape or matrix.start + width > matrix.full or not fits:
-        raise ManifestError(
-            RefusalReason.SHAPE,
-            f"{matrix.name}: {list(tensor.shape)} does not fit {matrix.start} onwards of {matrix.full} "
-            f"into {list(place.shape)}",
+@dataclass(frozen=True, slots=True)
+class PlacedBlock:
+    """A copy into the matrix at ``address`` in slot 0, which has ``nbytes`` there."""
+
+    block: Block
+    address: int
+    nbytes: int
+
+    @classmethod
+    def of(
+        cls,
+        tensor: WireTensor,
+        place: torch.Tensor,
+        at: tuple[int, int],
+        held: tuple[int, int],
+        full: tuple[int, int],
+        item: int,
+        *,
+        step: int = 0,
+        scale: float = 1.0,
+    ) -> PlacedBlock:
+        """The rectangle ``held`` of a matrix ``full``, from row and column ``at`` on, goes to the start of ``place``.
+
+        Raises ManifestError for a tensor that does not fit.
+        """
+        (row, col), (rows, cols), (outputs, inputs) = at, held, full
+        fits = rows <= place.shape[0] and cols <= place.shape[1] and place.stride(1) == 1
+        if tensor.shape != full or row + rows > outputs or col + cols > inputs or not fits:
+            raise ManifestError(
+                RefusalReason.SHAPE,
+                f"{tensor.name}: {list(tensor.shape)} does not fit [{row}, {col}] onwards of {list(full)} "
+                f"into {list(place.shape)}",
+            )
+        pitch = place.stride(0) * place.element_size()
+        block = Block(
+            src=tensor.offset + (row * inputs + col) * item,
+            src_pitch=inputs * item,
+            dst=0,
+            dst_pitch=pitch,
+            dst_step=step,
+            rows=rows,
+            cols=cols,
+            scale=scale,
         )
-    pitch = tensor.shape[1] * item
-    return Block(
-        src=tensor.offset + matrix.start * (item if matrix.is_a else pitch),
-        src_pitch=pitch,
-        dst=0,
-        dst_pitch=place.stride(0) * place.element_size(),
-        dst_step=step,
-        rows=rows,
-        cols=cols,
-        scale=1.0 if matrix.is_a else layout.structure.scale_of(matrix.module),
-    )
+        nbytes = (place.shape[0] - 1) * pitch + place.shape[1] * place.element_size()
+        return cls(block, place.data_ptr(), nbytes)
 
 
-def _extent_bytes(place: torch.Tensor) -> int:
-    rows, cols = place.shape
-    return int(((rows - 1) * place.stride(0) + cols) * place.element_size())
+def planned(
+    placed: Sequence[Sequence[PlacedBlock]], wire_dtype: str, dtype: str, shard: ShardLayout, slots: int = 1
+) -> TensorBlocks:
+    """The copies of each tensor of ``shard``, by address. Raises ManifestError for one outside of the memory."""
+    plan = TensorBlocks.of([[each.block for each in blocks] for blocks in placed], wire_dtype, dtype)
+    every = [each for blocks in placed for each in blocks]
+    limits = [(slots - 1) * each.block.dst_step + each.nbytes for each in every]
+    plan.check(src_bytes=shard.nbytes, dst_bytes=np.array(limits, dtype=np.int64), slots=slots)
+    return plan.moved(dst_by=np.array([each.address for each in every], dtype=np.int64))
+
+
+def held_dtype(dtypes: Collection[torch.dtype]) -> str:
+    """The name of the one type of a worker's matrices. Raises AdapterError for none, several or another one."""
+    names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    if len(names) != 1 or not names <= DTYPES.keys():
+        raise AdapterError(
+            f"this worker holds what adapters change as {sorted(names)}; areal_lora writes one of {sorted(DTYPES)}: "
+            "choose model.dtype among them"
+        )
+    return names.pop()
 
 
 def _host_view(tensor: torch.Tensor) -> np.ndarray:

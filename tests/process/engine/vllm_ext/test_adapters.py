@@ -608,7 +608,7 @@ def test_nothing_runs_while_merged_weights_change() -> None:
                 cut.set()
 
             async def rollout(name: str) -> None:
-                await b.adapters.ready()
+                await b.adapters.gate.opened()
                 with b.adapters.lease("a", or_newer=True) as lease:
                     events.append(f"{name} {lease.name}")
                     await cut.wait()
@@ -663,7 +663,7 @@ def test_a_request_that_does_not_end_keeps_the_old_merged_version() -> None:
                     await b.publish(1)
                 assert refused.value.reason == "slot"
                 assert b.holds(0)
-                assert b.adapters.is_open
+                assert b.adapters.gate.is_open
             await b.publish(1)
             assert b.holds(1)
 

@@ -35,13 +35,13 @@ def test_no_score_runs_on_when_the_request_has_given_back_its_version() -> None:
             log.append("score has ended")
         return []
 
-    async def ready() -> None: ...
+    async def opened() -> None: ...
 
     async def body() -> bytes:
         return encode_message(ScoreRequest(model="math@v1", token_ids=[[1], [2]], temperature=1.0))
 
     async def ask() -> None:
-        adapters: Any = SimpleNamespace(has_base=True, ready=ready, lease=lease)
+        adapters: Any = SimpleNamespace(has_base=True, gate=SimpleNamespace(opened=opened), lease=lease)
         generator: Any = SimpleNamespace(score=score)
         unused: Any = None
         request: Any = SimpleNamespace(body=body)

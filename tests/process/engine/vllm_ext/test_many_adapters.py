@@ -29,7 +29,7 @@ from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.messages import covered
 from areal_lora.weight_sync.trainer.leader import Leader
-from areal_lora.weight_sync.trainer.publish_job import PublishHandle
+from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.engine.vllm_ext.serving import ALPHA, PROMPT, RANK, RunningServer, Tensors, connect, start
 from tests.support.weight_sync.adapters import pack_of
@@ -54,9 +54,9 @@ class Tenants:
         secret = read_secret(RunFolder(server.folder))
         config = WeightSyncConfig(timeout_s=60.0)
         leader = Leader(run="test", secret=secret, servers=[server.admin.server], config=config)
-        self.publisher = Publisher(run="test", config=config, exchange=SoloExchange(), role=leader, secret=secret)
+        self.publisher = Publisher(run="test", config=config, exchange=SoloExchange(), leader=leader, secret=secret)
 
-    def publish(self, name: str, version: int, seed: int | None = None) -> PublishHandle:
+    def publish(self, name: str, version: int, seed: int | None = None) -> PublishJob:
         ref, targets = AdapterRef(name=name, version=version), TARGETS[name]
         seed = 1000 * list(TARGETS).index(name) + version if seed is None else seed
         whole = self.server.adapter(seed)

@@ -13,7 +13,7 @@ import pytest
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.manifest import Announcement, base_digest, encode
-from areal_lora.weight_sync.trainer.packed_shard import PackedShard
+from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.engine.vllm_ext.serving import RANK, RunningServer, Tensors
 from tests.support.weight_sync.adapters import pack_of
 

@@ -29,7 +29,7 @@ from areal_lora.run_folder.status import last_beats
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import messages as transport
 from areal_lora.weight_sync.manifest import Announcement, base_digest, encode
-from areal_lora.weight_sync.trainer.admin_client import AdminClient
+from areal_lora.weight_sync.trainer.fleet import AdminClient
 from tests.support import shared_memory
 from tests.support.clocks import wait_until
 from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, adapter, connect, hf_logits, start

@@ -18,14 +18,9 @@ from areal_lora.config.models import SamplingConfig
 from areal_lora.data.collate import collate
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import Prompt
+from areal_lora.network.completions import ParsedCall, ParsedText, ToolCallsBody
 from areal_lora.rollout.agents import AgentGateway, AgentTask, AgentWorkflow
-from areal_lora.rollout.completion_client import (
-    CompletionClient,
-    GenerationFault,
-    ParsedCall,
-    ParsedText,
-    ToolCallsRequest,
-)
+from areal_lora.rollout.completion_client import CompletionClient, GenerationFault
 from areal_lora.rollout.conversations import MultiTurnWorkflow, Reply
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Episode, WorkflowContext
@@ -196,9 +191,9 @@ def test_an_agent_gets_log_probabilities_and_parsed_tool_calls(server: RunningSe
         async with context_of(server, ref) as context, AgentGateway() as gateway:
             workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent, tool_parser="hermes")
             text = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": [1, "é"]}}\n</tool_call>'
-            request = ToolCallsRequest(parser="hermes", tools=tools, texts=[text, "no call", "<tool_call>{broken"])
+            request = ToolCallsBody(parser="hermes", tools=tools, texts=[text, "no call", "<tool_call>{broken"])
             parsed = await context.client.tool_calls(ref, request, timeout_s=30.0)
-            other = ToolCallsRequest(parser="pythonic", tools=tools, texts=[text])
+            other = ToolCallsBody(parser="pythonic", tools=tools, texts=[text])
             with pytest.raises(GenerationFault, match="does not name 'pythonic'"):
                 await context.client.tool_calls(ref, other, timeout_s=30.0)
             return await workflow.run(prompt_of(context), ref, seed=7), parsed

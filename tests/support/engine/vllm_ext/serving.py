@@ -30,8 +30,8 @@ from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.manifest import Announcement, base_digest, encode
 from areal_lora.weight_sync.messages import JoinRequest, PublishReply, ServerEndpoint
-from areal_lora.weight_sync.trainer.admin_client import AdminClient
-from areal_lora.weight_sync.trainer.packed_shard import PackedShard
+from areal_lora.weight_sync.trainer.fleet import AdminClient
+from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.forks.starter import Fork, starter_of
 from tests.support.weight_sync.adapters import pack_of
 

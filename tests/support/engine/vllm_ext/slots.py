@@ -9,7 +9,7 @@ import torch
 
 from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.types import AdapterSpec
-from areal_lora.weight_sync.layout import AdapterLayout, LayoutTables, make_layout
+from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from tests.support.weight_sync.adapters import pack_of
 
 Full = dict[str, np.ndarray]
@@ -29,7 +29,7 @@ def install(
     flat = np.empty(layout.nbytes, dtype=np.uint8)
     list(pack_of(layout, 0, {n: torch.from_numpy(t) for n, t in full.items()})(flat))
     (plan,) = writer.plan(layout)
-    marks = LayoutTables(layout).shards[0].marks()
+    marks = layout.tables[0].marks()
     writer.prepare(slot, layout)
     tensors = layout.shards[0].tensors
     bounds = (0, *cuts, len(tensors))

@@ -40,8 +40,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions
-from areal_lora.engine.vllm_ext.server.guards import guarded
-from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order
+from areal_lora.engine.vllm_ext.server.gate import Door, Stop, guarded, leave_in_order
 from areal_lora.engine.vllm_ext.server.main import ROLE, bound_sockets, server_tls, tick
 from areal_lora.engine.vllm_ext.server.openai_api import AnswerBody, CompletionBody, CompletionChoice, Usage, error_body
 from areal_lora.errors import ArealLoraError, UnknownVersionError

@@ -24,7 +24,7 @@ from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
-from areal_lora.weight_sync.trainer.packed_shard import Pack
+from areal_lora.weight_sync.trainer.publish_job import Pack
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.engine.vllm_ext.serving import adapter
 from tests.support.weight_sync.adapters import pack_of
@@ -54,7 +54,7 @@ def main(folder: Path) -> None:
         run=config.run.name, secret=read_secret(RunFolder(folder)), servers=watch.present(), config=sync, watch=watch
     )
     publisher = Publisher(
-        run=config.run.name, config=sync, exchange=SoloExchange(), role=leader, secret=read_secret(RunFolder(folder))
+        run=config.run.name, config=sync, exchange=SoloExchange(), leader=leader, secret=read_secret(RunFolder(folder))
     )
     print("ready", flush=True)
     for line in sys.stdin:

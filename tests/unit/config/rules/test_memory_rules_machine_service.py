@@ -13,6 +13,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules.guardrails import check
 from areal_lora.launch import main
 from areal_lora.launcher import run
+from areal_lora.launcher.dry_run import file_names, ports
 from areal_lora.launcher.plan import SERVICE, make_plan
 from tests.support.paths import EXAMPLES
 
@@ -32,8 +33,8 @@ def test_the_shipped_base_serves_with_a_process_and_without_one() -> None:
     assert findings(config) == []
     plan = make_plan(config, gather_facts(config, runs_here=False))
     assert [spec.role for spec in plan.processes] == ["server", "controller", SERVICE, "trainer"]
-    assert [port.host for port in plan.ports if port.process == "service-0"] == ["127.0.0.1"]
-    assert str(plan.run_folder.data_key) in plan.files, "servers ask for a key"
+    assert [port.host for port in ports(config) if port.process == "service-0"] == ["127.0.0.1"]
+    assert plan.run_folder.data_key.name in file_names(config, plan.run_folder), "servers ask for a key"
     alone = config.model_copy(update={"service": config.service.model_copy(update={"api": None})})  # type: ignore[union-attr]
     assert SERVICE not in {spec.role for spec in make_plan(alone, gather_facts(alone, runs_here=False)).processes}
 

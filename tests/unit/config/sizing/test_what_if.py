@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from areal_lora.config.load import load_config
 from areal_lora.config.sizing.memory import job_memory
 from areal_lora.config.sizing.what_if import AS_IT_IS, WhatIf, what_if
@@ -21,7 +19,7 @@ def found() -> dict[str, WhatIf]:
 
 
 def test_the_first_row_is_the_estimate_itself() -> None:
-    first = what_if(CONFIG, MOE)[0]
+    first = next(what_if(CONFIG, MOE))
     memory = job_memory(CONFIG, MOE)
     assert first.change == AS_IT_IS
     assert first.rank_device == max(m.device for m in memory.processes if m.role == "trainer")
@@ -43,7 +41,7 @@ def test_each_change_moves_what_it_should() -> None:
     assert rows["micro-batch x 2"].server_device == plain.server_device
     assert rows["context x 2"].server_device > plain.server_device
     whole = {one.change: one for one in what_if(load_config([EXAMPLE], ["trainer.recompute=false"]), MOE)}
-    assert whole["recompute"] == replace(plain, change="recompute")
+    assert whole["recompute"] == plain._replace(change="recompute")
     assert "recompute" not in rows, "the example does it already"
 
 

@@ -124,7 +124,7 @@ def test_the_clock_is_that_of_every_weight() -> None:
     other.weights.copy_(one.weights)
     for name, moment in one.moments.items():
         other.moments[name].copy_(moment)
-    second.set_clock(3)
+    second.step_count = 3
     for memory, optimizer in two:
         memory.grads.fill_(-0.5)
         optimizer.step(1.0, 0.1)

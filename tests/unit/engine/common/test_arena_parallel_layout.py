@@ -21,8 +21,8 @@ def test_ranks_are_numbered_like_megatron(sizes: dict[str, int]) -> None:
     dense = itertools.product(range(layout.pp), range(layout.dp), range(layout.tp))
     experts = itertools.product(range(layout.pp), range(layout.edp), range(layout.ep), range(layout.etp))
     for rank, ((pp, dp, tp), (epp, edp, ep, etp)) in enumerate(zip(dense, experts, strict=True)):
-        assert (layout.stage(rank), layout.dp_rank(rank), layout.tp_rank(rank)) == (pp, dp, tp)
-        assert (layout.stage(rank), layout.edp_rank(rank), layout.ep_rank(rank)) == (epp, edp, ep)
+        assert (rank // layout.ranks_per_stage, layout.dp_rank(rank), layout.tp_rank(rank)) == (pp, dp, tp)
+        assert (rank // layout.ranks_per_stage, layout.edp_rank(rank), layout.ep_rank(rank)) == (epp, edp, ep)
         assert layout.etp_rank(rank) == etp
 
 
@@ -43,7 +43,9 @@ def test_owner_is_the_lowest_rank_that_holds_it(sizes: dict[str, int], layers: i
         ]
         assert layout.owner(layer, expert) == min(holders)
         assert layout.etp_rank(min(holders)) == 0 == layout.edp_rank(min(holders))
-        assert {layout.stage(rank) for rank in holders} == {layout.stage_of(layer)}
+        assert {rank // layout.ranks_per_stage for rank in holders} == {
+            layout.owner(layer, None) // layout.ranks_per_stage
+        }
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_stages_may_be_uneven(layers: int, pp: int, chosen: list[int] | None, ex
     assert layout.stage_layers == expected
     assert [layer for rank in range(0, 2 * pp, 2) for layer in layout.layers_of(rank)] == list(range(layers))
     stages = [stage for stage, count in enumerate(expected) for _ in range(count)]
-    assert [layout.stage_of(layer) for layer in range(layers)] == stages
+    assert [layout.owner(layer, None) // layout.ranks_per_stage for layer in range(layers)] == stages
     assert [layout.owner(layer, None) for layer in range(layers)] == [2 * stage for stage in stages]
 
 

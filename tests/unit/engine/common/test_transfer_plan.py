@@ -139,11 +139,11 @@ def test_every_rank_packs_and_loads_its_part(kind: str, experts: ExpertLayout, m
         assert packed.keys() == expected.keys()
         assert all(torch.equal(packed[n], expected[n]) for n in expected), sizes
         for rank in range(it.layout.world):
-            loading = plans.load_plan(it, spec, rank)
+            names, blocks = plans.load_plan(it, spec, rank)
             filled = np.full_like(held[rank], np.nan)
-            tensors = [expected[n].contiguous() for n in loading.names]
-            starts = np.repeat([t.data_ptr() for t in tensors], np.diff(loading.blocks.first))
-            loading.blocks.moved(src_by=starts).copy(0, filled.ctypes.data)
+            tensors = [expected[n].contiguous() for n in names]
+            starts = np.repeat([t.data_ptr() for t in tensors], np.diff(blocks.first))
+            blocks.moved(src_by=starts).copy(0, filled.ctypes.data)
             assert np.array_equal(filled, held[rank]), (sizes, rank)
         count += 1
     assert count > 10

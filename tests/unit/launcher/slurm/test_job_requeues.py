@@ -38,7 +38,7 @@ def test_the_bound() -> None:
 def test_the_record_survives_and_a_broken_one_counts_from_the_start(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "")
     assert read_lifetime(folder) is None
-    life = Lifetime(job="17", restarts=1, newest={"math": 3}, without=1).requeued("USR1 arrived")
+    life = Lifetime(job="17", restarts=1, newest={"math": 3}, without=1, reason="USR1 arrived")
     write_lifetime(folder, life)
     assert read_lifetime(folder) == life
     folder.job_requeues.write_text("{")

@@ -16,7 +16,7 @@ GPU = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"]
 def script(*overrides: str, folder: str = "/shared/runs/my run", **job: object) -> list[str]:
     config = load_config(GPU, ["rollout.tp=2", *overrides])
     spare = SpareJob(**({"servers": 3, "grace_s": 20.0} | job))  # type: ignore[arg-type]
-    text = spare_script(config, RunFolder(Path(folder), "12-0"), spare, "the.module")
+    text = spare_script(config, RunFolder(Path(folder), "12-0"), spare)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     return text.splitlines()
 
@@ -33,7 +33,7 @@ def test_a_job_has_one_node_with_devices_for_its_servers_and_is_not_requeued() -
     } <= set(lines)
     assert '#SBATCH --output="/shared/runs/my run/logs/servers-%j.log"' in lines
     assert lines[-1].startswith("exec ")
-    assert lines[-1].endswith("-m the.module '/shared/runs/my run' --here --servers 3 --grace-s 20")
+    assert lines[-1].endswith("-m areal_lora add-servers '/shared/runs/my run' --here --servers 3 --grace-s 20")
 
 
 def test_time_and_partition_of_the_command_win() -> None:

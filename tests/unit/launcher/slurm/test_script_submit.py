@@ -84,7 +84,7 @@ def test_a_job_that_cannot_be_released_is_cancelled(tmp_path: Path, monkeypatch:
         scontrol="echo 'no controller' >&2; exit 1",
         scancel=f'echo "$@" > {calls}',
     )
-    with pytest.raises(EnvironmentError_, match="scontrol refused the job: no controller"):
+    with pytest.raises(EnvironmentError_, match="scontrol release 42: no controller"):
         submit(config, plan, RunStart(config).prepare)
     assert calls.read_text() == "42\n"
 

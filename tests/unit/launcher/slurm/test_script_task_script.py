@@ -28,7 +28,7 @@ def specs(*codes: str) -> tuple[ProcessSpec, ...]:
 class Folder:
     def __init__(self, path: Path) -> None:
         self.run = RunFolder(path / "a run", "17-0")
-        self.exits = self.run.step("trainer.1")
+        self.exits = self.run.steps / "trainer.1"
         self.exits.mkdir(parents=True)
 
     def start(self, processes: Sequence[ProcessSpec], number: int, *setup: str) -> subprocess.Popen[str]:

@@ -165,7 +165,6 @@ def test_a_new_controller_hears_of_an_ended_adapter_and_of_nothing_else_of_it() 
 def test_a_new_controller_hears_of_the_newest_of_an_adapter_that_joined_and_of_nothing_once_it_left() -> None:
     reminders = Reminders("t")
     reminders.loaded({}, {})
-    assert not reminders.empty
     reminders.joined(m.JoinAdapter(adapter="a.1", config=b"{}", version=0))
     reminders.announced(m.AnnounceVersion(adapter="a.1", version=0, servers={}))
     batch = m.Batch(adapter="a.1", step=4, groups=(), stats=STATS, samples=(), events=(), snapshot=b"newest")

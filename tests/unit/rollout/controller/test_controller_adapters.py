@@ -16,7 +16,7 @@ from areal_lora.errors import RolloutError
 from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller import controller as controller_module
-from areal_lora.rollout.controller import retries
+from areal_lora.rollout.controller import groups
 from areal_lora.rollout.controller.controller import Controller, JoinedAdapter
 from areal_lora.rollout.controller.groups import GroupTally
 from areal_lora.rollout.controller.pacing import Claim
@@ -75,7 +75,7 @@ def test_results_of_every_adapter_come_with_any_reply(controller: Callable[..., 
 def test_a_workflow_that_breaks_ends_its_adapter_only(
     controller: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "MAX_BACK_OFF_S", 0.01)
+    monkeypatch.setattr(groups, "MAX_BACK_OFF_S", 0.01)
     (tmp_path / "environment.py").write_text(BROKEN)
     workflow = MultiTurnWorkflowConfig(environment=f"{tmp_path}/environment.py:Broken")
     run = controller(FakeServer(), twins={"broken": {"workflow": workflow}}, eta=0, steps=3)
@@ -91,7 +91,7 @@ def test_a_workflow_that_breaks_ends_its_adapter_only(
         if step:
             run.activate(step)
         assert len(run.batch(step).groups) == 4
-    stats = run.client.stats("broken")
+    stats = run.stats("broken")
     assert (stats.running, stats.consumed) == (0, 0)
     other = PatientClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
     try:
@@ -112,9 +112,9 @@ def test_a_version_that_is_announced_after_the_fault_begins_no_rollouts(
     reply: object = None
     while not isinstance(reply, m.AdapterFailed):
         reply = run.client.poll(wanted("broken"))
-    issued = run.client.stats("broken").issued
+    issued = run.stats("broken").issued
     run.announce(0, name="broken")
-    stats = run.client.stats("broken")
+    stats = run.stats("broken")
     assert (stats.issued, stats.running) == (issued, 0)
 
 
@@ -125,7 +125,7 @@ def test_an_adapter_that_has_ended_gets_no_groups_and_leaves_its_places(controll
         run.activate(0, name)
     run.batch(0)
     run.client.end("twin")
-    wait_until(lambda: run.client.stats("twin").running == 0)
+    wait_until(lambda: run.stats("twin").running == 0)
     before = Counter(request["model"] for request in server.requests)["twin@v0"]
     for step in range(1, 3):
         run.activate(step)
@@ -155,12 +155,12 @@ def test_an_adapter_joins_pauses_goes_on_and_leaves_beside_another(controller: C
         if step:
             run.activate(step)
         assert len(run.batch(step).groups) == 4
-    assert run.client.stats("new.1").ready == 0, "nothing is issued while it is paused"
+    assert run.stats("new.1").ready == 0, "nothing is issued while it is paused"
     run.client.pause("new.1", False)
     run.client.next_batch("new.1", step=1, version=1)
     run.client.end("new.1")
     with pytest.raises(RolloutError, match=r"'new\.1' is not in this run"):
-        run.client.stats("new.1")
+        run.stats("new.1")
     run.client.end("new.1")
     assert run.join("new.2") == ""
     run.activate(0, "new.2")
@@ -174,7 +174,7 @@ def test_one_that_cannot_be_opened_is_named_and_nothing_of_it_remains(controller
     reason = run.join("bad.1", workflow=MultiTurnWorkflowConfig(environment="no_such_module:Environment"))
     assert "no_such_module" in reason
     with pytest.raises(RolloutError, match="is not in this run"):
-        run.client.stats("bad.1")
+        run.stats("bad.1")
     run.activate(0)
     assert len(run.batch(0).groups) == 4
 
@@ -190,7 +190,7 @@ def test_another_trainer_finds_none_that_joined_and_lets_it_resume(controller: C
     try:
         other.hello({NAME: 0}, {})
         with pytest.raises(RolloutError, match="is not in this run"):
-            other.stats("new.1")
+            run.stats("new.1")
         config = run.entry.model_copy(update={"name": "new.1"}).model_dump_json().encode()
         assert other.join("new.1", config, 1, first.snapshot) == ""
         other.announce(AdapterRef(name="new.1", version=1), {"server-0": run.servers[0].url})
@@ -210,12 +210,13 @@ def test_a_ledger_that_cannot_be_written_is_no_fault_of_the_adapter_whose_lease_
         raise LedgerError("ledger.sqlite: disk is full")
 
     runtime: Any = SimpleNamespace(
-        feed=SimpleNamespace(expire_overdue=expire_overdue, groups=SimpleNamespace(tally=GroupTally())),
+        feed=SimpleNamespace(expire_overdue=expire_overdue),
+        tally=GroupTally(),
         claim=lambda weight: Claim(sequences=1, groups=1, weight=weight),
         fail=lambda reason: pytest.fail(reason),
     )
     unused: Any = None
-    watching = Controller({NAME: runtime}, unused, weights={NAME: 1.0}, tasks=unused, stop=unused)
+    watching = Controller({NAME: runtime}, unused, weights={NAME: 1.0}, tasks=unused, stop=unused, open_adapter=unused)
     with pytest.raises(LedgerError, match="disk is full"):
         asyncio.run(watching.watch_leases())
 
@@ -226,12 +227,15 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
 
     def runtime(name: str) -> Any:
         tasks: dict[int, asyncio.Task[None]] = {}
-        groups = SimpleNamespace(tally=GroupTally(), running=())
-        feed = SimpleNamespace(name=name, newest=-1, groups=groups, end=lambda: None)
+        feed = SimpleNamespace(name=name, newest=-1, end=lambda: None)
         places = SimpleNamespace(trainer_waits=lambda waits: None)
         return SimpleNamespace(
             feed=feed,
             tasks=tasks,
+            running=0,
+            tally=GroupTally(),
+            idle=True,
+            start_one=lambda: False,
             paused=False,
             failure=None,
             evaluator=SimpleNamespace(places=places),

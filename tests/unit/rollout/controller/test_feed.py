@@ -6,14 +6,8 @@ import pytest
 
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
+from areal_lora.rollout.controller.groups import MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
 from areal_lora.rollout.controller.pool import MAX_STALE
-from areal_lora.rollout.controller.retries import (
-    MAX_TRIES,
-    UNSERVED_S,
-    UNSERVED_WAIT_S,
-    RequestFailure,
-    generation_failure,
-)
 from areal_lora.rollout.ledger.file import GroupState, LedgerFile
 from areal_lora.types import Cause
 from tests.support.clocks import Clock
@@ -47,7 +41,7 @@ def test_oldest_issue_first_and_the_rest_waits() -> None:
     assert [g.uid for g in later.groups] == [t.prompt.uid for t in tickets[2:4]]
     made.commit(0)
     assert made.stats().consumed == 2
-    with pytest.raises(RolloutError, match="step 0 at v0 asked, but step 2 is next"):
+    with pytest.raises(RolloutError, match="step 0 at v0 requested, but step 2 is next"):
         made.take(0, 0)
 
 
@@ -160,7 +154,7 @@ def test_retries_back_off_then_drop() -> None:
     delays = []
     for _ in range(MAX_TRIES):
         made.begin(ticket)
-        delays.append(made.retry(ticket, RequestFailure("server_error", "HTTP 500")))
+        delays.append(made.retry(ticket, GenerationFault(FaultKind.SERVER_ERROR, "HTTP 500")))
     assert delays[:3] == [0.1, 0.2, 0.4]
     assert delays[-1] is None
     assert ledger.drop_reasons == {"server_error": 1}
@@ -177,7 +171,7 @@ def test_a_rollout_plane_that_only_fails_ends_the_run() -> None:
             ticket = made.admit()
             assert ticket is not None
             made.begin(ticket)
-            made.retry(ticket, RequestFailure("rejected", "HTTP 400", retryable=False))
+            made.retry(ticket, GenerationFault(FaultKind.REJECTED, "HTTP 400"))
 
     with pytest.raises(RolloutError, match=r"16 groups in a row .* HTTP 400"):
         lose_everything()
@@ -189,7 +183,7 @@ def test_retries_ask_for_the_newest_version() -> None:
     ticket = made.admit()
     assert ticket is not None
     made.begin(ticket)
-    made.retry(ticket, RequestFailure("version_retired", ""))
+    made.retry(ticket, GenerationFault(FaultKind.RETIRED, ""))
     for other in admit_all(made)[:2]:
         made.finish(other, episode(other.prompt, 0))
     assert made.take(0, 0)
@@ -245,7 +239,7 @@ def test_no_prompt_is_lost_while_the_only_server_restarts(kind: FaultKind) -> No
     made.announce(0)
     [ticket, *_] = admit_all(made)
     while clock.now < 5 * 3600:
-        assert made.retry(ticket, generation_failure(GenerationFault(kind, "gone"))) == UNSERVED_WAIT_S
+        assert made.retry(ticket, GenerationFault(kind, "gone")) == UNSERVED_WAIT_S
         made.begin(ticket)
         clock.now += 60.0
     assert made.finish(ticket, episode(ticket.prompt, 0))
@@ -271,12 +265,12 @@ def test_a_time_without_servers_ends_when_one_answers() -> None:
     made, ledger, _ = feed(eta=0, b=2, clock=clock)
     made.announce(0)
     one, two = admit_all(made)
-    assert made.retry(one, RequestFailure("connection", "refused", served=False)) == UNSERVED_WAIT_S
-    assert made.retry(two, RequestFailure("server_error", "HTTP 503")) is not None
+    assert made.retry(one, GenerationFault(FaultKind.CONNECTION, "refused")) == UNSERVED_WAIT_S
+    assert made.retry(two, GenerationFault(FaultKind.SERVER_ERROR, "HTTP 503")) is not None
     clock.now += 2 * UNSERVED_S
     for _ in range(2 * MAX_TRIES):
         made.begin(one)
-        assert made.retry(one, RequestFailure("connection", "refused", served=False)) == UNSERVED_WAIT_S
+        assert made.retry(one, GenerationFault(FaultKind.CONNECTION, "refused")) == UNSERVED_WAIT_S
     assert one.failed == 0
     assert ledger.drop_reasons == {}
     assert "connection: 17 retried, 0 dropped, last: refused" in made.note
@@ -288,7 +282,7 @@ def test_groups_wait_for_an_agents_server_that_starts_late() -> None:
     made, ledger, _ = feed(eta=3, b=4, clock=clock)
     made.announce(0)
     due = dict.fromkeys((ticket.seq for ticket in admit_all(made)), 0.0)
-    refused = RequestFailure("agent", "ConnectionRefusedError", cause=Cause.UNREACHABLE, resample=True)
+    refused = GenerationFault(FaultKind.AGENT, "ConnectionRefusedError", cause=Cause.UNREACHABLE)
     tickets, tries = dict(made.groups.running), 0
     assert len(tickets) == 16
     while (now := min(due.values())) < 25.0:
@@ -312,7 +306,7 @@ def test_a_second_answer_is_counted_and_ignored() -> None:
     [ticket, *_] = admit_all(made)
     assert made.finish(ticket, episode(ticket.prompt, 0))
     assert not made.finish(ticket, episode(ticket.prompt, 0))
-    assert made.retry(ticket, RequestFailure("connection", "too late")) is None
+    assert made.retry(ticket, GenerationFault(FaultKind.CONNECTION, "too late")) is None
     stats = made.stats()
     assert (stats.late, stats.ready) == (2, 1)
 
@@ -403,7 +397,7 @@ def test_a_commit_that_did_not_arrive_is_made_up_for() -> None:
     assert made.take(0, 0)
     made.hello(1, trainer="second")  # its checkpoint contains step 0
     assert ledger.counts[GroupState.CONSUMED] == 2
-    with pytest.raises(RolloutError, match="step 0 at v0 asked, but step 1 is next"):
+    with pytest.raises(RolloutError, match="step 0 at v0 requested, but step 1 is next"):
         made.take(0, 0)
 
 

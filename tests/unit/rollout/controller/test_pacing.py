@@ -50,36 +50,36 @@ def test_a_batch_is_issued_with_its_version_and_what_fell_short_before_it() -> N
     take(made, clock, [], live=0)  # nothing is measured: these groups did not have a step's time
     assert made.capacity(newest=0, next_version=1, live=0) == 8
     take(made, clock, [-0.5] * 8, live=8)  # all were ready
-    assert made.status.ahead == 0
+    assert made.ahead == 0
     assert made.capacity(newest=1, next_version=2, live=0) == 4, "the batch of the step after version 1"
     assert made.capacity(newest=1, next_version=3, live=0) == 0, "it was taken: the next one waits for version 2"
     take(made, clock, [-0.5] * 4, live=7)  # three are still running
-    assert made.status.ahead == 3
+    assert made.ahead == 3
     assert made.capacity(newest=1, next_version=3, live=0) == 3
     for _ in range(WINDOW):
-        assert made.status.ahead == 3
+        assert made.ahead == 3
         take(made, clock, [-0.5] * 7, live=7)
-    assert made.status.ahead == 0
+    assert made.ahead == 0
 
 
 def test_groups_that_are_ready_just_in_time_count_as_late() -> None:
     made, clock = pacer()
     take(made, clock, [], live=0)
     take(made, clock, [-0.5] * 3, live=4, waits_s=0.1)
-    assert made.status.ahead == 4  # beginning with the bound: 8 were wanted, 3 there, 4 is the bound
-    assert made.status.spare_s == pytest.approx(-0.1)
-    assert made.status.margin_s == pytest.approx(0.1)
+    assert made.ahead == 4  # beginning with the bound: 8 were wanted, 3 there, 4 is the bound
+    assert made.spare_s == pytest.approx(-0.1)
+    assert made.margin_s == pytest.approx(0.1)
     for _ in range(WINDOW):
         take(made, clock, [-0.5] * 8, live=8)
-    assert made.status.ahead == 0
-    margin_s = made.status.margin_s
+    assert made.ahead == 0
+    margin_s = made.margin_s
     assert 0.05 < margin_s < 0.1
     take(made, clock, [-0.5] * 2 + [-0.5 * margin_s] * 2, live=4)
-    assert made.status.ahead == 2
-    assert made.status.spare_s == pytest.approx(0.5 * margin_s)
+    assert made.ahead == 2
+    assert made.spare_s == pytest.approx(0.5 * margin_s)
     for _ in range(30):
         take(made, clock, [], live=4, waits_s=10.0)
-    assert made.status.margin_s == pytest.approx(LARGEST)
+    assert made.margin_s == pytest.approx(LARGEST)
 
 
 def test_a_waiting_trainer_is_not_held_up_by_an_old_version() -> None:
@@ -89,7 +89,7 @@ def test_a_waiting_trainer_is_not_held_up_by_an_old_version() -> None:
     assert made.capacity(newest=1, next_version=3, live=1) == 0
     made.requested([-0.5], live=1)
     assert made.capacity(newest=1, next_version=3, live=1) == min(
-        3 + made.status.ahead, budget().capacity(newest=1, next_version=3, live=1)
+        3 + made.ahead, budget().capacity(newest=1, next_version=3, live=1)
     )
 
 
@@ -99,10 +99,10 @@ def test_another_trainer_begins_with_what_was_measured_and_new_times() -> None:
         take(made, clock, [-0.5] * 8, live=8)
     made.requested([], live=4)  # it dies while it waits
     made.new_session()
-    before = made.status.ahead
+    before = made.ahead
     take(made, clock, [], live=4, step_s=1000.0, waits_s=100.0)
-    assert made.status.ahead == before
-    assert made.status.margin_s < 1.0
+    assert made.ahead == before
+    assert made.margin_s < 1.0
 
 
 def test_the_budget_is_never_exceeded() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lora.run_folder.desired import DesiredPhase
-from areal_lora.service.queue.client_sessions import AdapterRequest, carried_out, change, create
+from areal_lora.service.queue.client_sessions import AdapterRequest, carried_out, changed, create
 from areal_lora.service.queue.queue_rows import Quota, Tables, Verb
 from areal_lora.service.refused import RequestError
 from areal_lora.types import AdapterPhase
@@ -42,7 +42,7 @@ def test_two_tenants_have_the_same_name_and_one_tenant_has_it_once() -> None:
 
 def test_a_name_that_is_used_again_has_another_incarnation() -> None:
     tables = with_adapters(("acme", "math"))
-    tables = tables.after(change(tables, {}, "acme", "math", Verb.DELETE), 2)
+    tables = tables.after(changed(tables, {}, "acme", "math", Verb.DELETE), 2)
     assert create(tables, "acme", request(), now_s=1.0).key == "acme-math.2"
 
 
@@ -57,9 +57,9 @@ def test_quotas() -> None:
 def test_a_queue_is_full_until_the_run_carries_operations_out_and_a_delete_is_always_taken() -> None:
     tables = with_adapters(("acme", "a"))
     for number, verb in ((2, Verb.PAUSE), (3, Verb.RESUME)):
-        tables = tables.after(change(tables, {}, "acme", "a", verb), number)
-    assert refusal(lambda: change(tables, {}, "acme", "a", Verb.PAUSE)) == (429, "operations")
-    assert change(tables, {}, "acme", "a", Verb.DELETE).wanted is DesiredPhase.DELETED
+        tables = tables.after(changed(tables, {}, "acme", "a", verb), number)
+    assert refusal(lambda: changed(tables, {}, "acme", "a", Verb.PAUSE)) == (429, "operations")
+    assert changed(tables, {}, "acme", "a", Verb.DELETE).wanted is DesiredPhase.DELETED
     assert carried_out(tables, {}) == []
     assert carried_out(tables, {"acme-a.1": AdapterPhase.PAUSED}) == []
     assert len(carried_out(tables, {"acme-a.1": AdapterPhase.ACTIVE})) == 3
@@ -69,14 +69,14 @@ def test_a_queue_is_full_until_the_run_carries_operations_out_and_a_delete_is_al
 @pytest.mark.parametrize("phase", [AdapterPhase.DONE, AdapterPhase.FAILED])
 def test_what_has_ended_neither_pauses_nor_resumes(verb: Verb, phase: AdapterPhase) -> None:
     tables = with_adapters(("acme", "a"))
-    assert refusal(lambda: change(tables, {"acme-a.1": phase}, "acme", "a", verb)) == (422, "name")
-    assert change(tables, {"acme-a.1": phase}, "acme", "a", Verb.DELETE).wanted is DesiredPhase.DELETED
+    assert refusal(lambda: changed(tables, {"acme-a.1": phase}, "acme", "a", verb)) == (422, "name")
+    assert changed(tables, {"acme-a.1": phase}, "acme", "a", Verb.DELETE).wanted is DesiredPhase.DELETED
 
 
 @pytest.mark.parametrize("verb", [Verb.PAUSE, Verb.RESUME, Verb.DELETE])
 def test_an_adapter_of_another_tenant_is_not_there(verb: Verb) -> None:
     tables = with_adapters(("bolt", "a"))
-    assert refusal(lambda: change(tables, {}, "acme", "a", verb)) == (404, "name")
+    assert refusal(lambda: changed(tables, {}, "acme", "a", verb)) == (404, "name")
 
 
 @pytest.mark.parametrize("name", ["", "A", "a b", "-a", "a/b", "a.b", "a@v1", "ä", "a" * 48, "a\n", "../a"])
@@ -100,7 +100,7 @@ def test_no_key_of_the_run_recurs_and_no_quota_is_passed(steps: list[tuple[str, 
                 assert row.key not in keys
                 keys.add(row.key)
             else:
-                row = change(tables, running, tenant, name, verb)
+                row = changed(tables, running, tenant, name, verb)
         except RequestError as refused:
             status = refused.status
         else:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from areal_lora.operations.protocol import Operation, OperationFailure, OptimStep, Pass, PassResult, Poison, StepResult
-from areal_lora.service.queue.client_sessions import expire, models, open_sampler, saved, session_view
+from areal_lora.service.queue.client_sessions import expire, models, open_sampler, saved
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.placement import DEAD_S, SILENT_S
 from areal_lora.service.queue.queue import SHARED_S
@@ -241,7 +241,7 @@ def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
                 "model": (model, lambda name: queue.change(lambda tx: tx.model("bolt", name))),
                 "unload": (model, lambda name: queue.unload("bolt", name)),
                 "run": (model, lambda name: queue.change(lambda tx: tx.model("bolt", name, removed=True))),
-                "look": (session, lambda name: queue.change(lambda tx: session_view(tx, "bolt", name))),
+                "look": (session, lambda name: queue.change(lambda tx: tx.session("bolt", name, ended=True))),
                 "sample": (sampler, lambda name: queue.keep_sample("bolt", name, "one", "p", b"")),
                 "outcome": (f"{model}:1", lambda name: queue.outcome("bolt", name, 0.0)),
                 "saved": (stored.path, lambda name: queue.change(lambda tx: tx.state("bolt", name))),
@@ -257,7 +257,7 @@ def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
                     with pytest.raises(RequestError) as refused:
                         await call(asked)
                     assert refused.value.status == 404, what
-                    reasons.append(refused.value.body().decode().replace(asked, "NAME"))
+                    reasons.append(refused.value.response().body.decode().replace(asked, "NAME"))
                 assert odd != name
                 assert reasons[0] == reasons[1], what
             assert await queue.change(lambda tx: saved(tx, "bolt")) == []
@@ -378,14 +378,14 @@ def test_a_session_does_not_wait_for_its_own_models(tmp_path: Path) -> None:
     async def run() -> None:
         async with town(tmp_path / "run", capacity=2) as it:
             session = (await it.model()).partition(":")[0]
-            assert await it.queue.crowded("acme") == ""
+            assert await it.queue.placement.crowded("acme") == ""
             await it.queue.open_session("acme")
             it.now_s += DEAD_S + 1
             await it.queue.heartbeat("acme", session)
             await it.model(session=session, seq=1)
-            crowded = await it.queue.crowded("bolt")
+            crowded = await it.queue.placement.crowded("bolt")
             assert crowded == "all 2 places of the servers are taken", "no names of other tenants"
-            assert f"; yours are {session}-0, {session}-1 (fix: " in await it.queue.crowded("acme")
+            assert f"; yours are {session}-0, {session}-1 (fix: " in await it.queue.placement.crowded("acme")
             with pytest.raises(
                 RequestError, match=f"the 2 models of this session .* delete RUN {session}-0"
             ) as refused:
@@ -418,7 +418,7 @@ def test_sessions_that_end_leave_nothing_that_grows(tmp_path: Path, monkeypatch:
                 if n % 4 == 3:
                     it.now_s += UNUSED_S + 1  # the state that only the sampling session had
                     await it.queue.keep()
-                    memory = len(it.queue._placement.used_s), len(it.queue._heartbeats.silent(-1.0))
+                    memory = len(it.queue.placement.used_s), len(it.queue._heartbeats.silent(-1.0))
                     found.append([*await it.queue.change(rows), *memory])
             assert found == [[4, 4, 0, 0, 0, 0, 0, 0]] * 3
 

@@ -13,7 +13,7 @@ import pytest
 
 from areal_lora.errors import ConfigError, RecordError
 from areal_lora.run_folder.desired import DesiredPhase
-from areal_lora.service.queue.client_sessions import AdapterRequest, change, create
+from areal_lora.service.queue.client_sessions import AdapterRequest, changed, create
 from areal_lora.service.queue.queue_rows import AdapterOperation, AdapterRow, Key, Quota, Tables, Verb, digest_of
 from areal_lora.service.queue.queue_store import Store
 from areal_lora.service.refused import RequestError, Unavailable
@@ -62,7 +62,7 @@ def test_what_was_loaded_is_what_the_operations_made(tmp_path: Path) -> None:
             break
         tenant, name, verb = draw.choice(["acme", "bolt"]), draw.choice("abc"), draw.choice(list(Verb))
         try:
-            row = new(tables, name, tenant) if verb is Verb.CREATE else change(tables, {}, tenant, name, verb)
+            row = new(tables, name, tenant) if verb is Verb.CREATE else changed(tables, {}, tenant, name, verb)
         except RequestError:
             continue
         number = store.record(row, operation(row, verb, request=f"r{n}"))
@@ -165,7 +165,7 @@ def test_deleted_adapters_and_their_operations_stay_bounded(store: Store, monkey
             for verb in (Verb.CREATE, Verb.DELETE):
                 tables = store.load()
                 name = f"name{k}-{n if k else 0}"  # one of them is used again and again
-                row = new(tables, name) if verb is Verb.CREATE else change(tables, {}, "acme", name, verb)
+                row = new(tables, name) if verb is Verb.CREATE else changed(tables, {}, "acme", name, verb)
                 if verb is Verb.CREATE:
                     assert row.key not in keys, "what the run knows by this name has it for ever"
                     keys.add(row.key)

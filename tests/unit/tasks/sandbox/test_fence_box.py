@@ -132,7 +132,7 @@ def test_the_command_line_and_what_is_not_usable(tmp_path, monkeypatch):
     tool = tmp_path / "other"
     tool.write_text("#!/bin/sh\nexit 0\n")
     tool.chmod(0o755)
-    argv = fence.boxed(["x", "-y"], network=True, hidden=tmp_path, scratch=None)
+    argv = fence.boxed(["x", "-y"], network=True, hidden=str(tmp_path), scratch=None)
     assert argv is not None
     code = str(tmp_path / "code")
     assert argv[-8:] == ["--tmpfs", str(tmp_path), "--ro-bind-try", code, code, "--", "x", "-y"]

@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def save(folder: RunFolder, version: int = 1, label: str = "one", disk: Disk | None = None) -> int:
-    return CheckpointStore(folder, SoloExchange(), disk or Disk()).keep(snapshot_of(version, 0), label)
+    return CheckpointStore(folder, SoloExchange(), disk or Disk()).write(snapshot_of(version, 0), label)
 
 
 def step_of(folder: RunFolder, label: str = "one") -> int:

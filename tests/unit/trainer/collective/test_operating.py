@@ -116,7 +116,7 @@ def test_a_pass_overtakes_the_disk_and_its_outcome_does_not(side: Side) -> None:
     side.wait(lambda: side.engine.passes == 2, "the pass of the next window")
     trained = side.beside_steps
     side.wait(lambda: side.beside_steps > trained + 20, "steps beside it")
-    assert side.engine.step_count("a.1") == 1, "the next step waits for the checkpoint of this one"
+    assert side.engine.resident("a.1").step_count == 1, "the next step waits for the checkpoint of this one"
     assert list(side.client.outcomes("a.1")) == [1]
     side.disk.release()  # type: ignore[attr-defined]
     side.client.wait(lambda: 4 in side.client.outcomes("a.1"))

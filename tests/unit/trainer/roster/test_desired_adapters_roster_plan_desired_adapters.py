@@ -72,7 +72,7 @@ def test_a_desired_state_that_cannot_be_read_changes_nothing(tmp_path: Path) -> 
     folder = RunFolder(tmp_path / "a run")
     first = DesiredAdapters(generation=1, adapters=(newcomer(),))
     write_desired(folder, first)
-    found = desired_view(service(), folder)
+    found = desired_view(folder)
     assert found.look() == first
     folder.desired.write_text("{")
     assert [found.look(), found.look()] == [first, first]
@@ -89,4 +89,4 @@ def test_what_is_done_or_deleted_stays_so_in_the_next_session(tmp_path: Path) ->
         for phase in phases:
             writer.write(AdapterStateRecord(adapter=key, state=AdapterPhase(phase), version=0))
     writer.close()
-    assert desired_view(service(), folder).absent == {"a.1": AdapterPhase.DONE, "b.1": AdapterPhase.DELETED}
+    assert desired_view(folder).absent == {"a.1": AdapterPhase.DONE, "b.1": AdapterPhase.DELETED}

@@ -4,7 +4,6 @@ import fcntl
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -158,7 +157,7 @@ def test_a_descriptor_that_means_something_else_is_not_opened(monkeypatch, tmp_p
     os.mkfifo(tmp_path / "fifo")
     fifo = os.open(tmp_path / "fifo", os.O_RDWR)
     fd = {"fifo": fifo, "another segment": other.signal().fd, "nothing": 9999}[kind]
-    card = segment.card()[:16] + replace(segment.signal(), fd=fd).encode()
+    card = segment.card()[:16] + segment.signal()._replace(fd=fd).encode()
     paths = opened(monkeypatch)
     assert not readable(card)
     assert paths == []

@@ -20,7 +20,7 @@ from areal_lora.weight_sync.trainer.decisions import (
     after_look,
     check_results,
     judged,
-    member_faults,
+    member_findings,
     what_failed,
 )
 from areal_lora.weight_sync.trainer.membership import Judgement, ServerFinding
@@ -143,8 +143,8 @@ def reply(ref=REF, digest=DIGEST):
 
 
 def faults(replies, errors=(), results=()):
-    found = member_faults((A, B, C), replies, dict(errors), ref=REF, digest=DIGEST, results=results)
-    return {s: (f.error, f.foreign) for s, f in found.items()}
+    found = member_findings((A, B, C), replies, dict(errors), ref=REF, digest=DIGEST, results=results)
+    return {f.server: (f.error, f.leftover) for f in found if f.error is not None}
 
 
 def test_members_are_at_fault_that_failed_lied_or_were_not_sent_the_version():

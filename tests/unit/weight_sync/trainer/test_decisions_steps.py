@@ -6,8 +6,15 @@ import pytest
 from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import ServerEndpoint
-from areal_lora.weight_sync.trainer.decisions import Attempt, Decision, Fail, Failure, FinishPublish, Wait
-from areal_lora.weight_sync.trainer.report import PublishReport
+from areal_lora.weight_sync.trainer.decisions import (
+    Attempt,
+    Decision,
+    Fail,
+    Failure,
+    FinishPublish,
+    PublishReport,
+    Wait,
+)
 
 SERVER = ServerEndpoint(name="server-0", host="h", admin_port=1, data_port=2, workers=1)
 REPORT = PublishReport(ref=AdapterRef(name="a", version=1), digest="d", nbytes=8, phases={"ack": 1.0}, acks=[])

@@ -12,8 +12,7 @@ import pytest
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import DropReply, PingReply, ServerEndpoint
-from areal_lora.weight_sync.trainer.admin_client import AdminClient
-from areal_lora.weight_sync.trainer.fleet import Fleet, _drop
+from areal_lora.weight_sync.trainer.fleet import AdminClient, Fleet
 from tests.support.weight_sync.helpers import RUN, SECRET
 
 SERVERS = [ServerEndpoint(name=f"server-{i}", host="h", admin_port=i, data_port=9, workers=1) for i in range(3)]
@@ -110,14 +109,14 @@ def test_a_server_that_was_away_drops_before_its_next_version_what_was_dropped_m
     fleet.keep([here, away, again := msgspec.structs.replace(restarted, admin_port=77)])
     for server in (here, away, again):
         line = fleet._lines[server]
-        line.thread.submit(_drop, line, 1.0).result(60.0)  # what each version begins with
+        line.thread.submit(line.drop, 1.0).result(60.0)  # what each version begins with
     assert sorted(asked) == sorted([(n, a) for n in ("server-0", "server-1") for a in ("math", "code")])
     assert fleet._away == {}, "of neither is anything kept"
     asked.clear()
     fleet.keep([here])
     fleet.keep([here, away])
     line = fleet._lines[away]
-    line.thread.submit(_drop, line, 1.0).result(60.0)
+    line.thread.submit(line.drop, 1.0).result(60.0)
     assert asked == [], "what it has dropped is not asked for again"
     fleet.close()
 

@@ -6,21 +6,22 @@ import errno
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
 from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint
-from areal_lora.weight_sync.messages import ServerEndpoint
+from areal_lora.weight_sync.messages import PingReply, ServerEndpoint
+from areal_lora.weight_sync.trainer import membership as membership_module
 from areal_lora.weight_sync.trainer.membership import (
     FIRST_REST_S,
     LONGEST_REST_S,
-    Membership,
+    MemberRoster,
     RendezvousWatch,
     ServerFinding,
     ServerWatcher,
-    Sign,
     judge,
 )
 from tests.support.clocks import Clock, wait_until
@@ -34,6 +35,15 @@ def server(index, port=0):
 
 
 A, B, C = (server(i) for i in range(3))
+
+
+class NoFleet:
+    def keep(self, members):
+        pass
+
+
+def roster(*servers):
+    return MemberRoster(NoFleet(), servers, ping_s=1.0)
 
 
 def judged(*findings, retried=False, late=False):
@@ -118,39 +128,36 @@ def test_the_reason_says_how_it_failed():
 
 
 def test_a_new_life_replaces_a_member_and_a_new_name_joins():
-    membership = Membership([B, A])
+    membership = roster(B, A)
     assert membership.members == (A, B)
     reborn = server(1, port=50)
     assert membership.with_joining([reborn, C, A]) == (A, reborn, C)
     assert membership.members == (A, B)
-    membership.admit([C, reborn])
+    membership.keep([C, reborn])
     assert membership.members == (reborn, C)
 
 
 def test_members_are_in_the_order_of_their_numbers():
-    assert [s.name for s in Membership([server(10), server(9), server(1)]).members] == [
-        "server-1",
-        "server-9",
-        "server-10",
-    ]
+    assert [s.name for s in roster(server(10), server(9), server(1)).members] == ["server-1", "server-9", "server-10"]
 
 
-def test_a_lost_server_rests_longer_each_time_until_it_has_served():
+def test_a_lost_server_rests_longer_each_time_until_it_has_served(monkeypatch):
     clock = Clock()
-    membership = Membership([A, B], clock)
+    monkeypatch.setattr(membership_module, "time", types.SimpleNamespace(monotonic=clock))
+    membership = roster(A, B)
     rests = []
     for _ in range(6):
-        membership.lose([B])
+        membership.exclude({B: "does not answer"})
         assert membership.members == (A,)
         began = clock.now
         while not membership.wants(B):
             clock.now += 0.5
         rests.append(clock.now - began)
-        membership.admit(membership.with_joining([B]))
+        membership.keep(membership.with_joining([B]))
         assert membership.members == (A, B)
     assert rests == [FIRST_REST_S * k for k in (1, 4, 16, 64)] + [LONGEST_REST_S] * 2
-    membership.succeeded()
-    membership.lose([B])
+    membership.served()
+    membership.exclude({B: "does not answer"})
     clock.now += FIRST_REST_S
     assert membership.wants(B)
     assert membership.wants(server(1, port=50))  # another life has no past
@@ -176,28 +183,28 @@ def test_the_watcher_names_those_that_are_wanted_and_answer_and_knows_whether_al
 
     def ping(s):
         asked.set()
-        return Sign.SILENT if s in silent else Sign.LEAVES if s in leaving else Sign.ANSWERS
+        return None if s in silent else PingReply(leaving=s in leaving)
 
-    watcher = ServerWatcher(Watch(), Membership([A]), ping, period_s=0.01)
+    watcher = ServerWatcher(Watch(), roster(A), ping, period_s=0.01)
     try:
         assert asked.wait(5.0)
-        wait_until(lambda: watcher.joining() == (C,))
+        wait_until(lambda: watcher.joining == (C,))
         seen.remove(C)
-        wait_until(lambda: watcher.joining() == ())
+        wait_until(lambda: watcher.joining == ())
         assert watcher.all_answer()
         silent.add(A)
         wait_until(lambda: not watcher.all_answer())
         silent.remove(A)
         wait_until(watcher.all_answer)
-        assert not watcher.leaving()
+        assert not watcher.leaving
         seen.add(C)
-        wait_until(lambda: watcher.joining() == (C,))
+        wait_until(lambda: watcher.joining == (C,))
         leaving |= {A, C}
-        wait_until(lambda: watcher.leaving() == {A})
-        wait_until(lambda: watcher.joining() == ())
+        wait_until(lambda: watcher.leaving == {A})
+        wait_until(lambda: watcher.joining == ())
         silent.add(A)
         wait_until(lambda: not watcher.all_answer())
-        assert watcher.leaving() == {A}, "it has ended, in order"
+        assert watcher.leaving == {A}, "it has ended, in order"
     finally:
         watcher.close()
 
@@ -218,11 +225,9 @@ def test_a_file_that_was_replaced_while_it_was_read_does_not_end_the_watch():
     """On NFS that is ESTALE; a file system in trouble says EIO."""
     silent = set()
     watch = Flaky([A, C], OSError(errno.ESTALE, "Stale file handle"), OSError(errno.EIO, "Input/output error"))
-    watcher = ServerWatcher(
-        watch, Membership([A]), lambda s: Sign.SILENT if s in silent else Sign.ANSWERS, period_s=0.01
-    )
+    watcher = ServerWatcher(watch, roster(A), lambda s: None if s in silent else PingReply(), period_s=0.01)
     try:
-        wait_until(lambda: watcher.joining() == (C,))
+        wait_until(lambda: watcher.joining == (C,))
         watch.errors = [OSError(errno.ESTALE, "Stale file handle")] * 1000
         silent.add(A)
         wait_until(lambda: not watcher.all_answer())  # members are asked for a sign of life meanwhile
@@ -238,40 +243,41 @@ def test_a_silent_member_that_has_withdrawn_its_endpoint_has_left_and_one_that_c
             return sorted(seen, key=lambda s: s.name)
 
     def ping(s):
-        return Sign.SILENT if s in silent else Sign.ANSWERS
+        return None if s in silent else PingReply()
 
-    watcher = ServerWatcher(Watch(), Membership([A, B, C]), ping, period_s=0.01)
+    watcher = ServerWatcher(Watch(), roster(A, B, C), ping, period_s=0.01)
     try:
         wait_until(lambda: not watcher.all_answer())
-        assert not watcher.leaving()
+        assert not watcher.leaving
         seen -= {A, C}  # C answers
-        wait_until(lambda: watcher.leaving() == {A})
+        wait_until(lambda: watcher.leaving == {A})
         seen.add(server(1, port=50))  # another session of B
-        wait_until(lambda: watcher.joining() == (server(1, port=50),))
-        assert watcher.leaving() == {A}
+        wait_until(lambda: watcher.joining == (server(1, port=50),))
+        assert watcher.leaving == {A}
     finally:
         watcher.close()
 
 
 def test_a_server_that_left_is_no_loss_and_does_not_return():
-    membership = Membership([A, B])
-    assert membership.release([B, C]) == (B,)
-    assert membership.members == (A,)
+    membership = roster(A, B)
+    membership.release([B, C])
+    assert (membership.left, membership.lost, membership.members) == ([B], {}, (A,))
     assert not membership.wants(B)
     assert not membership.wants(C)
     assert membership.wants(server(1, port=50))
-    assert membership.release([B]) == ()
+    membership.release([B])
+    assert membership.left == [B]
 
 
 def test_a_defect_in_the_watch_ends_the_process_with_its_reason():
     code = """
 import threading
 from areal_lora.processes.startup import setup_logging
-from areal_lora.weight_sync.trainer.membership import Membership, ServerWatcher
+from areal_lora.weight_sync.trainer.membership import MemberRoster, ServerWatcher
 setup_logging("trainer", 0)
 class Watch:
     def present(self): raise KeyError("admin")
-ServerWatcher(Watch(), Membership([]), lambda s: True, period_s=0.01)
+ServerWatcher(Watch(), MemberRoster(None, [], ping_s=1.0), lambda s: True, period_s=0.01)
 threading.Event().wait(10)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext.cpu.loops import BatchSlots, add_lora_rows, count_pairs, place_pairs
+from areal_lora.engine.vllm_ext.cpu.loops import BatchSlots, add_lora_rows
 
 T, IN, EXPERTS = 23, 40, 3
 
@@ -91,15 +91,3 @@ def test_a_bad_row_is_bad_alone(bad: float) -> None:
     add_lora_rows(y, x, np.arange(T), np.array([(0, 0, 0, T)]), lora_a, lora_b)
     assert not y[4].isfinite().any()
     assert y[torch.arange(T) != 4].isfinite().all()
-
-
-def test_places_of_pairs() -> None:
-    """Each cell's pairs in the order of their tokens; a negative expert's pair has the row of another."""
-    ids, group_of = np.array([[0, 2], [2, -1], [2, 0], [0, 2]]), np.array([0, 1, 0, 0])
-    counts = count_pairs(ids, group_of, 2, 3)
-    assert counts.tolist() == [3, 0, 0, 0, 3, 1]
-    begins = np.array([4, 0, 0, 0, 0, 8])
-    source, row_of = place_pairs(ids, group_of, 2, begins, 10)
-    assert source.tolist() == [0, 2, 3, 0, 0, 2, 3, 0, 1, 0]
-    assert row_of[ids >= 0].tolist() == [4, 0, 8, 1, 5, 6, 2]
-    assert row_of[1, 1] in row_of[ids >= 0]

@@ -15,7 +15,7 @@ import torch
 
 from areal_lora.engine.vllm_ext.compat import cpu_kernels
 from areal_lora.engine.vllm_ext.compat.cpu_kernels import PackedExperts, PlainExperts, expert_product
-from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertPairs, ExpertProduct, ExpertRuns, moe_lora
+from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertPairs, ExpertProduct, Runs, moe_lora
 from tests.support.engine.vllm_ext.older_cpu import OLDER_CPU
 
 E, H, INTER, RANK, SLOTS = 6, 32, 24, 4, 3
@@ -66,16 +66,13 @@ def oracle(x, w1, w2, routing, ids, adapters, slots) -> torch.Tensor:
 class PlainProduct:
     weight: torch.Tensor
 
-    def __call__(self, out: torch.Tensor, x: torch.Tensor, expert_runs: ExpertRuns) -> None:
-        for expert, xs, ys in zip(expert_runs.experts, expert_runs.of(x), expert_runs.of(out), strict=True):
-            torch.mm(xs, self.weight[expert].t(), out=ys)
+    def __call__(self, x: torch.Tensor, runs: Runs) -> torch.Tensor:
+        return torch.cat([x[rows] @ self.weight[expert].t() for expert, rows in runs])
 
 
 def run(x, w1, w2, routing, ids, adapters, slots, product=PlainProduct) -> torch.Tensor:
     groups, group_of = np.unique(slots, return_inverse=True)
-    out = torch.full_like(x, float("nan"))
-    moe_lora(out, x, product(w1), product(w2), routing, ids.numpy(), adapters, groups, group_of)
-    return out
+    return moe_lora(x, product(w1), product(w2), routing, ids.numpy(), adapters, groups, group_of)
 
 
 MIXTURES = {
@@ -214,11 +211,22 @@ def test_adapter_of_smaller_rank() -> None:
     torch.testing.assert_close(got[rows].double(), want[rows], atol=2e-5, rtol=1e-5)
 
 
+def test_places_of_pairs() -> None:
+    """Each cell's pairs in the order of their tokens; a negative expert's pair has the row of another."""
+    ids, group_of = np.array([[0, 2], [2, -1], [2, 0], [0, 2]]), np.array([0, 1, 0, 0])
+    pairs = ExpertPairs.of(ids, np.array([-1, 5]), group_of)
+    assert pairs.source.tolist() == [0, 2, 3, 0, 2, 3, 1]
+    assert pairs.row_of[ids >= 0].tolist() == [0, 3, 6, 4, 1, 2, 5]
+    assert pairs.row_of[1, 1] in pairs.row_of[ids >= 0]
+    assert pairs.runs == [(0, slice(0, 3)), (2, slice(3, 7))]
+    assert pairs.cells.tolist() == [[5, 2, 6, 7]]
+
+
 def test_many_experts() -> None:
     slots = np.arange(24) % 12
     ids = torch.arange(24 * 2).view(24, 2) * 60
     groups, group_of = np.unique(slots, return_inverse=True)
-    pairs = ExpertPairs.of(ids.numpy(), groups, group_of, 3000)
+    pairs = ExpertPairs.of(ids.numpy(), groups, group_of)
     assert np.array_equal(pairs.source[pairs.row_of], np.arange(24)[:, None].repeat(2, axis=1))
 
 
@@ -261,6 +269,6 @@ def test_experts_without_slots_are_the_bases(n_tokens: int) -> None:
     """As of a server whose adapters have attention modules only."""
     x, w1, w2, routing, ids, _ = make(3, torch.float32, n_tokens, 2)
     slots = np.full(n_tokens, -1)
-    got = run(x, w1, w2, routing, ids, ExpertAdapters.none(w2), slots)
+    got = run(x, w1, w2, routing, ids, None, slots)
     want = oracle(*make(3, torch.float32, n_tokens, 2), slots)
     assert (got.double() - want).abs().max() < 1e-5 * want.abs().max()

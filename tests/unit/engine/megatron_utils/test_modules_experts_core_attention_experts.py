@@ -1,0 +1,120 @@
+"""Grouped experts with LoRA inside against one expert after the other in float64, by autograd."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from areal_lora.engine.layers.expert_mlp import ExpertLora
+from areal_lora.engine.megatron_utils.modules import GroupedExperts, GroupedLinear
+
+HIDDEN, WIDTH, RANK, SCALE = 12, 6, 3, 1.7
+SPLITS = [4, 0, 7, 1]
+TOLERANCE = 1e-6  # of the norm; fp32 against float64
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def make_experts(dtype: torch.dtype = torch.float32) -> GroupedExperts:
+    config = SimpleNamespace(hidden_size=HIDDEN, moe_ffn_hidden_size=WIDTH, params_dtype=dtype)
+    groups = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+    experts = GroupedExperts(len(SPLITS), config, pg_collection=groups)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter.requires_grad_(False), std=0.3)
+    return experts
+
+
+def adapter(shared: bool, n_out: int, n_in: int) -> tuple[nn.Parameter, nn.Parameter]:
+    stack = () if shared else (len(SPLITS),)
+    return nn.Parameter(torch.randn(*stack, RANK, n_in)), nn.Parameter(torch.randn(*stack, n_out, RANK))
+
+
+def adapt(linear: GroupedLinear, a: torch.Tensor, b: torch.Tensor, name: str = "a") -> None:
+    linear.residents[name] = ExpertLora(a, b, SCALE)
+    linear.active.name = name
+
+
+def one_by_one(experts: GroupedExperts, x: Tensor, probs: Tensor, lora: list[Tensor]) -> Tensor:
+    """The same function written per expert; ``lora`` holds A1, B1, A2, B2, each [n, ...] or [...]."""
+    parts = []
+    for e, (rows, p) in enumerate(zip(x.split(SPLITS), probs.split(SPLITS), strict=True)):
+        a1, b1, a2, b2 = (t[e] if t.dim() == 3 else t for t in lora)
+        w1 = experts.linear_fc1.weight[e].double() + SCALE * b1 @ a1
+        w2 = experts.linear_fc2.weight[e].double() + SCALE * b2 @ a2
+        gate, up = (rows @ w1.t()).chunk(2, dim=-1)
+        parts.append((functional.silu(gate) * up * p[:, None]) @ w2.t())
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("splits", [SPLITS, [0, 0, 12, 0]])
+def test_grouped_experts_equal_experts_one_by_one(
+    shared: bool, splits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "SPLITS", splits)
+    torch.manual_seed(7)
+    print("seed 7")
+    experts = make_experts()
+    pairs = [adapter(shared, 2 * WIDTH, HIDDEN), adapter(shared, HIDDEN, WIDTH)]
+    adapt(experts.linear_fc1, *pairs[0])
+    adapt(experts.linear_fc2, *pairs[1])
+    x = torch.randn(sum(splits), HIDDEN, requires_grad=True)
+    probs = torch.rand(sum(splits), requires_grad=True)
+    inputs = [x, probs, *pairs[0], *pairs[1]]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    out, bias = experts(x, torch.tensor(splits), probs)
+    want = one_by_one(experts, exact[0], exact[1], exact[2:])
+    assert bias is None
+    assert error(out, want) < TOLERANCE
+    weights = torch.randn_like(out)
+    (out * weights).sum().backward()
+    (want * weights.double()).sum().backward()
+    for got, expected in zip(inputs, exact, strict=True):
+        assert got.grad is not None
+        assert got.grad.dtype == torch.float32
+        assert expected.grad is not None
+        assert error(got.grad, expected.grad) < TOLERANCE
+
+
+def test_an_adapter_that_is_off_leaves_the_base() -> None:
+    torch.manual_seed(8)
+    print("seed 8")
+    experts = make_experts()
+    x, probs, splits = torch.randn(12, HIDDEN), torch.rand(12), torch.tensor(SPLITS)
+    base, _ = experts(x, splits, probs)
+    for linear, shape in ((experts.linear_fc1, (2 * WIDTH, HIDDEN)), (experts.linear_fc2, (HIDDEN, WIDTH))):
+        adapt(linear, *adapter(False, *shape))
+    assert not torch.equal(experts(x, splits, probs)[0], base)
+    for linear in (experts.linear_fc1, experts.linear_fc2):
+        linear.active.name = None
+    assert torch.equal(experts(x, splits, probs)[0], base)
+
+
+def test_only_one_of_the_two_layers_may_have_an_adapter() -> None:
+    torch.manual_seed(9)
+    print("seed 9")
+    experts = make_experts()
+    a, b = adapter(False, HIDDEN, WIDTH)
+    adapt(experts.linear_fc2, a, b)
+    x = torch.randn(12, HIDDEN, requires_grad=True)
+    experts(x, torch.tensor(SPLITS), torch.rand(12))[0].sum().backward()
+    assert all(t.grad is not None for t in (a, b, x))
+
+
+def test_bf16_experts_train_an_adapter_in_fp32() -> None:
+    torch.manual_seed(10)
+    print("seed 10")
+    experts = make_experts(torch.bfloat16)
+    a, b = adapter(False, 2 * WIDTH, HIDDEN)
+    adapt(experts.linear_fc1, a, b)
+    out, _ = experts(torch.randn(12, HIDDEN).bfloat16(), torch.tensor(SPLITS), torch.rand(12))
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert a.grad is not None
+    assert a.grad.dtype == torch.float32

@@ -1,0 +1,92 @@
+"""The report of a run with several adapters: an overview, and a section of each with its plots."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from areal_lora.obs.report import svg
+from areal_lora.obs.report.page import write_report
+from areal_lora.obs.report.plots import Plots
+from tests.support.obs.page import Page
+from tests.support.obs.three_adapters import REASON, TOKENS, make_three, records
+
+ONE = len(Plots().all())
+"""Plots of one adapter."""
+
+
+@pytest.fixture
+def html(tmp_path: Path) -> str:
+    return write_report(make_three(tmp_path)).read_text(encoding="utf-8")
+
+
+def section(html: str, name: str) -> str:
+    [found] = re.findall(rf'<section id="adapter-{name}">(.*?)</section>', html, flags=re.S)
+    return str(found)
+
+
+def test_the_overview_has_a_row_for_each_adapter_with_the_reason_of_a_failure(html: str) -> None:
+    rows = re.findall(r"<tr>(.*?)</tr>", html.partition("<h2>The run</h2>")[0])
+    cells = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in rows]
+    assert [row[:7] for row in cells] == [
+        ["adapter", "state", "steps", "weight", "trained tokens", "accuracy", "best"],
+        ["alpha", "done", "8 of 8", "2", "76%", "0.250 → 0.500", "0.750 (v4)"],
+        ["beta", "failed", "3 of 8", "1", "14%", "0.250", "0.250 (v0)"],
+        ["gamma", "done", "4 of 4", "1", "10%", "0.250 → 0.500", "0.500 (v4)"],
+    ]
+    assert [row[-2] for row in cells[1:]] == ["adapters/alpha", "-", "adapters/gamma"]
+    assert cells[2][-1] == REASON.replace("<", "&lt;").replace(">", "&gt;")
+    assert "3</b><span>adapters: 2 done, 1 failed" in html
+
+
+def test_each_adapter_has_its_section_with_its_own_plots_and_samples(html: str) -> None:
+    page = Page(html)
+    assert page.tags.count("svg") == 2 + 3 * ONE
+    for name in TOKENS:
+        its = section(html, name)
+        assert its.count("<svg") == ONE
+        assert f"written by {name}" in its
+        assert not [other for other in TOKENS if other != name and f"written by {other}" in its]
+    assert "failed after 3 of 8 steps: step 3: the advantage is not finite &lt;NaN&gt;" in section(html, "beta")
+    assert "done after 4 of 4 steps · seed 7 · weight 1 · staleness up to 1" in section(html, "gamma")
+    assert html.count("Sample rollouts") == 0
+
+
+def test_the_plots_of_a_section_are_those_of_its_adapter_alone(html: str) -> None:
+    """The whole drawing of beta, against one made of its records only."""
+    alone = Plots()
+    for record in records():
+        if record.adapter == "beta":
+            alone.add(record)
+    drawn = re.findall(r"(<svg.*?</svg>)", section(html, "beta"), flags=re.S)
+    assert drawn == [chart for _, _, chart in alone.all()]
+
+
+def test_the_shares_are_one_picture_of_all_adapters(html: str) -> None:
+    [figure] = [part.split("</figure>")[0] for part in html.split("<figure>") if "Shares of trained tokens" in part]
+    chart = ET.fromstring(figure[figure.index("<svg") :])
+    texts = [element.text for element in chart.iter("text")]
+    assert {"alpha", "beta", "gamma", "seconds since the start"} <= set(texts)
+    # Four bars of 8 s from the bottom: the steps of alpha, beta, gamma in each (bars end before 8, 16, 24, 32 s).
+    height = svg.HEIGHT - svg.BOTTOM - svg.TOP
+    bars = [rect for rect in chart.iter("rect") if float(rect.get("height", "")) > 4]
+    alpha = [float(rect.get("height", "")) / height for rect in bars if "--c0" in rect.get("style", "")]
+    want = [400 / 700, 400 / 550, 400 / 800, 1.0]
+    assert alpha == pytest.approx(want, abs=0.001)
+
+
+def test_the_evaluations_of_several_adapters_name_them(html: str) -> None:
+    table = html.partition("Evaluations, the last of each set")[2].partition("</table>")[0]
+    assert re.findall(r"<tr><td>(\w+)</td><td>([\w-]+)</td><td>(v\d)</td>", table) == [
+        ("alpha", "held-out", "v8"),
+        ("beta", "held-out", "v0"),
+        ("gamma", "held-out", "v4"),
+    ]
+
+
+def test_a_run_that_has_not_begun_has_its_sections(tmp_path: Path) -> None:
+    html = write_report(make_three(tmp_path, turns=0)).read_text(encoding="utf-8")
+    assert "active after 0 of 8 steps" in section(html, "alpha")

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from areal_lora.errors import PublishError
+from areal_lora.weight_sync.link.same_host import MappedSegment
+from areal_lora.weight_sync.manifest import seal, trailer_part
+from areal_lora.weight_sync.trainer.publish_job import PackedShard
+from tests.support.weight_sync.adapters import pack_of
+from tests.support.weight_sync.helpers import BUCKET_BYTES, layout_of, packed, ref, share, values
+
+
+class Line:
+    """Takes the place of a group: keeps what is sent, and when."""
+
+    def __init__(self):
+        self.sent, self.bucket_bytes, self.same_host = [], BUCKET_BYTES, False
+
+    def start(self, flat, deadline):
+        self.sent.append(flat.clone())
+        return self
+
+    def wait(self):
+        pass
+
+
+def test_the_wire_carries_the_tensors_then_their_fingerprints_and_the_seal():
+    full = values(1)
+    owned, aliases = share(full)
+    shard, _ = packed(owned, aliases, version=3)
+    line = Line()
+    shard.send(line, time.monotonic() + 5)
+    *buckets, trailer = line.sent
+    assert all(b.numel() <= BUCKET_BYTES for b in buckets)
+    sent = torch.cat(buckets).view(torch.float32)
+    assert torch.equal(sent, torch.cat([t.reshape(-1) for _, t in owned]))
+    assert trailer[:-16].numpy().tobytes() == shard.sums.tobytes()
+    assert trailer[-16:].numpy().tobytes() == seal(ref(3), shard.layout.digest, shard.sum)
+    assert seal(ref(4), shard.layout.digest, shard.sum) != seal(ref(3), shard.layout.digest, shard.sum)
+
+
+def test_a_bucket_is_sent_as_soon_as_it_is_packed():
+    owned, aliases = share(values(1))
+    layout = layout_of(owned, aliases)
+    shard, line, go = PackedShard(layout, 0), Line(), threading.Event()
+
+    def slowly(flat):
+        steps = list(pack_of(layout, 0, dict(owned))(flat))
+        yield steps[len(steps) // 2]
+        assert go.wait(5)
+        yield steps[-1]
+
+    sender = threading.Thread(target=shard.send, args=(line, time.monotonic() + 5))
+    packer = threading.Thread(target=shard.pack, args=(ref(0), slowly))
+    sender.start()
+    packer.start()
+    late = time.monotonic() + 3
+    while len(line.sent) < 3 and time.monotonic() < late:
+        time.sleep(0.005)
+    before = len(line.sent)
+    go.set()
+    packer.join()
+    sender.join()
+    assert 3 <= before < len(line.sent)
+
+
+class Reader(Line):
+    """Takes the place of a group whose receivers read the source's memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.same_host = True
+
+    def signal(self, segment, deadline):
+        self.sent.append(segment.signal())
+        return self
+
+
+def test_receivers_on_this_machine_are_told_twice_and_see_how_far_packing_is():
+    owned, aliases = share(values(1))
+    layout = layout_of(owned, aliases)
+    shard, reader, go, half = PackedShard(layout, 0), Reader(), threading.Event(), threading.Event()
+    tensors = layout.shards[0].tensors
+    middle = len(tensors) // 2
+
+    def slowly(flat):
+        steps = list(pack_of(layout, 0, dict(owned))(flat))
+        yield steps[middle - 1]
+        half.set()
+        assert go.wait(5)
+        yield steps[-1]
+
+    shard.reset()
+    sender = threading.Thread(target=shard.send, args=(reader, time.monotonic() + 5))
+    packer = threading.Thread(target=shard.pack, args=(ref(0), slowly))
+    sender.start()
+    packer.start()
+    assert half.wait(5)
+    window = MappedSegment(shard._segment.signal())
+    assert window.ready == tensors[middle].offset
+    assert reader.sent == [shard._segment.signal()]
+    go.set()
+    packer.join()
+    sender.join()
+    begin, end = trailer_part(layout.shards[0])
+    assert window.ready == end
+    assert window.view(begin, end)[:-16].tobytes() == shard.sums.tobytes()
+    assert reader.sent == [shard._segment.signal()] * 2
+    shard.reset()
+    assert (window.ready, window.generation) == (0, reader.sent[0].generation + 1)
+
+
+def test_a_failed_pack_ends_the_send_at_once_and_the_shard_can_be_packed_again():
+    owned, aliases = share(values(1))
+    layout = layout_of(owned, aliases)
+    shard, errors = PackedShard(layout, 0), []
+
+    def broken(flat):
+        yield 1
+        raise IndexError("engine says no")
+
+    def send():
+        try:
+            shard.send(Line(), time.monotonic() + 30)
+        except PublishError as e:
+            errors.append(e)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(IndexError):
+        shard.pack(ref(0), broken)
+    sender.join(5)
+    assert "packing failed" in str(errors[0])
+    shard.reset()
+    with pytest.raises(PublishError, match="of this rank"):
+        shard.pack(ref(0), lambda flat: iter([1]))
+    shard.reset()
+    with pytest.raises(PublishError, match="deadline"):
+        shard.send(Line(), time.monotonic() + 0.05)
+    shard.pack(ref(0), pack_of(layout, 0, dict(owned)))
+    shard.send(Line(), time.monotonic() + 5)
+
+
+def test_a_rank_that_owns_nothing_packs_nothing_but_takes_part():
+    owned, aliases = share(values(3))
+    shard = PackedShard(layout_of(owned, aliases), 5)
+    seen = []
+    shard.pack(ref(0), lambda flat: seen.append(flat.size) or iter([0]))
+    assert seen == [0]
+    assert not shard.is_source
+    assert isinstance(shard.sums, np.ndarray)
