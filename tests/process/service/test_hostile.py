@@ -30,7 +30,7 @@ from tests.support.service.hostile import BODY_KIB, PASS_KIB, Shot, typed
 from tests.support.tinker.hostile import posted, shot
 from tests.support.tinker.scripted import PROGRAMS, ScriptedRun
 from tests.support.tinker.sdk import VERSIONS, environment
-from tests.support.tinker.tenant_world import API, World, check, settle
+from tests.support.tinker.tenant_world import API, PROTOBUF, World, check, settle
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +68,8 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Storm]:
             )
         for world in worlds:
             check(run, world)
+            samples = [content for name, content in world.answers.items() if ":sample:" in name]
+            found.heard += [("POST", f"{API}/retrieve_future", 200, PROTOBUF["Content-Type"], each) for each in samples]
         there = {adapter.key: adapter for adapter in read_desired(run.folder).adapters}
         assert all(there.get(adapter.key) == adapter for adapter in before), "no one changed what is another's"
         assert "Traceback" not in run.log(), run.log()

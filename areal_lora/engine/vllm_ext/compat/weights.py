@@ -131,7 +131,7 @@ class _Experts:
                 f"{names[0]}: vLLM keeps the experts for {method.unquantized_backend.value}, not in order"
             )
         wide, narrow = (inter * tp_size, hidden), (hidden, inter * tp_size)
-        index = local_experts(layer)
+        index = local_experts(layer.expert_map, len(names) // 3)
         self.parts: list[WeightPart] = []
         for i, name in enumerate(names):
             at, which = index[i // 3], i % 3
@@ -160,10 +160,9 @@ FusedWeight = _Linear | _Experts
 """
 
 
-def local_experts(layer: RoutedExperts) -> list[int]:
-    """Map every expert of the layer to its index on this worker, -1 if another worker holds it."""
-    table = layer.expert_map
-    return list(range(layer.global_num_experts)) if table is None else [int(i) for i in table.tolist()]
+def local_experts(expert_map: Tensor | None, n: int) -> list[int]:
+    """Map each of a layer's ``n`` experts to its index on this worker, -1 if another worker holds it."""
+    return list(range(n)) if expert_map is None else [int(i) for i in expert_map.tolist()]
 
 
 def _host(layer: Any, *shape: int) -> Tensor:

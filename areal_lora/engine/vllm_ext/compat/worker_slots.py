@@ -81,7 +81,7 @@ def _expert_matrices(module: FusedMoEWithLoRA, parts: list[str]) -> Iterator[Mat
     down_a, down_b = module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0]
     wide, narrow = (0, module.hidden_size), (start_inter, full_inter)
     rows = ((gate_a, gate_b, wide, narrow), (down_a, down_b, narrow, wide), (up_a, up_b, wide, narrow))
-    local = local_experts(module.base_layer.routed_experts)
+    local = local_experts(module.base_layer.routed_experts.expert_map, len(parts) // 3)
     for i, part in enumerate(parts):
         a, b, inputs, outputs = rows[i % 3]
         index = local[i // 3]
