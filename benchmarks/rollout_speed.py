@@ -163,7 +163,6 @@ class Publishing:
 
     def round(self) -> dict[str, float]:
         """Phases of one publish in milliseconds."""
-        from functools import partial
 
         import torch
 
@@ -172,10 +171,12 @@ class Publishing:
         from areal_lora.weight_sync.manifest import base_digest
 
         self._memory.weights.normal_(std=0.02)
-        pack: Callable[..., Any] = partial(self._memory.fill_shard, "float32", groups={})
+        packer, weights = self._memory.packer("float32"), self._memory.weights
+        pack: Callable[..., Any] = lambda flat: packer.fill(weights, flat, {})  # noqa: E731
         if self.mode == "merged":
             tensors = dict(self._memory.tensors(self._memory.weights, {}))
-            pack = partial(self._shard.fill, tensors, loss=CastLoss(dtype=torch.float32, rows=64))
+            loss = CastLoss(dtype=torch.float32, rows=64)
+            pack = lambda flat: self._shard.fill(tensors, flat, loss)  # noqa: E731
         ref = AdapterRef(name=self._name, version=self._version)
         self._version += 1
         digest = base_digest(self.config.model.folder)

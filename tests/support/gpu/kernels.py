@@ -36,7 +36,7 @@ def worst_error(device: torch.device) -> dict[str, float]:
     found = base.clone()
     wrapper.add_lora_linear(found, x, (stack_a,), (stack_b,), 1.0, (WIDTH,))
     matrices = [torch.from_numpy(full[n]).to(device).to(torch.bfloat16).double() for n in sorted(full)]
-    truth = base.double() + spec.scale * (x.double() @ matrices[0].t()) @ matrices[1].t()
+    truth = base.double() + spec.scale_of(next(iter(full))) * (x.double() @ matrices[0].t()) @ matrices[1].t()
     adapted = torch.arange(TOKENS, device=device) % 2 == 1
     error = (found[adapted].double() - truth[adapted]).abs().max() / truth[adapted].abs().max()
     return {"relative_error": float(error), "base_tokens_changed": int((found[~adapted] != base[~adapted]).sum())}

@@ -122,7 +122,7 @@ async def serve(config: Config, run_folder: RunFolder, index: int, grace_s: floa
         heart = Heart(run_folder, ROLE, index, {EVENT_LOOP: config.run.stall_s})
         ticks = watched_task("event-loop-ticks", partial(tick, heart))
         leave = partial(leave_in_order, stop, door, busy=lambda: server.busy, publish_s=config.weight_sync.timeout_s)
-        leaving = watched_task("leave", partial(leave, run_folder=run_folder, index=index, pid=os.getpid()))
+        leaving = watched_task("leave", partial(leave, run_folder=run_folder, index=index))
         await stop.event.wait()
         http.should_exit = True
         await asyncio.wait({serving}, timeout=CLOSE_S + 1)
