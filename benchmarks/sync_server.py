@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from areal_lora.config.recorded import read_config
 from areal_lora.engine.vllm_ext.server import assemble as assembling
-from areal_lora.engine.vllm_ext.server.gate import Stop
+from areal_lora.engine.vllm_ext.server.leaving import Stop
 from areal_lora.engine.vllm_ext.server.main import HttpServer, bound_sockets, server_tls, set_environment
 from areal_lora.network.tls import Plane
 from areal_lora.run_folder.paths import RunFolder

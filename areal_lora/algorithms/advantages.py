@@ -1,17 +1,13 @@
-"""Advantages from rewards: pure functions of tensors, one row each in `ADVANTAGES`.
-
-All take the `Samples` of a whole batch and return [S] float64, one number per sample. They depend neither on the
-order of the samples nor on how the batch is packed or distributed.
-
-From the rewards of a batch to the advantage of every trained token.
+"""From the rewards of a batch to the advantage of every trained token.
 
 ::
 
     reward -> length penalty -> KL divergence -> advantage of the sample -> its tokens           -> normalised
                                                  reward of the last token -> values of a critic -> normalised
 
-All steps see the whole batch, on every rank the same one, so the result depends neither on data-parallel ranks nor on
-micro-batches.
+Advantages of samples are pure functions, one row each in `ADVANTAGES`: of the `Samples` of a whole batch to [S]
+float64. All steps see the whole batch, on every rank the same one, so a result depends neither on the order of the
+samples nor on packing, data-parallel ranks or micro-batches.
 """
 
 from __future__ import annotations

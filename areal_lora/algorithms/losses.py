@@ -1,16 +1,13 @@
-"""Policy losses as plain sums over tokens: denominators belong to the optimizer step.
+"""Policy losses as plain sums over tokens, and KL estimators. Denominators belong to the optimizer step.
 
-A loss function sees the current log-probabilities of one micro-batch and returns sums, so
-that micro-batches, data-parallel ranks and adapters can be added up in any order. All losses share one form::
+A loss function sees the current log-probabilities of one micro-batch and returns sums, so that micro-batches,
+data-parallel ranks and adapters can be added up in any order. All losses share one form::
 
     - sum over tokens of  weight * w * objective      w = proximal / behaviour, a constant
 
-and differ in the objective: one function each in `LOSSES`.
-
-Per-token KL estimators, and the exponential that every log-ratio goes through.
-
-Schulman's estimators of KL(current || reference) from samples of the current policy, with
-``d = reference - current``; source: http://joschu.net/blog/kl-approx.html.
+and differ in the objective: one function each in `LOSSES`. KL(current || reference) is estimated per token from samples
+of the current policy with Schulman's estimators, ``d = reference - current``; source:
+http://joschu.net/blog/kl-approx.html.
 """
 
 from __future__ import annotations

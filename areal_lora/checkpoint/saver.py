@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from areal_lora.checkpoint.checkpoint_store import CheckpointStore, Snapshot
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError, PublishError
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef
 

@@ -1,15 +1,12 @@
-"""The endless stream of prompts of one adapter's task.
+"""The endless stream of prompts of one adapter's task, and its order without a cursor.
 
-Prompt order without a cursor: a keyed permutation of ``(seed, epoch, index)``.
+Position ``p`` of the stream belongs to epoch ``p // n`` and to the sample ``permute(p % n)``, where every epoch has its
+own keyed permutation of ``(seed, epoch, index)``. Nothing is stored: any process that knows seed and position knows the
+prompt, so a resumed run needs only a number.
 
-Position ``p`` of the endless prompt stream belongs to epoch ``p // n`` and to the sample
-``permute(p % n)``, where every epoch has its own permutation. Nothing is stored: any process
-that knows seed and position knows the prompt, so a resumed run needs only a number.
-
-The permutation is a balanced Feistel network over the smallest even-bit domain that holds
-``n``, with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002):
-values outside ``range(n)`` are encrypted again until they fall inside. The domain is less
-than 4 n, so that takes fewer than four rounds of encryption on average.
+The permutation is a balanced Feistel network over the smallest even-bit domain that holds ``n``, with cycle walking
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): values outside ``range(n)`` are encrypted again
+until they fall inside. The domain is less than 4 n, so that takes fewer than four rounds of encryption on average.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ import torch
 from areal_lora.config.recorded import probe_tolerance, read_config
 from areal_lora.config.sizing.slots import broadcast_backend
 from areal_lora.errors import ArealLoraError, ExitCode
-from areal_lora.processes.startup import collector_paused, get_logger, setup_logging
+from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.startup import collector_paused
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.main import join_world
 

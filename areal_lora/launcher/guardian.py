@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from areal_lora.processes import startup
+from areal_lora.processes import shared_memory
 
 DONE, SHARED = "done", "shm:"
 MARK = "AREAL_LORA_LAUNCHER"
@@ -32,7 +32,7 @@ START_S = 1.0
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    before = startup.entries()
+    before = shared_memory.entries()
     lines = sys.stdin.read().splitlines()
     if lines[-1:] == [DONE]:
         return 0
@@ -46,13 +46,13 @@ def main() -> int:
         # Only what the launcher started gets it: it knows in which order its own children must go.
         _signal(sessions.intersection(members) - signalled, signal.SIGTERM)
         signalled |= sessions.intersection(members)
-        shared |= startup.used_by(members) - before
+        shared |= shared_memory.used_by(members) - before
         time.sleep(0.1)
         sessions |= sessions_with(sys.argv[1])
     while members := members_of(sessions):
         _signal(members, signal.SIGKILL)
         time.sleep(0.05)
-    startup.remove(shared)
+    shared_memory.remove(shared)
     return 0
 
 

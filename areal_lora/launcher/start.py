@@ -34,7 +34,7 @@ from areal_lora.errors import ConfigError, EnvironmentError_, undo_on_error
 from areal_lora.launcher.slurm.job_query import look
 from areal_lora.launcher.slurm.states import Phase, explain, is_active
 from areal_lora.obs.report.summary import read_summary
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.events import StartEvent, now_utc, write_event
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import begin_session, forget_sessions

@@ -27,7 +27,7 @@ from areal_lora.errors import EnvironmentError_, ProcessFailed
 from areal_lora.launcher import guardian
 from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.launcher.restarts import ProcessExit
-from areal_lora.processes import startup
+from areal_lora.processes import shared_memory, stacks
 from areal_lora.processes.watched import reached
 
 STOP_GRACE_S = 8.0
@@ -48,7 +48,7 @@ class Supervisor:
         self._logs, self._grace_s = log_folder, grace_s
         self._running: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = []
         self._not_ours = set(psutil.Process().children(recursive=True))
-        self._shared_before = startup.entries()
+        self._shared_before = shared_memory.entries()
         self._shared_ours: set[str] = set()
         self._shared_looks: Counter[str] = Counter()
         self._guardian: subprocess.Popen[bytes] | None = None
@@ -133,11 +133,11 @@ class Supervisor:
         Cheap enough to be called often: users of shared memory are looked up only while a name was checked fewer
         than ``looks`` times. A name that is still unclaimed then belongs to another program.
         """
-        names = startup.entries() - self._shared_before - self._shared_ours
+        names = shared_memory.entries() - self._shared_before - self._shared_ours
         if all(self._shared_looks[name] >= looks for name in names):
             return
         self._shared_looks.update(names)
-        ours = startup.used_by(process.pid for process in self._descendants()) & names
+        ours = shared_memory.used_by(process.pid for process in self._descendants()) & names
         self._shared_ours |= ours
         for name in ours:
             self._tell_guardian(guardian.SHARED + name)
@@ -148,7 +148,7 @@ class Supervisor:
 
     def ask_stacks(self) -> int:
         """Request the stacks of every process; returns how many will write them."""
-        return sum(startup.request(process.pid) for process in self._descendants())
+        return sum(stacks.request(process.pid) for process in self._descendants())
 
     def running(self) -> list[ProcessSpec]:
         return [spec for spec, _ in self._running]
@@ -181,7 +181,7 @@ class Supervisor:
                     process.kill()
             psutil.wait_procs(left, timeout=0.2)
         self.poll()
-        startup.remove(self._shared_ours)
+        shared_memory.remove(self._shared_ours)
         if self._guardian is not None and self._guardian.stdin is not None:
             self._tell_guardian(guardian.DONE)
             with contextlib.suppress(BrokenPipeError):

@@ -59,7 +59,7 @@ class Processes(Protocol):
     def running(self) -> list[ProcessSpec]: ...
 
     def ask_stacks(self) -> int:
-        """Request the stacks of every process (``processes.startup``); returns how many will write them."""
+        """Request the stacks of every process (``processes.stacks``); returns how many will write them."""
 
     def look_after(self) -> None:
         """Called often."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import msgspec
 
@@ -244,44 +242,3 @@ class RunView:
             return None
         rows = [p.sequence_ms() for p in recent]
         return statistics.median(totals), {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-
-
-class Spans:
-    """Seconds by phase. Repeated spans of one name add up; spans may nest. Not thread-safe.
-
-    Example::
-
-        spans = Spans()
-        with spans.span("train"):
-            ...
-        record = StepRecord(..., spans=dict(spans.seconds))
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._started = clock()
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Add the time spent in the block to ``seconds[name]``, also when the block raises."""
-        started = self._clock()
-        try:
-            yield
-        finally:
-            self.add(name, self._clock() - started)
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add a time that was measured elsewhere."""
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-    @property
-    def total_s(self) -> float:
-        """Wall seconds since construction or the last restart (not the sum of the spans)."""
-        return self._clock() - self._started
-
-    def restart(self) -> dict[str, float]:
-        """Return the spans so far and start the next step without spans."""
-        finished, self.seconds = self.seconds, {}
-        self._started = self._clock()
-        return finished

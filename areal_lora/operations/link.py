@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from areal_lora.network.rpc import LOOK_S, ConnectionLost, RpcServer, Subscription, Wire
 from areal_lora.operations import protocol
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, publish_endpoint, read_endpoint, read_secret

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_lora.errors import BackgroundFailed
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 
 FINAL_LOG_TIMEOUT_S = 5.0
 """Time limit for writing the log before the process ends: standard error may be a pipe without a reader."""

@@ -23,8 +23,9 @@ from areal_lora.config.sections.run import own_place
 from areal_lora.data.formatting import Formatter, TextTokenizer, load_tokenizer
 from areal_lora.data.prompts import PromptStream
 from areal_lora.errors import ArealLoraError, exit_code_of
-from areal_lora.processes import startup
-from areal_lora.processes.startup import collector_paused, die_with_parent, get_logger, setup_logging
+from areal_lora.processes import stacks
+from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.startup import collector_paused, die_with_parent
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentGateway
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-folder", type=RunFolder.of, required=True)
     run_folder: RunFolder = parser.parse_args(argv).run_folder
     setup_logging(ROLE, 0)
-    startup.install(run_folder.stack_dump(f"{ROLE}-0"))
+    stacks.install(run_folder.stack_dump(f"{ROLE}-0"))
     die_with_parent(signal.SIGTERM)
     try:
         config = read_config(run_folder)

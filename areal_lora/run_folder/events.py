@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.errors import RecordError
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 
 BLOCK_BYTES = 1 << 16

@@ -154,7 +154,7 @@ class RunFolder:
         return self.logs / f"{process}.log"
 
     def stack_dump(self, process: str) -> Path:
-        """File to which ``process`` appends the stacks of its threads on SIGUSR1 (``processes.startup``)."""
+        """File to which ``process`` appends the stacks of its threads on SIGUSR1 (``processes.stacks``)."""
         return self.stacks / f"{process}.txt"
 
     # --- of the launcher and of a Slurm job

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 
 LOCK_S, LOCK_WAIT_S = 10.0, 120.0  # NFS keeps the locks of a machine that died for about 90 s
 MEMORY = ":memory:"

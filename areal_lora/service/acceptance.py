@@ -53,7 +53,7 @@ from areal_lora.config.sections.task import (
 )
 from areal_lora.config.sources import read_source
 from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.desired import DesiredAdapter

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, Prompt, prompts_of, too_large
 from areal_lora.network.tls import Plane, authorization, client_context
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_indices, read_endpoint, read_secret
 from areal_lora.service.http import Stream

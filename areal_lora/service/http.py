@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.service.queue.queue_rows import Key, Quota, Tables, digest_of
 from areal_lora.service.refused import RequestError, internal_error
 

@@ -25,8 +25,9 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.errors import ArealLoraError, ConfigError, ExitCode
 from areal_lora.network.http_server import CLOSE_S, HttpServer
-from areal_lora.processes import startup
-from areal_lora.processes.startup import die_with_parent, get_logger, setup_logging
+from areal_lora.processes import stacks
+from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.startup import die_with_parent
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-folder", type=RunFolder.of, required=True)
     run_folder: RunFolder = parser.parse_args(argv).run_folder
     setup_logging(ROLE, 0)
-    startup.install(run_folder.stack_dump(f"{ROLE}-0"))
+    stacks.install(run_folder.stack_dump(f"{ROLE}-0"))
     die_with_parent(signal.SIGTERM)
     try:
         asyncio.run(serve(read_config(run_folder), run_folder))

@@ -24,9 +24,9 @@ from statistics import fmean
 
 import torch
 
-from areal_lora.algorithms.merging import is_shifted, shift_votes
+from areal_lora.algorithms.alignment import is_shifted, shift_votes
 from areal_lora.errors import PublishError
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef, TrainBatch
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer.fleet import AdminClient

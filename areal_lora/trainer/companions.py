@@ -26,7 +26,7 @@ from areal_lora.config.models import AdapterConfig, OptimizerConfig
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import ConfigError
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.trainer.adapter import Adapter
 from areal_lora.types import AdapterSpec, TrainBatch
 

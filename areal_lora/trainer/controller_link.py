@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import adapter_runs
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.rollout.channel.client import SHORT_POLL_S, ControllerClient, WaitingLines

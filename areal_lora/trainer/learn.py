@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from areal_lora.algorithms.advantages import token_credit
+from areal_lora.algorithms.alignment import is_shifted, shift_votes
 from areal_lora.algorithms.losses import denominator, policy_loss, token_weights
-from areal_lora.algorithms.merging import is_shifted, shift_votes
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.data.collate import check_batch, split_minibatches
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.companions import critic_of, improve, reference_of, renew
 from areal_lora.types import TrainBatch

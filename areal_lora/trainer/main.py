@@ -22,8 +22,9 @@ from areal_lora.distributed.store import CurveStore, StoreServer
 from areal_lora.errors import ArealLoraError, exit_code_of
 from areal_lora.network.addresses import set_variables
 from areal_lora.platforms.device import collective_of
-from areal_lora.processes import startup
-from areal_lora.processes.startup import collector_paused, get_logger, setup_logging, take_devices
+from areal_lora.processes import stacks
+from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.startup import collector_paused, take_devices
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret, wait_endpoint
 from areal_lora.run_folder.status import set_status
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     run_folder: RunFolder = parser.parse_args(argv).run_folder
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     setup_logging(ROLE, rank)
-    startup.install(run_folder.stack_dump(f"{ROLE}-{rank}"))
+    stacks.install(run_folder.stack_dump(f"{ROLE}-{rank}"))
     config = read_config(run_folder)
     torch.set_num_threads(config.trainer.threads)
     set_status(run_folder, ROLE, rank, "importing the engine")

@@ -13,7 +13,7 @@ from areal_lora.obs.metrics.reader import recorded_s
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
-from areal_lora.obs.run_view import Spans
+from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import OptimStep, StepResult
 from areal_lora.rollout.channel.channel_messages import Batch, EvalResult, Stats
 from areal_lora.run_folder.paths import RunFolder

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from areal_lora.algorithms.advantages import explained_variance, sample_rewards
-from areal_lora.algorithms.merging import shifted_share
+from areal_lora.algorithms.alignment import shifted_share
 from areal_lora.operations.protocol import OptimStep, Pass, PassResult, StepResult
 from areal_lora.rollout.channel.channel_messages import Batch, Stats
 from areal_lora.trainer.audit import Audit

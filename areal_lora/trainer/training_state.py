@@ -9,7 +9,7 @@ from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
-from areal_lora.obs.run_view import Spans
+from areal_lora.obs.trace import Spans
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.audit import Auditor

@@ -1,16 +1,10 @@
-"""Compiled loops of a publish: strided copies with conversion and scaling, and tensor fingerprints.
+"""Compiled loops of a publish: strided copies with conversion and scaling, planned as data, and tensor fingerprints.
 
-They run without the GIL and without OpenMP, in the thread that calls them, so a server can
-receive beside the model that generates in the same process, and a publish of 37,000 tensors
-costs no Python work per tensor.
-
-Only this file works with memory addresses. Callers pass addresses of live arrays;
-``blocks`` has checked every copy against the memory it reads and writes.
-
-Plans of strided copies between the memories of an adapter: trainer parameters, wire buffers, serving slots.
-
-A plan is data (one array of blocks), made once per layout and checked against the memories that it touches.
-``TensorBlocks.copy`` runs it in compiled code. The reversed plan is the inverse.
+A plan is one array of blocks, made once per layout and checked against the memories that it touches: trainer
+parameters, wire buffers, serving slots. `TensorBlocks.copy` runs it; the reversed plan is the inverse. The loops run
+without the GIL and without OpenMP, in the thread that calls them, so a server can receive beside the model that
+generates in the same process, and a publish of 37,000 tensors costs no Python work per tensor. Only this file works
+with memory addresses.
 """
 
 from __future__ import annotations

@@ -86,28 +86,42 @@ class AlgorithmConfig(Section):
         description="Weight w = proximal/behaviour of a token: `mask`: 0 outside of the bounds; `truncate`: at most "
         "`behaviour_cap`; `none`: 1.",
     )
-    behaviour_level: Literal["token", "sequence"] = Field("token", description="w of a token, or of its sequence.")
+    behaviour_level: Literal["token", "sequence"] = Field(
+        "token", description="w of each token, or the product over its sequence."
+    )
     behaviour_cap: PositiveFloat = Field(5.0, description="Upper bound of w.")
     behaviour_floor: NonNegFloat = Field(0.0, description="Lower bound of w for `mask`.")
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Discount per token (`advantage: gae`).")
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
         1.0, description="Weight of later values in an advantage; 1: returns minus values (`advantage: gae`)."
     )
-    value_clip: PositiveFloat | None = Field(0.2, description="Bound of a value's change in its loss; unset: none.")
+    value_clip: PositiveFloat | None = Field(
+        0.2, description="The value loss sees values at most so far from those before the step; unset: no bound."
+    )
     critic_lr: PositiveFloat | None = Field(
         None, description="The critic's learning rate; 10 x `optimizer.lr` if unset."
     )
-    critic_rank: PositiveInt | None = Field(None, description="Rank of the critic's adapter; the policy's if unset.")
+    critic_rank: PositiveInt | None = Field(
+        None, description="Rank of the critic's adapter, at the policy's scale; if unset its rank and patterns."
+    )
     kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL divergence from the reference.")
     reference: Literal["base", "initial"] = Field(
-        "base", description="`base`: adapter off; `initial`: the start (`init_from`), or the version after `sft.steps`."
+        "base",
+        description="`base`: the base model, adapter off; `initial`: the start of the run (`init_from`), or "
+        "the version "
+        "after `sft.steps`.",
     )
-    reference_refresh_steps: PositiveInt | None = Field(None, description="Versions between changes of the reference.")
+    reference_refresh_steps: PositiveInt | None = Field(
+        None, description="Every so many versions the newest one becomes the reference; unset: never."
+    )
     kl_target: PositiveFloat | None = Field(
-        None, description="KL divergence per token to aim at, by at most 2 % a step; unset: fixed weight."
+        None,
+        description="KL divergence per token to aim at: each step changes the weight by at most 2 %; unset: fixed.",
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators of the KL divergence.")
-    kl_in: Literal["loss", "reward"] = Field("loss", description="Add it to the loss, or subtract it from the reward.")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="Add the KL divergence to the loss, or subtract it from the reward."
+    )
     entropy_coef: NonNegFloat = Field(0.0, description="Weight of the entropy bonus.")
     reduction: Literal["token", "sequence", "constant"] = Field(
         "token", description="Loss denominator: tokens, sequences, or sequences x max_new_tokens of the minibatch."
@@ -169,7 +183,7 @@ class OptimizerConfig(Section):
     max_grad_norm: PositiveFloat = Field(1.0, description="Norm above which the adapter's gradient is scaled down.")
     warmup_steps: NonNegInt = Field(0, description="Training steps of linear learning-rate warm-up to `lr`.")
     schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="From the warm-up to `run.steps`."
+        "constant", description="Learning-rate schedule from the end of the warm-up to `run.steps`."
     )
     min_lr_ratio: NonNegFloat = Field(0.0, description="Final learning rate as a fraction of `lr`.")
 
@@ -186,10 +200,16 @@ class SamplingConfig(Section):
     )
     top_k: NonNegInt = Field(0, description="Sample from so many likeliest tokens, 0: from all; a bias like `top_p`.")
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="Omit tokens with less than this share of the likeliest one; a bias like `top_p`."
+        0.0,
+        description="Omit tokens with less than this share of the likeliest one's probability; a bias like `top_p`.",
     )
-    min_tokens: NonNegInt = Field(0, description="Least tokens of an answer; a bias where the model ends earlier.")
-    stop: list[str] = Field([], description="Texts that end an answer; trained on, and not seen by the reward.")
+    min_tokens: NonNegInt = Field(
+        0, description="An answer does not end before so many tokens; a bias where the model would have ended it."
+    )
+    stop: list[str] = Field(
+        [],
+        description="Texts that end an answer; their tokens are trained on, the reward gets the answer without them.",
+    )
     timeout_s: PositiveFloat = Field(
         600.0,
         description="Seconds for one episode of an environment, agent or workflow, or one request of an evaluation; "
@@ -221,35 +241,47 @@ class AdapterConfig(Section):
     )
     alpha_pattern: dict[str, PositiveFloat] = Field({}, description="Other values of `alpha`, in the same way.")
     target_modules: list[str] = Field(
-        min_length=1, description="Names, scopes, paths, wildcards, all-linear (see the top)."
+        min_length=1, description="Modules with LoRA: names, scopes, paths, wildcards or all-linear (see the top)."
     )
     exclude_modules: list[str] = Field([], description="Modules removed from `target_modules`; same spellings.")
     expert_layout: ExpertLayout = Field(
         ExpertLayout.PER_EXPERT,
-        description="Of each expert, of a layer's experts, or lora_A of gate and up and lora_B of down shared.",
+        description="One adapter per expert, one shared by a layer's experts, or lora_A of gate and up and "
+        "lora_B of down"
+        " shared (`shared_outer`).",
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="Share of the inputs of lora_A that a training pass leaves out; scores never do."
     )
     init_from: str | None = Field(None, description="PEFT LoRA folder to load as version 0; a new adapter if unset.")
-    minibatches: PositiveInt = Field(1, description="Optimizer steps per training step, each on a part of the batch.")
+    minibatches: PositiveInt = Field(
+        1, description="Optimizer steps per training step, one per part of the batch, all at one learning rate."
+    )
     weight: PositiveFloat = Field(
         1.0, description="Part of the trained tokens relative to the other adapters', while several have a batch ready."
     )
     steps: PositiveInt | None = Field(None, description="Training steps of this adapter; `run.steps` if unset.")
     seed: NonNegInt | None = Field(None, description="Seed of this adapter; `run.seed` if unset.")
     max_staleness: NonNegInt | None = Field(None, description="Largest staleness; `rollout.max_staleness` if unset.")
-    eval_every_steps: NonNegInt | None = Field(None, description="`eval.every_steps` of this adapter, if set.")
-    checkpoint_every_steps: PositiveInt | None = Field(None, description="Replaces `checkpoint.every_steps`.")
+    eval_every_steps: NonNegInt | None = Field(
+        None, description="Steps between two evaluations of this adapter; `eval.every_steps` if unset."
+    )
+    checkpoint_every_steps: PositiveInt | None = Field(
+        None, description="Steps between two checkpoints of this adapter; `checkpoint.every_steps` if unset."
+    )
     task: TaskConfig
     workflow: WorkflowConfig = SingleTurnWorkflowConfig()
-    reward: RewardsConfig = Field(BuiltInReward(), description="One or several, summed; the first states `correct`.")
+    reward: RewardsConfig = Field(
+        BuiltInReward(), description="One reward, or a list: their weighted sum; the first one states `correct`."
+    )
     algorithm: AlgorithmConfig
     sft: SftConfig = SftConfig()
     optimizer: OptimizerConfig
     sampling: SamplingConfig
     evals: list[EvalSetConfig] = Field(
-        [], description="The first set counts for `keep_best`. If empty: greedy answers to the held-out split."
+        [],
+        description="Sets of an evaluation; the first one counts for `keep_best`. If empty, one set `held-out`: greedy "
+        "single answers to the held-out split.",
     )
 
     @model_validator(mode="before")

@@ -51,8 +51,12 @@ class ModelConfig(Section):
 class CheckpointConfig(Section):
     every_steps: PositiveInt = Field(1, description="Steps between two checkpoints; the last step is always saved.")
     keep_last: Annotated[int, Field(ge=2)] = Field(2, description="Newest checkpoints kept; at least 2.")
-    keep_every: NonNegInt = Field(0, description="Also keep checkpoints of multiples of this version; 0: none.")
-    keep_best: bool = Field(True, description="Also keep the checkpoint with the best accuracy, or mean reward.")
+    keep_every: NonNegInt = Field(
+        0, description="Also keep checkpoints of versions that are a multiple of this; 0: none."
+    )
+    keep_best: bool = Field(
+        True, description="Also keep the checkpoint with the best evaluation: by accuracy, then by mean reward."
+    )
 
 
 class EvalConfig(Section):
@@ -70,7 +74,9 @@ class TrainerConfig(Section):
     pp: PositiveInt = Field(1, description="Pipeline parallel size.")
     ep: PositiveInt = Field(1, description="Expert parallel size.")
     etp: PositiveInt = Field(1, description="Tensor parallel size inside experts.")
-    pp_layers: list[PositiveInt] | None = Field(None, description="Layers of each pipeline stage; evenly if unset.")
+    pp_layers: list[PositiveInt] | None = Field(
+        None, description="Layers of each pipeline stage; if unset, evenly distributed, earlier stages first."
+    )
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
     recompute: bool = Field(False, description="Recompute activations in the backward pass.")
     cpu_offload: bool = Field(False, description="Keep the frozen shards in host memory and copy them by layer (fsdp).")
@@ -81,10 +87,14 @@ class TrainerConfig(Section):
 class RolloutConfig(Section):
     servers: PositiveInt = Field(1, description="Replicas of the rollout server.")
     tp: PositiveInt = Field(1, description="Tensor parallel size of one replica.")
-    expert_parallel: bool = Field(False, description="Workers of a replica have whole experts, not parts of each.")
+    expert_parallel: bool = Field(
+        False, description="Distribute whole experts over the workers of a replica instead of splitting each expert."
+    )
     max_staleness: NonNegInt = Field(2, description="Largest staleness of a trained token, in versions.")
     pacing: Literal["fresh", "full"] = Field(
-        "fresh", description="`fresh`: sample as late as the trainer allows; `full`: as early as `max_staleness` does."
+        "fresh",
+        description="`fresh`: groups are sampled as late as the trainer allows, so that it need not wait. `full`: as "
+        "early as `max_staleness` allows.",
     )
     adapter_mode: Literal["unmerged", "merged"] = Field(
         "unmerged",
@@ -95,10 +105,12 @@ class RolloutConfig(Section):
     in_flight: Literal["finish", "interrupt"] = Field(
         "finish", description="At a publish, sequences finish on their version, or continue on the newest one."
     )
-    deterministic: bool = Field(False, description="One sequence at a time, no prefix cache: answers are repeatable.")
+    deterministic: bool = Field(
+        False, description="Run one sequence at a time without prefix cache, so no answer depends on another request."
+    )
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
     max_adapters: PositiveInt | None = Field(
-        None, description="Adapters on a server at a time; the listed ones if unset."
+        None, description="Adapters that a server holds at a time; decides its slots. If unset, those of the list."
     )
     max_model_len: PositiveInt = Field(4096, description="Longest sequence, prompt and answers together, in tokens.")
     max_num_seqs: PositiveInt = Field(256, description="Sequences that a replica samples at once.")
@@ -137,10 +149,14 @@ class WeightSyncConfig(Section):
     )
     timeout_s: PositiveFloat = Field(30.0, description="Seconds for a publish, also with a second transfer.")
     rejoin_s: NonNegFloat = Field(
-        120.0, description="Seconds that a publish with fewer than `cluster.min_servers` waits for others."
+        120.0,
+        description="Seconds that a publish with fewer than `cluster.min_servers` members waits for servers to rejoin.",
     )
     probe_tolerance: PositiveFloat | None = Field(
-        None, description="Largest mean |logp trainer - logp server|; if unset 1e-4, with a base in `bfloat16` 0.15."
+        None,
+        description="Largest allowed mean |logp trainer - logp server|; if unset 1e-4 with `model.dtype` "
+        "`float32`, 0.15 "
+        "with `bfloat16`.",
     )
 
     @property
@@ -196,7 +212,7 @@ class SlurmComponent(Section):
     roles: list[Role] = Field(min_length=1, description="`trainer`, `rollout`, `controller`: what runs on its nodes.")
     nodes: PositiveInt = Field(1, description="Nodes of the component.")
     devices_per_node: NonNegInt | None = Field(
-        None, description="If unset that of `cluster`; 0 for the controller alone."
+        None, description="Unset: `cluster.devices_per_node`, or 0 for nodes of the controller alone."
     )
     partition: OwnWord | None = Field(None, description="Unset: that of `cluster.slurm`, as below. Empty: none.")
     gres_type: OwnWord | None = Field(None, description="Type of the GPUs.")
@@ -231,15 +247,22 @@ class ClusterConfig(Section):
     kind: Literal["local", "slurm"] = Field("local", description="This machine, or a Slurm job.")
     device: Literal["cpu", "cuda", "npu"] = Field("cuda", description="What trainer ranks and servers compute on.")
     nodes: PositiveInt = Field(1, description="Nodes of the job; with `slurm.components` leave it out.")
-    devices_per_node: PositiveInt = Field(8, description="Devices of each node. On CPUs: trainer ranks, if they fit.")
+    devices_per_node: PositiveInt = Field(
+        8, description="Devices of each node. On CPUs: trainer ranks on a node, if the job has enough nodes."
+    )
     share_devices: bool = Field(
         False,
         description="Servers use the devices of the trainer ranks: number the devices of a node from 0 for each role. "
         "A rank gets what `rollout.gpu_memory_utilization` leaves.",
     )
-    device_memory_gib: PositiveFloat | None = Field(None, description="GiB of one device; of this machine's if unset.")
+    device_memory_gib: PositiveFloat | None = Field(
+        None, description="Memory of one device, GiB. If unset, it is read where the devices are on this machine."
+    )
     min_servers: PositiveInt = Field(
-        1, description="Servers that a run needs: with fewer a publish waits for `weight_sync.rejoin_s`, then fails."
+        1,
+        description="Rollout servers that a run needs. With fewer a publish waits for `weight_sync.rejoin_s`, "
+        "then fails;"
+        " a job that has lost a node continues with as many.",
     )
     controller_python: str | None = Field(None, description="Interpreter of the controller; this one if unset.")
     bind: str = Field(
@@ -282,7 +305,7 @@ class QuotaConfig(Section):
     rank: PositiveInt = Field(32, description="Largest rank of an adapter.")
     sequences: PositiveInt = Field(4096, description="Answers of one training step: prompts times answers per prompt.")
     tokens: PositiveInt = Field(
-        1 << 23, description="Tokens in progress: prompt and longest answer, x (1 + `logprobs`)."
+        1 << 23, description="Tokens of inference in progress: prompts and the longest answers, times 1 + `logprobs`."
     )
     requests: PositiveInt = Field(12_000, description="Requests a minute; a minute's may come at once.")
 
@@ -291,7 +314,9 @@ class ApiConfig(Section):
     """The HTTP API and the inbox of a run (`areal_lora.service`)."""
 
     port: NonNegInt = Field(0, description="Port of the HTTP API on loopback; 0: the system chooses.")
-    data: Path | None = Field(None, description="Folder of the tenants' files, which are in `TENANT/` and `shared/`.")
+    data: Path | None = Field(
+        None, description="Folder of the tenants' files: each may name those in its folder `TENANT/` and in `shared/`."
+    )
     data_sets: list[str] = Field([], description="Hub data sets that tenants may name.")
     code: list[str] = Field(
         [],
@@ -308,6 +333,11 @@ class ServiceConfig(Section):
     """Adapters join and leave while the run works (`run_folder.desired`); it does not end without any."""
 
     target_modules: list[str] = Field(
-        ["all-linear"], min_length=1, description="Modules that servers adapt beside those of the listed adapters."
+        ["all-linear"],
+        min_length=1,
+        description="Modules that servers adapt beside those of the listed adapters; others cannot join.",
     )
-    api: ApiConfig | None = Field(None, description="HTTP API and inbox for adapters (`--serve`); else your program.")
+    api: ApiConfig | None = Field(
+        None,
+        description="HTTP API and inbox through which adapters come (`--serve`); without it a program of yours does.",
+    )

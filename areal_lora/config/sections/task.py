@@ -17,11 +17,15 @@ from areal_lora.config.sections.section import NAME, Arguments, NonNegFloat, Non
 class PromptFormat(Section):
     kind: Literal["template", "chat"] = Field("template", description="`chat`: by the tokenizer's chat template.")
     template: str = Field(
-        "{prompt}", description="Prompt or user message, with `{name}` of a column, `{prompt}` of `columns.prompt`."
+        "{prompt}",
+        description="Text of the prompt or of the user message; `{name}` is replaced by that column, `{prompt}` by "
+        "`columns.prompt`. Unused with `columns.messages`.",
     )
-    system_prompt: str | None = Field(None, description="System message, unless the row's messages have one (`chat`).")
+    system_prompt: str | None = Field(
+        None, description="System message put first, unless the row's messages start with one (`chat`)."
+    )
     chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="Arguments, such as `enable_thinking: false` (`chat`)."
+        {}, description="Arguments of the chat template, such as `enable_thinking: false` (`chat`)."
     )
     prefill: str = Field("", description="Text with which each answer starts; it is given, not sampled (`chat`).")
 
@@ -41,7 +45,10 @@ class Columns(Section):
     prompt: str = Field("prompt", description="Column with the text of the problem.")
     messages: str | None = Field(None, description="Column with chat messages (`role`, `content`); replaces `prompt`.")
     answer: str | None = Field(
-        "answer", description="Column with the gold answer, or a field in it: `reward_model.ground_truth`; null: none."
+        "answer",
+        description="Column with the gold answer, of any type, or a field in it: `reward_model.ground_truth`; "
+        "null if the"
+        " reward needs none.",
     )
     id: str | None = Field(None, description="Column that identifies a row; its number if unset.")
 
@@ -85,7 +92,9 @@ class DatasetTask(Section):
     where: dict[str, Scalar | list[Scalar]] = Field(
         {}, description="Keep rows with these values, such as `level: [1, 2]`."
     )
-    keep: str | None = Field(None, description="`package.module:name` or `file.py:name` of `keep(row) -> bool`.")
+    keep: str | None = Field(
+        None, description="`package.module:name` or `file.py:name` of `keep(row) -> bool`; it gets each row as a dict."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -128,7 +137,9 @@ class AgentWorkflowConfig(Section):
         "`llama3_json`, ...), or `package.module:name` or `file.py:name` of a subclass of vLLM's `ToolParser`. "
         "If unset, requests with tools are refused.",
     )
-    conversations_mib: NonNegInt = Field(64, description="Newest conversations that the run folder keeps, MiB.")
+    conversations_mib: NonNegInt = Field(
+        64, description="Bound of the conversations kept in the run folder, MiB; the oldest are dropped. 0: none."
+    )
 
 
 class ClientWorkflowConfig(Section):
@@ -153,11 +164,15 @@ DEFAULT_SET = "held-out"
 
 class EvalSetConfig(Section):
     name: str = Field(pattern=NAME, description="Name of the set in records, plots and TensorBoard tags.")
-    task: TaskConfig | None = Field(None, description="Its held-out split is the set; the adapter's task if unset.")
+    task: TaskConfig | None = Field(
+        None, description="The set has the held-out split of this task; of the adapter's own task if unset."
+    )
     workflow: Literal["trained", "single_turn"] = Field(
         "trained", description="`trained`: the adapter's workflow, an agent as an agent; `single_turn`: one answer."
     )
-    n_samples: PositiveInt = Field(1, description="Answers per problem; several, with `temperature` > 0: pass@k.")
+    n_samples: PositiveInt = Field(
+        1, description="Answers per problem; with several there are pass@k and majority@k, and `temperature` is not 0."
+    )
     temperature: NonNegFloat = Field(0.0, description="Divides the logits; 0: greedy.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Sample from the likeliest tokens only.")
     max_new_tokens: PositiveInt | None = Field(None, description="Longest answer; `sampling.max_new_tokens` if unset.")
@@ -199,7 +214,9 @@ _CORRECT = (
 class RewardSection(Section):
     """Settings of every kind of reward: it is computed in killable child processes (`tasks.scorer_setup`)."""
 
-    name: str | None = Field(None, pattern=NAME, description="Name in the metrics; in a list the kind if unset.")
+    name: str | None = Field(
+        None, pattern=NAME, description="Name of its value and parts in the metrics; in a list the kind if unset."
+    )
     weight: float = Field(1.0, allow_inf_nan=False, description="Factor of this reward in the sum.")
     timeout_s: PositiveFloat = Field(5.0, description="Seconds for one answer; after that a `timeout`, never reward 0.")
     workers: PositiveInt = Field(1, description="Scorer processes.")
@@ -229,8 +246,12 @@ class JudgeReward(RewardSection):
     model: str = Field(description="Model that judges.")
     prompt: str = Field(description="The question; `{completion}`, `{prompt}`, `{answer}` and columns are replaced.")
     system_prompt: str | None = Field(None, description="System message before the question.")
-    key_env: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$", description="Variable with the API key, if any.")
-    json_field: str | None = Field(None, description="Field of the reply's last JSON object with the score.")
+    key_env: str | None = Field(
+        None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable with the API key; no key is sent if unset."
+    )
+    json_field: str | None = Field(
+        None, description="Read the score from this field of the reply's last JSON object, instead of by `pattern`."
+    )
     pattern: str = Field(
         r"(?i)score\s*[:=]\s*(-?[0-9]+(?:\.[0-9]+)?)",
         description="Regular expression; its first group in the last match is the score: 0 to 10, which become reward "
@@ -239,7 +260,9 @@ class JudgeReward(RewardSection):
     parameters: dict[str, Any] = Field(
         {}, description="Further fields of the request, over `temperature: 0` and `max_tokens: 512`."
     )
-    timeout_s: PositiveFloat = Field(180.0, description="Seconds for one answer with all attempts; then a `timeout`.")
+    timeout_s: PositiveFloat = Field(
+        180.0, description="Seconds for one answer with all attempts; after that a `timeout`, never reward 0."
+    )
     workers: PositiveInt = Field(4, description="Scorer processes; each scores the answers of one group at a time.")
     cache: bool = Field(True, description="Keep replies in the run folder; equal questions are sent once.")
     correct_threshold: float | None = Field(None, allow_inf_nan=False, description=_CORRECT)
@@ -261,7 +284,9 @@ class CodeReward(RewardSection):
     kind: Literal["code"] = "code"
     inputs: str | None = Field(None, description="Column with the standard inputs of the tests: a text, or a list.")
     outputs: str | None = Field(None, description="Column with the expected standard outputs, one per input.")
-    asserts: str | None = Field(None, description="Column with Python code, or a list, that runs after the answer.")
+    asserts: str | None = Field(
+        None, description="Column with Python code, or a list of pieces, that runs after the answer's program."
+    )
     credit: Literal["all", "partial"] = Field(
         "all", description="`all`: 1 if every test passes, else 0. `partial`: the share of tests that pass."
     )

@@ -12,7 +12,7 @@ one is reading waits for it. Locks are the kernel's, so a killed process holds n
 - The record lock of a file lets one process fill it. A file that is shorter than its source was started by a killed one
   and is filled again.
 - The lease is a shared flock until the process ends. The launcher finds the open descriptor and removes the file
-  after the run (`processes.startup`); without a launcher on the node the last process that ends removes it.
+  after the run (`processes.shared_memory`); without a launcher on the node the last process that ends removes it.
   What only killed processes have left is attached by the next one with the same base, or removed by it.
 """
 

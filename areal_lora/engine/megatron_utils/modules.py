@@ -1,12 +1,9 @@
-"""`layers.attention` as Megatron's core attention, with rotary positions.
+"""Our modules in Megatron's places: `layers.attention` with rotary positions, `layers.expert_mlp` for routed experts.
 
-Megatron's own layers take a mask [s, s] or need Transformer Engine for packed sequences, and neither knows branches.
-
-A rank's routed experts as one module in Megatron's place.
-
-Megatron computes experts one by one, or all at once with Transformer Engine; an adapter beside each linear layer then
-adds modules, copies and passes over memory per expert. Here `expert_mlp` computes all experts of a layer with their
-adapters.
+Megatron's own attention takes a mask [s, s] or needs Transformer Engine for packed sequences, and neither knows
+branches. Its experts are computed one by one, or all at once with Transformer Engine; an adapter beside each linear
+layer then adds modules, copies and passes over memory per expert. Here all experts of a layer of one rank are computed
+with their adapters.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import sys
 
 import psutil
 
-from areal_lora.processes import startup
+from areal_lora.processes import stacks
 from areal_lora.run_folder.paths import SESSION_VARIABLE
 
 
@@ -24,7 +24,7 @@ def main() -> int:
             shell = process.name() in ("bash", "srun", "slurm_script")
         except psutil.Error:
             continue
-        requested += mine and not shell and startup.request(process.pid)
+        requested += mine and not shell and stacks.request(process.pid)
     print(requested, flush=True)
     return 0
 

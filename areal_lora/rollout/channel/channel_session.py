@@ -20,7 +20,7 @@ import zmq
 
 from areal_lora.errors import ArealLoraError, RolloutError
 from areal_lora.network.rpc import LOOK_S, Connection, ConnectionLost, Listener, Wire
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.channel.channel_messages import ErrorReply, Reply, Request, decode_request, encode
 from areal_lora.rollout.ledger.file import LedgerError

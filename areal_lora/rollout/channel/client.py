@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.channel.channel_session import POLL_S, ControllerSession
 from areal_lora.run_folder.rendezvous import Endpoint

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from areal_lora.errors import ArealLoraError, RolloutError
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller.groups import Lease, Ticket
@@ -67,9 +67,8 @@ class Controller:
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._birth = secrets.token_hex(8)
         self._trainer = ""
-        self._session = (
-            f"{self._birth}:"  # of this process with one trainer: requests of a previous trainer are refused, too
-        )
+        # Of this process with one trainer: requests of a previous trainer are refused, too.
+        self._session = f"{self._birth}:"
         self._changes = Changes()
         self._evaluating: dict[tuple[str, int, str], asyncio.Task[None]] = {}
         self._admission = Admission(

@@ -14,7 +14,7 @@ from areal_lora.config.sections.task import EvalSetConfig
 from areal_lora.data.formatting import Formatter, TextTokenizer
 from areal_lora.data.prompts import tokenize
 from areal_lora.errors import ConfigError
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import Sample
 

@@ -27,7 +27,7 @@ import msgspec
 from areal_lora.config.models import MultiTurnWorkflowConfig
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ArealLoraError
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSample, EvalSetResult
 from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault, SampledChoice
 from areal_lora.rollout.controller.eval_sets import N_NAMED, EvalSet

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from areal_lora.data.prompts import PromptStream
 from areal_lora.errors import RolloutError, StalenessError
 from areal_lora.obs.metrics.records import faults_text
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel.channel_messages import Stats
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault

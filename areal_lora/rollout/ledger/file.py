@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.errors import ConfigError, ExitCode, RolloutError
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.sqlite import connect
 
 SCHEMA_VERSION = 1

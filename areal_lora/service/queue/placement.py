@@ -16,7 +16,7 @@ import msgspec
 
 from areal_lora.config.models import Config
 from areal_lora.config.sizing.slots import adapter_capacity
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.service.observed import ObservedAdapter, RunObserver
 from areal_lora.service.queue.client_sessions import end_session, leave
 from areal_lora.service.queue.queue_rows import Verb

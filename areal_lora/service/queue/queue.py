@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from areal_lora.operations.link import SendWindows, ServiceEnd
 from areal_lora.operations.protocol import Acknowledgement, Expects, OperationCompletion, ToService
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_task
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue import client_sessions, queue_writer, sequencer

@@ -26,7 +26,7 @@ import msgspec
 
 from areal_lora.errors import RecordError
 from areal_lora.operations.protocol import DropState
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_thread
 from areal_lora.run_folder.desired import read_desired, write_desired
 from areal_lora.run_folder.paths import RunFolder

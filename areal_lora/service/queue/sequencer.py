@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from areal_lora.operations import protocol
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.service.queue import ordering, requests
 from areal_lora.service.queue.answers import drop_label, give, settle
 from areal_lora.service.queue.queue_rows import STATE_NAME, Kind, Model

@@ -20,7 +20,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.sizing.slots import served_targets
 from areal_lora.families.family import ATTENTION_LINEARS
 from areal_lora.operations.protocol import OperationFailure
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.service.gateway import Gateway, Meter, Names, n_tokens
 from areal_lora.service.http import Answered, Caller, Guard, as_object, body_of, fingerprint, sdk_decoded
 from areal_lora.service.queue.client_sessions import kept_samples, open_sampler

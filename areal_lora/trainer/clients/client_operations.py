@@ -22,7 +22,7 @@ from areal_lora.checkpoint.saver import CheckpointSave
 from areal_lora.checkpoint.state import Disk
 from areal_lora.operations import protocol
 from areal_lora.operations.link import TrainerEnd
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import Adapter, ControllerState

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from areal_lora import errors
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.trainer import companions
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.roster.desired_adapters import SERVED

@@ -15,7 +15,7 @@ from areal_lora.config.models import AdapterConfig
 from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.distributed.exchange import first_problem
 from areal_lora.errors import AdapterError, ArealLoraError
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState, build_adapter
 from areal_lora.trainer.collective.fault_isolation import CONTAINED, enter, leave, release
 from areal_lora.trainer.collective.next_work import join_last

@@ -28,7 +28,7 @@ from areal_lora.data.formatting import load_tokenizer
 from areal_lora.errors import ArealLoraError, ConfigErrors
 from areal_lora.obs.metrics.reader import state_records
 from areal_lora.obs.metrics.records import AdapterStateRecord
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase, DesiredWatch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.check import task_problems

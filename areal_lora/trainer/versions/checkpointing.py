@@ -42,7 +42,7 @@ from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.adapter_memory import initial_tensor
 from areal_lora.errors import CheckpointError
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import companions
 from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState

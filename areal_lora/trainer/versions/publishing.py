@@ -18,7 +18,7 @@ from areal_lora.data.collate import split_rows
 from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.transfer_plan import MEASURED_ROWS
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.trainer.adapter import Adapter
 from areal_lora.types import AdapterRef

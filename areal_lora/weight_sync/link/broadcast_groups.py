@@ -25,21 +25,17 @@ import torch.distributed as dist
 
 from areal_lora.distributed.store import CurveStore, StoreServer
 from areal_lora.errors import ConfigError, PublishError, undo_on_error
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.weight_sync.link.backends import (
     Backend,
     DeviceSide,
     GroupSeat,
-    Part,
     PendingBroadcast,
-    Ring,
-    RingInbox,
-    WindowInbox,
-    Windows,
     backend_of,
     delta,
     library_of,
 )
+from areal_lora.weight_sync.link.inbox import Part, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.link.same_host import NO_CARD, SharedSegment, readable
 from areal_lora.weight_sync.messages import SourceEndpoint
 

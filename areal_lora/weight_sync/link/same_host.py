@@ -34,7 +34,7 @@ import torch
 
 from areal_lora.errors import PublishError
 from areal_lora.platforms.device import PAGE_BYTES, host_buffer
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 
 _SIGNAL = struct.Struct("<qqQ16s")
 _GENERATION, _READY, _HEAD = 0, 1, 2  # words of 8 bytes at a segment's start

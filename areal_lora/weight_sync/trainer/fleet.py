@@ -15,7 +15,7 @@ import msgspec
 
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
 from areal_lora.network.tls import Plane, authorization, client_context
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import messages
 from areal_lora.weight_sync.layout import AdapterLayout, Payload

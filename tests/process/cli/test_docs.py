@@ -208,7 +208,7 @@ HOW: dict[str, How] = {
     ),
     'curl --cacert runs/NAME/ca.pem -H "Authorization: Bearer $(cat runs/NAME/data.key)" https://HOST:PORT/v1/models': (
         Elsewhere(
-            test="tests/unit/engine/vllm_ext/server/test_gate_leaving_guards.py::test_outside_clients_do_as_the_documentation_says",
+            test="tests/unit/engine/vllm_ext/server/test_guards.py::test_outside_clients_do_as_the_documentation_says",
             why="a data plane with TLS",
         )
     ),

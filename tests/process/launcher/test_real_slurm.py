@@ -187,8 +187,8 @@ def test_killed_ranks_and_servers_start_again_in_the_allocation(slurm: Slurm, tm
 def test_a_silent_server_is_found_with_the_stacks_of_all_nodes_and_starts_again(slurm: Slurm, tmp_path: Path) -> None:
     dumps = (
         "import faulthandler, os, pathlib, signal, sys, time; sys.path.insert(0, os.getcwd());"
-        "from areal_lora.processes import startup; from areal_lora.run_folder.paths import RunFolder;"
-        "f = RunFolder(pathlib.Path(sys.argv[1])); startup.install(f.stack_dump('controller-0'));"
+        "from areal_lora.processes import stacks; from areal_lora.run_folder.paths import RunFolder;"
+        "f = RunFolder(pathlib.Path(sys.argv[1])); stacks.install(f.stack_dump('controller-0'));"
         "print('installed', flush=True); time.sleep(200)"
     )
     server = UP + 'while [ "$NAME" = server-0 ]; do beat; sleep 0.3; done; sleep 200'

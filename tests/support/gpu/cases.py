@@ -23,8 +23,8 @@ from areal_lora.errors import PublishError
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout
-from areal_lora.weight_sync.link.backends import Part
 from areal_lora.weight_sync.link.broadcast_groups import GroupListener, join_group
+from areal_lora.weight_sync.link.inbox import Part
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.messages import SourceEndpoint
 from tests.support.engine.vllm_ext.slots import Full, install, layout_of

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from areal_lora.processes import startup
+from areal_lora.processes import stacks
 from tests.support.launcher.namespaces import Host
 from tests.support.packages import missing, search_path
 
@@ -108,7 +108,7 @@ class Slurm:
         def caught() -> bool:
             for process in self.processes():
                 with contextlib.suppress(psutil.Error, OSError):
-                    if process.environ().get("SLURM_JOB_ID") == job and startup.can_dump(process.pid):
+                    if process.environ().get("SLURM_JOB_ID") == job and stacks.can_dump(process.pid):
                         return True
             return False
 

@@ -217,13 +217,13 @@ def test_a_server_that_was_killed_is_started_again_and_the_run_goes_on(
 RANK = """
 import fcntl, os, pathlib, signal, sys, time
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_endpoint
-from areal_lora.processes import startup
+from areal_lora.processes import stacks
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.status import beat
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
 folder, role, index = RunFolder.of({folder!r}), {role!r}, {index}
-startup.install(folder.stack_dump(f"{{role}}-{{index}}"))
+stacks.install(folder.stack_dump(f"{{role}}-{{index}}"))
 alone = open(folder.path / f"{{role}}-{{index}}.lock", "w")
 fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where an earlier life is still there
 if read_endpoint(folder, role, index) is None:

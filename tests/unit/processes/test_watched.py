@@ -71,7 +71,7 @@ SHORT = {
     "engine/vllm_ext/server/sampling.py:_merged": "the streams of one request; they are awaited",
     "network/http_server.py:unless_disconnected": "one request; it is awaited",
     "rollout/agents.py:AgentGateway._answer": "one request; it is awaited",
-    "engine/vllm_ext/server/gate.py:Door.__call__": "one request; it is awaited",
+    "engine/vllm_ext/server/leaving.py:Door.__call__": "one request; it is awaited",
 }
 """Where the package starts a thread or task that ends with one piece of work that a caller waits for."""
 
@@ -144,7 +144,7 @@ BLOCKED = {
 def test_a_dead_thread_ends_a_process_whose_main_thread_is_blocked(blocked: str) -> None:
     code = f"""
 import threading, time
-from areal_lora.processes.startup import setup_logging
+from areal_lora.processes.log import setup_logging
 from areal_lora.processes.watched import watched_thread
 setup_logging("trainer", 3)
 def look_at_servers():
@@ -165,7 +165,7 @@ def test_the_exit_code_is_that_of_the_error_and_an_unread_log_does_not_hold_up_t
 import os, sys, threading
 from areal_lora.errors import RecordError
 from areal_lora.processes import watched
-from areal_lora.processes.startup import setup_logging
+from areal_lora.processes.log import setup_logging
 reading, writing = os.pipe()
 os.set_blocking(writing, False)
 try:
@@ -185,7 +185,7 @@ threading.Event().wait()
 def test_a_dead_task_ends_the_process_although_its_group_would_wait_for_others() -> None:
     code = """
 import asyncio
-from areal_lora.processes.startup import setup_logging
+from areal_lora.processes.log import setup_logging
 from areal_lora.processes.watched import watched_task
 setup_logging("controller", 0)
 async def stubborn():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.processes.startup import ROOT, setup_logging
+from areal_lora.processes.log import ROOT, setup_logging
 from areal_lora.run_folder import status
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import LOADING, STALE_S, LoadingServers, read_statuses, renewed_status, set_status

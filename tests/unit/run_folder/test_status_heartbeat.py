@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.processes import startup
+from areal_lora.processes import stacks
 from areal_lora.run_folder import status
 from areal_lora.run_folder.paths import RunFolder
 
@@ -81,7 +81,7 @@ LOOP = """
 import asyncio, sys, time
 from areal_lora.run_folder import status
 from areal_lora.run_folder.status import EVENT_LOOP, Heart
-from areal_lora.processes.startup import setup_logging
+from areal_lora.processes.log import setup_logging
 from areal_lora.run_folder.paths import RunFolder
 setup_logging("controller", 0)
 status.EVERY_S, status.SLOW_S = 0.1, 0.4
@@ -123,9 +123,9 @@ def test_user_code_that_blocks_the_event_loop_does_not_stop_the_heart_until_its_
 
 STUCK = """
 import pathlib, sys, threading, time
-from areal_lora.processes import startup
+from areal_lora.processes import stacks
 if len(sys.argv) > 1:
-    startup.install(pathlib.Path(sys.argv[1]))
+    stacks.install(pathlib.Path(sys.argv[1]))
 def waits_for_a_peer():
     lock = threading.Lock(); lock.acquire()
     print("ready", flush=True)
@@ -153,7 +153,7 @@ def test_a_stuck_process_writes_its_stacks_and_lives_on(tmp_path: Path) -> None:
     process = stuck(str(path))
     try:
         assert path.read_text() == ""
-        assert startup.request(process.pid)
+        assert stacks.request(process.pid)
         assert until(lambda: "waits_for_a_peer" in path.read_text()), path.read_text()
         assert process.poll() is None
     finally:
@@ -164,7 +164,7 @@ def test_a_stuck_process_writes_its_stacks_and_lives_on(tmp_path: Path) -> None:
 def test_a_process_without_the_handler_is_not_killed_by_asking(tmp_path: Path) -> None:
     process = stuck()
     try:
-        assert not startup.request(process.pid)
+        assert not stacks.request(process.pid)
         time.sleep(0.1)
         assert process.poll() is None
         os.kill(process.pid, signal.SIGUSR1)
@@ -172,4 +172,4 @@ def test_a_process_without_the_handler_is_not_killed_by_asking(tmp_path: Path) -
     finally:
         process.kill()
         process.wait()
-    assert not startup.request(process.pid)
+    assert not stacks.request(process.pid)

@@ -18,7 +18,7 @@ from areal_lora.data.collate import scoring_batch
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
-from areal_lora.obs.run_view import Spans
+from areal_lora.obs.trace import Spans
 from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.learn import annotate, learn, make_loss

@@ -16,7 +16,7 @@ from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack, to_sequences
 from areal_lora.errors import AlignmentError
-from areal_lora.obs.run_view import Spans
+from areal_lora.obs.trace import Spans
 from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.learn import annotate, learn

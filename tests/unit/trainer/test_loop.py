@@ -13,7 +13,7 @@ import pytest
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import AlignmentError, ArealLoraError, ParityError, PublishError
-from areal_lora.obs.run_view import Spans
+from areal_lora.obs.trace import Spans
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.collective.next_work import batch_of, catch_up, collect_audit, join_checkpoint, next_work

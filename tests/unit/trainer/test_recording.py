@@ -17,7 +17,7 @@ from areal_lora.data.collate import collate
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.report import svg
 from areal_lora.obs.report.summary import read_summary
-from areal_lora.obs.run_view import Spans
+from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import OptimStep, StepResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.learn import LearnReport

@@ -21,7 +21,7 @@ from vllm.platforms.cpu import CpuPlatform
 from areal_lora.engine.vllm_ext.cpu.loops import BatchSlots, add_lora_rows
 from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertProduct, Runs, moe_lora
 from areal_lora.errors import AdapterError
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 
 log = get_logger(__name__)
 

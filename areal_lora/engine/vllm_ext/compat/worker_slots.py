@@ -20,7 +20,7 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from areal_lora.engine.vllm_ext.compat.weights import Matrix, local_experts
 from areal_lora.errors import AdapterError
 from areal_lora.families.registry import path_of
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.weight_sync.messages import LORA_A, LORA_B
 
 log = get_logger(__name__)

@@ -40,7 +40,7 @@ from areal_lora.engine.vllm_ext.worker.channel import (
     WorkerChannel,
 )
 from areal_lora.errors import PublishError, UnknownVersionError
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_task
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.manifest import decode

@@ -26,8 +26,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
-from areal_lora.engine.vllm_ext.server.gate import BearerAuth, Stop
 from areal_lora.engine.vllm_ext.server.generate import BadRequest, Generator
+from areal_lora.engine.vllm_ext.server.guards import BearerAuth
+from areal_lora.engine.vllm_ext.server.leaving import Stop
 from areal_lora.engine.vllm_ext.server.sampling import all_of
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.network.http_server import BodyLimit

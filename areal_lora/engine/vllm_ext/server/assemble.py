@@ -23,8 +23,9 @@ from areal_lora.engine.vllm_ext.compat.engine import start_engine
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.server.data_plane import DataPlane
-from areal_lora.engine.vllm_ext.server.gate import Stop, guarded
 from areal_lora.engine.vllm_ext.server.generate import Generator, RequestCounters
+from areal_lora.engine.vllm_ext.server.guards import guarded
+from areal_lora.engine.vllm_ext.server.leaving import Stop
 from areal_lora.engine.vllm_ext.server.openai_api import ToolCallParsers, configured_parsers
 from areal_lora.engine.vllm_ext.server.sampling import Sampler
 from areal_lora.engine.vllm_ext.worker.channel import WorkerChannel
@@ -33,7 +34,7 @@ from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Scope
 from areal_lora.families.shape import read_hf_config
-from areal_lora.processes import startup
+from areal_lora.processes import shared_memory
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.weight_sync.layout import Payload
 from areal_lora.weight_sync.manifest import base_digest
@@ -58,12 +59,12 @@ class Parts:
 
     def close(self, timeout_s: float) -> None:
         """End the engine's processes within about ``timeout_s`` and remove their shared memory."""
-        shared = startup.used_by(p.pid for p in psutil.Process().children(recursive=True)) - self.shared_before
+        shared = shared_memory.used_by(p.pid for p in psutil.Process().children(recursive=True)) - self.shared_before
         try:
             self.channel.close()
             self.engine.shutdown(timeout_s)
         finally:
-            startup.remove(shared)  # an engine that is killed leaves it
+            shared_memory.remove(shared)  # an engine that is killed leaves it
 
 
 def engine_context(longest: int, hf_config: Mapping[str, Any]) -> int:
@@ -154,7 +155,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
     digest = base_digest(config.model.folder)
     parsers = configured_parsers(config)
     ToolCallParsers(None, parsers)  # a name that is wrong ends the server before it loads a model
-    shared_before = startup.entries()
+    shared_before = shared_memory.entries()
     engine = start_engine(engine_args(config))
     channel = WorkerChannel(secret)
     payload = Payload(config.rollout.adapter_mode)

@@ -19,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
 from areal_lora.engine.vllm_ext.server.adapters import VersionLease
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import ServerStats

@@ -36,13 +36,15 @@ from areal_lora.config.recorded import read_config
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import has_tenants
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID
-from areal_lora.engine.vllm_ext.server.gate import Door, Stop, leave_in_order, write_client_files
+from areal_lora.engine.vllm_ext.server.guards import write_client_files
+from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
 from areal_lora.network.addresses import set_variables
 from areal_lora.network.http_server import CLOSE_S, HttpServer
 from areal_lora.network.tls import Plane, on_loopback, server_context
-from areal_lora.processes import startup
-from areal_lora.processes.startup import collector_paused, die_with_parent, get_logger, setup_logging, take_devices
+from areal_lora.processes import stacks
+from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.startup import collector_paused, die_with_parent, take_devices
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
@@ -71,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--grace-s", type=float, default=0.0, help="leave the run in order within so many seconds")
     args = parser.parse_args(argv)
     setup_logging(ROLE, args.index)
-    startup.install(args.run_folder.stack_dump(f"{ROLE}-{args.index}"))
+    stacks.install(args.run_folder.stack_dump(f"{ROLE}-{args.index}"))
     try:
         die_with_parent(signal.SIGTERM)
         config = read_config(args.run_folder)

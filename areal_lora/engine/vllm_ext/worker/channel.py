@@ -25,7 +25,7 @@ import zmq.asyncio
 
 from areal_lora.errors import PublishError
 from areal_lora.network.rpc import Listener, Wire, connect_curve
-from areal_lora.processes.startup import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_task, watched_thread
 from areal_lora.weight_sync.messages import MAX_BODY_BYTES, JoinRequest, StageResult
 

@@ -44,8 +44,8 @@ from areal_lora.engine.vllm_ext.compat.worker_slots import (
 from areal_lora.engine.vllm_ext.worker import channel
 from areal_lora.engine.vllm_ext.worker.lora_install import PlacedBlock, StackedSlotWriter, held_dtype, planned
 from areal_lora.errors import ManifestError, PublishError
-from areal_lora.processes import startup
-from areal_lora.processes.startup import setup_logging
+from areal_lora.processes import stacks
+from areal_lora.processes.log import setup_logging
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
@@ -303,7 +303,7 @@ class AdapterWorkerExtension:
     def al_setup(self, setup_bytes: bytes) -> None:
         setup = msgspec.msgpack.decode(setup_bytes, type=WorkerSetup)
         setup_logging("server", setup.index)
-        startup.install(RunFolder.of(setup.run_folder).stack_dump(f"server-{setup.index}-worker-{self.rank}"))
+        stacks.install(RunFolder.of(setup.run_folder).stack_dump(f"server-{setup.index}-worker-{self.rank}"))
         own_logprobs(self)
         self._al_state = _WorkerAdapters(self, self.rank, setup)
 

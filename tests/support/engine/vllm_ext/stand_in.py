@@ -40,15 +40,17 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions
-from areal_lora.engine.vllm_ext.server.gate import Door, Stop, guarded, leave_in_order
+from areal_lora.engine.vllm_ext.server.guards import guarded
+from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order
 from areal_lora.engine.vllm_ext.server.main import ROLE, bound_sockets, server_tls, tick
 from areal_lora.engine.vllm_ext.server.openai_api import AnswerBody, CompletionBody, CompletionChoice, Usage, error_body
 from areal_lora.errors import ArealLoraError, UnknownVersionError
 from areal_lora.families.registry import path_of
 from areal_lora.network.http_server import CLOSE_S, HttpServer, prompts_of
 from areal_lora.network.tls import Plane
-from areal_lora.processes import startup
-from areal_lora.processes.startup import die_with_parent, get_logger, setup_logging
+from areal_lora.processes import stacks
+from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.startup import die_with_parent
 from areal_lora.processes.watched import reached, watched_task
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--grace-s", type=float, default=0.0)
     args = parser.parse_args(argv)
     setup_logging(ROLE, args.index)
-    startup.install(args.run_folder.stack_dump(f"{ROLE}-{args.index}"))
+    stacks.install(args.run_folder.stack_dump(f"{ROLE}-{args.index}"))
     try:
         die_with_parent(signal.SIGTERM)
         config = read_config(args.run_folder)

@@ -17,7 +17,7 @@ from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
 from areal_lora.weight_sync.layout import plan_buckets
-from areal_lora.weight_sync.link.backends import RING
+from areal_lora.weight_sync.link.inbox import RING
 from tests.support.paths import EXAMPLES
 
 MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"

@@ -272,7 +272,7 @@ def test_a_server_that_left_is_no_loss_and_does_not_return():
 def test_a_defect_in_the_watch_ends_the_process_with_its_reason():
     code = """
 import threading
-from areal_lora.processes.startup import setup_logging
+from areal_lora.processes.log import setup_logging
 from areal_lora.weight_sync.trainer.membership import MemberRoster, ServerWatcher
 setup_logging("trainer", 0)
 class Watch:

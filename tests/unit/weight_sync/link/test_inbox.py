@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areal_lora.errors import PublishError
-from areal_lora.weight_sync.link.backends import RING, Ring, RingInbox, WindowInbox, Windows
+from areal_lora.weight_sync.link.inbox import RING, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.manifest import adapter_digest
 from areal_lora.weight_sync.server.reception import PhaseTimer, Reception

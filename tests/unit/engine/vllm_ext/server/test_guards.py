@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_lora.engine.vllm_ext.server.gate import BearerAuth, guarded, write_client_files
+from areal_lora.engine.vllm_ext.server.guards import BearerAuth, guarded, write_client_files
 from areal_lora.network.http_server import CLOSE_S, BodyLimit, HttpServer
 from areal_lora.network.tls import Plane, authorization, bearer_key, client_context, server_context
 from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault

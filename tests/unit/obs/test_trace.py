@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from areal_lora.obs.run_view import Spans
+from areal_lora.obs.trace import Spans
 
 
 def test_spans_add_up_by_name_and_nest() -> None:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_lora.engine.vllm_ext.server.gate import Door, Stop, leave_in_order, withdraw
+from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order, withdraw
 from areal_lora.network.http_server import LEAVING_HEADER
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_endpoint

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal_lora.processes.startup import ROOT, get_logger, setup_logging
+from areal_lora.processes.log import ROOT, get_logger, setup_logging
 
 
 @pytest.fixture
