@@ -24,7 +24,7 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 648,
+    "": 648,  # undo_on_error, which replaces nine clean-ups in other rooms
     "algorithms": 1185,
     "checkpoint": 1553,
     "cli": 2383,
@@ -36,11 +36,11 @@ LINES = {
     "families": 1431,
     "launcher": 3715,
     "library": 477,
-    "network": 911,
+    "network": 911,  # the types of /v1/tool_calls, once for client and server
     "obs": 3445,
     "operations": 552,
     "platforms": 110,
-    "processes": 386,
+    "processes": 386,  # shared_memory, which servers use, too: from launcher
     "rollout": 6421,
     "run_folder": 1017,
     "service": 6086,
