@@ -14,6 +14,8 @@ from areal_lora.errors import RecordError
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 
+log = get_logger(__name__)
+
 BLOCK_BYTES = 1 << 16
 
 
@@ -88,9 +90,6 @@ def _cut_torn_tail(path: Path) -> None:
             at = start
         if at < size:
             file.truncate(at)
-
-
-log = get_logger(__name__)
 
 
 class StartEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="start"):

@@ -64,6 +64,8 @@ from areal_lora.service.queue.requests import Lora
 from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.tasks.check import task_problems
 
+log = get_logger(__name__)
+
 SHARED = "shared"
 """The folder below ``service.api.data`` whose files every tenant may name."""
 _PLAIN = re.compile(r"[A-Za-z0-9_.]{1,128}")
@@ -296,8 +298,6 @@ MAX_BYTES = 1 << 20
 Mark = tuple[int, int, int]
 """Inode, time of change and size of a file: equal while nothing changes it."""
 TakeIn = Callable[[dict[str, Any], str], Awaitable[object]]
-
-log = get_logger(__name__)
 
 
 class FolderInbox:

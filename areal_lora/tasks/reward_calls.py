@@ -29,6 +29,8 @@ from areal_lora.errors import ConfigError
 from areal_lora.tasks.score_item import ScoreItem
 from areal_lora.types import Cause, Sample
 
+log = logging.getLogger(__name__)
+
 _BATCHED = {"completions": "completion", "answers": "answer", "prompts": "prompt", "finish_reasons": "finish_reason"}
 _FIX = "name a function reward(completion, answer) that returns a number"
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -130,8 +132,6 @@ _LIBRARIES = tuple(
 # Not KeyError or AssertionError: they also follow from the answer of an overloaded service.
 _MISTAKES = (ArithmeticError, AttributeError, ImportError, NameError, NotImplementedError, SyntaxError, TypeError)
 _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
-
-log = logging.getLogger(__name__)
 
 
 def describe(error: BaseException, function: Any = None) -> str:

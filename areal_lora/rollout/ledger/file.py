@@ -14,6 +14,8 @@ from areal_lora.errors import ConfigError, ExitCode, RolloutError
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.sqlite import connect
 
+log = get_logger(__name__)
+
 SCHEMA_VERSION = 1
 SCHEMA = """
 CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL);
@@ -91,9 +93,6 @@ class Head(msgspec.Struct, kw_only=True):
     folded_consumed: int = 0
     folded_dropped: dict[str, int] = msgspec.field(default_factory=dict)
     counters: LedgerCounters = msgspec.field(default_factory=LedgerCounters)
-
-
-log = get_logger(__name__)
 
 
 class LedgerError(RolloutError):

@@ -29,6 +29,8 @@ from areal_lora.service.queue.requests import Lora, Pending
 from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.service.tinker import sdk_bodies
 
+log = get_logger(__name__)
+
 ALPHA = 32.0
 """Of every model: the SDK names none."""
 NO_OUTPUT_LAYER = "train_unembed is ignored: this service trains attention and MLP, not the output layer"
@@ -113,8 +115,6 @@ KEPT = 4
 """Samples of a tenant, answered ones included, as a multiple of those in progress that its quota allows."""
 GRACE_S, UNFETCHED_S = 60.0, 900.0
 """An answer is kept so long after it was fetched, for a client that repeats the fetch, and so long without one."""
-
-log = get_logger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

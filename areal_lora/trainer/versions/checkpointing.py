@@ -49,6 +49,8 @@ from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, 
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, plan_buckets
 
+log = get_logger(__name__)
+
 CHUNK_BYTES = 16 << 20
 """Size of one message; a single tensor may be larger."""
 
@@ -131,8 +133,6 @@ def warm_start(engine: AdapterEngine, adapter: Adapter, seed: int) -> None:
     layout = engine.adapter_layout(adapter.name)
     engine.load_adapter(adapter.name, fused(tensors, spec, layout, partial(initial_tensor, seed=seed)))
 
-
-log = get_logger(__name__)
 
 LAYOUT = ("world_size", "tp", "pp", "ep", "etp")
 """The parallel layout, by keys of the section ``trainer``."""

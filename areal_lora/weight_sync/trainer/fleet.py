@@ -31,6 +31,8 @@ from areal_lora.weight_sync.messages import (
 )
 from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult, check_probe
 
+log = get_logger(__name__)
+
 M = TypeVar("M")
 
 
@@ -145,8 +147,6 @@ class AdminClient:
             response = connection.getresponse()
         return response.status, response.read()
 
-
-log = get_logger(__name__)
 
 T = TypeVar("T")
 Answers = dict[ServerEndpoint, T | ArealLoraError]

@@ -31,6 +31,7 @@ from areal_lora.weight_sync.trainer.fleet import Fleet, answers, errors
 WATCH_S = 1.0
 MISSES = 2  # one may be a busy moment
 PINGS = 32  # at once
+SCORE_PINGS = 5  # scores of the probe take longer than a ping
 FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # back-off before an excluded server is tried again
 
 log = get_logger(__name__)
@@ -211,9 +212,6 @@ class ServerWatcher:
         )
         missed = self._missed
         self._missed = {s: missed.get(s, 0) + 1 if replies[s] is None else 0 for s in members}
-
-
-SCORE_PINGS = 5  # scores of the probe take longer than a ping
 
 
 class MemberRoster:
