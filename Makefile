@@ -8,6 +8,7 @@
 # make format  format the code with ruff
 # make golden  rewrite the recorded plans and batch scripts of tests/unit/launcher/golden, and docs/en/results.md
 .PHONY: setup demo test test-unit test-all test-gpu check format docs golden clean
+unexport PYTHONDONTWRITEBYTECODE
 PY := .venv/bin/python
 PYTHON ?= $(PY)
 LANES ?= 2

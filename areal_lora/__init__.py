@@ -33,39 +33,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
+_NAMES = {
     # configure and run
-    "load_config": "config.load",
-    "Config": "config.models",
-    "train": "library.runs",
-    "ExitCode": "errors",
-    "ArealLoraError": "errors",
-    "ConfigError": "errors",
-    "ConfigErrors": "errors",
-    "RunFailed": "errors",
-    "RunInterrupted": "errors",
-    # read a run folder
-    "load_run": "library.runs",
-    "Run": "library.runs",
-    "RunMetrics": "obs.metrics.records",
-    "StepRecord": "obs.metrics.records",
-    "EvalRecord": "obs.metrics.records",
-    "Summary": "obs.report.summary",
+    "config.load": ("load_config",),
+    "config.models": ("Config",),
+    "errors": ("ArealLoraError", "ConfigError", "ConfigErrors", "ExitCode", "RunFailed", "RunInterrupted"),
+    # start a run, or read a run folder
+    "library.runs": ("Run", "load_run", "train"),
+    "obs.metrics.records": ("EvalRecord", "RunMetrics", "StepRecord"),
+    "obs.report.summary": ("Summary",),
     # write a reward, an environment, an agent or a workflow
-    "Sample": "types",
-    "Graded": "tasks.rewards",
-    "Environment": "rollout.conversations",
-    "Reply": "rollout.conversations",
-    "AgentTask": "rollout.agents",
-    "Workflow": "rollout.workflow",
-    "WorkflowContext": "rollout.workflow",
-    "Episode": "rollout.workflow",
-    "AdapterRef": "types",
-    "Generation": "types",
-    "Outcome": "types",
-    "Trajectory": "types",
-    "TrajectoryGroup": "types",
+    "tasks.rewards": ("Graded",),
+    "rollout.conversations": ("Environment", "Reply"),
+    "rollout.agents": ("AgentTask",),
+    "rollout.workflow": ("Episode", "Workflow", "WorkflowContext"),
+    "types": ("AdapterRef", "Generation", "Outcome", "Sample", "Trajectory", "TrajectoryGroup"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
     "AdapterRef",
     "AgentTask",

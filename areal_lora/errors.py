@@ -29,7 +29,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from pathlib import Path
 
 
@@ -104,8 +104,33 @@ class UnknownVersionError(AdapterError):
     """A version that is not resident on this server; the base model never answers in its place."""
 
 
+class RefusalReason(StrEnum):
+    """Why a publish was refused."""
+
+    MALFORMED = "malformed"  # the manifest itself cannot be read
+    WRONG_RUN = "wrong_run"
+    WRONG_BASE = "wrong_base"
+    STALE_VERSION = "stale_version"  # older than the current one, or a parent that is not older
+    DUPLICATE = "duplicate"  # the current version again (a server acknowledges it again), or one name twice
+    UNKNOWN_LAYOUT = "unknown_layout"  # a digest of a layout that was never sent to this server
+    UNKNOWN_TENSOR = "unknown_tensor"
+    MISSING_TENSOR = "missing_tensor"
+    PREFIX = "prefix"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    RANK = "rank"
+    ALPHA = "alpha"
+    TARGETS = "targets"
+    SIZE = "size"
+    HASH = "hash"
+    NON_FINITE = "non_finite"
+    SLOT = "slot"  # no free adapter slot on the server yet: running requests hold them
+    WIRE = "wire"  # the transfer broke or missed its deadline
+    WRITE = "write"  # the engine failed to take the tensors
+
+
 class ManifestError(AdapterError):
-    """A publish was refused. ``reason`` is one of the words in ``weight_sync.refusal.RefusalReason``."""
+    """A publish was refused. ``reason`` is a `RefusalReason`."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason, self.detail = reason, detail

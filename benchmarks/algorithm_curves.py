@@ -16,7 +16,7 @@ from pathlib import Path
 
 from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.obs.report.svg import N_COLOURS, Series, line_chart, standalone
+from areal_lora.obs.report.svg import HEIGHT, N_COLOURS, STYLE, WIDTH, Series, line_chart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,14 @@ def picture(curves: Sequence[Curve]) -> str:
         )
         for i, (label, found) in enumerate(sorted(by_label.items()))
     ]
-    return standalone(line_chart(lines, x_label="training step", y_range=(0.0, 1.0)))
+    return _standalone(line_chart(lines, x_label="training step", y_range=(0.0, 1.0)))
+
+
+def _standalone(chart: str) -> str:
+    """A chart as a file of its own: the style and a background go inside."""
+    head, body = chart.split(">", 1)
+    paper = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" style="fill:var(--paper)"/>'
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{paper}{body}\n'
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,8 +12,9 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from areal_lora.data.prompts import Prompt
+from areal_lora.rollout.completion_client import CompletionRequest
 from areal_lora.rollout.workflow import Episode, WorkflowContext, single_turn
-from areal_lora.tasks.scorer import ScoreItem
+from areal_lora.tasks.reward_calls import ScoreItem
 from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
 
 SHAPE = 1.2
@@ -41,17 +42,16 @@ class LongTail:
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         s = self._context.sampling
         longest = self._ladder[prompt.position // s.prompts_per_step % len(self._ladder)]
-        answers = await self._context.client.sample(
-            ref,
-            prompt.token_ids,
+        request = CompletionRequest(
+            prompt=prompt.token_ids,
             n=s.n_samples,
             temperature=s.temperature,
             top_p=s.top_p,
             seed=seed,
             max_tokens=answer_tokens(prompt.position, s.prompts_per_step, self._shortest, longest),
-            timeout_s=s.timeout_s,
             ignore_eos=True,
         )
+        answers = await self._context.client.sample(ref, request, timeout_s=s.timeout_s)
         ends = [answer_end(answer.token_ids) for answer in answers]
         # A token is a character, and special tokens have no text.
         texts = tuple(answer.text[: end - 1] for answer, end in zip(answers, ends, strict=True))

@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.rules.guardrails import resolve_targets
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import RolloutError
 from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.families.sites import pieces_of, sites_of, wire_names
@@ -37,6 +36,7 @@ from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.adapters import pack_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -120,7 +120,6 @@ class Publishing:
     def __init__(self, root: Path, mode: str, stack: ExitStack) -> None:
         import torch
 
-        from areal_lora.distributed.exchange import SoloExchange
         from areal_lora.engine.common.adapter_memory import AdapterMemory
         from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
         from areal_lora.engine.common.model_folder import ModelFolder
@@ -131,6 +130,7 @@ class Publishing:
         from areal_lora.weight_sync.trainer.leader import Leader
         from areal_lora.weight_sync.trainer.membership import RendezvousWatch
         from areal_lora.weight_sync.trainer.publisher import Publisher
+        from tests.support.solo_exchange import SoloExchange
 
         self.mode = mode
         self.config = configuration(f"rollout.adapter_mode={mode}", f"run.root={root}", f"run.name={mode}")

@@ -19,7 +19,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from areal_lora.engine.vllm_ext.compat.worker_slots import adapter_manager
+from areal_lora.engine.vllm_ext.compat.weights import adapter_manager
 from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension
 from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup, join_group
 from areal_lora.weight_sync.messages import SourceEndpoint

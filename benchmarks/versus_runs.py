@@ -25,7 +25,7 @@ from areal_lora.run_folder.paths import RunFolder
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "math"
 CONFIGS = (EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml")
-UNEVALUATED = ("eval.every_steps=0", 'adapters.0.evals=[{"name": "eval", "n": 1}]', "checkpoint.keep_every=1")
+UNEVALUATED = ("eval.every_steps=0", 'adapters.0.evals=[{"name": "eval", "n": 1}]', "checkpoint.keep_last=1000")
 """Our runs answer one held-out problem at the start and one at the end. They keep every version, evaluated later."""
 WARM_UP = 3
 """Steps at the start that rates and means leave out: kernels and buffers fill."""

@@ -22,6 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 from versus_accuracy import greedy_accuracy
 
 from areal_lora.config.load import load_config
+from areal_lora.engine.base import BETAS
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.rewards import numeric_match
 
@@ -109,8 +110,8 @@ def main() -> None:
         temperature=sampling.temperature,
         learning_rate=adapter.optimizer.lr,
         lr_scheduler_type="constant",
-        adam_beta1=adapter.optimizer.beta1,
-        adam_beta2=adapter.optimizer.beta2,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
         max_grad_norm=adapter.optimizer.max_grad_norm,
         use_cpu=True,
         bf16=False,

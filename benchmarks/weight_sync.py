@@ -40,7 +40,6 @@ from rich.table import Table
 from sync_case import SOCKETS, Case, Tensors
 
 from areal_lora.checkpoint.adapter_io import save_peft
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.run_folder.rendezvous import create_secret, read_secret
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import plan_buckets
@@ -50,6 +49,7 @@ from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.solo_exchange import SoloExchange
 
 HERE = Path(__file__).resolve().parent
 MOE_30B = Case(

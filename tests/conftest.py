@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,10 +107,13 @@ def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         yield start
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     from tests.support.sizes import seed
 
     seed()  # kept for the lanes of this run
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # where engines of killed servers leave their sockets
+        os.environ["VLLM_RPC_BASE_PATH"] = folder = tempfile.mkdtemp(prefix="vllm-sockets-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_report_header() -> str:

@@ -10,13 +10,6 @@ from areal_lora.config.sections.adapter import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticTerms:
-    """A critic is trained beside the policy. ``clip``: its values stay so near to those before the step."""
-
-    clip: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceTerms:
     """The reference is an earlier version: ``first``, and from there on every ``every``-th version."""
 
@@ -33,7 +26,7 @@ class ReferenceTerms:
 class Algorithm:
     """What a run does with a batch: ``shaping`` and ``advantage`` before learning, ``terms`` in the loss.
 
-    Without ``reference`` the reference is the base. ``critic`` is None where nothing needs values.
+    Without ``reference`` the reference is the base. With ``critic`` one is trained beside the policy.
     """
 
     name: str
@@ -44,7 +37,7 @@ class Algorithm:
     needs_ref: bool
     needs_entropy: bool
     kl_target: float | None = None
-    critic: CriticTerms | None = None
+    critic: bool = False
     reference: ReferenceTerms | None = None
 
     def with_kl_scale(self, scale: float) -> Algorithm:
@@ -100,7 +93,7 @@ def build_algorithm(
         needs_ref=config.kl_coef > 0,
         needs_entropy=config.entropy_coef > 0,
         kl_target=config.kl_target,
-        critic=CriticTerms(clip=config.value_clip) if advantage.critic else None,
+        critic=advantage.critic,
         reference=ReferenceTerms(first=given_steps, every=config.reference_refresh_steps)
         if config.has_reference
         else None,

@@ -216,39 +216,27 @@ class CheckpointStore:
             if len(sound) == config.keep_last:
                 break
         manifest = snapshot.manifest
-        old = plan_deletions(present, sound, config, manifest.evaluations, manifest.awaited)
+        old = plan_deletions(present, sound, manifest.evaluations, manifest.awaited)
         for version in old:
             self._disk.remove(version_folder(root, version))
         return old
 
 
 def plan_deletions(
-    present: Collection[int],
-    sound: Collection[int],
-    config: CheckpointConfig,
-    evaluations: Mapping[int, Evaluation],
-    awaited: Collection[int],
+    present: Collection[int], sound: Collection[int], evaluations: Mapping[int, Evaluation], awaited: Collection[int]
 ) -> list[int]:
     """Select the versions of ``present`` to delete. ``sound`` are the newest that look complete, at most ``keep_last``.
 
-    Kept in addition: every ``keep_every``-th version, the best of ``evaluations`` (see `best_version`), and the
+    Kept in addition: the best of ``evaluations`` (see `best_version`), and the
     versions ``awaited``, because their evaluation is pending. While fewer than two are sound, nothing is deleted.
     No version from the second newest sound one on is deleted.
     """
     if len(sound) < 2:
         return []
     known = {version: evaluations[version] for version in present if version in evaluations}
-    best = best_version(known) if config.keep_best else None
+    kept = {best_version(known), *awaited, *sound}
     second_newest = sorted(sound)[-2]
-    return [
-        version
-        for version in sorted(present)
-        if version < second_newest
-        and version not in sound
-        and version != best
-        and not (config.keep_best and version in awaited)
-        and not (config.keep_every and version and version % config.keep_every == 0)
-    ]
+    return [version for version in sorted(present) if version < second_newest and version not in kept]
 
 
 def looks_whole(folder: Path) -> bool:

@@ -1,13 +1,11 @@
-"""Find the checkpoint that a run resumes from. Read-only, without torch.
+"""Find the checkpoint that a run resumes from, or a kept version to export. Read-only, without torch.
 
 The newest complete checkpoint decides. A checkpoint is complete if the checksum of its manifest matches and every
 listed file exists with its size and checksum. Newer incomplete checkpoints are reported with the reason, and so is a
 run that has steps and no checkpoint.
 
-Any kept version of a run's adapter as a PEFT folder, without the engine that trained it.
-
-Checkpoints hold whole tensors by wire name, so nothing of the parallel layout is needed; names that share a tensor
-follow from the sizes of the base model.
+A kept version becomes a PEFT folder without the engine that trained it: checkpoints hold whole tensors by wire name,
+and names that share a tensor follow from the sizes of the base model.
 """
 
 from __future__ import annotations

@@ -1,27 +1,50 @@
-"""``areal-lora adapters ...``: create, watch and delete the adapters of a run with a service."""
+"""``areal-lora adapters ...``: create, watch and delete the adapters of a run with a service.
+
+A request carries the key in the run folder, or that in ``AREAL_LORA_KEY``.
+"""
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
+import shutil
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from areal_lora.cli.status import Run as RunArgument
-from areal_lora.cli.status import aligned, find_run, run_names
-from areal_lora.errors import ConfigError
+from areal_lora.cli.find_run import aligned, find_run, run_names
+from areal_lora.config.sources import read_source
+from areal_lora.errors import ConfigError, RolloutError
+from areal_lora.run_folder.atomic import replacing
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import read_endpoint
 
 Run = Annotated[
     str,
     typer.Argument(metavar="RUN", help="run folder, name of a run, or URL of its service", autocompletion=run_names),
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="name of the adapter")]
+KEY_VARIABLE = "AREAL_LORA_KEY"
+TRIES, AGAIN_S, ANSWER_S = 20, 0.5, 120.0
+"""The service may be restarting: the same request, under the same idempotency key, is sent again."""
 COLUMNS = ("adapter", "state", "step", "reward", "lag", "version", "why")
 
-app = typer.Typer(help="Adapters of a run with a service (--serve).", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Adapters of a run with a service (--serve).",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+)
 
 
 @app.command(short_help="Create an adapter from a YAML file.")
@@ -31,17 +54,15 @@ def create(
     name: Annotated[str, typer.Option(metavar="NAME", help="name of the adapter, instead of the file's")] = "",
 ) -> None:
     """Have the run train an adapter. It is durable when the command ends; `show` prints the result."""
-    from areal_lora.config.sources import read_source
-
     section = read_source(file).data | ({"name": name} if name else {})
-    accepted = _client(run).post("/v1/adapters", section)
+    accepted = ServiceClient(run).post("/v1/adapters", section)
     print(f"{accepted['name']} is accepted, incarnation {accepted['incarnation']}")
 
 
 @app.command("list", short_help="All adapters, a line each.")
 def overview(run: Run) -> None:
     """Your adapters with state, steps, reward and lag."""
-    found = _client(run).get("/v1/adapters")["adapters"]
+    found = ServiceClient(run).get("/v1/adapters")["adapters"]
     if not found:
         print("no adapters")
         return
@@ -51,32 +72,32 @@ def overview(run: Run) -> None:
 @app.command(short_help="One adapter with its settings.")
 def show(run: Run, name: Name) -> None:
     """State, figures and settings of an adapter."""
-    for key, value in _client(run).get(_path(name)).items():
+    for key, value in ServiceClient(run).get(_path(name)).items():
         print(f"{key:<12} {_text(value)}")
 
 
 @app.command(short_help="Let an adapter take no steps for a while.")
 def pause(run: Run, name: Name) -> None:
     """The adapter stays on the servers and takes no further steps until `resume`."""
-    _wanted(_client(run).post(_path(name, "pause")))
+    _wanted(ServiceClient(run).post(_path(name, "pause")))
 
 
 @app.command(short_help="Let a paused adapter train.")
 def resume(run: Run, name: Name) -> None:
     """The adapter takes steps again."""
-    _wanted(_client(run).post(_path(name, "resume")))
+    _wanted(ServiceClient(run).post(_path(name, "resume")))
 
 
 @app.command(short_help="Take an adapter out of the run.")
 def delete(run: Run, name: Name) -> None:
     """The adapter leaves trainer and servers. Its name may be used again."""
-    _wanted(_client(run).delete(_path(name)))
+    _wanted(ServiceClient(run).delete(_path(name)))
 
 
 @app.command(short_help="States of an adapter, with reasons.")
 def logs(run: Run, name: Name) -> None:
     """Every change of state, oldest first."""
-    for record in _client(run).get(_path(name, "logs"))["states"]:
+    for record in ServiceClient(run).get(_path(name, "logs"))["states"]:
         reason = f": {record['reason']}" if record.get("reason") else ""
         print(f"{record['time_s']:9.1f} s  v{record['version']}  {record['state']}{reason}")
 
@@ -88,7 +109,7 @@ def metrics(
     after: Annotated[int, typer.Option(min=0, metavar="N", help="leave out the first N records")] = 0,
 ) -> None:
     """The adapter's records, one JSON object per line, as metrics.jsonl has them."""
-    client = _client(run)
+    client = ServiceClient(run)
     while (page := client.get(_path(name, "metrics"), after=after))["records"]:
         for record in page["records"]:
             print(json.dumps(record))
@@ -103,7 +124,7 @@ def download(
     version: Annotated[str, typer.Option(metavar="N", help="a number, newest or best")] = "newest",
 ) -> None:
     """Write adapter_model.safetensors and adapter_config.json as a tar file."""
-    size = _client(run).download(_path(name, "download"), out, version=version)
+    size = ServiceClient(run).download(_path(name, "download"), out, version=version)
     print(f"{out}: {size} bytes")
 
 
@@ -118,7 +139,7 @@ def keys(
     ] = None,
 ) -> None:
     """Make, replace or end a key, with the operator's key. Without TENANT all tenants are listed."""
-    client = _client(run)
+    client = ServiceClient(run)
     if not tenant:
         for found in client.get("/v1/tenants")["tenants"]:
             print(f"{found['tenant']}: keys {', '.join(found['keys']) or 'none'}")
@@ -134,12 +155,6 @@ def keys(
 
 def _wanted(changed: dict[str, Any]) -> None:
     print(f"{changed['name']} is wanted {changed['wanted']}")
-
-
-def _client(run: str) -> Any:
-    from areal_lora.cli.service_client import ServiceClient
-
-    return ServiceClient(run)
 
 
 def _path(name: str, *more: str) -> str:
@@ -176,34 +191,81 @@ def _text(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
-def add_servers(
-    run: RunArgument,
-    servers: Annotated[int, typer.Option(help="servers to add; on Slurm, of each node")] = 1,
-    nodes: Annotated[int, typer.Option(help="Slurm jobs of one node each")] = 1,
-    time: Annotated[str, typer.Option(help="time limit of the Slurm jobs, instead of the run's")] = "",
-    partition: Annotated[str, typer.Option(help="partition of the Slurm jobs, instead of the run's")] = "",
-    grace_s: Annotated[float, typer.Option(help="seconds for requests in progress when a server leaves")] = 20.0,
-    here: Annotated[bool, typer.Option("--here", help="on this machine, also for a run on Slurm")] = False,
-) -> None:
-    """Add rollout servers to a run in progress, as Slurm jobs of one node each, or on this machine.
+@dataclass(frozen=True, slots=True)
+class ServiceClient:
+    """Requests to the service of a run. ``where`` is the run, or the URL of its service."""
 
-    On this machine the command stays until the run ends; Ctrl-C lets the servers leave in order.
-    """
-    from rich.console import Console
+    where: str
 
-    from areal_lora.launcher import add_servers as action
-    from areal_lora.launcher.slurm.job_steps import SpareJob
+    def get(self, path: str, **query: str | int) -> Any:
+        return self._json("GET", path + (f"?{urllib.parse.urlencode(query)}" if query else ""))
 
-    console, job = Console(highlight=False), SpareJob(servers, grace_s, time, partition)
-    raise typer.Exit(action.add_servers(find_run(run), job, nodes=nodes, here=here, console=console))
+    def post(self, path: str, body: object = None) -> Any:
+        return self._json("POST", path, body)
+
+    def delete(self, path: str) -> Any:
+        return self._json("DELETE", path)
+
+    def download(self, path: str, out: Path, **query: str) -> int:
+        """Write the answer to ``out``, whole or not at all; returns its size."""
+        with self._answer("GET", f"{path}?{urllib.parse.urlencode(query)}", None) as answer, replacing(out) as file:
+            shutil.copyfileobj(answer, file, 1 << 20)
+            return file.tell()
+
+    def _json(self, method: str, path: str, body: object = None) -> Any:
+        with self._answer(method, path, body) as answer:
+            return json.load(answer)
+
+    def _answer(self, method: str, path: str, body: object) -> IO[bytes]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Idempotency-Key": str(uuid.uuid4()), "Content-Type": "application/json"}
+        for tries_left in reversed(range(TRIES)):
+            url, key = self._place()
+            request = urllib.request.Request(f"{url}{path}", data, headers, method=method)
+            request.add_header("Authorization", f"Bearer {key}")
+            try:
+                answer: IO[bytes] = urllib.request.urlopen(request, timeout=ANSWER_S)
+                return answer
+            except urllib.error.HTTPError as error:
+                raise _refused(error) from None
+            except (urllib.error.URLError, ConnectionError, http.client.HTTPException) as error:
+                if not tries_left:
+                    raise RolloutError(f"{url}: the service does not answer: {error} (fix: look at its log)") from None
+                time.sleep(AGAIN_S)
+        raise AssertionError("the last try returns or raises")
+
+    def _place(self) -> tuple[str, str]:
+        """URL and key."""
+        key = os.environ.get(KEY_VARIABLE, "")
+        if self.where.startswith(("http://", "https://")):
+            if not key:
+                raise ConfigError(KEY_VARIABLE, "it is not set", f"export {KEY_VARIABLE}=... with your key")
+            return self.where.rstrip("/"), key
+        folder = find_run(self.where)
+        return self._published(folder), key or _key_of(folder)
+
+    def _published(self, folder: RunFolder) -> str:
+        for tries_left in reversed(range(TRIES)):
+            if (endpoint := read_endpoint(folder, "service", 0)) is not None:
+                return f"http://{endpoint.host}:{endpoint.ports['api']}"
+            if not folder.service_tables.exists() or not tries_left:
+                break
+            time.sleep(AGAIN_S)
+        raise ConfigError(str(folder), "no service works there", "start the run with --serve, or wait until it is up")
 
 
-def remove_servers(
-    run: RunArgument, job: Annotated[str, typer.Option(help="only those of this Slurm job, or of this process")] = ""
-) -> None:
-    """Have added servers leave: they take no more requests, end those in progress, and the run continues."""
-    from rich.console import Console
+def _key_of(folder: RunFolder) -> str:
+    try:
+        return folder.service_key.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        fix = "wait until the service is up, or set AREAL_LORA_KEY"
+        raise ConfigError(str(folder.service_key), "there is no key", fix) from None
 
-    from areal_lora.launcher.add_servers import remove_servers as action
 
-    action(find_run(run), job=job, console=Console(highlight=False))
+def _refused(error: urllib.error.HTTPError) -> ConfigError:
+    """The service's own error; another server's is named as such."""
+    try:
+        detail = json.load(error)["error"]
+        return ConfigError(detail["path"], detail["reason"], detail["fix"])
+    except (ValueError, KeyError, TypeError):
+        return ConfigError(str(error.url), f"it answers {error.code}", "check that it is the service of a run")

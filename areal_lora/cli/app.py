@@ -1,47 +1,49 @@
-"""The console script ``areal-lora``: one module of this folder for each verb.
+"""The console script ``areal-lora``: the verbs are functions of this folder's modules.
 
-A verb's module imports at its top only what its options need; the rest is imported when the verb runs, so that
-``areal-lora --help`` needs a third of a second.
+A verb's module is imported when the verb runs or is completed: ``areal-lora --help`` imports none of them.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from areal_lora import __version__
-from areal_lora.cli import adapters, doctor, evaluate, export, init, logs, samples, serve, status, stop, train
 from areal_lora.errors import ArealLoraError, ConfigErrors, EnvironmentError_, ExitCode, RecordError
 
-VERBS: dict[str, tuple[Callable[..., None], str]] = {
-    "init": (init.init, "Write a commented configuration for a model and a data set."),
-    "train": (train.train, "Start a run from configuration files."),
-    "status": (status.status, "What a run does now, or how it ended."),
-    "logs": (logs.logs, "Last lines of the logs, or new ones (-f)."),
-    "track": (export.track, "Send a run to Weights & Biases or MLflow, until it ends."),
-    "samples": (samples.samples, "Answers of a step with rewards, drops and errors."),
-    "conversations": (samples.conversations, "Requests of the agents of a run, and the answers."),
-    "stop": (stop.stop, "Stop a run; it can be resumed."),
-    "resume": (train.resume, "Start a run again from its newest checkpoints."),
-    "plan": (train.plan, "What a start would do; starts nothing."),
-    "add-servers": (adapters.add_servers, "Add rollout servers to a run in progress."),
-    "remove-servers": (adapters.remove_servers, "Have added servers leave in order."),
-    "eval": (evaluate.evaluate, "Evaluate a version of a run on its sets."),
-    "chat": (serve.chat, "Talk to a version of a run in the terminal."),
-    "serve": (serve.serve, "Serve a version behind an OpenAI endpoint on this machine."),
-    "export": (export.export, "Write a version as a PEFT folder."),
-    "merge": (export.merge, "Write base and adapter as one model folder."),
-    "push": (export.push, "Send a version's adapter to the hub."),
-    "compare": (evaluate.compare, "Where two runs differ, in configuration and figures."),
-    "schema": (export.schema, "JSON schema of configuration files, for editors."),
-    "report": (export.report, "Write report.html now."),
-    "doctor": (doctor.doctor, "Whether this machine or allocation can run a configuration."),
+VERBS: dict[str, tuple[str, str]] = {
+    "init": ("init.init", "Write a commented configuration for a model and a data set."),
+    "train": ("train.train", "Start a run from configuration files."),
+    "status": ("status.status", "What a run does now, or how it ended."),
+    "logs": ("logs.logs", "Last lines of the logs, or new ones (-f)."),
+    "track": ("export.track", "Send a run to Weights & Biases or MLflow, until it ends."),
+    "samples": ("logs.samples", "Answers of a step with rewards, drops and errors."),
+    "conversations": ("logs.conversations", "Requests of the agents of a run, and the answers."),
+    "stop": ("stop.stop", "Stop a run; it can be resumed."),
+    "resume": ("train.resume", "Start a run again from its newest checkpoints."),
+    "plan": ("train.plan", "What a start would do; starts nothing."),
+    "add-servers": ("train.add_servers", "Add rollout servers to a run in progress."),
+    "remove-servers": ("train.remove_servers", "Have added servers leave in order."),
+    "eval": ("evaluate.evaluate", "Evaluate a version of a run on its sets."),
+    "chat": ("serve.chat", "Talk to a version of a run in the terminal."),
+    "serve": ("serve.serve", "Serve a version behind an OpenAI endpoint on this machine."),
+    "export": ("export.export", "Write a version as a PEFT folder."),
+    "merge": ("export.merge", "Write base and adapter as one model folder."),
+    "push": ("export.push", "Send a version's adapter to the hub."),
+    "compare": ("evaluate.compare", "Where two runs differ, in configuration and figures."),
+    "schema": ("export.schema", "JSON schema of configuration files, for editors."),
+    "report": ("export.report", "Write report.html now."),
+    "doctor": ("train.doctor", "Whether this machine or allocation can run a configuration."),
+    "adapters": ("adapters.app", "Adapters of a run with a service (--serve)."),
 }
-"""Function and line of ``--help``, in its order."""
+"""Module of this folder with the function, and the line of ``--help``, in its order."""
 
 
 def _version(wanted: bool) -> None:
@@ -50,10 +52,26 @@ def _version(wanted: bool) -> None:
         raise typer.Exit(ExitCode.DONE)
 
 
+class _Verbs(TyperGroup):
+    """Imports a verb when it is resolved; before that it is its name and its line."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None:
+            module, _, function = VERBS[name][0].partition(".")
+            verb = getattr(import_module(f"areal_lora.cli.{module}"), function)
+            app = verb if isinstance(verb, typer.Typer) else typer.Typer(add_completion=False, rich_markup_mode=None)
+            if app is not verb:
+                app.command(name)(verb)
+            command = get_command(app)
+        return name, command, rest
+
+
 def build() -> typer.Typer:
     """Return the application with all verbs."""
     app = typer.Typer(
         name="areal-lora",
+        cls=_Verbs,
         help="Train LoRA adapters with reinforcement learning, and look after runs.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -69,9 +87,8 @@ def build() -> typer.Typer:
     ) -> None:
         """Train LoRA adapters, and look after runs. RUN is a run folder, or the name of one below runs/."""
 
-    for name, (verb, line) in VERBS.items():
-        app.command(name, short_help=line)(verb)
-    app.add_typer(adapters.app, name="adapters", short_help="Adapters of a run with a service (--serve).")
+    for name, (_, line) in VERBS.items():
+        app.command(name, short_help=line)(_version)  # in its place: see `_Verbs`
     return app
 
 

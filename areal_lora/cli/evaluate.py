@@ -1,24 +1,43 @@
-"""``areal-lora eval RUN``: evaluate a version of a run on its sets, without the run."""
+"""``areal-lora eval`` and ``compare``: a version of a run on its sets, without the run; two runs side by side."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from contextlib import AsyncExitStack
+from operator import itemgetter
+from statistics import fmean, median
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from areal_lora.cli.status import RUN_HELP, Adapter, Run, Version, aligned, find_run, recorded_config, run_names
+from areal_lora.cli.find_run import RUN_HELP, Adapter, Run, Version, aligned, find_run, run_names
+from areal_lora.cli.serve import ServingEndpoint, served
+from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config
+from areal_lora.config.recorded import adapter_named, read_config_here
+from areal_lora.data.prompts import load_tokenizer
 from areal_lora.errors import ConfigError, RolloutError
+from areal_lora.obs.metrics.reader import read_metrics
+from areal_lora.obs.metrics.records import EvalRecord, StepRecord, mean_lag
+from areal_lora.rollout.agent_api.session import Sessions
+from areal_lora.rollout.agents import AgentGateway
+from areal_lora.rollout.channel.channel_messages import EvalResult
+from areal_lora.rollout.completion_client import CompletionClient
+from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets
+from areal_lora.rollout.controller.evaluation import EvalPlaces
+from areal_lora.rollout.main import build_evaluator
+from areal_lora.rollout.routing import Router
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.tasks.scorer import RewardSum
+from areal_lora.types import AdapterRef
 
-if TYPE_CHECKING:
-    from areal_lora.cli.serving import ServingEndpoint
-    from areal_lora.config.models import AdapterConfig, Config
-    from areal_lora.obs.metrics.records import EvalRecord, StepRecord
-    from areal_lora.rollout.channel.channel_messages import EvalResult
-    from areal_lora.rollout.controller.eval_sets import EvalSet
-    from areal_lora.run_folder.paths import RunFolder
+LAST = 10
+IGNORED = ("run.name", "run.root")
+Row = tuple[str, Any, Any]
+Figures = dict[str, float | int | None]
 
 
 def evaluate(
@@ -33,17 +52,8 @@ def evaluate(
     It prints the figures and writes nothing; the run may be finished or in progress. Texts, workflow and reward are
     those of the run.
     """
-    import asyncio
-
-    import msgspec
-
-    from areal_lora.cli.serving import served
-    from areal_lora.config.recorded import adapter_named
-    from areal_lora.data.formatting import load_tokenizer
-    from areal_lora.rollout.controller.eval_sets import load_sets
-
     folder = find_run(run)
-    config = recorded_config(folder)
+    config = read_config_here(folder)
     chosen = _with_sets(adapter_named(config, adapter), names)
     sets = load_sets(config, chosen, load_tokenizer(config.model.folder))
     print(f"starting vLLM with {version} of {folder}", file=sys.stderr, flush=True)
@@ -70,18 +80,6 @@ def _with_sets(adapter: AdapterConfig, names: Sequence[str] | None) -> AdapterCo
 async def _measured(
     folder: RunFolder, config: Config, adapter: AdapterConfig, sets: Sequence[EvalSet], server: ServingEndpoint
 ) -> EvalResult:
-    from contextlib import AsyncExitStack
-
-    from areal_lora.config.models import AgentWorkflowConfig
-    from areal_lora.rollout.agent_api.session import Sessions
-    from areal_lora.rollout.agents import AgentGateway
-    from areal_lora.rollout.completion_client import CompletionClient
-    from areal_lora.rollout.controller.evaluation import EvalPlaces
-    from areal_lora.rollout.main import build_evaluator
-    from areal_lora.rollout.routing import Router
-    from areal_lora.tasks.reward_sum import RewardSum
-    from areal_lora.types import AdapterRef
-
     ref, router = AdapterRef.parse(server.model), Router()
     router.announce(ref, {"server": server.url.removesuffix("/v1")})
     async with AsyncExitStack() as stack:
@@ -95,12 +93,6 @@ async def _measured(
         return await evaluator.run(ref, "eval")
 
 
-LAST = 10
-IGNORED = ("run.name", "run.root")
-Row = tuple[str, Any, Any]
-Figures = dict[str, float | int | None]
-
-
 def compare(
     first: Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=run_names)],
     second: Annotated[str, typer.Argument(metavar="RUN", help="another one")],
@@ -109,7 +101,7 @@ def compare(
 ) -> None:
     """Print the keys in which two runs differ, and the figures of both; also while they work."""
     folders = [find_run(first), find_run(second)]
-    configs = [recorded_config(folder) for folder in folders]
+    configs = [read_config_here(folder) for folder in folders]
     ours, theirs = (config.model_dump(mode="json") for config in configs)
     keys = list(differences(ours, theirs))
     mine, others = (figures_of(*pair, adapter) for pair in zip(folders, configs, strict=True))
@@ -140,9 +132,6 @@ def figures_of(folder: RunFolder, config: Config, adapter: str | None) -> Figure
 
     Raises ConfigError where the run has no such adapter.
     """
-    from areal_lora.config.recorded import adapter_named
-    from areal_lora.obs.metrics.reader import read_metrics
-
     metrics = read_metrics(folder)
     if len(config.adapters) == 1:
         adapter_named(config, adapter)
@@ -159,11 +148,6 @@ def figures_of(folder: RunFolder, config: Config, adapter: str | None) -> Figure
 
 def figures(steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> Figures:
     """Figures of the curves of one adapter; None: not measured."""
-    from operator import itemgetter
-    from statistics import fmean, median
-
-    from areal_lora.obs.metrics.records import mean_lag
-
     last = itemgetter(-1)
     accuracies = [e.accuracy for e in evals if e.accuracy is not None and e.order == 0]
     lags: dict[int, int] = {}

@@ -1,29 +1,40 @@
-"""Verbs that write a result: ``export``, ``merge``, ``push``, ``report`` and ``schema``."""
+"""Verbs that write or send a result: ``export``, ``merge``, ``push``, ``report``, ``schema`` and ``track``."""
 
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError
 
-from areal_lora.cli.status import ADAPTER_HELP, VERSION_HELP, Adapter, Run, Version, find_run, recorded_config
+from areal_lora.checkpoint.recover import pick_version
+from areal_lora.cli.find_run import ADAPTER_HELP, VERSION_HELP, Adapter, Run, Version, find_run
+from areal_lora.cli.look import ended
+from areal_lora.config.models import json_schema
+from areal_lora.config.recorded import cached_snapshot, read_config_here
 from areal_lora.errors import ConfigError, EnvironmentError_
+from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
+from areal_lora.families.registry import is_hub_name
+from areal_lora.obs.report.page import write_report
+from areal_lora.obs.report.summary import model_card
+from areal_lora.obs.tracking.to_mlflow import MlflowTracker
+from areal_lora.obs.tracking.to_wandb import WandbTracker
+from areal_lora.obs.tracking.tracker import Tracker, only_one, public_config, tracked_run
+from areal_lora.obs.tracking.tracker import follow as send
+from areal_lora.types import AdapterSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from areal_lora.config.models import Config
-    from areal_lora.obs.tracking.tracker import Tracker
-    from areal_lora.run_folder.paths import RunFolder
-    from areal_lora.types import AdapterSpec
-
 KEEP = "base"
 TYPES = ("float32", "bfloat16", "float16")
 CARD_FILE = "README.md"
+LOCAL_S, SLURM_S = 5.0, 30.0
+"""Seconds between two looks at whether the run has ended; those at a job query Slurm."""
+EXPERIMENT = "areal_lora"
 
 
 def export(
@@ -33,10 +44,8 @@ def export(
     adapter: Adapter = None,
 ) -> None:
     """Write a version as a PEFT folder that stock peft, transformers and vLLM load; also while the run works."""
-    from areal_lora.checkpoint.recover import pick_version
-
     folder = find_run(run)
-    chosen = pick_version(folder, recorded_config(folder), version, adapter)
+    chosen = pick_version(folder, read_config_here(folder), version, adapter)
     if out.exists():
         raise ConfigError(str(out), "it exists", "name a folder that does not")
     chosen.export(out)
@@ -77,15 +86,13 @@ def _adapter(
 ) -> tuple[str, Path, dict[str, Tensor], AdapterSpec]:
     """Name, model folder, tensors under all names and specification."""
     from areal_lora.checkpoint.adapter_io import load_peft
-    from areal_lora.checkpoint.recover import pick_version
-    from areal_lora.families.peft_folder import CONFIG_FILE
 
     path = Path(source).expanduser()
     if (path / CONFIG_FILE).is_file():
         spec, tensors = load_peft(path)
         return path.name, _model_folder(base or spec.base_model), tensors, spec
     folder = find_run(source)
-    config = recorded_config(folder)
+    config = read_config_here(folder)
     chosen = pick_version(folder, config, version, adapter)
     spec = chosen.manifest.spec
     return str(chosen.ref), _model_folder(base or config.model.folder), chosen.tensors(), spec
@@ -93,9 +100,6 @@ def _adapter(
 
 def _model_folder(text: str) -> Path:
     """A folder, or the cached snapshot of a hub name."""
-    from areal_lora.config.recorded import cached_snapshot
-    from areal_lora.families.registry import is_hub_name
-
     path = Path(text).expanduser()
     if path.is_dir():
         return path
@@ -118,15 +122,10 @@ def push(
 
     The token is huggingface_hub's (HF_TOKEN, or that of `hf auth login`).
     """
-    from areal_lora.checkpoint.recover import pick_version
-    from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
-    from areal_lora.families.registry import is_hub_name
-    from areal_lora.obs.report.summary import model_card
-
     if not is_hub_name(repo):
         raise ConfigError(repo, "it is no hub name", "give org/name")
     folder = find_run(run)
-    config = recorded_config(folder)
+    config = read_config_here(folder)
     chosen = pick_version(folder, config, version, adapter)
     name = base or chosen.manifest.spec.base_model
     if not is_hub_name(name) or Path(name).exists():
@@ -148,9 +147,6 @@ def push(
 
 def _send(folder: Path, files: list[str], repo: str, what: str, *, private: bool) -> str:
     """Upload ``files`` of ``folder`` as one commit; returns its address. Raises EnvironmentError_."""
-    from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
     api = HfApi()
     operations = [CommitOperationAdd(path_in_repo=file, path_or_fileobj=str(folder / file)) for file in files]
     try:
@@ -165,10 +161,8 @@ def _send(folder: Path, files: list[str], repo: str, what: str, *, private: bool
 
 def report(run: Run) -> None:
     """Write report.html now, also while the run works."""
-    from areal_lora.obs.report.page import write_report
-
     folder = find_run(run)
-    recorded_config(folder)
+    read_config_here(folder)
     path: Path = write_report(folder)
     print(path)
 
@@ -180,18 +174,11 @@ def schema(
 
     # yaml-language-server: $schema=FILE
     """
-    from areal_lora.config.models import json_schema
-
     if out is None:
         print(json_schema(), end="")
     else:
         out.write_text(json_schema(), encoding="utf-8")
         print(out)
-
-
-LOCAL_S, SLURM_S = 5.0, 30.0
-"""Seconds between two looks at whether the run has ended; those at a job query Slurm."""
-EXPERIMENT = "areal_lora"
 
 
 def track(
@@ -211,40 +198,16 @@ def track(
     if (wandb is None) == (mlflow is None):
         raise ConfigError("track", "it needs one tracker", "give --wandb PROJECT or --mlflow URI")
     folder = find_run(run)
-    config = recorded_config(folder)
-
-    from areal_lora.obs.tracking.tracker import follow as send
-    from areal_lora.obs.tracking.tracker import only_one, public_config, tracked_run
+    config = read_config_here(folder)
 
     with only_one(folder, "wandb" if wandb is not None else "mlflow"):
         tracked = tracked_run(folder, name, public_config(config))
         tracker: Tracker
         if wandb is not None:
-            from areal_lora.obs.tracking.to_wandb import WandbTracker
-
             tracker = WandbTracker(tracked, wandb, entity)
         else:
-            from areal_lora.obs.tracking.to_mlflow import MlflowTracker
-
             tracker = MlflowTracker(tracked, mlflow or "", experiment)
         print(f"{folder} is sent to {tracker.where}", flush=True)
-        state = send(folder, tracker, _now_and_then(folder, config), wait=follow)
+        every_s = SLURM_S if config.cluster.kind == "slurm" else LOCAL_S
+        state = send(folder, tracker, lambda: ended(folder, config), wait=follow, every_s=every_s)
     print(f"the run is {state}; everything is sent" if state else "what was recorded is sent; the run continues")
-
-
-def _now_and_then(folder: RunFolder, config: Config) -> Callable[[], str | None]:
-    """How the run has ended, looked at now and again after a while; None in between."""
-    from areal_lora.cli.look import ended
-
-    every_s = SLURM_S if config.cluster.kind == "slurm" else LOCAL_S
-    due = 0.0
-
-    def look() -> str | None:
-        nonlocal due
-        now = time.monotonic()
-        if now < due:
-            return None
-        due = now + every_s
-        return ended(folder, config)
-
-    return look

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from areal_lora.errors import ConfigError
+from areal_lora.families.shape import read_shape
 
 NUMERIC, MATH = "numeric_match", "math_verify"
 
@@ -81,8 +82,6 @@ def _positions(model: str) -> int:
     """Longest sequence of a model in a folder; no limit for one whose files are not here."""
     if not Path(model).is_dir():
         return sys.maxsize
-    from areal_lora.families.shape import read_shape
-
     try:
         return read_shape(Path(model)).max_positions
     except (KeyError, ValueError, OSError) as error:

@@ -11,17 +11,18 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from shlex import quote
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
-from areal_lora.cli.processes import is_free, local_processes
+from areal_lora.cli.find_run import is_free, local_processes
+from areal_lora.config.models import Config
 from areal_lora.config.recorded import ends_of, with_joined
 from areal_lora.launcher.slurm.job_query import look as look_up
 from areal_lora.launcher.slurm.job_query import lost_nodes, placement
 from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.launcher.start import Holder, holder
+from areal_lora.network.addresses import look as interfaces
 from areal_lora.obs.metrics.reader import newest_records, state_records
 from areal_lora.obs.metrics.records import mean_lag
 from areal_lora.obs.run_view import AdapterView, RunView
@@ -30,9 +31,6 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint
 from areal_lora.run_folder.status import read_statuses
 from areal_lora.types import AdapterPhase
-
-if TYPE_CHECKING:
-    from areal_lora.config.models import Config
 
 QUIET_S = 60.0
 """A process of another machine whose heartbeat is older counts as silent."""
@@ -283,8 +281,6 @@ def _processes(
 
 
 def _elsewhere(endpoint: Endpoint | None) -> bool:
-    from areal_lora.network.addresses import look as interfaces
-
     if endpoint is None or endpoint.host.startswith("127."):
         return False
     return endpoint.host not in {str(address) for one in interfaces() for address in one.addresses}

@@ -1,14 +1,36 @@
-"""``areal-lora serve`` and ``chat``: a version behind an OpenAI-compatible server on loopback, or in the terminal."""
+"""``areal-lora serve`` and ``chat``: a version behind vLLM's OpenAI server on loopback, a child of the command."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import socket
+import subprocess
 import sys
-from typing import Annotated
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from areal_lora.cli.status import Adapter, Run, Version, find_run, recorded_config
+from areal_lora.checkpoint.recover import pick_version
+from areal_lora.cli.find_run import Adapter, Run, Version, find_run
+from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.recorded import adapter_named, read_config_here
+from areal_lora.data.prompts import Formatter, load_tokenizer
+from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessFailed, RolloutError
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.tasks.reward_calls import typed_sample
+
+START_S, STOP_S, POLL_S = 900.0, 20.0, 0.2
+ANSWER_S = 600.0
+LOG_LINES = 12
 
 
 def serve(
@@ -21,11 +43,8 @@ def serve(
 
     The version is exported to a temporary folder; neither the run nor its folder changes.
     """
-    from areal_lora.cli.serving import served
-    from areal_lora.config.recorded import adapter_named
-
     folder = find_run(run)
-    config = recorded_config(folder)
+    config = read_config_here(folder)
     chosen = adapter_named(config, adapter)
     print(f"Starting vLLM with {version} of {folder}", flush=True)
     with served(folder, config, chosen, version, port) as server:
@@ -47,12 +66,8 @@ def chat(
 
     A chat task keeps the conversation; /new starts another one. Ctrl-D ends.
     """
-    from areal_lora.cli.serving import Conversation, served
-    from areal_lora.config.recorded import adapter_named
-    from areal_lora.data.formatting import Formatter, load_tokenizer
-
     folder = find_run(run)
-    config = recorded_config(folder)
+    config = read_config_here(folder)
     chosen = adapter_named(config, adapter)
     formatter = Formatter(tokenizer=load_tokenizer(config.model.folder), how=chosen.task.format)
     print(f"starting vLLM with {version} of {folder}", file=sys.stderr, flush=True)
@@ -74,3 +89,141 @@ def _typed() -> str | None:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingEndpoint:
+    """A server that answers; ``model`` is the name that requests give."""
+
+    url: str
+    model: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait(self) -> None:
+        """Until the server ends, which is always a failure: raises ProcessFailed."""
+        raise _failed(f"ended with code {self.process.wait()}", self.log)
+
+
+@contextlib.contextmanager
+def served(
+    folder: RunFolder, config: Config, adapter: AdapterConfig, version: str, port: int
+) -> Iterator[ServingEndpoint]:
+    """Export the version of ``adapter`` to a temporary folder and serve it until the block ends; port 0: a free one.
+
+    Raises ConfigError for a version or port that is not available, ProcessFailed with the last lines of a server that
+    does not start.
+    """
+    chosen = pick_version(folder, config, version, adapter.name)
+    port = free_port(port)
+    with tempfile.TemporaryDirectory(prefix="areal-lora-") as temporary, _ended_by_term():
+        exported, log = Path(temporary) / "adapter", Path(temporary) / "server.log"
+        chosen.export(exported)
+        command = [config.rollout.python or sys.executable, "-m", "areal_lora.engine.vllm_ext.stock"]
+        command += ["--run-folder", str(folder), "--lora", f"{chosen.ref}={exported}", "--port", str(port)]
+        with log.open("wb") as out:
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                )
+            except FileNotFoundError:
+                reason = f"{command[0]} does not exist"
+                raise ConfigError("rollout.python", reason, "run the command where it does") from None
+        try:
+            url = f"http://127.0.0.1:{port}/v1"
+            _wait(process, f"{url}/models", log)
+            yield ServingEndpoint(url=url, model=str(chosen.ref), process=process, log=log)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its engine ends with it
+                process.wait()
+
+
+def free_port(port: int) -> int:
+    """``port`` if it is free on loopback, else ConfigError; a free one for 0."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError("--port", f"cannot bind 127.0.0.1:{port}: {error.strerror}", "give another") from None
+        number: int = probe.getsockname()[1]
+        return number
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        code = process.poll()
+        if code is not None or time.monotonic() > deadline:
+            if code == ExitCode.MISSING:
+                raise EnvironmentError_(log.read_text(errors="replace").strip().removeprefix("error: "))
+            raise _failed(f"ended with code {code}" if code is not None else f"did not answer in {START_S:g} s", log)
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(POLL_S)
+
+
+def _failed(what: str, log: Path) -> ProcessFailed:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    print("\n".join(lines[-LOG_LINES:]), file=sys.stderr)
+    return ProcessFailed(f"the server {what}; its last lines are above")
+
+
+@contextlib.contextmanager
+def _ended_by_term() -> Iterator[None]:
+    """Within the block SIGTERM ends the process like Ctrl-C, so that nothing remains."""
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@dataclass
+class Conversation:
+    """``turns`` are the messages so far; a task without chat format has none."""
+
+    adapter: AdapterConfig
+    formatter: Formatter
+    server: ServingEndpoint
+    temperature: float
+    max_tokens: int
+    turns: list[dict[str, Any]] = field(default_factory=list)
+
+    def answer(self, text: str) -> str:
+        """The answer to ``text``. Raises RolloutError with the server's reason."""
+        sample = typed_sample(self.adapter.task, text, self.turns)
+        body = {
+            "model": self.server.model,
+            "prompt": self.formatter.token_ids(sample),
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "stop": self.adapter.sampling.stop,
+        }
+        answer: str = self.formatter.prefill + _post(f"{self.server.url}/completions", body)["choices"][0]["text"]
+        if sample.messages is not None:
+            self.turns += [sample.messages[-1], {"role": "assistant", "content": answer}]
+        return answer.strip()
+
+
+def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            content: dict[str, Any] = json.loads(answer.read())
+            return content
+    except urllib.error.HTTPError as error:
+        reason = " ".join(error.read().decode(errors="replace").split())
+        raise RolloutError(f"the server refuses the prompt: {reason[:300]} (fix: a shorter prompt or answer)") from None
+    except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
+        raise RolloutError(f"{url}: {error} (fix: start the command again)") from None

@@ -7,17 +7,19 @@ import os
 import signal
 import time
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import psutil
 import typer
 
-from areal_lora.cli.processes import descendants, local_processes
-from areal_lora.cli.status import Run, find_run, recorded_config
+from areal_lora.cli.find_run import Run, descendants, find_run, local_processes
+from areal_lora.config.recorded import read_config_here
 from areal_lora.errors import ConfigError, ProcessFailed
-
-if TYPE_CHECKING:
-    from areal_lora.run_folder.paths import RunFolder
+from areal_lora.launcher.slurm.job_query import cancel, look
+from areal_lora.launcher.slurm.states import Phase, explain
+from areal_lora.launcher.start import holder
+from areal_lora.launcher.supervise import STOP_GRACE_S
+from areal_lora.run_folder.paths import RunFolder
 
 POLL_S, REMIND_S = 0.1, 2.0
 SLACK_S = 30.0
@@ -34,7 +36,7 @@ def stop(
     Durable steps are kept; `areal-lora resume` continues from the newest checkpoint.
     """
     folder = find_run(run)
-    if recorded_config(folder).cluster.kind == "slurm":
+    if read_config_here(folder).cluster.kind == "slurm":
         stop_job(folder, now)
     else:
         stop_launcher(folder, now)
@@ -42,9 +44,6 @@ def stop(
 
 def stop_launcher(folder: RunFolder, now: bool) -> None:
     """TERM to the launcher (twice for ``now``), then wait for it and for the processes of the run."""
-    from areal_lora.launcher.start import holder
-    from areal_lora.launcher.supervise import STOP_GRACE_S
-
     held = holder(folder)
     if held is None:
         if local_processes(folder):
@@ -91,9 +90,6 @@ def _wait_for_processes(folder: RunFolder) -> None:
 
 def stop_job(folder: RunFolder, now: bool) -> None:
     """Cancel the job of the folder and wait until Slurm reports its end."""
-    from areal_lora.launcher.slurm.job_query import cancel, look
-    from areal_lora.launcher.slurm.states import Phase, explain
-
     try:
         number = folder.job_id.read_text(encoding="ascii").strip()
     except FileNotFoundError:

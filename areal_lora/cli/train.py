@@ -1,17 +1,32 @@
-"""``areal-lora train``, ``resume`` and ``plan``: start a run, or print what a start would do."""
+"""Verbs that take a configuration (``train``, ``resume``, ``plan``, ``doctor``) or change the servers of a run."""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import msgspec
 import typer
+from rich.console import Console
 
-from areal_lora.cli.status import Files, OptionalFiles, Overrides, Run, find_run, with_overrides
-from areal_lora.errors import ConfigError
-
-if TYPE_CHECKING:
-    from areal_lora.config.models import Config
+from areal_lora.cli.find_run import Files, OptionalFiles, Overrides, Run, find_run
+from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
+from areal_lora.config.recorded import moved_here, read_config_here
+from areal_lora.doctor.canary import canary_config
+from areal_lora.doctor.checks import Level
+from areal_lora.doctor.examine import examine
+from areal_lora.errors import ConfigError, ExitCode
+from areal_lora.launcher import spares
+from areal_lora.launcher.dry_run import explain_resume as resume_lines
+from areal_lora.launcher.dry_run import print_plan
+from areal_lora.launcher.run import prepare
+from areal_lora.launcher.run import run as start
+from areal_lora.launcher.slurm.job_steps import SpareJob
+from areal_lora.run_folder.paths import RunFolder
 
 
 def train(
@@ -28,22 +43,15 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="move a previous run aside and start a new one")] = False,
 ) -> None:
     """Train here, or submit a Slurm job. The same command resumes the run in its folder."""
-    from rich.console import Console
-
-    from areal_lora.config.load import load_config
-    from areal_lora.launcher import dry_run as preview
-    from areal_lora.launcher import run
-
     parts: list[Path | dict[str, Any]] = [{"service": {"api": {}}}] if serve else []
     chosen = load_config([*parts, *config], overrides or [])
     if dry_run:
         print_dry_run(chosen, fresh=fresh, details=details)
     elif explain_resume:
-        prepared = run.prepare(chosen, Console(stderr=True, highlight=False), fresh=fresh, starts=False)
-        for line in preview.explain_resume(prepared.config):
-            print(line)
+        prepared = prepare(chosen, Console(stderr=True, highlight=False), fresh=fresh, starts=False)
+        print(*resume_lines(prepared.config), sep="\n")
     else:
-        raise typer.Exit(run.run(chosen, fresh=fresh))
+        raise typer.Exit(start(chosen, fresh=fresh))
 
 
 def plan(
@@ -59,19 +67,12 @@ def plan(
 
 def print_dry_run(config: Config, *, fresh: bool = False, details: bool = False) -> None:
     """Print the resolved plan of ``config``; start and create nothing. Raises ConfigErrors for what cannot start."""
-    from rich.console import Console
-
-    from areal_lora.launcher.dry_run import print_plan
-    from areal_lora.launcher.run import prepare
-
     prepared = prepare(config, Console(stderr=True, highlight=False), fresh=fresh, starts=False)
     print_plan(prepared.config, prepared.plan, Console(highlight=False), full=details)
 
 
 def chosen_config(files: list[Path], words: list[str]) -> Config:
     """The configuration of ``--config`` files or of a run folder, with the overrides among ``words``."""
-    from areal_lora.config.load import load_config
-
     overrides = [word for word in words if "=" in word and not Path(word).exists()]
     runs = [word for word in words if word not in overrides]
     if files and runs and not Path(runs[0]).exists():
@@ -87,6 +88,72 @@ def resume(run: Run, overrides: Overrides = None) -> None:
 
     The checks are those of a start; a run that still works is not touched.
     """
-    from areal_lora.launcher.run import run as start
-
     raise typer.Exit(start(with_overrides(find_run(run), overrides or [])))
+
+
+def doctor(
+    overrides: Overrides = None,
+    config: OptionalFiles = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN", help="take the configuration of a run")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="without the network's bandwidth and the canary")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="keep the files of the probes, with the canary's logs")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object with all findings")] = False,
+) -> None:
+    """Examine interpreters, devices, network, file system and limits, and send an adapter to a real server.
+
+    Inside a Slurm allocation every node is examined. Exit code 69 if something fails.
+    """
+    if run and config:
+        raise ConfigError("--run", "--config was given, too", "name one of both")
+    words = [*([run] if run else []), *(overrides or [])]
+    nothing = not words and not config  # then one process of each role on this machine's CPUs
+    chosen = canary_config(Path.cwd() / "runs") if nothing else chosen_config(config or [], words)
+    started = time.monotonic()
+    findings = examine(chosen, lambda line: print(line, file=sys.stderr, flush=True), quick=quick, keep=keep)
+    failed = sum(finding.level is Level.FAIL for finding in findings)
+    took_s = time.monotonic() - started
+    if as_json:
+        text = {"findings": findings, "failed": failed, "seconds": round(took_s, 1)}
+        sys.stdout.buffer.write(msgspec.json.encode(text) + b"\n")
+    else:
+        for finding in findings:
+            print(finding)
+        verdict = f"{failed} of {len(findings)} checks failed" if failed else f"all {len(findings)} checks passed"
+        print(f"{verdict} in {took_s:.0f} s")
+    raise typer.Exit(ExitCode.MISSING if failed else ExitCode.DONE)
+
+
+def with_overrides(folder: RunFolder, overrides: Sequence[str]) -> Config:
+    """The configuration of the run with ``a.b=c`` applied and checked like those of a start."""
+    config = read_config_here(folder)
+    if not overrides:
+        return config
+    fixed = [text for text in overrides if text.partition("=")[0] in ("run.name", "run.root")]
+    if fixed:
+        fix = "leave it out; a copy of the folder is a run of its own"
+        raise ConfigError(fixed[0], "the run folder decides name and root of its run", fix)
+    return moved_here(load_config([folder.config], overrides), folder)
+
+
+def add_servers(
+    run: Run,
+    servers: Annotated[int, typer.Option(help="servers to add; on Slurm, of each node")] = 1,
+    nodes: Annotated[int, typer.Option(help="Slurm jobs of one node each")] = 1,
+    time: Annotated[str, typer.Option(help="time limit of the Slurm jobs, instead of the run's")] = "",
+    partition: Annotated[str, typer.Option(help="partition of the Slurm jobs, instead of the run's")] = "",
+    grace_s: Annotated[float, typer.Option(help="seconds for requests in progress when a server leaves")] = 20.0,
+    here: Annotated[bool, typer.Option("--here", help="on this machine, also for a run on Slurm")] = False,
+) -> None:
+    """Add rollout servers to a run in progress, as Slurm jobs of one node each, or on this machine.
+
+    On this machine the command stays until the run ends; Ctrl-C lets the servers leave in order.
+    """
+    console, job = Console(highlight=False), SpareJob(servers, grace_s, time, partition)
+    raise typer.Exit(spares.add_servers(find_run(run), job, nodes=nodes, here=here, console=console))
+
+
+def remove_servers(
+    run: Run, job: Annotated[str, typer.Option(help="only those of this Slurm job, or of this process")] = ""
+) -> None:
+    """Have added servers leave: they take no more requests, end those in progress, and the run continues."""
+    spares.remove_servers(find_run(run), job=job, console=Console(highlight=False))

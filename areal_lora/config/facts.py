@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import ast
 import difflib
-import errno
 import importlib.util
 import json
 import os
 import pkgutil
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -177,7 +175,6 @@ class Facts:
     peft_problems: Mapping[str, str] = field(default_factory=dict)
     code_problems: tuple[ConfigError, ...] = ()
     address_problem: ConfigError | None = None
-    ports_in_use: frozenset[int] = frozenset()
     devices: int | None = None
     memory_bytes: int | None = None
     device_bytes: int | None = None
@@ -187,9 +184,9 @@ class Facts:
 
 
 def gather_facts(config: Config, *, runs_here: bool) -> Facts:
-    """Inspect the model folder, adapters and user code; if ``runs_here``, also this machine's ports and devices.
+    """Inspect the model folder, adapters and user code; if ``runs_here``, also this machine's address and devices.
 
-    Host memory is compared for every run of this machine: a plan needs no free port, but it needs to fit.
+    Host memory is compared for every run of this machine: a plan needs no address, but it needs to fit.
     """
     hf_config, problem, is_local = _read_model(config.model)
     peft_folders: dict[str, PeftFolder] = {}
@@ -210,7 +207,6 @@ def gather_facts(config: Config, *, runs_here: bool) -> Facts:
         chat_template=_chat_template(config.model),
         checkpoint=_checkpoint(config.model, hf_config),
         address_problem=_address_problem(config) if runs_here else None,
-        ports_in_use=_ports_in_use(config) if runs_here else frozenset(),
         devices=_visible_devices(config.cluster.device) if runs_here else None,
         memory_bytes=machine_memory() if config.cluster.kind == "local" else None,
         device_bytes=_device_bytes() if runs_here and config.cluster.device == "cuda" else None,
@@ -221,11 +217,6 @@ def gather_facts(config: Config, *, runs_here: bool) -> Facts:
 def machine_memory() -> int:
     """Host memory of this machine, bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def server_ports(config: Config) -> list[int]:
-    """Return the data-plane port of each server, consecutive from ``rollout.port``; empty if the system chooses."""
-    return [config.rollout.port + i for i in range(config.rollout.servers)] if config.rollout.port else []
 
 
 def _read_model(model: ModelConfig) -> tuple[dict[str, Any] | None, str, bool]:
@@ -314,22 +305,6 @@ def _address_problem(config: Config) -> ConfigError | None:
     except ConfigError as error:
         return error
     return None
-
-
-def _ports_in_use(config: Config) -> frozenset[int]:
-    used = set()
-    for port in server_ports(config):
-        with socket.socket(socket.AF_INET6 if ":" in config.cluster.bind else socket.AF_INET) as probe:
-            # The server can bind a port in TIME_WAIT, so such a port must not count as used.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((config.cluster.bind, port))
-            except OverflowError:
-                used.add(port)
-            except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:  # the address is at fault: see address_problem
-                    used.add(port)
-    return frozenset(used)
 
 
 def _visible_devices(device: str) -> int | None:

@@ -14,7 +14,8 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,14 +24,22 @@ from typing import Any, Literal
 from huggingface_hub import try_to_load_from_cache
 from pydantic import ValidationError
 
+from areal_lora.config.load import to_config_errors, without_tags
 from areal_lora.config.models import AdapterConfig, Config, ModelConfig, value_at
-from areal_lora.config.problems import to_config_errors, without_tags
 from areal_lora.config.sources import Source
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.desired import DesiredAdapter, read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterSpec
+
+# fmt: off
+OLD_KEYS = frozenset([
+    "beta1", "beta2", "cache", "checkpoint_every_steps", "conversations_mib", "eval_every_steps", "id", "min_lr_ratio",
+    "seed", "stop", "test_memory_mib", "top_p", "value_clip",
+])
+# fmt: on
+"""Keys of an adapter that the version before had, and that are constants now."""
 
 
 def write_config(run_folder: RunFolder, config: Config) -> None:
@@ -48,13 +57,13 @@ def read_config(run_folder: RunFolder) -> Config:
         raise ConfigError(str(run_folder.config), reason, "set another run.name, or start over with --fresh") from None
 
 
-def _without_old_keys(data: Any) -> Any:
-    """``data`` without the keys of an earlier version that are constants now."""
+def _without_old_keys(data: Any, names: Container[Any] | None = None) -> Any:
+    """``data`` without the keys of an earlier version that are constants now: ``names``, or all unknown ones."""
     try:
         Config.model_validate(data)
     except ValidationError as error:
         for detail in error.errors():
-            if detail["type"] == "extra_forbidden":
+            if detail["type"] == "extra_forbidden" and (names is None or detail["loc"][-1] in names):
                 path = without_tags(detail["loc"], data)
                 del value_at(data, path[:-1])[path[-1]]
     return data
@@ -92,10 +101,15 @@ def _content(run_folder: RunFolder) -> bytes:
         raise ConfigError(str(run_folder.config), reason, "name the folder of a started run") from None
 
 
-def joined(config: Config, desired: DesiredAdapter) -> AdapterConfig:
-    """The entry of ``adapters`` for ``desired``, named by its key. Raises ConfigError whose path is a key of it."""
-    data = config.model_dump(mode="json") | {"adapters": [desired.adapter | {"name": desired.key}]}
+def joined(config: Config, desired: DesiredAdapter, *, submitted: bool = False) -> AdapterConfig:
+    """The entry of ``adapters`` for ``desired``, named by its key. Raises ConfigError whose path is a key of it.
+
+    One that is not being ``submitted`` may have `OLD_KEYS`.
+    """
+    data = config.model_dump(mode="json") | {"adapters": [deepcopy(desired.adapter) | {"name": desired.key}]}
     try:
+        if not submitted:
+            data = _without_old_keys(data, OLD_KEYS)
         [adapter] = Config.model_validate(data).adapters
     except ValidationError as error:
         source = Source(label=f"the settings of {desired.key}", data=data, lines={}, folder=Path.cwd())
@@ -200,13 +214,12 @@ def adapter_run(config: Config, adapter: AdapterConfig) -> AdapterRun:
     steps = config.run.steps if adapter.steps is None else adapter.steps
     # Merged weights are sums in fp32, cast once: to the type in which servers hold them.
     merged = config.rollout.adapter_mode == "merged"
-    every = config.checkpoint.every_steps if adapter.checkpoint_every_steps is None else adapter.checkpoint_every_steps
     return AdapterRun(
         steps=ENDLESS if adapter.is_client else steps,
         seed=config.run.seed if adapter.seed is None else adapter.seed,
         max_staleness=config.rollout.max_staleness if adapter.max_staleness is None else adapter.max_staleness,
-        eval_every=config.eval.every_steps if adapter.eval_every_steps is None else adapter.eval_every_steps,
-        checkpoint_every=1 if adapter.is_client else every,
+        eval_every=config.eval.every_steps,
+        checkpoint_every=1 if adapter.is_client else config.checkpoint.every_steps,
         wire_dtype=config.model.dtype if merged else config.weight_sync.wire_dtype or config.model.dtype,
         weight=adapter.weight,
     )

@@ -1,8 +1,8 @@
 """What works together: engine, model family, expert layout, rollout mode, and what an algorithm needs of them.
 
 Pure data and the only judge of such combinations. The start-up rules report `refusals`; `docs/tools/support_tables`
-pairs the axes and names the tests behind each pair; docs/en/support.md is rendered from both. What a single config.json
-requires beyond its family (a soft cap, another activation) is in `families.family_engines`.
+pairs the axes and names the tests behind each pair; docs/en/support.md is rendered from both. `variants` are what a
+single config.json requires beyond its family (a soft cap, another activation).
 """
 
 from __future__ import annotations
@@ -16,10 +16,52 @@ from areal_lora.config.sections.adapter import Kind
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 from areal_lora.families.family import Scope, covers
-from areal_lora.families.family_engines import ENGINES, PACKED, UNSERVED, Engine, variants
-from areal_lora.families.registry import supported
+from areal_lora.families.registry import supported, unsupported
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import ExpertLayout
+
+Engine = Literal["megatron", "fsdp"]
+ENGINES: tuple[Engine, ...] = ("megatron", "fsdp")
+
+# fmt: off
+PACKED = frozenset([
+    "arcee", "bitnet", "cohere", "cohere2", "cwm", "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo",
+    "gemma", "gemma3_text", "glm", "glm4", "glm4_moe", "granite", "helium", "hunyuan_v1_dense", "jais2",
+    "ministral", "mistral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "seed_oss",
+    "smollm3", "starcoder2",
+])
+# fmt: on
+"""Model types without a row whose tiny models score alike packed by the FSDP engine and alone by transformers 5.19."""
+
+UNSERVED = frozenset(
+    [
+        "bitnet",
+        "diffllama",
+        "ernie4_5_moe",  # the server scores differently
+        "flex_olmo",  # the server ends while it starts on a CPU, glm4_moe too
+        "glm4",  # mlp.gate_up_proj is not wrapped
+        "glm4_moe",
+        "helium",
+        "ministral",
+        "persimmon",
+    ]
+)
+"""Those of `PACKED` for which vLLM 0.32 has no class, or one without LoRA, or whose server differs or ends."""
+
+_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def variants(engine: Engine, config: Mapping[str, Any]) -> list[str]:
+    """What a config.json requires beyond its family and the engine does not compute; empty if nothing."""
+    if engine == "megatron":
+        return unsupported(config) if config.get("model_type") in supported() else []
+    odd = sorted(set(config.get("layer_types") or ()) - _LAYERS)
+    found = {
+        f"layers of type {', '.join(odd)}, whose states cross packed sequences": bool(odd),
+        "attention scores with a soft cap": config.get("attn_logit_softcapping") is not None,
+    }
+    return [what for what, bad in found.items() if bad]
+
 
 Layout = Literal["none", "per_expert", "shared", "shared_outer"]
 """How routed experts are adapted; ``none``: a dense model, or no expert among the modules."""

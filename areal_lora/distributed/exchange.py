@@ -51,25 +51,6 @@ def first_problem(mine: str, exchange: Exchange) -> str:
     return next((raw.decode() for raw in exchange.all_gather_bytes(mine.encode()) if raw), "")
 
 
-class SoloExchange:
-    """Exchange of a trainer with one rank."""
-
-    rank = 0
-
-    def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
-        return [data]
-
-    def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
-        assert data is not None
-        return data
-
-    def send(self, data: np.ndarray, to: int) -> None:
-        raise AssertionError("a trainer of one rank has no other rank")
-
-    def receive(self, room: np.ndarray, source: int) -> None:
-        raise AssertionError("a trainer of one rank has no other rank")
-
-
 class GroupExchange:
     """Exchange over a separate gloo group of all ranks of the default process group (created collectively).
 

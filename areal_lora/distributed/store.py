@@ -41,11 +41,6 @@ FORGET_S = 5.0  # least interval of dropping requests whose deadline has passed
 
 
 class Put(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    keys: list[str]
-    values: list[bytes]
-
-
-class Append(msgspec.Struct, frozen=True, tag=True, array_like=True):
     key: str
     value: bytes
 
@@ -81,7 +76,7 @@ class Await(msgspec.Struct, frozen=True, tag=True, array_like=True):
     fetch: bool
 
 
-StoreRequest = Put | Append | Add | Swap | Delete | Has | Count | Await
+StoreRequest = Put | Add | Swap | Delete | Has | Count | Await
 
 
 class StoreReply(msgspec.Struct, frozen=True, array_like=True):
@@ -103,12 +98,8 @@ class KeyTable:
     def handle(self, sender: list[bytes], request: StoreRequest) -> None:
         values = self._values
         match request:
-            case Put(keys, new):
-                for key, value in zip(keys, new, strict=True):
-                    self._store(key, value)
-                reply = StoreReply()
-            case Append(key, value):
-                self._store(key, values.get(key, b"") + value)
+            case Put(key, value):
+                self._store(key, value)
                 reply = StoreReply()
             case Add(key, amount):
                 try:
@@ -194,12 +185,10 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
     """Client of a ``StoreServer`` for any number of threads. The constructor connects.
 
     Methods and errors are those of ``torch.distributed.TCPStore``: DistStoreError if a key is not set in time,
-    DistNetworkError if the server has ended. Queues and ``list_keys`` are missing, because torch's base class does
-    not forward them to Python. A server that ends wakes all waiting threads. The store keeps itself alive until
-    ``close``: process groups hold only its C++ half, which cannot work alone.
+    DistNetworkError if the server has ended. What torch uses only where a store has it is missing: appending to a key,
+    several keys at once, queues, ``list_keys``. A server that ends wakes all waiting threads. The store keeps itself
+    alive until ``close``: process groups hold only its C++ half, which cannot work alone.
     """
-
-    # More than 15 methods: torch's Store prescribes the names below.
 
     _open: ClassVar[set[CurveStore]] = set()
 
@@ -229,22 +218,13 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
     # ------------------------------------------------------------ the names that torch calls
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._call(Put([key], [_raw(value)]))
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self._call(Put(list(keys), [_raw(v) for v in values]))
-
-    def append(self, key: str, value: str | bytes) -> None:
-        self._call(Append(key, _raw(value)))
+        self._call(Put(key, _raw(value)))
 
     def add(self, key: str, amount: int) -> int:
         return self._call(Add(key, amount)).number
 
     def get(self, key: str) -> bytes:
         return self._await([key], None, fetch=True)[0]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._await(keys, None, fetch=True)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._await(keys, timeout, fetch=False)
@@ -262,9 +242,6 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
         return self._call(Count()).number
 
     deleteKey, getNumKeys = delete_key, num_keys  # the names that C++ looks for
-
-    def has_extended_api(self) -> bool:
-        return True
 
     def clone(self) -> Self:
         """Return this store: calls of several threads do not wait for each other."""

@@ -1,12 +1,20 @@
 """The canary: one small adapter from a real trainer to a real server of the configured interpreters.
 
+`fly` starts both. The trainer's side is ``python -m areal_lora.doctor.canary --run-folder DIR``: a real engine with a
+perturbed adapter, the real publish path, and the truth check of every publish. It prints one JSON object with the
+differences; errors go to standard error, as in a run.
+
 The model is the shipped tiny one; devices, data types and interpreters are those of the configuration. If the server
 answers like the base, or unlike the trainer, the environment would train on answers of another policy.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import logging
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,20 +22,25 @@ from typing import Any
 import msgspec
 
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import write_config
+from areal_lora.config.recorded import probe_tolerance, read_config, write_config
 from areal_lora.config.sections.run import ClusterConfig
 from areal_lora.doctor.probes import CanaryFacts, interpreters
-from areal_lora.errors import EnvironmentError_
+from areal_lora.errors import ArealLoraError, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import MODULES, SERVER, TRAINER, ProcessSpec
 from areal_lora.launcher.restarts import last_lines
 from areal_lora.launcher.supervise import Supervisor
-from areal_lora.processes.startup import VISIBLE
+from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.startup import VISIBLE, collector_paused
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 
 TINY_MODEL = Path(__file__).resolve().parents[2] / "examples" / "math" / "tiny_model"
 MOST_S, STOP_S, POLL_S = 240.0, 4.0, 0.1
 RANK, NAME = 4, "canary"
+B_SCALE = 0.05
+SERVER_S = 120.0
+
+log = get_logger("areal_lora.doctor.canary")  # __name__ is __main__ in the trainer
 
 
 def canary_config(
@@ -82,7 +95,7 @@ def fly(config: Config, root: Path) -> CanaryFacts:
     write_config(folder, canary_config(root, cluster.device, *pythons, share_devices=cluster.share_devices))
     create_secret(folder)
     server = _process(folder, cluster, SERVER, python["rollout"], MODULES[SERVER], "--index", "0")
-    trainer = _process(folder, cluster, TRAINER, python["trainer"], "areal_lora.doctor.canary_trainer")
+    trainer = _process(folder, cluster, TRAINER, python["trainer"], "areal_lora.doctor.canary")
     codes: dict[str, int] = {}
     started, ready_s = time.monotonic(), 0.0
     try:
@@ -123,3 +136,78 @@ def _last_error(log: Path, code: int | None) -> str:
     errors = [line for line in lines if " ERROR " in line or "Error: " in line]
     how = "it gave no answer in time" if code is None else f"it ended with code {code}"
     return f"{how}; {(errors or lines or ['no output'])[-1][:600]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="areal_lora.doctor.canary", description=__doc__)
+    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
+    folder: RunFolder = parser.parse_args(argv).run_folder
+    setup_logging("trainer", 0)
+    try:
+        with collector_paused():
+            print(json.dumps(publish_perturbed(folder)), flush=True)
+    except ArealLoraError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return error.exit_code
+    return ExitCode.DONE
+
+
+def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
+    """Publish an adapter whose every matrix is random; return how its log-probabilities compare."""
+    import torch
+
+    from areal_lora.data.prompts import load_tokenizer
+    from areal_lora.distributed.exchange import GroupExchange
+    from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
+    from areal_lora.trainer.adapter import build_adapter, probe_rows
+    from areal_lora.trainer.build import build_engine, build_publisher
+    from areal_lora.trainer.main import join_world
+    from areal_lora.trainer.versions.publishing import AdapterPublishing
+    from areal_lora.weight_sync.trainer.decisions import PublishReport
+    from areal_lora.weight_sync.trainer.leader import Leader
+    from areal_lora.weight_sync.trainer.membership import RendezvousWatch
+
+    config = read_config(folder)
+    torch.set_num_threads(config.trainer.threads)
+    join_world(config, folder, 0, 1)
+    engine = build_engine(config)
+    chosen = config.adapters[0]
+    adapter = build_adapter(config, chosen, probe_rows(config, chosen, load_tokenizer(config.model.folder)))
+    engine.add_adapter(adapter.spec, chosen.optimizer, adapter.run.seed)
+    generator = torch.Generator().manual_seed(1)
+    tensors = dict(engine.export_adapter(adapter.name))
+    for name, tensor in tensors.items():
+        if name.endswith("lora_B.weight"):
+            tensors[name] = B_SCALE * torch.randn(tensor.shape, generator=generator)
+    engine.load_adapter(adapter.name, tensors)
+    scores = [engine.logprobs(adapter.probe, adapter=name) for name in (None, adapter.name)]
+    wait_endpoint(folder, "server", 0, SERVER_S)
+    watch = RendezvousWatch(folder, config.rollout.tp)
+    leader = Leader(
+        run=config.run.name,
+        secret=read_secret(folder),
+        servers=watch.present(),
+        config=config.weight_sync,
+        tolerance=probe_tolerance(config),
+    )
+    publisher = build_publisher(config, folder, engine, GroupExchange(timeout_s=SERVER_S), leader)
+    reports: list[PublishReport] = []
+    publishing = AdapterPublishing(
+        engine, publisher, config.rollout.adapter_mode, lambda report, _: reports.append(report)
+    )
+    publishing.publish(adapter, 0, None)
+    publishing.join(adapter.name)
+    publishing.close()
+    (report,) = reports
+    return {
+        "mean_abs": report.probe_mean_abs,
+        "max_abs": report.probe_max_abs,
+        "changed_by": float((scores[0] - scores[1]).abs().max()),
+    }
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)

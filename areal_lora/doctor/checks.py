@@ -136,7 +136,6 @@ OPEN_FILES, FILES_PER_SEQUENCE = 1024, 2
 SHARED_BASE, SHARED_PER_TP_SERVER, SHARED_PER_GPU = 64 << 20, 256 << 20, 64 << 20
 SLOW_FSYNC_S = 1.0
 SLOW_GBIT_S = 0.5
-DEVICE_NAMES = {"cuda": "GPU", "npu": "NPU"}
 
 
 def check_all(config: Config, facts: DoctorFacts, need_bytes: int) -> list[DoctorFinding]:
@@ -216,13 +215,10 @@ def name_findings(config: Config, node: NodeFacts) -> Iterator[DoctorFinding]:
 
 
 def port_findings(node: NodeFacts) -> Iterator[DoctorFinding]:
-    for port, why in node.blocked_ports.items():
-        fix = "set rollout.port=0, which lets the system choose, or end the program that has it (ss -ltnp)"
-        yield fail("ports", f"rollout.port on {node.host}", f"port {port} cannot be bound: {why}", fix)
     if node.loop_problem:
         fix = f"open high ports for {node.address} in the firewall (docs/en/cluster.md, Security)"
         yield fail("ports", node.host, f"a port of {node.address} cannot be reached: {node.loop_problem}", fix)
-    elif not node.blocked_ports and node.address:
+    elif node.address:
         yield ok("ports", node.host, f"bound and reached on {node.address}")
 
 
@@ -266,7 +262,7 @@ def folder_findings(folder: FolderFacts, host: str, need_bytes: int) -> Iterator
         yield note("flock", where, folder.flock, fix)
     free = f"{human_bytes(folder.free_bytes)} are free, checkpoints and logs take {human_bytes(need_bytes)}"
     if folder.free_bytes < need_bytes:
-        yield fail("disk", where, free, "free space, or lower checkpoint.keep_last, or set run.root to another disk")
+        yield fail("disk", where, free, "free space, or set run.root to another disk")
     else:
         yield ok("disk", where, free)
     if folder.fsync_s > SLOW_FSYNC_S:

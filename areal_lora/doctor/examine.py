@@ -36,7 +36,6 @@ from areal_lora.launcher.plan import make_plan
 from areal_lora.launcher.slurm.job_query import hosts as expanded
 
 NODE_S, BANDWIDTH_S = 60.0, 90.0
-BANDWIDTH = "areal_lora.doctor.bandwidth"  # imports torch, which this process does not need
 STATES_OF_A_CHECKPOINT = 3  # weights and two moments
 Report = Callable[[str], None]
 
@@ -81,7 +80,7 @@ def needed_bytes(config: Config) -> int:
         shape = make_plan(config, gather_facts(config, runs_here=False)).shape
     except ConfigError:  # its model is not here
         return LOGS_BYTES
-    keep = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
+    keep = config.checkpoint.keep_last + 2  # the best and one in progress
     files = sum(4 * adapter_size(shape, adapter.spec("")).file_parameters for adapter in config.adapters)
     return LOGS_BYTES + files * (STATES_OF_A_CHECKPOINT * keep + 1)
 
@@ -135,8 +134,7 @@ def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: st
     assert place is not None
     world = max(2, len(hosts))
     python = interpreters(config)["trainer"]
-    module = [python, "-m", BANDWIDTH, "--folder", str(place), "--world", str(world)]
-    module += ["--backend", backend]
+    module = [python, "-m", node_module.__name__, "--folder", str(place), "--backend", backend, "--world", str(world)]
     if len(hosts) > 1:
         command = ["srun", "--overlap", f"--nodes={world}", f"--ntasks={world}", "--ntasks-per-node=1"]
         problem = _run([*command, "--cpus-per-task=1", *module], BANDWIDTH_S)

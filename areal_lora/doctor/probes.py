@@ -14,17 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from areal_lora.config.facts import server_ports
 from areal_lora.config.models import Config
 from areal_lora.doctor import role_probe
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.start import NO_FLOCK
-from areal_lora.network.addresses import WILDCARDS, find_place
+from areal_lora.network.addresses import find_place
 from areal_lora.run_folder.atomic import sync_folder, write_file
 
 
@@ -72,7 +70,6 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     resolved: list[str] = []
     address: str = ""
     address_problem: str = ""
-    blocked_ports: dict[int, str] = {}
     loop_problem: str = ""
     open_files: int = 0
     shared_memory_bytes: int = 0
@@ -221,7 +218,6 @@ def probe_node(config: Config, folder: FolderFacts, shared: Path | None = None) 
         resolved=resolved,
         address=address,
         address_problem=problem,
-        blocked_ports=dict(_blocked(config, address)),
         loop_problem=_loop(address),
         open_files=1 << 30 if files == resource.RLIM_INFINITY else files,
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
@@ -249,18 +245,6 @@ def _address(config: Config) -> tuple[str, str]:
     except ConfigError as error:
         return "", str(error)
     return place.address, ""
-
-
-def _blocked(config: Config, address: str) -> Iterator[tuple[int, str]]:
-    """Fixed ports of the configuration that cannot be bound, with the reason."""
-    host = address or ("" if config.cluster.bind in WILDCARDS else config.cluster.bind)
-    for port in server_ports(config):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                yield port, error.strerror or str(error)
 
 
 def _loop(address: str) -> str:

@@ -5,7 +5,7 @@ of ``--explain-resume``. Reads the run folder; starts and changes nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_lora.checkpoint.recover import AdapterResume, explain
-from areal_lora.config.facts import machine_memory, server_ports
+from areal_lora.config.facts import machine_memory
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import (
     adapter_run,
@@ -38,7 +38,7 @@ from areal_lora.launcher.start import previous_run, with_absolute_root
 from areal_lora.network.addresses import WILDCARDS
 from areal_lora.network.tls import on_loopback
 from areal_lora.obs.console import duration, human_bytes
-from areal_lora.rollout.ledger.peek import reconciliations
+from areal_lora.rollout.ledger.reconcile import reconciliations
 from areal_lora.run_folder.paths import RunFolder
 
 _WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller", SERVICE: "service"}
@@ -69,7 +69,7 @@ def print_plan(config: Config, plan: JobPlan, console: Console, *, full: bool = 
 
 def _summary(config: Config, plan: JobPlan) -> Table:
     """One line for each role and node."""
-    table = make_table("Plan", "node", "runs", "devices", "GiB per device", "host GiB", right=("host GiB",))
+    rows = []
     limit = device_bytes(config, None)
     for node in range(plan.nodes):
         for role in (TRAINER, SERVER, CONTROLLER, SERVICE):
@@ -81,8 +81,8 @@ def _summary(config: Config, plan: JobPlan) -> Table:
                 each = max(m.device for m in memory)
                 text = f"{_gib(each)}{f' of {_gib(limit)}' if limit else ''}" if each else ""
                 host = sum(m.host * m.nodes.count(node) for m in memory)
-                table.add_row(str(node), _runs(here), devices, text, _gib(host))
-    return table
+                rows.append((str(node), _runs(here), devices, text, _gib(host)))
+    return make_table("Plan", ("node", "runs", "devices", "GiB per device", "host GiB"), rows, right=("host GiB",))
 
 
 def _adapters(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -141,13 +141,15 @@ def _memory(plan: JobPlan) -> Table:
     titles = [f"{_SHORT[m.role]} {where}" for m, where in columns]
     small = max(getattr(m, where) for m, where in columns) < SMALL
     unit, size = ("MiB", 2**20) if small else ("GiB", GIB)
-    table = make_table(f"Memory, estimated, in {unit} of one device and of the host", "part", *titles, right=titles)
-    table.columns[0].no_wrap = True
+    rows = []
     for name in names:
         values = [sum(getattr(p, where) for p in m.parts if p.name == name) for m, where in columns]
         if any(values):
-            table.add_row(name, *(f"{value / size:.{0 if small else 2}f}" if value else "" for value in values))
-    table.add_row("all", *(f"{getattr(m, where) / size:.{0 if small else 2}f}" for m, where in columns))
+            rows.append((name, *(f"{value / size:.{0 if small else 2}f}" if value else "" for value in values)))
+    rows.append(("all", *(f"{getattr(m, where) / size:.{0 if small else 2}f}" for m, where in columns)))
+    title = f"Memory, estimated, in {unit} of one device and of the host"
+    table = make_table(title, ("part", *titles), rows, right=titles)
+    table.columns[0].no_wrap = True
     return table
 
 
@@ -220,27 +222,30 @@ def _first_to_run_out(config: Config, plan: JobPlan) -> str:
 
 
 def details(config: Config, plan: JobPlan) -> Iterator[Table]:
-    files = make_table("Files", f"in RUN = {plan.run_folder}")
-    for name in file_names(config, plan.run_folder):
-        files.add_row(name)
     yield from (_processes(plan), _ranks(config), _ports(config), _sizes(config, plan.shape))
-    yield from (_what_if(config, plan.shape), files)
+    files = [(name,) for name in file_names(config, plan.run_folder)]
+    yield from (_what_if(config, plan.shape), make_table("Files", [f"in RUN = {plan.run_folder}"], files))
 
 
-def make_table(title: str, *columns: str, right: Iterable[str] = ()) -> Table:
+def make_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()
+) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
 def _processes(plan: JobPlan) -> Table:
-    table = make_table("Processes", "process", "node", "devices", "threads", "module", right=("node", "threads"))
+    rows = []
     for process in plan.processes:
         devices = ",".join(map(str, process.devices)) or "cpu"
         _, _, module, _, _, *rest = process.argv  # without the run folder, which is the same for all
-        table.add_row(process.name, str(process.node), devices, str(process.cpus), " ".join([module, *rest]))
-    return table
+        rows.append((process.name, str(process.node), devices, str(process.cpus), " ".join([module, *rest])))
+    columns = ("process", "node", "devices", "threads", "module")
+    return make_table("Processes", columns, rows, right=("node", "threads"))
 
 
 class RankCoordinates(NamedTuple):
@@ -278,10 +283,8 @@ def rank_coordinates(config: Config, rank: int) -> RankCoordinates:
 def _ranks(config: Config) -> Table:
     t = config.trainer
     columns = RankCoordinates._fields
-    table = make_table(f"Trainer ranks (tp {t.tp}, pp {t.pp}, ep {t.ep}, etp {t.etp})", *columns, right=columns)
-    for rank in range(t.world_size):
-        table.add_row(*map(str, rank_coordinates(config, rank)))
-    return table
+    rows = [[str(n) for n in rank_coordinates(config, rank)] for rank in range(t.world_size)]
+    return make_table(f"Trainer ranks (tp {t.tp}, pp {t.pp}, ep {t.ep}, etp {t.etp})", columns, rows, right=columns)
 
 
 def ports(config: Config) -> list[PortPlan]:
@@ -291,38 +294,38 @@ def ports(config: Config) -> list[PortPlan]:
     found = [PortPlan(f"{TRAINER}-0", "store", host, 0), PortPlan(f"{CONTROLLER}-0", "control", host, 0)]
     if config.service is not None and config.service.api is not None:
         found.append(PortPlan(f"{SERVICE}-0", "api", "127.0.0.1", config.service.api.port))
-    for i, port in enumerate(server_ports(config) or [0] * config.rollout.servers):
-        found += [PortPlan(f"{SERVER}-{i}", "data", host, port), PortPlan(f"{SERVER}-{i}", "admin", host, 0)]
+    for i in range(config.rollout.servers):
+        found += [PortPlan(f"{SERVER}-{i}", "data", host, 0), PortPlan(f"{SERVER}-{i}", "admin", host, 0)]
     return found
 
 
 def _ports(config: Config) -> Table:
-    table = make_table("Ports", "process", "plane", "bind", "port", right=("port",))
-    for process, plane, host, port in ports(config):
-        table.add_row(process, plane, host, str(port) if port else "chosen by the system")
-    return table
+    rows = [(p.process, p.plane, p.host, str(p.port) if p.port else "chosen by the system") for p in ports(config)]
+    return make_table("Ports", ("process", "plane", "bind", "port"), rows, right=("port",))
 
 
 def _sizes(config: Config, shape: ModelShape) -> Table:
-    table = make_table("Sizes", "what", "parameters", "tensors", "bytes", right=("parameters", "tensors", "bytes"))
     base = human_bytes(base_bytes(shape, config.model.dtype))
-    table.add_row("base model (frozen)", f"{shape.parameters:,}", "", base)
+    rows = [("base model (frozen)", f"{shape.parameters:,}", "", base)]
     for adapter in config.adapters:
         size = adapter_size(shape, adapter.spec(""))
         wire = human_bytes(version_bytes(config, shape, adapter))
         file, names = human_bytes(4 * size.file_parameters), f"{size.names:,}"
-        table.add_row(f"adapter {adapter.name}: PEFT file", f"{size.file_parameters:,}", names, file)
-        table.add_row(f"adapter {adapter.name}: wire, each publish", f"{size.parameters:,}", f"{size.tensors:,}", wire)
-    table.add_row("adapter versions resident on a server", str(config.rollout.resident_versions), "", "")
-    return table
+        rows.append((f"adapter {adapter.name}: PEFT file", f"{size.file_parameters:,}", names, file))
+        rows.append((f"adapter {adapter.name}: wire, each publish", f"{size.parameters:,}", f"{size.tensors:,}", wire))
+    rows.append(("adapter versions resident on a server", str(config.rollout.resident_versions), "", ""))
+    numbers = ("parameters", "tensors", "bytes")
+    return make_table("Sizes", ("what", *numbers), rows, right=numbers)
 
 
 def _what_if(config: Config, shape: ModelShape) -> Table:
     columns = ("rank: device", "rank: host", "server: device", "server: host")
-    table = make_table("What if, estimated, in GiB of one device and of the host", "change", *columns, right=columns)
-    for change, *values in what_if(config, shape):
-        table.add_row(change, *(f"{value / GIB:.2f}" if value else "" for value in values))
-    return table
+    rows = [
+        (change, *(f"{value / GIB:.2f}" if value else "" for value in values))
+        for change, *values in what_if(config, shape)
+    ]
+    title = "What if, estimated, in GiB of one device and of the host"
+    return make_table(title, ("change", *columns), rows, right=columns)
 
 
 def file_names(config: Config, run: RunFolder) -> list[str]:

@@ -84,6 +84,13 @@ def with_error(ended: ProcessExit) -> ProcessExit:
     return replace(ended, error=found[:ERROR_CHARACTERS])
 
 
+def note_restart(log: Path, process: str) -> None:
+    """Separate the sessions of ``process`` in its log; an empty log stays so."""
+    with log.open("ab") as file:
+        if file.tell():
+            file.write(f"---- {process} starts again, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC ----\n".encode())
+
+
 def last_lines(path: Path, n: int) -> list[str]:
     """The last ``n`` lines of a log; reads at most its last 64 KiB."""
     try:

@@ -1,4 +1,4 @@
-"""Spare servers of a run in progress: start some on this machine, see to them, and end them with the run.
+"""Spare servers of a run in progress: add some here or as Slurm jobs, see to them, and have them leave.
 
     claim fresh indices -> start -> watch: failed: restart, within run.max_restarts
                                     signal: leave in order, within the grace time; a second one ends them at once
@@ -14,6 +14,8 @@ session. ``spares/job-<id>`` and ``spares/local-<host>-<pid>`` name a Slurm job,
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,10 +26,13 @@ import msgspec
 from rich.console import Console
 
 from areal_lora.config.models import Config
+from areal_lora.config.recorded import read_config
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher.plan import SERVER, spare_server
 from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts
+from areal_lora.launcher.slurm import job_query
 from areal_lora.launcher.slurm.job_query import look as look_up
+from areal_lora.launcher.slurm.job_steps import KILL_WAIT_S, SpareJob, spare_script
 from areal_lora.launcher.slurm.states import JobRecord, Phase, explain
 from areal_lora.launcher.start import Owner, holder
 from areal_lora.launcher.supervise import Interrupts, Supervisor
@@ -39,6 +44,12 @@ from areal_lora.run_folder.status import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
 from areal_lora.run_folder.status import forget_beats, last_beats
 
 JOB, LOCAL = "job", "local"
+POLL_S = 0.2
+LOOK_S = {"local": 1.0, "slurm": 10.0}
+HELD = ("CONFIGURING", "SUSPENDED")
+"""States of a job that has nodes while nothing of it runs."""
+END_S = 10.0
+"""For servers that end at once: uvicorn and vLLM take two seconds."""
 
 
 def claim_indices(run_folder: RunFolder, n: int, first: int) -> list[int]:
@@ -87,14 +98,6 @@ def starts(run_folder: RunFolder) -> list[SpareStart]:
             over = owner.is_over()
             found.append(SpareStart(kind=LOCAL, id=str(owner.pid), path=path, host=owner.host, over=over))
     return found
-
-
-POLL_S = 0.2
-LOOK_S = {"local": 1.0, "slurm": 10.0}
-HELD = ("CONFIGURING", "SUSPENDED")
-"""States of a job that has nodes while nothing of it runs."""
-END_S = 10.0
-"""For servers that end at once: uvicorn and vLLM take two seconds."""
 
 
 class Going(Enum):
@@ -259,3 +262,50 @@ def own_devices(config: Config, n: int) -> list[tuple[str, ...]]:
         reason = f"{n} servers of {tp} devices need {n * tp}, {len(given)} are given"
         raise ConfigError(variable, reason, f"set {variable} to devices that the run does not use")
     return [tuple(given[i * tp : (i + 1) * tp]) for i in range(n)]
+
+
+def add_servers(run_folder: RunFolder, job: SpareJob, *, nodes: int = 1, here: bool = False, console: Console) -> int:
+    """Add servers to a run in progress: as jobs of one on Slurm, else here until it ends. Returns an ``ExitCode``."""
+    folder = RunFolder(run_folder.path.absolute(), run_folder.session)
+    config = read_config(folder)
+    if min(job.servers, nodes) < 1:
+        raise ConfigError("--servers", "at least one server is added", "give a positive number")
+    if here or config.cluster.kind == "local":
+        return run_spares(config, folder, job.servers, grace_s=job.grace_s, console=console)
+    if run_state(config, folder).going is Going.OVER:
+        raise ConfigError(str(folder), "no run is in progress there", "start the run first")
+    if job.grace_s >= KILL_WAIT_S:
+        print_line(console, f"note: a cancelled job is killed after KillWait, by default {KILL_WAIT_S:g} s")
+    for _ in range(nodes):
+        number = job_query.submit(spare_script(config, folder, job))
+        folder.spares.mkdir(parents=True, exist_ok=True)
+        (folder.spares / f"{JOB}-{number}").touch()
+        print_line(console, f"submitted Slurm job {number}: {job.servers} servers")
+    return ExitCode.DONE
+
+
+def remove_servers(run_folder: RunFolder, *, job: str = "", console: Console) -> int:
+    """Have the spare servers of ``job``, or all, leave in order. Does not wait for them. Returns how many starts."""
+    stopped = 0
+    for start in starts(run_folder):
+        if job and start.id != job:
+            continue
+        if start.kind == JOB:
+            # To the batch process alone: it ends the servers in order. A plain scancel signals vLLM's processes, too.
+            _, problem = job_query.query("scancel", "--batch", "--signal=TERM", start.id)
+            text = f"job {start.id}: {problem or 'stopping'}"
+            stopped += not problem
+            start.path.unlink(missing_ok=True)
+        elif start.over:
+            start.path.unlink(missing_ok=True)
+            continue
+        elif start.host == socket.gethostname():
+            os.kill(int(start.id), signal.SIGTERM)
+            text = f"process {start.id}: stopping"
+            stopped += 1
+        else:
+            text = f"process {start.id} is on {start.host}: end it there with kill {start.id}"
+        print_line(console, text)
+    if not stopped:
+        print_line(console, "no spare servers of this run were found")
+    return stopped

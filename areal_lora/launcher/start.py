@@ -29,7 +29,7 @@ from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.config.models import AdapterConfig, Config, ModelConfig
 from areal_lora.config.recorded import conflict, read_config, steps_of, write_config
 from areal_lora.config.rules.findings import Finding, warning
-from areal_lora.data.formatting import Formatter, load_tokenizer
+from areal_lora.data.prompts import Formatter, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_, undo_on_error
 from areal_lora.launcher.slurm.job_query import look
 from areal_lora.launcher.slurm.states import Phase, explain, is_active

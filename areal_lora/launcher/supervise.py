@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
@@ -26,7 +25,7 @@ import psutil
 from areal_lora.errors import EnvironmentError_, ProcessFailed
 from areal_lora.launcher import guardian
 from areal_lora.launcher.plan import ProcessSpec
-from areal_lora.launcher.restarts import ProcessExit
+from areal_lora.launcher.restarts import ProcessExit, note_restart
 from areal_lora.processes import shared_memory, stacks
 from areal_lora.processes.watched import reached
 
@@ -72,11 +71,8 @@ class Supervisor:
         for spec in specs:
             env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES} | spec.env
             env[guardian.MARK] = self._mark
+            note_restart(self.log_path(spec), spec.name)
             with self.log_path(spec).open("ab") as log:
-                if log.tell():
-                    when = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-                    log.write(f"---- {spec.name} starts again, {when} ----\n".encode())
-                    log.flush()
                 try:
                     # No preexec_fn: with one the child runs Python after the fork, and destroys there what other
                     # threads hold (torch keeps process groups so), which does not return.

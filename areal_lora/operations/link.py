@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -52,9 +52,9 @@ class TrainerEnd:
             self._received.clear()
         return taken
 
-    def send(self, message: protocol.ToService) -> None:
+    def send(self, messages: Iterable[protocol.ToService]) -> None:
         """To the service that sent `ServiceHello` last; lost if there is none."""
-        if self._service:
+        for message in messages if self._service else ():
             self._server.send(self._service, protocol.encode(message))
 
     def close(self) -> None:

@@ -38,8 +38,8 @@ from areal_lora.rollout.agent_api.responses import parse_response, response_body
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, conversation_of
+from areal_lora.rollout.user_code import call
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed
-from areal_lora.rollout.workflows.user_code import call
 from areal_lora.types import AdapterRef, Cause, Outcome, Sample, TrajectoryGroup
 
 
@@ -129,7 +129,7 @@ class AgentWorkflow:
                 session.fault.cancel()
 
     def _keep(self, session: Session, prompt: Prompt, sample: int, reward: float | None, detail: str) -> None:
-        if self.kept is not None and session.exchanges:
+        if self.kept is not None and session.records:
             self.kept.write(conversation_of(session, prompt.uid, sample, reward, detail))
 
 
@@ -212,7 +212,7 @@ async def _completions(session: Session, request: Request, *, parse: Callable[[B
 
 async def _responses(session: Session, request: Request) -> Response:
     body = await _checked_body(session, request)
-    answered = await session.answer(parse_response(body, session.turns_of()))
+    answered = await session.answer(parse_response(body, session.responses))
     whole = response_body(answered, session.ref.name, body, session.spell)
     return _events(sse(response_events(whole), named=True)) if body.get("stream") else JSONResponse(whole)
 

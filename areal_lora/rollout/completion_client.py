@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -82,9 +81,14 @@ class HandedBack(Exception):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Body of ``POST /v1/completions``; ``prompt`` is one prompt's token ids, or those of several."""
+    """Body of ``POST /v1/completions``; ``prompt`` is one prompt's token ids, or those of several.
 
-    model: str
+    Only the ``top_k`` likeliest tokens are sampled (0: all), only those with at least ``min_p`` of the likeliest one's
+    probability, and no end within ``min_tokens``. An answer that ends at one of ``stop`` has the stop's tokens, but not
+    its text. ``logprobs``: so many of the likeliest tokens come with each token. The client fills in ``model`` and
+    ``pin_version``.
+    """
+
     prompt: list[int] | list[list[int]]
     max_tokens: int
     temperature: float
@@ -99,6 +103,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     min_tokens: int = 0
     ignore_eos: bool = False
     echo: bool = False
+    model: str = ""
     pin_version: bool = False
 
 
@@ -163,50 +168,25 @@ class CompletionClient:
         """The newest version of ``ref``'s adapter that a server holds; ``ref`` if requests are pinned."""
         return ref if self.pins else self.router.newest(ref)
 
-    async def sample(
-        self,
-        ref: AdapterRef,
-        token_ids: list[int],
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: int,
-        timeout_s: float,
-        stop: list[str] | None = None,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        min_tokens: int = 0,
-        ignore_eos: bool = False,
-        top_logprobs: int = 0,
-    ) -> list[Generation]:
-        """``n`` sampled answers with per-token logprobs; raises GenerationFault.
+    async def complete(
+        self, ref: AdapterRef, request: CompletionRequest, sequences: int, timeout_s: float
+    ) -> tuple[AdapterRef, list[SampledChoice]]:
+        """The version that answered, and the answers to all prompts in their order; raises GenerationFault."""
+        body = msgspec.structs.replace(request, model=str(ref), pin_version=self.pins)
+        completion = await self._request(ref, "/v1/completions", body, Completion, sequences, timeout_s)
+        choices = sorted(completion.choices, key=lambda choice: choice.index)
+        if [choice.index for choice in choices] != list(range(sequences)):
+            detail = f"{completion.model}: {len(choices)} answers for {sequences} requested"
+            raise GenerationFault(FaultKind.PROTOCOL, detail)
+        if any(choice.finish_reason not in ("stop", "length") for choice in choices):
+            raise GenerationFault(FaultKind.ABORTED, f"{completion.model}: generation was cut off")
+        return _served_ref(completion, ref, exactly=self.pins), choices
 
-        Only the ``top_k`` likeliest tokens are sampled (0: all), only those with at least ``min_p`` of the likeliest
-        one's probability, and no end within ``min_tokens``. An answer that ends at one of ``stop`` has the stop's
-        tokens, but not its text. ``top_logprobs``: so many of the likeliest tokens come with each token.
-        """
-        request = CompletionRequest(
-            model=str(ref),
-            prompt=token_ids,
-            n=n,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            logprobs=top_logprobs,
-            return_token_ids=True,
-            seed=seed,
-            stop=stop,
-            top_k=top_k,
-            min_p=min_p,
-            min_tokens=min_tokens,
-            ignore_eos=ignore_eos,
-            pin_version=self.pins,
-        )
-        completion = await self._post(ref, request, n, timeout_s)
-        _served_ref(completion, ref, exactly=self.pins)
-        return [_generation(choice, ref if self.pins else None) for choice in completion.choices]
+    async def sample(self, ref: AdapterRef, request: CompletionRequest, *, timeout_s: float) -> list[Generation]:
+        """``request.n`` sampled answers with per-token logprobs; raises GenerationFault."""
+        request = msgspec.structs.replace(request, logprobs=request.logprobs or 0, return_token_ids=True)
+        _, choices = await self.complete(ref, request, request.n, timeout_s)
+        return [_generation(choice, ref if self.pins else None) for choice in choices]
 
     async def score(
         self, ref: AdapterRef, prompt_ids: list[int], answer_ids: list[int], *, temperature: float, timeout_s: float
@@ -217,17 +197,14 @@ class CompletionClient:
         """
         token_ids = [*prompt_ids, *answer_ids]
         request = CompletionRequest(
-            model=str(ref),
             prompt=token_ids,
             max_tokens=1,  # a server samples at least one
             temperature=temperature,
             top_p=1.0,
             logprobs=0,
             echo=True,
-            pin_version=self.pins,
         )
-        completion = await self._post(ref, request, 1, timeout_s)
-        served, (choice,) = _served_ref(completion, ref, exactly=self.pins), completion.choices
+        served, (choice,) = await self.complete(ref, request, 1, timeout_s)
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
         if len(logprobs) != len(token_ids) + 1:
             detail = f"{len(logprobs)} log-probabilities for {len(token_ids)} scored tokens and a sampled one"
@@ -246,30 +223,6 @@ class CompletionClient:
             detail = f"{len(found.answers)} parsed texts for {len(request.texts)}"
             raise GenerationFault(FaultKind.PROTOCOL, detail)
         return found.answers
-
-    async def greedy(
-        self,
-        ref: AdapterRef,
-        prompts: Sequence[list[int]],
-        *,
-        max_tokens: int,
-        timeout_s: float,
-        stop: list[str] | None = None,
-    ) -> list[SampledChoice]:
-        """The greedy answer to every prompt, in order, with its token ids; raises GenerationFault."""
-        request = CompletionRequest(
-            model=str(ref),
-            prompt=list(prompts),
-            max_tokens=max_tokens,
-            temperature=0.0,
-            top_p=1.0,
-            stop=stop,
-            return_token_ids=True,
-            pin_version=True,
-        )
-        completion = await self._post(ref, request, len(prompts), timeout_s)
-        _served_ref(completion, ref, exactly=True)
-        return completion.choices
 
     async def _request(
         self, ref: AdapterRef, path: str, body: msgspec.Struct, kind: type[AnswerT], sequences: int, timeout_s: float
@@ -303,17 +256,6 @@ class CompletionClient:
         except msgspec.DecodeError as error:
             detail = f"{server.url if server else ref}: {path} returned no {kind.__name__}: {error}"
             raise GenerationFault(FaultKind.PROTOCOL, detail) from None
-
-    async def _post(self, ref: AdapterRef, request: CompletionRequest, sequences: int, timeout_s: float) -> Completion:
-        """The choices of one request, complete and ordered by index."""
-        completion = await self._request(ref, "/v1/completions", request, Completion, sequences, timeout_s)
-        completion.choices.sort(key=lambda choice: choice.index)
-        if [choice.index for choice in completion.choices] != list(range(sequences)):
-            detail = f"{completion.model}: {len(completion.choices)} answers for {sequences} requested"
-            raise GenerationFault(FaultKind.PROTOCOL, detail)
-        if any(choice.finish_reason not in ("stop", "length") for choice in completion.choices):
-            raise GenerationFault(FaultKind.ABORTED, f"{completion.model}: generation was cut off")
-        return completion
 
     async def _exchange(self, server: Server, ref: AdapterRef, path: str, body: bytes) -> bytes:
         headers = self._keyed if server.url.startswith("https:") else self._plain

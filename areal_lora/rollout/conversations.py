@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -19,11 +19,10 @@ import msgspec
 
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import RecordError
-from areal_lora.rollout.agent_api.session import ChatExchange, Session
-from areal_lora.rollout.agent_api.turns import Turn
+from areal_lora.rollout.agent_api.session import RequestRecord, Session
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
-from areal_lora.rollout.workflows.user_code import PackedTurns, call
+from areal_lora.rollout.user_code import call
+from areal_lora.rollout.workflow import Episode, PackedTurns, WorkflowContext, all_samples, derived_seed, given_score
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, Cause, Generation, Sample, TrajectoryGroup
 
@@ -35,28 +34,6 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: list[int]
     versions: list[int]
-
-
-class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """``conversation``, ``begin`` and ``end`` are the place of its sampled tokens."""
-
-    turn: Turn
-    finish_reason: str
-    conversation: int
-    begin: int
-    end: int
-
-
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A request. ``turns`` lacks the first ``known`` ones, which earlier requests and answers have; ``prompt`` is that
-    of a plain completion.
-    """
-
-    known: int
-    turns: list[Turn]
-    tools: list[dict[str, Any]]
-    answers: list[AnswerRecord]
-    prompt: str | list[int] | None = None
 
 
 class ConversationRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,34 +61,20 @@ def conversation_of(
         evaluation=session.context.evaluating,
         reward=reward,
         detail=detail,
-        requests=[_recorded(exchange) for exchange in session.exchanges],
+        requests=session.records,
         tokens=[TrajectoryRecord(token_ids=c.token_ids, versions=c.versions) for c in session.conversations],
-    )
-
-
-def _recorded(exchange: ChatExchange) -> RequestRecord:
-    request, replies = exchange.answered.request, exchange.answered.replies
-    return RequestRecord(
-        known=exchange.known,
-        turns=list((request.turns or ())[exchange.known :]),
-        tools=[] if exchange.known else request.tools,  # the same as before, else it would not continue
-        answers=[
-            AnswerRecord(turn=reply.turn, finish_reason=reply.finish_reason, conversation=at, begin=start, end=end)
-            for reply, (at, start, end) in zip(replies, exchange.spans, strict=True)
-        ],
-        prompt=request.prompt if request.turns is None else None,
     )
 
 
 @dataclass(slots=True)
 class ConversationFile:
-    """Appends to a run's file, one JSON object per run of an agent; nothing with ``max_bytes`` 0.
+    """Appends to a run's file, one JSON object per run of an agent. The oldest are dropped.
 
     When the file has half of ``max_bytes``, it takes the place of the file before, and a new one starts.
     """
 
     folder: RunFolder
-    max_bytes: int
+    max_bytes: int = 64 << 20
 
     def write(self, conversation: ConversationRecord) -> None:
         line = _encode(conversation) + b"\n"
@@ -188,7 +151,6 @@ class MultiTurnWorkflow:
     environment: Callable[..., Environment]
     arguments: Mapping[str, Any]
     max_turns: int
-    stop: Sequence[str] = ()
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n = self.context.sampling.n_samples
@@ -231,11 +193,7 @@ class MultiTurnWorkflow:
         for turn in range(self.max_turns):
             # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.
             (answer,) = await self.context.answer(
-                ref,
-                packed.token_ids,
-                seed=derived_seed(seed, turn),
-                timeout_s=2 * self.context.sampling.timeout_s,
-                stop=list(self.stop),
+                ref, packed.token_ids, seed=derived_seed(seed, turn), timeout_s=2 * self.context.sampling.timeout_s
             )
             packed.sampled(answer)
             reply = _checked("step", await code(step, answer.text), Reply)

@@ -20,8 +20,7 @@ from functools import partial
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config, SingleTurnWorkflowConfig
 from areal_lora.config.recorded import adapter_run, alone, read_config
 from areal_lora.config.sections.run import own_place
-from areal_lora.data.formatting import Formatter, TextTokenizer, load_tokenizer
-from areal_lora.data.prompts import PromptStream
+from areal_lora.data.prompts import Formatter, PromptStream, TextTokenizer, load_tokenizer
 from areal_lora.errors import ArealLoraError, exit_code_of
 from areal_lora.processes import stacks
 from areal_lora.processes.log import get_logger, setup_logging
@@ -29,17 +28,16 @@ from areal_lora.processes.startup import collector_paused, die_with_parent
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentGateway
-from areal_lora.rollout.channel.channel_session import ControlSocket
+from areal_lora.rollout.channel.channel_messages import ControlSocket
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.controller import Controller, JoinedAdapter
-from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets
-from areal_lora.rollout.controller.evaluation import BaseEvals, EvalPlaces, Evaluator
+from areal_lora.rollout.controller.eval_sets import BaseEvals, EvalSet, load_sets
+from areal_lora.rollout.controller.evaluation import EvalPlaces, Evaluator
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import StalenessBudget
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
-from areal_lora.rollout.ledger.file import LedgerFile
-from areal_lora.rollout.ledger.ledger import Ledger
+from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Scorer, WorkflowContext
 from areal_lora.rollout.workflow_loading import build_training, build_workflow
@@ -47,7 +45,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
 from areal_lora.run_folder.status import EVENT_LOOP, EVERY_S, Heart, set_status
 from areal_lora.tasks.datasets import load_samples
-from areal_lora.tasks.reward_sum import RewardSum
+from areal_lora.tasks.scorer import RewardSum
 
 ROLE = "controller"
 LEASE_SLACK_S = 60.0  # a rollout ends at its own deadline; its lease, after this, is for workflows that do not end

@@ -2,6 +2,16 @@
 
 A workflow raises GenerationFault where it has no answers at all; answers that could not be scored are returned with
 their typed outcome and without a reward of their own. It never retries: the controller retries groups whole.
+
+`PackedTurns` is the only place of the rollout plane that lays tokens out (contract C10): entry t of every array
+describes token t, and the loss mask is on exactly where the model itself sampled::
+
+    token_ids         p0  p1 | a0  a1  a2 | r0  r1 | b0  b1
+    loss_mask          0   0    1   1   1    0   0    1   1
+    rollout_logprobs   0   0  -.2 -.7 -.1    0   0  -.3 -.4
+    versions          -1  -1    4   4   4   -1  -1    5   5
+
+Tokens are never made from text again once they exist: what the model sampled is what is trained on.
 """
 
 from __future__ import annotations
@@ -10,20 +20,79 @@ import asyncio
 import math
 import statistics
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
 from areal_lora.config.models import SamplingConfig
-from areal_lora.data.formatting import Formatter, TextTokenizer
-from areal_lora.data.prompts import Prompt
-from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault
-from areal_lora.rollout.workflows.user_code import PackedTurns
-from areal_lora.tasks.rewards import given_answer
-from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer
+from areal_lora.rollout.completion_client import CompletionClient, CompletionRequest, FaultKind, GenerationFault
+from areal_lora.tasks.datasets import given_answer
+from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Outcome, Sample, Trajectory, TrajectoryGroup
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class PackedTurns:
+    """One growing sequence: the prompt, then in turn the model's answers and the replies."""
+
+    token_ids: list[int] = field(default_factory=list)  # [T], as all below
+    loss_mask: list[int] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def given(self, token_ids: Sequence[int]) -> None:
+        """Append what the model did not sample: the prompt, or a reply."""
+        n = len(token_ids)
+        self.token_ids += token_ids
+        self.loss_mask += [0] * n
+        self.rollout_logprobs += [0.0] * n
+        self.versions += [-1] * n
+
+    def sampled(self, answer: Generation) -> None:
+        """Append what the model answered to all of the tokens so far."""
+        self.token_ids += answer.token_ids
+        self.loss_mask += [1] * len(answer.token_ids)
+        self.rollout_logprobs += answer.logprobs
+        self.versions += answer.versions
+        self.finish_reason = answer.finish_reason
+
+    def trajectory(self, uid: str, sample: int, adapter: str, score: Score) -> Trajectory:
+        """At least one answer must be there; its oldest token's version is the trajectory's."""
+        return Trajectory(
+            uid=uid,
+            sample=sample,
+            adapter=AdapterRef(name=adapter, version=min(v for v in self.versions if v >= 0)),
+            token_ids=self.token_ids,
+            loss_mask=self.loss_mask,
+            rollout_logprobs=self.rollout_logprobs,
+            versions=self.versions,
+            reward=score.reward,
+            outcome=score.outcome,
+            finish_reason=self.finish_reason,
+            detail=score.detail,
+            components=dict(score.components),
+            correct=score.correct,
+            cause=score.cause,
+        )
+
+
+def join(conversations: list[PackedTurns], prompt_ids: Sequence[int], answer: Generation) -> PackedTurns:
+    """Record one completion, and return the conversation it now is the end of.
+
+    It continues the longest of ``conversations`` whose tokens its prompt starts with, else it starts one of its own.
+    """
+    fitting = [c for c in conversations if c.token_ids == prompt_ids[: len(c.token_ids)]]
+    conversation = max(fitting, key=lambda c: len(c.token_ids), default=None)
+    if conversation is None:
+        conversation = PackedTurns()
+        conversations.append(conversation)
+    conversation.given(prompt_ids[len(conversation.token_ids) :])
+    conversation.sampled(answer)
+    return conversation
 
 
 class Scorer(Protocol):
@@ -79,21 +148,20 @@ class WorkflowContext:
         """
         room = self.max_model_len - len(token_ids)
         longest = min(room, self.sampling.max_new_tokens, room if max_tokens is None else max_tokens)
-        return await self.client.sample(
-            self.client.newest(ref),
-            token_ids,
+        request = CompletionRequest(
+            prompt=token_ids,
             n=n,
             max_tokens=longest,
             seed=seed,
-            timeout_s=timeout_s,
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
             stop=[*self.sampling.stop, *(stop or ())] or None,
             top_k=self.sampling.top_k,
             min_p=self.sampling.min_p,
             min_tokens=self.sampling.min_tokens,
-            top_logprobs=top_logprobs,
+            logprobs=top_logprobs,
         )
+        return await self.client.sample(self.client.newest(ref), request, timeout_s=timeout_s)
 
     def item(self, sample: Sample, answer: Generation) -> ScoreItem:
         """What the reward gets of one answer to ``sample``."""
@@ -170,7 +238,7 @@ def given_score(reward: float) -> Score:
     except OverflowError:  # an int that no float can hold
         value = math.inf
     if not math.isfinite(value):
-        return Score(reward=math.nan, outcome=Outcome.ERROR, detail=f"the reward is {value}, not a finite number")
+        return Score.fault(Outcome.ERROR, f"the reward is {value}, not a finite number")
     return Score(reward=value, outcome=Outcome.OK, correct=reward if isinstance(reward, bool) else None)
 
 

@@ -17,7 +17,7 @@ from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentWorkflow
 from areal_lora.rollout.completion_client import FaultKind
 from areal_lora.rollout.conversations import ConversationFile, MultiTurnWorkflow
-from areal_lora.rollout.workflows.user_code import call
+from areal_lora.rollout.user_code import call
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.loading import load_import_path
 from areal_lora.tasks.reward_calls import describe
@@ -58,7 +58,6 @@ def build_workflow(
                 environment=_callable(chosen.environment),
                 arguments=chosen.arguments,
                 max_turns=chosen.max_turns,
-                stop=chosen.stop,
             )
         case config.CustomWorkflowConfig():
             return CheckedWorkflow(inner=_custom(chosen, context), context=context)
@@ -68,7 +67,7 @@ def build_workflow(
                 sessions=sessions,
                 agent=_callable(chosen.path),
                 tool_parser=chosen.tool_parser,
-                kept=ConversationFile(folder, chosen.conversations_mib << 20) if folder else None,
+                kept=ConversationFile(folder) if folder else None,
             )
         case config.ClientWorkflowConfig():
             raise ConfigError("workflow.kind", "a client drives the adapter: it has no rollouts", "choose another kind")

@@ -18,10 +18,13 @@ from typing import Any
 import msgspec
 
 from areal_lora.errors import ConfigError
+from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+
+log = get_logger(__name__)
 
 
 class DesiredPhase(StrEnum):
@@ -63,7 +66,10 @@ class DesiredAdapters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class DesiredWatch:
-    """Reads the file of one run again whenever it has been replaced. A look costs one ``stat``."""
+    """Reads the file of one run again whenever it has been replaced. A look costs one ``stat``.
+
+    A file that is no desired state is logged, and the one before it counts on.
+    """
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
@@ -72,14 +78,18 @@ class DesiredWatch:
         """What was read last."""
 
     def look(self) -> DesiredAdapters:
-        """The newest desired state; an empty one before the first. Raises ConfigError for a file that is none."""
+        """The newest desired state; an empty one before the first."""
         try:
             now = os.stat(self._run_folder.desired)
         except FileNotFoundError:
             return self.newest
         mark = (now.st_ino, now.st_mtime_ns, now.st_size)
         if mark != self._seen:
-            self.newest, self._seen = read_desired(self._run_folder), mark
+            self._seen = mark
+            try:
+                self.newest = read_desired(self._run_folder)
+            except ConfigError as error:
+                log.error("the desired state is ignored: %s", error)
         return self.newest
 
 

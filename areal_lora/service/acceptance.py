@@ -26,7 +26,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_lora.config.facts import gather_facts
+import msgspec
+
 from areal_lora.config.load import load_config
 from areal_lora.config.models import (
     AdapterConfig,
@@ -35,39 +36,30 @@ from areal_lora.config.models import (
     CustomWorkflowConfig,
     MultiTurnWorkflowConfig,
 )
-from areal_lora.config.recorded import alone, joined, own_path
-from areal_lora.config.rules.adapter_rules import unserved
-from areal_lora.config.rules.findings import Severity
-from areal_lora.config.rules.guardrails import check, resolve_targets
+from areal_lora.config.recorded import joined, own_path
+from areal_lora.config.sections import task as sections
 from areal_lora.config.sections.run import CODE_REWARD, ApiConfig
-from areal_lora.config.sections.task import (
-    CodeReward,
-    DatasetTask,
-    FunctionReward,
-    JudgeReward,
-    RewardConfig,
-    RewardsConfig,
-    TaskConfig,
-    WordProblemsTask,
-    reward_keys,
-)
 from areal_lora.config.sources import read_source
 from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.desired import DesiredAdapter
+from areal_lora.service.http import fingerprint
 from areal_lora.service.queue.client_sessions import AdapterRequest, check_name
-from areal_lora.service.queue.queue_rows import LOCAL, Key, Quota, digest_of, new_key
+from areal_lora.service.queue.queue_rows import LOCAL, Key, Quota, Verb, digest_of, new_key
 from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.queue.requests import Lora
 from areal_lora.service.refused import RequestError, Unavailable
-from areal_lora.tasks.check import task_problems
+from areal_lora.tasks.check import joining
 
 log = get_logger(__name__)
 
 SHARED = "shared"
 """The folder below ``service.api.data`` whose files every tenant may name."""
+CHECKS = 2
+"""Adapters whose rows are read at a time."""
 _PLAIN = re.compile(r"[A-Za-z0-9_.]{1,128}")
 MAX_NAMES, MAX_LENGTH = 64, 256
 
@@ -99,9 +91,9 @@ def _code(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
 
 def _named_code(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
     for key, reward in _rewards(adapter.reward):
-        if isinstance(reward, FunctionReward):
+        if isinstance(reward, sections.FunctionReward):
             yield f"{key}.path", reward.path
-        elif isinstance(reward, CodeReward):
+        elif isinstance(reward, sections.CodeReward):
             yield f"{key}.kind", CODE_REWARD  # the tests are programs in the tenant's rows
     workflow = adapter.workflow
     if isinstance(workflow, MultiTurnWorkflowConfig):
@@ -112,14 +104,14 @@ def _named_code(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
         yield "workflow.tool_parser", workflow.tool_parser
     tasks = [("task", adapter.task), *((f"evals.{i}.task", each.task) for i, each in enumerate(adapter.evals))]
     for key, task in tasks:
-        if isinstance(task, DatasetTask) and task.keep is not None:
+        if isinstance(task, sections.DatasetTask) and task.keep is not None:
             yield f"{key}.keep", task.keep
 
 
 def _judges(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
     """Addresses that scorers would ask, and keys that they would send there."""
     for key, reward in _rewards(adapter.reward):
-        if not isinstance(reward, JudgeReward):
+        if not isinstance(reward, sections.JudgeReward):
             continue
         if reward.url not in offered.judges:
             choices = ", ".join(offered.judges) or "none"
@@ -135,7 +127,11 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
         ("reward", sum(reward.workers for _, reward in rewards), quota.workers),
         ("sampling", adapter.sampling.prompts_per_step * adapter.sampling.n_samples, quota.sequences),
         ("evals", max((each.n_samples for each in adapter.evals), default=0), quota.sequences),
-        ("reward", max((r.memory_mib for _, r in rewards if isinstance(r, FunctionReward)), default=0), 1 << 12),
+        (
+            "reward",
+            max((r.memory_mib for _, r in rewards if isinstance(r, sections.FunctionReward)), default=0),
+            1 << 12,
+        ),
     ):
         if found > most:
             yield RequestError(422, key, f"{found} is above the quota of {most}", f"use at most {most}")
@@ -156,13 +152,13 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
             yield RequestError(422, key, reason, "name modules by letters, digits, _ and .")
 
 
-def _rewards(rewards: RewardsConfig) -> list[tuple[str, RewardConfig]]:
-    return [(key.removeprefix("."), reward) for key, reward in reward_keys("", rewards)]
+def _rewards(rewards: sections.RewardsConfig) -> list[tuple[str, sections.RewardConfig]]:
+    return [(key.removeprefix("."), reward) for key, reward in sections.reward_keys("", rewards)]
 
 
-def _task(task: TaskConfig, key: str, offered: ApiConfig, quota: Quota, tenant: str) -> TaskConfig:
+def _task(task: sections.TaskConfig, key: str, offered: ApiConfig, quota: Quota, tenant: str) -> sections.TaskConfig:
     """``task`` with whole paths. Raises RequestError for another's file, and a hub data set that is not offered."""
-    if isinstance(task, WordProblemsTask):
+    if isinstance(task, sections.WordProblemsTask):
         if max(task.n_train, task.n_eval) > quota.problems:
             raise RequestError(
                 422, key, f"more than {quota.problems} generated problems", f"use at most {quota.problems}"
@@ -201,10 +197,34 @@ def _file(text: str, key: str, offered: ApiConfig, tenant: str) -> Path:
 
 
 class Acceptance:
-    """Checks adapters against the configuration of the run. Blocks: it reads the task's rows."""
+    """Checks adapters against the configuration of the run, and has the ``writer`` create them.
 
-    def __init__(self, config: Config) -> None:
-        self._config, self._offered = config, api_of(config)
+    Checks block: they read the task's rows.
+    """
+
+    def __init__(self, config: Config, writer: Writer) -> None:
+        self._config, self._offered, self._writer = config, api_of(config), writer
+        self._heavy = asyncio.Semaphore(CHECKS)
+
+    async def take_in(self, section: dict[str, Any], tenant: str, request: str, quota: Quota | None) -> bytes:
+        """Check and create an adapter. Without ``quota`` it is the operator's own, caller may name any code and file.
+
+        A repeated request is not checked again: its answer is the first one. Raises RequestError.
+        """
+        mark = fingerprint(Verb.CREATE, msgspec.json.encode(section, order="sorted"))
+        if request and (known := await self._writer.answered(tenant, request, mark)) is not None:
+            return known
+        _check_driver(section)
+        async with self._heavy:
+            if quota is None:
+                adapter = await asyncio.to_thread(self.of_operator, section)
+            else:
+                adapter = await asyncio.to_thread(self.of_tenant, section, tenant, quota)
+        return await self._writer.operate(
+            AdapterChange(
+                tenant=tenant, name=adapter.name, verb=Verb.CREATE, fingerprint=mark, request=request, new=adapter
+            )
+        )
 
     def of_client(self, name: str, tenant: str, lora: Lora, quota: Quota) -> AdapterRequest:
         """The adapter of an SDK client's model, or one that serves a saved state of it. Raises RequestError."""
@@ -225,7 +245,7 @@ class Acceptance:
         name = _name(section)
         settings = {key: value for key, value in section.items() if key != "name"}
         try:
-            adapter = joined(self._config, DesiredAdapter(name=name, incarnation=1, adapter=settings))
+            adapter = joined(self._config, DesiredAdapter(name=name, incarnation=1, adapter=settings), submitted=True)
         except ConfigError as error:
             reason = error.reason.replace(f" in the settings of {name}.1", "")
             raise RequestError(422, error.path, reason, error.fix) from None
@@ -247,22 +267,14 @@ class Acceptance:
         return self._checked(adapter, name)
 
     def _checked(self, adapter: AdapterConfig, name: str) -> AdapterRequest:
-        config = alone(self._config, adapter)
-        facts = gather_facts(config, runs_here=False)
-        for finding in check(config, facts):
-            # What the operator offers may have changed since the start; tenants are not shown how.
-            if finding.severity is Severity.ERROR and not finding.path.startswith("service."):
-                raise RequestError.of(own_path(finding.error()))
         try:
-            for problem in task_problems(config, online=False):
-                raise RequestError.of(own_path(problem))
-            (resolved,) = resolve_targets(config, facts).adapters
+            resolved = joining(self._config, adapter, online=False)
+        except ConfigErrors as refused:
+            raise RequestError.of(refused.errors[0]) from None
         except ConfigError as error:
             raise RequestError.of(own_path(error)) from None
         except ArealLoraError as error:
             raise RequestError(422, "task", str(error), "turn to the operator of the run") from None
-        if (lacking := unserved(self._config, resolved, facts)) is not None:
-            raise RequestError.of(own_path(lacking.error()))
         settings = resolved.model_dump(mode="json", exclude={"name"}, exclude_unset=True)
         return AdapterRequest(name=name, rank=resolved.spec("").max_rank, weight=resolved.weight, settings=settings)
 
@@ -274,7 +286,7 @@ def api_of(config: Config) -> ApiConfig:
     return config.service.api
 
 
-def check_driver(section: Mapping[str, Any]) -> None:
+def _check_driver(section: Mapping[str, Any]) -> None:
     """Raises RequestError for the workflow that only models of SDK clients have."""
     workflow = section.get("workflow")
     if isinstance(workflow, Mapping) and workflow.get("kind") == "client":

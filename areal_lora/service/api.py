@@ -20,18 +20,18 @@ from areal_lora.config.models import Config
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service import http
-from areal_lora.service.acceptance import Acceptance, api_of, check_driver
+from areal_lora.service.acceptance import Acceptance, api_of
 from areal_lora.service.download import Downloads, downloaded, open_download
 from areal_lora.service.gateway import Gateway, Meter, Names, n_tokens, split
 from areal_lora.service.observed import PAGE, ObservedAdapter, RunObserver
-from areal_lora.service.queue.queue_rows import TENANT, AdapterRow, Key, Quota, Verb, digest_of, new_key
+from areal_lora.service.queue.queue_rows import TENANT, AdapterRow, Key, Quota, Tables, Verb, digest_of, new_key
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.refused import RequestError, unknown_adapter
 from areal_lora.service.tinker.routes import Sdk
 
 JSON = "application/json"
-CHECKS = 2
-"""Adapters whose rows are read, and versions that are exported, at a time."""
+EXPORTS = 2
+"""Versions that are exported at a time."""
 
 
 class Api:
@@ -52,13 +52,16 @@ class Api:
         self._config, self._folder, self._writer, self._observed = config, run_folder, writer, observed
         self._acceptance, self._gateway, self._meter, self._sdk = acceptance, gateway, meter, sdk
         self._quota = Quota.of(api_of(config).quota)
-        self._heavy = asyncio.Semaphore(CHECKS)
+        self._heavy = asyncio.Semaphore(EXPORTS)
         self._downloads = Downloads()
 
     def app(self) -> Starlette:
+        async def health(request: Request) -> http.Answered:
+            return {"run": self._config.run.name}
+
         one, guarded = "/v1/adapters/{name}", http.guard(lambda: self._writer.tables, self._meter.request)
         routes = [
-            http.unguarded("GET", "/health", self.health),
+            http.unguarded("GET", "/health", health),
             guarded("POST", "/v1/adapters", self.create),
             guarded("GET", "/v1/adapters", self.overview),
             guarded("GET", one, self.show),
@@ -81,56 +84,35 @@ class Api:
         app.router.redirect_slashes = False  # a redirect is no typed answer
         return app
 
-    async def health(self, request: Request) -> http.Answered:
-        return {"run": self._config.run.name}
-
     async def create(self, request: Request, caller: http.Caller) -> http.Answered:
         """``POST /v1/adapters``: the body is an entry of ``adapters``."""
         section = http.as_object(await http.body_of(request, caller))
-        acknowledged = await self.take_in(section, caller.tenant, http.idempotency_key(request), caller.quota)
+        acknowledged = await self._acceptance.take_in(
+            section, caller.tenant, http.idempotency_key(request), caller.quota
+        )
         reached("service.answering")
         return Response(acknowledged, 201, media_type=JSON)
-
-    async def take_in(self, section: dict[str, Any], tenant: str, request: str, quota: Quota | None) -> bytes:
-        """Check and create an adapter. Without ``quota`` it is the operator's own, caller may name any code and file.
-
-        A repeated request is not checked again: its answer is the first one. Raises RequestError.
-        """
-        mark = http.fingerprint(Verb.CREATE, msgspec.json.encode(section, order="sorted"))
-        if request and (known := await self._writer.answered(tenant, request, mark)) is not None:
-            return known
-        check_driver(section)
-        async with self._heavy:
-            if quota is None:
-                adapter = await asyncio.to_thread(self._acceptance.of_operator, section)
-            else:
-                adapter = await asyncio.to_thread(self._acceptance.of_tenant, section, tenant, quota)
-        return await self._writer.operate(
-            AdapterChange(
-                tenant=tenant, name=adapter.name, verb=Verb.CREATE, fingerprint=mark, request=request, new=adapter
-            )
-        )
 
     async def overview(self, request: Request, caller: http.Caller) -> http.Answered:
         rows = self._writer.tables.of(caller.tenant)
         return {"adapters": [_shown(row, self._observed.of(row.key)) for row in rows]}
 
     async def show(self, request: Request, caller: http.Caller) -> http.Answered:
-        row = self._row(request, caller)
+        row = _row(self._writer.tables, request, caller)
         return _shown(row, self._observed.of(row.key))
 
     async def logs(self, request: Request, caller: http.Caller) -> http.Answered:
-        return {"states": self._observed.states(self._row(request, caller).key)}
+        return {"states": self._observed.states(_row(self._writer.tables, request, caller).key)}
 
     async def metrics(self, request: Request, caller: http.Caller) -> http.Answered:
         """``?after=N&limit=M``: the records from the N-th on; ``next`` is the ``after`` of the next request."""
-        row, after = self._row(request, caller), http.number(request, "after", 0, 10**15 - 1)
+        row, after = _row(self._writer.tables, request, caller), http.number(request, "after", 0, 10**15 - 1)
         records = self._observed.records(row.key, after, http.number(request, "limit", PAGE, PAGE))
         return {"records": records, "next": after + len(records)}
 
     async def download(self, request: Request, caller: http.Caller) -> http.Answered:
         """``?version=N``, ``newest`` or ``best``: a tar of the PEFT folder."""
-        row, version = self._row(request, caller), request.query_params.get("version", "newest")
+        row, version = _row(self._writer.tables, request, caller), request.query_params.get("version", "newest")
         headers = {"Content-Disposition": f'attachment; filename="{row.name}.tar"'}
         with self._downloads.hold(caller.tenant) as held:
             async with self._heavy:
@@ -163,12 +145,8 @@ class Api:
 
     async def tenants(self, request: Request, caller: http.Caller) -> http.Answered:
         _check_operator(caller)
-        return {"tenants": [self._tenant_body(tenant) for tenant in self._writer.tables.quotas]}
-
-    def _tenant_body(self, tenant: str) -> dict[str, Any]:
         tables = self._writer.tables
-        keys = [key.label for key in tables.keys.values() if key.tenant == tenant]
-        return {"tenant": tenant, "quota": tables.quotas[tenant], "keys": keys}
+        return {"tenants": [_tenant_body(tables, tenant) for tenant in tables.quotas]}
 
     async def put_tenant(self, request: Request, caller: http.Caller) -> http.Answered:
         _check_operator(caller)
@@ -184,11 +162,11 @@ class Api:
         if any(value <= 0 for value in msgspec.structs.astuple(quota)):
             raise RequestError(422, "quota", "a limit is not above 0", "give numbers above 0")
         await self._writer.administer(lambda store: store.put_tenant(body.tenant, quota))
-        return http.answer(self._tenant_body(body.tenant), 201)
+        return http.answer(_tenant_body(self._writer.tables, body.tenant), 201)
 
     async def put_key(self, request: Request, caller: http.Caller) -> http.Answered:
         _check_operator(caller)
-        tenant = self._tenant(request)
+        tenant = _tenant(self._writer.tables, request)
         label = http.decoded(await http.body_of(request, caller) or b"{}", http.KeyRequest).label
         if not TENANT.fullmatch(label):
             raise RequestError(
@@ -201,7 +179,7 @@ class Api:
 
     async def drop_key(self, request: Request, caller: http.Caller) -> http.Answered:
         _check_operator(caller)
-        tenant, label = self._tenant(request), request.path_params["label"]
+        tenant, label = _tenant(self._writer.tables, request), request.path_params["label"]
         mine = (key for key in self._writer.tables.keys.values() if (key.tenant, key.label) == (tenant, label))
         if (key := next(mine, None)) is None or key.operator:
             raise RequestError(404, "label", "there is no such key", "list the keys with GET /v1/tenants")
@@ -225,17 +203,24 @@ class Api:
 
         return handle
 
-    def _row(self, request: Request, caller: http.Caller) -> AdapterRow:
-        name = request.path_params["name"]
-        if (row := self._writer.tables.adapters.get((caller.tenant, name))) is None:
-            raise unknown_adapter(name[:64])
-        return row
 
-    def _tenant(self, request: Request) -> str:
-        tenant: str = request.path_params["tenant"]
-        if tenant not in self._writer.tables.quotas:
-            raise RequestError(404, "tenant", f"there is no tenant {tenant[:64]!r}", "make it with POST /v1/tenants")
-        return tenant
+def _row(tables: Tables, request: Request, caller: http.Caller) -> AdapterRow:
+    name = request.path_params["name"]
+    if (row := tables.adapters.get((caller.tenant, name))) is None:
+        raise unknown_adapter(name[:64])
+    return row
+
+
+def _tenant(tables: Tables, request: Request) -> str:
+    tenant: str = request.path_params["tenant"]
+    if tenant not in tables.quotas:
+        raise RequestError(404, "tenant", f"there is no tenant {tenant[:64]!r}", "make it with POST /v1/tenants")
+    return tenant
+
+
+def _tenant_body(tables: Tables, tenant: str) -> dict[str, Any]:
+    keys = [key.label for key in tables.keys.values() if key.tenant == tenant]
+    return {"tenant": tenant, "quota": tables.quotas[tenant], "keys": keys}
 
 
 def _check_operator(caller: http.Caller) -> None:

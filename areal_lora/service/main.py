@@ -85,7 +85,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         admit_operator(store, run_folder.service_key, Quota.of(api_config.quota))
         writer = Writer(store, run_folder, observed.phases)
         stack.callback(writer.close)
-        acceptance = Acceptance(config)
+        acceptance = Acceptance(config, writer)
         around = Surroundings.of(config, observed)
         queue = await stack.enter_async_context(RequestQueue(writer, run_folder, acceptance.of_client, around))
         gateway, meter = await stack.enter_async_context(Gateway(run_folder)), Meter()
@@ -106,7 +106,9 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         set_status(run_folder, ROLE, 0, f"serving on http://{HOST}:{port}")
         log.info("serving on http://%s:%d", HOST, port)
         heart = Heart(run_folder, ROLE, 0, {EVENT_LOOP: config.run.stall_s})
-        inbox = FolderInbox(run_folder.inbox, lambda section, request: api.take_in(section, LOCAL, request, None))
+        inbox = FolderInbox(
+            run_folder.inbox, lambda section, request: acceptance.take_in(section, LOCAL, request, None)
+        )
         tasks = [
             watched_task("event-loop-ticks", partial(_tick, heart)),
             watched_task("metrics-tail", partial(_follow, observed, writer)),

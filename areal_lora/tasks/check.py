@@ -1,4 +1,7 @@
-"""Read all rows of the tasks before anything starts, so that a bad row costs one line and not a run."""
+"""Read all rows of the tasks before anything starts, so that a bad row costs one line and not a run.
+
+What joins a run has the checks of a start as well (`joining`).
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,37 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from areal_lora.config.models import Config
+from areal_lora.config.facts import gather_facts
+from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.recorded import alone, own_path
+from areal_lora.config.rules.adapter_rules import unserved
+from areal_lora.config.rules.findings import Severity
+from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.config.sections import task as sections
-from areal_lora.errors import ConfigError
+from areal_lora.errors import ConfigError, ConfigErrors
 from areal_lora.tasks.code_reward import CodeSettings, row_tests
-from areal_lora.tasks.datasets import hub_sources, load_samples
-from areal_lora.tasks.rewards import given_answer
-from areal_lora.tasks.score_item import ScoreItem
-from areal_lora.tasks.scorer import Score, ScorerPool
+from areal_lora.tasks.datasets import given_answer, hub_sources, load_samples
+from areal_lora.tasks.reward_calls import Score, ScoreItem
+from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.tasks.word_problems import Split
 from areal_lora.types import Outcome
+
+
+def joining(config: Config, adapter: AdapterConfig, *, online: bool) -> AdapterConfig:
+    """``adapter`` with resolved targets, once it has passed the rules of a start for the run of ``config``.
+
+    Raises ConfigError or ConfigErrors with keys of the adapter's section, and what `task_problems` raises.
+    """
+    # Without the service: its rule is about names that a configuration may give.
+    single = alone(config.model_copy(update={"service": None}), adapter)
+    facts = gather_facts(single, runs_here=False)
+    findings = [f for f in check(single, facts) if f.severity is Severity.ERROR and f.path.startswith("adapters")]
+    errors = [finding.error() for finding in findings] or list(task_problems(single, online=online))
+    if not errors and (finding := unserved(config, adapter, facts)) is not None:
+        errors = [finding.error()]
+    if errors:
+        raise ConfigErrors([own_path(error) for error in errors])
+    return resolve_targets(single, facts).adapters[0]
 
 
 def task_problems(config: Config, *, online: bool) -> Iterator[ConfigError]:

@@ -39,6 +39,8 @@ WALL_FACTOR = 2.5
 """Seconds of a test over its CPU seconds: several run on a busy machine."""
 OUTPUT_BYTES = 256 << 10
 """Largest output of a test, and largest file in its temporary folder."""
+TEST_BYTES = 256 << 20
+"""Address space of the program in a test."""
 _SYSTEM = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"),
     *("/usr/share/zoneinfo", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"),
@@ -68,7 +70,6 @@ class CodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     credit: str
     timeout_s: float
     test_s: float
-    test_memory_mib: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ class CodeRunner:
         verdict = self._run("", CodeTest(), START_S)
         if verdict is not Verdict.PASSED:
             reason = f"an empty program ends with {verdict} where it may read nothing but the interpreter and libraries"
-            fix = "use a Python whose shared libraries are below its prefix or the system's, and more test_memory_mib"
+            fix = "use a Python whose shared libraries are below its prefix or the system's"
             raise EnvironmentError_(f"reward code: {reason} (fix: {fix})")
 
     def __call__(self, completion: str, columns: dict[str, Any]) -> dict[str, float | bool]:
@@ -172,8 +173,7 @@ class CodeRunner:
     def _fence(self, folder: Path) -> None:
         """In the new process, before it becomes the interpreter."""
         s = self._settings
-        memory = s.test_memory_mib << 20
-        _lower(resource.RLIMIT_AS, memory)
+        _lower(resource.RLIMIT_AS, TEST_BYTES)
         _lower(resource.RLIMIT_CPU, math.ceil(s.test_s))
         doors = Doors(
             scratch=str(folder / "work"),

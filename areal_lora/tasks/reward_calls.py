@@ -14,6 +14,7 @@ import asyncio
 import errno
 import inspect
 import logging
+import math
 import re
 import socket
 import sysconfig
@@ -24,16 +25,71 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from areal_lora.config.sections.task import DatasetTask, TaskConfig
 from areal_lora.errors import ConfigError
-from areal_lora.tasks.score_item import ScoreItem
-from areal_lora.types import Cause, Sample
+from areal_lora.types import Cause, Outcome, Sample
 
 log = logging.getLogger(__name__)
 
 _BATCHED = {"completions": "completion", "answers": "answer", "prompts": "prompt", "finish_reasons": "finish_reason"}
 _FIX = "name a function reward(completion, answer) that returns a number"
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer with all that a reward may use.
+
+    ``completion`` is what the model wrote, ``answer`` the gold answer. ``messages`` is the conversation with the
+    answer as its last message; of a plain prompt, a user message and the answer. ``columns`` has all columns of the
+    data set's row. ``n_tokens`` counts the answer's tokens, 0 if unknown; ``finish_reason`` is ``stop`` or ``length``.
+    """
+
+    completion: str
+    answer: Any = None
+    prompt: str = ""
+    messages: list[dict[str, Any]] = []
+    columns: dict[str, Any] = {}
+    n_tokens: int = 0
+    finish_reason: str = ""
+
+    @classmethod
+    def of(
+        cls, sample: Sample, completion: str, *, n_tokens: int = 0, finish_reason: str = "", prefill: str = ""
+    ) -> ScoreItem:
+        """``completion`` as the answer to ``sample``; ``prefill`` is the text that it starts with."""
+        prompt = sample.messages or ({"role": "user", "content": sample.prompt},)
+        return cls(
+            completion=completion,
+            answer=sample.answer,
+            prompt=sample.prompt,
+            messages=[*prompt, {"role": "assistant", "content": prefill + completion}],
+            columns=dict(sample.columns),
+            n_tokens=n_tokens,
+            finish_reason=finish_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Score of one answer. ``reward`` is NaN unless ``outcome`` is ``ok``; ``detail`` and ``cause`` state the reason.
+
+    ``correct`` is None if the answer was not scored or the reward has no rule for correctness. ``components`` are the
+    named parts of the reward, if it has any.
+    """
+
+    reward: float
+    outcome: Outcome
+    detail: str = ""
+    correct: bool | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    cause: Cause = Cause.OTHER
+
+    @classmethod
+    def fault(cls, outcome: Outcome, detail: str, cause: Cause = Cause.OTHER) -> Score:
+        """An answer that could not be scored."""
+        return cls(reward=math.nan, outcome=outcome, detail=detail, cause=cause)
 
 
 class Style(StrEnum):

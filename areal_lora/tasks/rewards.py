@@ -1,18 +1,19 @@
-r"""Rewards: the built-in ones by name, and exact numeric match between a completion and a gold answer.
+r"""Rewards by name, and the built-in ones: exact numeric match, and equality of mathematical expressions.
 
-The parser never evaluates text and runs in linear time: a run of characters that starts with a
+The parser of numbers never evaluates text and runs in linear time: a run of characters that starts with a
 digit is consumed once, as a number or as another token. Values are exact fractions, so
 ``0.5``, ``1/2`` and ``\frac{1}{2}`` are equal.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypedDict
@@ -21,9 +22,8 @@ import msgspec
 
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.tasks.loading import load_import_path
-from areal_lora.tasks.reward_calls import RewardCall
-from areal_lora.tasks.rows import value_of
-from areal_lora.types import Sample, gold_text
+from areal_lora.tasks.reward_calls import RewardCall, Score
+from areal_lora.types import Outcome, gold_text
 
 
 class Graded(TypedDict, total=False):
@@ -67,6 +67,8 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _ANSWER_IS = re.compile(r"answer\s*(?:is|:|=)", re.IGNORECASE)
+_PROSE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
+_DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -111,17 +113,53 @@ def numeric_match(completion: str, gold: str) -> bool:
     return extract_answer(completion) == expected
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grade:
-    """A finite reward. ``correct`` is None where the task has no rule for it. ``components`` are its named parts."""
+def math_verify(completion: str, gold: str) -> bool:
+    r"""Return whether both state equal expressions, by the package math-verify (sympy).
 
-    reward: float
-    correct: bool | None
-    components: Mapping[str, float] = field(default_factory=dict)
+    A text with ``#### x`` states x, as in GSM8K; in any other text math-verify searches for LaTeX (``\boxed{}``,
+    ``$...$``) and numbers. Both sides may use either form. The scorer process limits the time, not math-verify.
+    Raises ValueError if ``gold`` states no readable expression.
+    """
+    from math_verify import verify
+
+    expected = _expressions(gold, whole=True)
+    if not expected:
+        raise ValueError(f"gold answer states no expression: {gold[-80:]!r}")
+    stated = _expressions(completion, whole=False)
+    try:
+        return bool(stated) and bool(verify(expected, stated, timeout_seconds=None, raise_on_error=True))
+    except MemoryError:
+        raise
+    except Exception:  # fault boundary: the library raises many types about text that is no mathematics  # noqa: BLE001
+        return False
 
 
-def grade(value: object, correct_threshold: float | None) -> Grade:
-    """Check the return value of a reward function. Raises TypeError, ValueError, OverflowError.
+def _expressions(text: str, *, whole: bool) -> list[Any]:
+    """Return the expressions in ``text``, parsed by math-verify. ``whole``: all of it may be one bare expression."""
+    _, marker, tail = text.partition("####")
+    if marker:
+        text, whole = tail.lstrip(" ").partition("\n")[0], True
+    text = text.strip()
+    forms = [text]
+    if whole and not _DELIMITED.search(text):
+        forms.insert(1 if _PROSE.search(text) else 0, f"${text}$")
+    return next((found for form in forms if (found := _parse(form))), [])
+
+
+def _parse(text: str) -> list[Any]:
+    from math_verify import parse
+
+    try:
+        found = parse(text, parsing_timeout=None, raise_on_error=True, fallback_mode="no_fallback")
+    except MemoryError:
+        raise
+    except Exception:  # fault boundary: as above  # noqa: BLE001
+        return []
+    return list(found)
+
+
+def grade(value: object, correct_threshold: float | None) -> Score:
+    """The score that a reward function returned as ``value``. Raises TypeError, ValueError, OverflowError.
 
     A bool states whether the answer is correct, and its reward is 1 or 0. A mapping may have ``correct``; its other
     entries are named components, and the reward is its ``reward``, or else the sum of the components. Any other reward
@@ -146,7 +184,8 @@ def grade(value: object, correct_threshold: float | None) -> Grade:
         correct = value
     if correct is None and correct_threshold is not None:
         correct = reward >= correct_threshold
-    return Grade(reward=reward, correct=None if correct is None else bool(correct), components=components)
+    graded = None if correct is None else bool(correct)
+    return Score(reward=reward, outcome=Outcome.OK, correct=graded, components=components)
 
 
 def _number(what: str, value: Any) -> float:
@@ -180,11 +219,12 @@ def reward_call(
             return RewardCall.of(_by_text(numeric_match), kind)
         case "math_verify":
             try:
-                from areal_lora.tasks.math_reward import math_verify
+                importlib.import_module("math_verify")  # now, not within the time of the first answer
             except ImportError as error:
                 raise EnvironmentError_(
                     f"reward math_verify: {error} (fix: pip install math-verify, or use kind: numeric_match)"
                 ) from error
+            logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns at every start that it has no time limit
             return RewardCall.of(_by_text(math_verify), kind)
         case "judge":
             from areal_lora.tasks.judge import JudgeSettings, LlmJudge
@@ -252,16 +292,3 @@ def _value(token: re.Match[str]) -> Fraction | None:
 
 def _int(text: str) -> int:
     return int(text.replace(",", ""))
-
-
-def given_answer(sample: Sample, column: str | None) -> str:
-    """The text in ``column``, the gold answer if it is None. Raises ConfigError for a row that has none."""
-    try:
-        value = sample.gold if column is None else value_of(sample.columns, column)
-    except KeyError:
-        value = None
-    if isinstance(value, str) and value.strip():
-        return value
-    known = ", ".join(sample.columns) or "none"
-    what = "gold answer" if column is None else f"text in column {column!r}"
-    raise ConfigError("sft.column", f"{sample.uid} has no {what}", f"name a column of text; its columns: {known}")

@@ -7,6 +7,10 @@ kills it, and a new child scores the rest of the batch.
 
 The child enforces the time limit of an answer and ends itself. The parent's limit is longer and counts only
 while the parent's event loop runs, so a stalled event loop or a stopped parent never kills a child.
+
+A :class:`RewardSum` has a pool for each reward of an adapter; the score of an answer is their weighted sum. The first
+reward states what is correct. An answer that one of them could not score is not scored: the first such outcome is the
+answer's.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import asyncio
 import contextlib
 import errno
 import logging
-import math
 import os
 import shutil
 import signal
@@ -24,7 +27,7 @@ import tempfile
 import time
 from asyncio.subprocess import Process
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -32,16 +35,13 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from areal_lora.config.sections.task import JudgeReward, RewardConfig
+from areal_lora.config.sections.task import JudgeReward, RewardConfig, labels
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError, undo_on_error
-from areal_lora.tasks.reward_calls import Style, Traces
+from areal_lora.tasks.reward_calls import Score, ScoreItem, Style, Traces
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
-from areal_lora.tasks.score_item import ScoreItem
-from areal_lora.tasks.scorer_child import Ready, ScoreResult, Setup, pack_frame
+from areal_lora.tasks.scorer_child import Ready, ScoreResult, Setup, pack_frame, too_long
 from areal_lora.tasks.scorer_setup import in_a_box, setup_of
-from areal_lora.types import Cause, Outcome
-
-__all__ = ["Score", "ScoreItem", "ScorerPool"]
+from areal_lora.types import Outcome
 
 START_DEADLINE_S = 60.0
 START_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # between tries to replace a child: memory or processes may be short
@@ -57,22 +57,6 @@ _RESULT = msgspec.msgpack.Decoder(ScoreResult)
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """Score of one answer. ``reward`` is NaN unless ``outcome`` is ``ok``; ``detail`` and ``cause`` state the reason.
-
-    ``correct`` is None if the answer was not scored or the reward has no rule for correctness. ``components`` are the
-    named parts of the reward, if it has any.
-    """
-
-    reward: float
-    outcome: Outcome
-    detail: str = ""
-    correct: bool | None = None
-    components: Mapping[str, float] = field(default_factory=dict)
-    cause: Cause = Cause.OTHER
 
 
 class ScorerPool:
@@ -275,17 +259,9 @@ class _Child:
                 if verdict.index != index:
                     raise msgspec.DecodeError(f"verdict {verdict.index} in place of {index}")
                 self._pool.note(verdict)
-                if verdict.timed_out:
-                    scores.append(self._too_long())
-                elif verdict.value is None:
-                    if verdict.trace:
-                        self._pool.traces.log("the reward", verdict.detail, verdict.trace)
-                    scores.append(_fault(Outcome.ERROR, verdict.detail, verdict.cause))
-                else:
-                    components = verdict.components
-                    scores.append(
-                        Score(reward=verdict.value, outcome=Outcome.OK, correct=verdict.correct, components=components)
-                    )
+                if verdict.trace:
+                    self._pool.traces.log("the reward", verdict.score.detail, verdict.trace)
+                scores.append(verdict.score)
                 if verdict.tainted:
                     self.spent = True
                     return scores
@@ -294,14 +270,14 @@ class _Child:
         except TimeoutError:
             scores.append(self._too_long())
         except msgspec.DecodeError:
-            scores.append(_fault(Outcome.ERROR, "the reward wrote into the scorer's reply pipe"))
+            scores.append(Score.fault(Outcome.ERROR, "the reward wrote into the scorer's reply pipe"))
         except (OSError, EOFError):
             scores.append(await self._ended(began_s))
         self.spent = True
         return scores
 
     def _too_long(self) -> Score:
-        return _fault(Outcome.TIMEOUT, f"scoring took longer than {self._timeout_s:g} s")
+        return Score.fault(Outcome.TIMEOUT, too_long(self._timeout_s))
 
     async def _ended(self, began_s: float) -> Score:
         """Return the score of the answer that was in progress since ``began_s`` when the process ended."""
@@ -310,7 +286,7 @@ class _Child:
         limits = (-signal.SIGKILL, -signal.SIGXCPU, 128 + signal.SIGKILL, 128 + signal.SIGXCPU)
         if self._process.returncode in limits and time.monotonic() - began_s >= self._timeout_s:
             return self._too_long()
-        return _fault(Outcome.ERROR, f"scorer process {how}")
+        return Score.fault(Outcome.ERROR, f"scorer process {how}")
 
     async def _end(self) -> str:
         """Describe how the process ended after the end of its pipe; it may have closed the pipe and still run."""
@@ -353,13 +329,70 @@ async def _patient(work: Coroutine[Any, Any, T], patience_s: float) -> T:
         task.cancel()
 
 
-def _fault(outcome: Outcome, detail: str, cause: Cause = Cause.OTHER) -> Score:
-    return Score(reward=math.nan, outcome=outcome, detail=detail, cause=cause)
-
-
 @cache
 def _warn_of(missing: tuple[str, ...]) -> None:
     if missing:
         log.warning(
             "scorer processes have fewer protections than they should, this machine lacks: %s", "; ".join(missing)
         )
+
+
+class RewardSum:
+    """Scores answers with all ``rewards``; use it with ``async with``, as a :class:`ScorerPool`."""
+
+    def __init__(self, rewards: Sequence[RewardConfig], *, hidden: Path | None = None) -> None:
+        self._labels = labels(list(rewards))
+        self._kinds = [reward.kind for reward in rewards]
+        self._weights = [reward.weight for reward in rewards]
+        self._pools = [ScorerPool(reward, hidden=hidden) for reward in rewards]
+        self._stack = AsyncExitStack()
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
+        """Return one score per item, in order. Raises what `ScorerPool.score` raises."""
+        columns = await asyncio.gather(*(pool.score(items) for pool in self._pools))
+        return [weighted(scores, self._labels, self._weights) for scores in zip(*columns, strict=True)]
+
+    def take_costs(self) -> dict[str, float]:
+        """What the rewards have spent since the last call: ``judge/calls``, ``judge/cached_share``."""
+        found: dict[str, float] = {}
+        for label, kind, pool in zip(self._labels, self._kinds, self._pools, strict=True):
+            costs = pool.take_costs()
+            if answers := costs.get("answers"):
+                costs["cached_share"] = costs.pop("cached", 0.0) / answers
+            found |= {f"{label or kind}/{name}": value for name, value in costs.items()}
+        return found
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for pool in self._pools:
+                await stack.enter_async_context(pool)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+
+def weighted(scores: Sequence[Score], names: Sequence[str], weights: Sequence[float]) -> Score:
+    """The sum of one answer's ``scores``. The value of a named reward is a part, unweighted, and so are its parts."""
+    for name, score in zip(names, scores, strict=True):
+        if score.outcome is not Outcome.OK:
+            detail = f"{name}: {score.detail}" if name else score.detail
+            return Score.fault(score.outcome, detail, score.cause)
+    parts: dict[str, float] = {}
+    for name, score in zip(names, scores, strict=True):
+        parts |= _parts(name, score.reward, score.components)
+    return Score(
+        reward=sum(weight * score.reward for weight, score in zip(weights, scores, strict=True)),
+        outcome=Outcome.OK,
+        correct=scores[0].correct,
+        components=parts,
+    )
+
+
+def _parts(name: str, value: float, components: Mapping[str, float]) -> dict[str, float]:
+    if not name:
+        return dict(components)
+    return {name: value} | {f"{name}/{part}": number for part, number in components.items()}

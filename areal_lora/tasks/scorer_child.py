@@ -30,12 +30,11 @@ from typing import Any, BinaryIO
 import msgspec
 
 from areal_lora.errors import ArealLoraError, EnvironmentError_
-from areal_lora.tasks.reward_calls import RewardCall, Style, cause_of, describe, trace
-from areal_lora.tasks.rewards import Grade, grade, reward_call
+from areal_lora.tasks.reward_calls import RewardCall, Score, ScoreItem, Style, cause_of, describe, trace
+from areal_lora.tasks.rewards import grade, reward_call
 from areal_lora.tasks.sandbox.fence import Deadline, Doors, end_with_parent, raise_fence
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
-from areal_lora.tasks.score_item import ScoreItem
-from areal_lora.types import Cause
+from areal_lora.types import Cause, Outcome
 
 PRINTED_CHARACTERS = 2000
 ASYNC_LATE_S = 0.5  # a coroutine's own time-out comes before the end of the process
@@ -72,25 +71,18 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Verdict on one item. ``value`` is the reward; None if it could not be computed, for the reason in ``detail``.
+    """The score of one item. ``index`` counts the answers of a batch.
 
-    ``correct`` is None if the task has no rule for it. ``index`` counts the answers of a batch. ``ended_s`` is
-    ``time.monotonic``, which parent and child share. ``timed_out``: an asynchronous reward took too long.
-    ``tainted``: this process must not score another answer. ``costs``: spent since the last result.
-    ``trace`` is the traceback of what the reward raised, for the reason in ``cause``.
+    ``ended_s`` is ``time.monotonic``, which parent and child share. ``tainted``: this process must not score another
+    answer. ``costs``: spent since the last result. ``trace`` is the traceback of what the reward raised.
     """
 
     index: int
-    value: float | None
+    score: Score
     ended_s: float
-    correct: bool | None = None
-    components: dict[str, float] = {}
-    detail: str = ""
     printed: str = ""
-    timed_out: bool = False
     tainted: bool = False
     costs: dict[str, float] = {}
-    cause: Cause = Cause.OTHER
     trace: str = ""
 
 
@@ -189,32 +181,33 @@ class Judge:
 
     def _verdict(self, index: int, value: Callable[[], Any]) -> ScoreResult:
         before = threads()
-        graded: Grade | None = None
-        detail, timed_out, tainted, cause, raised = "", False, False, Cause.OTHER, ""
+        tainted, raised = False, ""
         try:
-            graded = grade(value(), self.setup.correct_threshold)
+            score = grade(value(), self.setup.correct_threshold)
         except Exception as error:  # fault boundary: a reward function may fail in any way  # noqa: BLE001
-            timed_out = isinstance(error, TimeoutError) and self.call.style is Style.ASYNC
-            detail, tainted = describe(error, self.call.function), isinstance(error, MemoryError)
-            raised = trace(error)
-            if not timed_out and self.setup.kind != "judge":
-                cause = cause_of(error, alone=not self.setup.network)
+            tainted = isinstance(error, MemoryError)
+            if isinstance(error, TimeoutError) and self.call.style is Style.ASYNC:
+                score = Score.fault(Outcome.TIMEOUT, too_long(self.setup.timeout_s))
+            else:
+                judge, alone = self.setup.kind == "judge", not self.setup.network
+                cause = Cause.OTHER if judge else cause_of(error, alone=alone)
+                score = Score.fault(Outcome.ERROR, describe(error, self.call.function), cause)
+                raised = trace(error)
         if threads() - before:
-            graded, detail, tainted, cause = None, "a thread that it started is still running", True, Cause.OTHER
+            score, tainted = Score.fault(Outcome.ERROR, "a thread that it started is still running"), True
         return ScoreResult(
             index=index,
-            value=None if graded is None else graded.reward,
-            correct=None if graded is None else graded.correct,
-            components={} if graded is None else dict(graded.components),
+            score=score,
             ended_s=time.monotonic(),
-            detail=detail,
             printed=self.printed.take(),
-            timed_out=timed_out,
             tainted=tainted,
             costs=self.call.take_costs(),
-            cause=cause,
             trace=raised,
         )
+
+
+def too_long(timeout_s: float) -> str:
+    return f"scoring took longer than {timeout_s:g} s"
 
 
 def _return(value: Any) -> Any:

@@ -50,7 +50,7 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
             )
         case JudgeReward():
             kept = None
-            if hidden is not None and reward.cache:
+            if hidden is not None:
                 kept = RunFolder(hidden).judge
                 kept.mkdir(mode=0o700, exist_ok=True)
             return msgspec.structs.replace(

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from areal_lora.tasks.reward_calls import Score
 from areal_lora.tasks.rewards import braced, extract_answer
-from areal_lora.tasks.scorer import Score
 from areal_lora.types import Outcome
 
 Z_95 = 1.959963984540054

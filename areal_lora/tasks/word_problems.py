@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -132,28 +131,20 @@ def _draw_long(rng: random.Random) -> WordProblem | None:
     )
 
 
-def _drawn(draw: Callable[[random.Random], WordProblem | None], name: str, split: Split) -> WordProblem:
-    rng = random.Random(name)  # a str seed goes through SHA-512, not through the per-process hash()
+def draw_problem(seed: int, split: Split, index: int, *, long: bool = False) -> WordProblem:
+    """Draw problem ``index`` of a split; the same arguments give the same problem on every machine."""
+    rng = random.Random(_uid(seed, split, index, long))  # a str seed goes through SHA-512, not the per-process hash()
+    draw = _draw_long if long else _draw
     while (problem := draw(rng)) is None or split_of(problem.key) != split:
         pass
     return problem
 
 
-def draw_problem(seed: int, split: Split, index: int) -> WordProblem:
-    """Draw problem ``index`` of a split; the same arguments give the same problem on every machine."""
-    return _drawn(_draw, f"word_problems/{seed}/{split}/{index}", split)
+def word_problem(seed: int, split: Split, index: int, *, long: bool = False) -> Sample:
+    """Return problem ``index`` of a split as a :class:`Sample`; ``long``: three steps with two-digit numbers."""
+    problem = draw_problem(seed, split, index, long=long)
+    return Sample(uid=_uid(seed, split, index, long), prompt=problem.prompt, answer=problem.answer)
 
 
-def draw_long_problem(seed: int, split: Split, index: int) -> WordProblem:
-    return _drawn(_draw_long, f"long_problems/{seed}/{split}/{index}", split)
-
-
-def word_problem(seed: int, split: Split, index: int) -> Sample:
-    """Return problem ``index`` of a split as a :class:`Sample`."""
-    problem = draw_problem(seed, split, index)
-    return Sample(uid=f"word_problems/{seed}/{split}/{index}", prompt=problem.prompt, answer=problem.answer)
-
-
-def long_problem(seed: int, split: Split, index: int) -> Sample:
-    problem = draw_long_problem(seed, split, index)
-    return Sample(uid=f"long_problems/{seed}/{split}/{index}", prompt=problem.prompt, answer=problem.answer)
+def _uid(seed: int, split: Split, index: int, long: bool) -> str:
+    return f"{'long' if long else 'word'}_problems/{seed}/{split}/{index}"

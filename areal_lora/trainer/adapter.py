@@ -23,13 +23,15 @@ from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import AdapterRun, adapter_run
 from areal_lora.data.collate import scoring_batch
-from areal_lora.data.formatting import TextTokenizer
+from areal_lora.data.prompts import TextTokenizer
 from areal_lora.errors import ArealLoraError
-from areal_lora.families.shape import ModelShape, read_hf_config
+from areal_lora.families.shape import read_shape
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterPhase, AdapterRef, AdapterSpec, TrainBatch
 
 TokenRows = list[list[int]]
+SERVED = (AdapterPhase.PENDING, AdapterPhase.ACTIVE, AdapterPhase.DRAINING, AdapterPhase.PAUSED)
+"""Phases in which an adapter has a place on the servers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +145,7 @@ def probe_rows(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer)
     """
     tokens = min(PROBE_TOKENS, config.rollout.max_model_len - 1)
     if adapter.is_client:
-        vocabulary = ModelShape.from_hf(read_hf_config(Path(config.model.folder))).vocab
+        vocabulary = read_shape(Path(config.model.folder)).vocab
         choose = random.Random(0)
         return [[choose.randrange(vocabulary) for _ in range(tokens)] for _ in range(PROBE_SEQUENCES)]
     # Without the chat template: sequences that start with one system prompt would test the same tokens.

@@ -19,15 +19,17 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import probe_tolerance
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import broadcast_backend
-from areal_lora.data.formatting import load_tokenizer
-from areal_lora.distributed.exchange import GroupExchange
+from areal_lora.data.prompts import load_tokenizer
+from areal_lora.distributed.exchange import Exchange, GroupExchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
-from areal_lora.engine.engines import build_engine
-from areal_lora.families.shape import ModelShape, read_hf_config
+from areal_lora.engine.fsdp_engine import FsdpEngine
+from areal_lora.engine.megatron_engine import MegatronEngine
+from areal_lora.families.shape import read_shape
 from areal_lora.operations.link import TrainerEnd
 from areal_lora.platforms.device import own_device
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel.client import ControllerClient
+from areal_lora.run_folder.desired import DesiredWatch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint, wait_servers
 from areal_lora.run_folder.status import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
@@ -43,10 +45,10 @@ from areal_lora.trainer.adapter import (
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.clients.client_operations import Clients
 from areal_lora.trainer.clients.client_passes import Limits, tidy_states
+from areal_lora.trainer.collective.joining import recorded_as_final
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
 from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.roster.desired_adapters import desired_view
 from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
 from areal_lora.trainer.versions.publishing import AdapterPublishing
@@ -57,6 +59,7 @@ from areal_lora.weight_sync.trainer.publisher import Publisher
 
 _encode = msgspec.msgpack.Encoder().encode
 _probe_decoder = msgspec.msgpack.Decoder(dict[str, TokenRows])
+ENGINES = {"megatron": MegatronEngine, "fsdp": FsdpEngine}
 STARTUP_TIMEOUT_S = 900.0
 CONTROLLER_START_S = 120.0  # start of a restarted controller until it answers
 CONTROL_TIMEOUT_S = 7200.0  # longest wait of the other ranks for rank 0 without a signal from it (`work.Waiting`)
@@ -66,8 +69,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     """Build this rank. Collective over all ranks; rank 0 waits for servers and controller (see its status line)."""
     started_s = time.monotonic()
     set_status(run_folder, "trainer", rank, "loading the base model")
-    device = own_device(config.cluster.device, int(os.environ.get("LOCAL_RANK", "0")))
-    engine = build_engine(config.model, config.trainer, device)
+    engine = build_engine(config)
     control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
     mine = None
     if rank == 0:  # which tokenizes for all ranks
@@ -92,29 +94,42 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
         committed=partial(_commit, client, clients) if client else None,
         kept=clients.kept if clients else None,
     )
-    publisher = Publisher(
-        run=config.run.name,
-        config=config.weight_sync,
-        exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
-        leader=_leader(config, run_folder, client, rank_0) if client and rank_0 else None,
-        sources=engine.adapter_sources(),
-        secret=read_secret(run_folder),
-        bind=own_place(config.cluster, run_folder).address,
-        backend=broadcast_backend(config),
-        device=device,
-    )
-    on_report = rank_0.recorder.published if rank_0 else None
+    exchange = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
+    leader = _leader(config, run_folder, client, rank_0) if client and rank_0 else None
+    publisher = build_publisher(config, run_folder, engine, exchange, leader)
+    on_report = rank_0.recorder.reported if rank_0 else None
     return Trainer(
         config=config,
         run_folder=run_folder,
         engine=engine,
         states=states,
         checkpointing=Checkpointing(config, engine, saver, versions),
-        publishing=AdapterPublishing(
-            engine, publisher, config.rollout.adapter_mode, on_report, rank_0.recorder.members if rank_0 else None
-        ),
+        publishing=AdapterPublishing(engine, publisher, config.rollout.adapter_mode, on_report),
         control=control,
         rank_0=rank_0,
+    )
+
+
+def build_engine(config: Config) -> AdapterEngine:
+    """This rank's engine on its device. Raises ConfigError where sizes and model do not fit it."""
+    device = own_device(config.cluster.device, int(os.environ.get("LOCAL_RANK", "0")))
+    return ENGINES[config.trainer.engine](config.model, config.trainer, device)
+
+
+def build_publisher(
+    config: Config, run_folder: RunFolder, engine: AdapterEngine, exchange: Exchange, leader: Leader | None
+) -> Publisher:
+    """The publisher of this rank's shards; rank 0 has the ``leader``."""
+    return Publisher(
+        run=config.run.name,
+        config=config.weight_sync,
+        exchange=exchange,
+        leader=leader,
+        sources=engine.adapter_sources(),
+        secret=read_secret(run_folder),
+        bind=own_place(config.cluster, run_folder).address,
+        backend=broadcast_backend(config),
+        device=engine.device,
     )
 
 
@@ -164,7 +179,8 @@ def _rank_0(
         recorder=recorder,
         auditor=auditor,
         turns=FairQueue({name: state.adapter.run.weight for name, state in states.items()}),
-        desired=desired_view(run_folder) if config.service else None,
+        desired=DesiredWatch(run_folder) if config.service else None,
+        absent=recorded_as_final(run_folder) if config.service else {},
         clients=clients,
     )
 
@@ -172,7 +188,7 @@ def _rank_0(
 def _clients(config: Config, run_folder: RunFolder, engine: AdapterEngine) -> Clients:
     """Listen for what clients do with their adapters; what a crash left of states that they saved goes first."""
     tidy_states(run_folder, Disk())
-    shape = ModelShape.from_hf(read_hf_config(Path(config.model.folder)))
+    shape = read_shape(Path(config.model.folder))
     end = TrainerEnd(run_folder, own_place(config.cluster, run_folder).address)
     return Clients(run_folder, end, Limits.of(config, shape), engine.base_digest())
 

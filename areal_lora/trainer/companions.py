@@ -20,7 +20,6 @@ from pathlib import Path
 from torch import Tensor
 
 from areal_lora.algorithms.losses import Reduction, denominator, spread, token_weights, value_loss
-from areal_lora.algorithms.registry import CriticTerms
 from areal_lora.checkpoint.state import AdapterState, Companion, Manifest, files_of, read_files
 from areal_lora.config.models import AdapterConfig, OptimizerConfig
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
@@ -32,6 +31,8 @@ from areal_lora.types import AdapterSpec, TrainBatch
 
 CRITIC, REFERENCE = "critic", "reference"
 RATE = 10.0
+VALUE_CLIP = 0.2
+"""A critic's loss sees values at most so far from those before the step."""
 """Learning rate of a critic over that of its policy, where none is configured: usual values are 5 to 20."""
 
 log = get_logger(__name__)
@@ -55,7 +56,7 @@ def critic_of(adapter: Adapter) -> Critic | None:
 
     One of another rank has it, and the scale of the adapter, at all modules: patterns are for the adapter's own rank.
     """
-    if adapter.algorithm.critic is None:
+    if not adapter.algorithm.critic:
         return None
     config: AdapterConfig = adapter.config
     lr = config.algorithm.critic_lr
@@ -130,14 +131,14 @@ def load(engine: AdapterEngine, adapter: Adapter, manifest: Manifest, folder: Pa
         engine.load_state(name, read_files([folder / entry.name for entry in files_of(manifest, role)]), kept.step)
 
 
-def make_value_loss(terms: CriticTerms, reduction: Reduction) -> LossFn:
+def make_value_loss(reduction: Reduction) -> LossFn:
     """Build the critic's objective for the engine. Given answers have no share in it."""
 
     def loss(micro: MicroBatch, values: Tensor, entropy: Tensor | None) -> LossSums:
         assert micro.values is not None, "annotate() comes before learning"
         assert micro.returns is not None, "annotate() comes before learning"
         sums = value_loss(
-            terms.clip,
+            VALUE_CLIP,
             values=values,
             before=micro.values,
             returns=micro.returns,
@@ -153,13 +154,13 @@ def improve(engine: AdapterEngine, adapter: Adapter, minibatch: TrainBatch, lr: 
 
     ``lr`` is the policy's. Without a sampled token nothing happens: momentum alone would move the critic.
     """
-    critic, terms, config = critic_of(adapter), adapter.algorithm.critic, adapter.config
+    critic, config = critic_of(adapter), adapter.config
     sampled = _sampled(minibatch)
-    if critic is None or terms is None or not bool(sampled.any()):
+    if critic is None or not bool(sampled.any()):
         return {}
     reduction = config.algorithm.reduction
     own = replace(minibatch, adapters=(critic.name,) * minibatch.n_sequences)
-    sums = engine.forward_backward(own, make_value_loss(terms, reduction))
+    sums = engine.forward_backward(own, make_value_loss(reduction))
     n_sequences = int((~minibatch.given).sum())
     divisor = denominator(sampled, n_sequences, reduction, config.sampling.max_new_tokens)
     stats = engine.optim_step(critic.name, divisor, lr * critic.rate).values

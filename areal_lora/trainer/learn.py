@@ -90,7 +90,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
             factor = 1.0 - progress
         case "cosine":
             factor = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)
+    return config.lr * factor
 
 
 def make_loss(adapter: Adapter, version: int) -> LossFn:

@@ -120,42 +120,40 @@ class Recorder:
         """Record set number ``order`` of an evaluation."""
         self._writer.write(result.record(order))
 
-    def published(self, report: PublishReport) -> None:
+    def reported(self, report: PublishReport, new: bool) -> None:
+        """Record the publish of a ``new`` version, and servers that joined, left or were lost since the last report."""
         cast = report.cast
-        self._writer.write(
-            records.PublishRecord(
-                adapter=report.ref.name,
-                version=report.ref.version,
-                total_ms=report.phases["ack"],
-                phases_ms=dict(report.phases),
-                nbytes=report.nbytes,
-                probe_mean_abs=report.probe_mean_abs,
-                probe_max_abs=report.probe_max_abs,
-                differs_from_base=bool(report.differs),
-                servers=len(report.acks),
-                lost=report.lost,
-                merge_survives=cast.survives if cast else None,
-                merge_error=cast.error if cast else None,
-                merge_unmoved=cast.unmoved if cast else None,
+        if new:
+            self._writer.write(
+                records.PublishRecord(
+                    adapter=report.ref.name,
+                    version=report.ref.version,
+                    total_ms=report.phases["ack"],
+                    phases_ms=dict(report.phases),
+                    nbytes=report.nbytes,
+                    probe_mean_abs=report.probe_mean_abs,
+                    probe_max_abs=report.probe_max_abs,
+                    differs_from_base=bool(report.differs),
+                    servers=len(report.acks),
+                    lost=report.lost,
+                    merge_survives=cast.survives if cast else None,
+                    merge_error=cast.error if cast else None,
+                    merge_unmoved=cast.unmoved if cast else None,
+                )
             )
-        )
-
-    def members(self, report: PublishReport) -> None:
-        """Record which servers joined, left or were lost since the last report, if any."""
-        if not (report.joined or report.left or report.lost):
-            return
-        self._writer.write(
-            records.MembersRecord(
-                adapter=report.ref.name,
-                version=report.ref.version,
-                servers=len(report.acks),
-                joined=report.joined,
-                left=report.left,
-                lost=report.lost,
-                publish_ms=report.phases["ack"],
-                time_s=time.monotonic() - self._started_s,
+        if report.joined or report.left or report.lost:
+            self._writer.write(
+                records.MembersRecord(
+                    adapter=report.ref.name,
+                    version=report.ref.version,
+                    servers=len(report.acks),
+                    joined=report.joined,
+                    left=report.left,
+                    lost=report.lost,
+                    publish_ms=report.phases["ack"],
+                    time_s=time.monotonic() - self._started_s,
+                )
             )
-        )
 
     def phase(self, ref: AdapterRef, phase: AdapterPhase, reason: str, steps: int | None = None) -> None:
         """Record that the adapter is in ``phase`` from now on; see `AdapterStateRecord` for ``steps``."""

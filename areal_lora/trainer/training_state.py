@@ -10,29 +10,32 @@ from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.obs.trace import Spans
+from areal_lora.run_folder.desired import DesiredWatch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.clients.client_operations import Clients
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.roster.desired_adapters import DesiredView
 from areal_lora.trainer.versions.checkpointing import Checkpointing
 from areal_lora.trainer.versions.publishing import AdapterPublishing
+from areal_lora.types import AdapterPhase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank0:
     """State of rank 0 only: the controller link, the recorder, the auditor, and whose turn it is to train.
 
-    ``desired`` and ``clients`` are there where adapters join and leave.
+    ``desired`` and ``clients`` are there where adapters join and leave; ``absent`` are known states of adapters that
+    are not there, by key.
     """
 
     controller: ControllerLink
     recorder: Recorder
     auditor: Auditor
     turns: FairQueue
-    desired: DesiredView | None = None
+    desired: DesiredWatch | None = None
+    absent: dict[str, AdapterPhase] = field(default_factory=dict)
     clients: Clients | None = None
 
     def driver(self, adapter: Adapter) -> ControllerLink | Clients:

@@ -98,7 +98,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 AdapterChange: TypeAlias = Join | Leave | Pause | Resume
-"""A step from the adapters that a run has towards those that it is to have (`roster.desired_adapters`)."""
+"""A step from the adapters that a run has towards those that it is to have (`joining`)."""
 Work: TypeAlias = TrainOn | Finish | RolloutFault | PublishFault | CatchUp | Operate | Conclude | AdapterChange | EndRun
 
 IDLE_S = 60.0

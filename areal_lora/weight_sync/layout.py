@@ -23,10 +23,9 @@ import msgspec
 import numpy as np
 
 from areal_lora.config.sizing.slots import bucket_ends
-from areal_lora.errors import ManifestError
+from areal_lora.errors import ManifestError, RefusalReason
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.kernels import ITEM_BYTES, Marks, fixed_keys
-from areal_lora.weight_sync.refusal import RefusalReason
 
 Shape = tuple[int, ...]
 

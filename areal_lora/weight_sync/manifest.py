@@ -16,12 +16,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from areal_lora.errors import AdapterError, ManifestError
+from areal_lora.errors import AdapterError, ManifestError, RefusalReason
 from areal_lora.families.peft_folder import FILE_PREFIX
 from areal_lora.types import AdapterRef, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.kernels import ITEM_BYTES
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout
-from areal_lora.weight_sync.refusal import RefusalReason
 
 LORA_A, LORA_B = ".lora_A.", ".lora_B."
 _MAGIC = b"ALM6"  # wire format version of an encoded announcement

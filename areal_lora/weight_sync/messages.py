@@ -41,13 +41,12 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_lora.errors import AdapterError, ManifestError
+from areal_lora.errors import AdapterError, ManifestError, RefusalReason
 from areal_lora.families.family import covers
 from areal_lora.families.registry import path_of, target_of
 from areal_lora.network.addresses import bracketed
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, Shape
-from areal_lora.weight_sync.refusal import RefusalReason
 
 INFO_PATH = "/admin/info"
 MODULES_PATH = "/admin/modules"

@@ -42,7 +42,6 @@ python -m areal_lora.launch --config base.yaml --config overlay.yaml run.seed=2 
 - Editors complete and check keys with `examples/schema.json` (`areal-lora schema`), which the first line of a file
   names: `# yaml-language-server: $schema=schema.json`.
 - `target_modules` and `exclude_modules` take names, scopes, dotted paths and wildcards; see below.
-- With `rollout.port` set, server number i listens on `rollout.port + i`.
 - A run in the run folder is resumed. With `--fresh` the launcher moves the folder to `<name>.1`, `<name>.2`, and so
   on, and begins a new run. Nothing is deleted.
 

@@ -12,8 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_lora.config.sections.adapter import PRESETS
-from areal_lora.config.support import LAYOUTS, MODES, NEEDS, REFUSALS, Combination, Refusal, group_of
-from areal_lora.families.family_engines import ENGINES, PACKED, UNSERVED
+from areal_lora.config.support import (
+    ENGINES,
+    LAYOUTS,
+    MODES,
+    NEEDS,
+    PACKED,
+    REFUSALS,
+    UNSERVED,
+    Combination,
+    Refusal,
+    group_of,
+)
 from areal_lora.families.registry import FAMILIES, supported
 
 TARGET = Path("docs/en/support.md")

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lora.config.recorded import adapter_named, read_config
 from areal_lora.config.sections.task import RewardConfig
-from areal_lora.data.formatting import Formatter
+from areal_lora.data.prompts import Formatter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.datasets import load_samples
-from areal_lora.tasks.reward_sum import RewardSum
-from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.tasks.reward_calls import Score, ScoreItem
+from areal_lora.tasks.scorer import RewardSum
 from areal_lora.tasks.tally import tally
 
 BATCH = 64

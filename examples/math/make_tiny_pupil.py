@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from make_tiny_model import answer_problems, make_model, make_tokenizer, save_tokenizer, training_batch
 
-from areal_lora.tasks.word_problems import WordProblem, draw_long_problem
+from areal_lora.tasks.word_problems import WordProblem, draw_problem
 
 SEED = 20_000  # of the training text; runs use small seeds
 STEPS, BATCH, LR, WARMUP_STEPS = 800, 64, 2e-3, 40
@@ -40,7 +40,7 @@ def school(steps: int) -> torch.nn.Module:
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / WARMUP_STEPS)
-        problems = [draw_long_problem(SEED, "train", index) for index in range(step * BATCH, (step + 1) * BATCH)]
+        problems = [draw_problem(SEED, "train", index, long=True) for index in range(step * BATCH, (step + 1) * BATCH)]
         input_ids, labels = training_batch(tokenizer, problems, worked, random.Random(0))
         logits = model(input_ids=input_ids).logits  # [N, T, V]
         loss = torch.nn.functional.cross_entropy(
@@ -57,7 +57,7 @@ def school(steps: int) -> torch.nn.Module:
 
 def measure(model: torch.nn.Module, groups: int = 64) -> dict[str, float]:
     """Held-out accuracy, and how many groups of 8 samples are neither all right nor all wrong."""
-    problems = [draw_long_problem(0, "eval", index) for index in range(256)]
+    problems = [draw_problem(0, "eval", index, long=True) for index in range(256)]
     greedy = answer_problems(model, make_tokenizer(), problems, sample=False, max_new_tokens=MAX_NEW_TOKENS)
     drawn = [p for p in problems[:groups] for _ in range(8)]
     sampled = (

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from areal_lora.config.models import Config
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
@@ -38,6 +37,7 @@ from tests.support.engine.vllm_ext.serving import (
     token_logprobs,
 )
 from tests.support.forks.starter import Fork
+from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.adapters import pack_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]

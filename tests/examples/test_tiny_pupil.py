@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from areal_lora.config.load import load_config
 from areal_lora.tasks.rewards import numeric_match
-from areal_lora.tasks.word_problems import draw_long_problem
+from areal_lora.tasks.word_problems import draw_problem
 from tests.support.paths import EXAMPLES
 
 FOLDER, OTHER = EXAMPLES / "tiny_pupil", EXAMPLES / "tiny_model"
@@ -29,7 +29,7 @@ def test_greedy_accuracy_is_that_of_its_card() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     model.set_experts_implementation("grouped_mm")
-    problems = [draw_long_problem(0, "eval", index) for index in range(256)]
+    problems = [draw_problem(0, "eval", index, long=True) for index in range(256)]
     inputs = tokenizer([p.prompt for p in problems], return_tensors="pt", padding=True, return_token_type_ids=False)
     output = model.generate(**inputs, max_new_tokens=48, do_sample=False)
     texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -44,7 +44,7 @@ def test_the_overlay_leaves_room_for_every_answer() -> None:
     )
     [adapter] = config.adapters
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    problems = [draw_long_problem(0, "train", index) for index in range(2000)]
+    problems = [draw_problem(0, "train", index, long=True) for index in range(2000)]
     longest = max(len(tokenizer.encode(problem.answer)) for problem in problems)
     assert longest < adapter.sampling.max_new_tokens
     prompt = max(len(tokenizer.encode(problem.prompt)) for problem in problems)

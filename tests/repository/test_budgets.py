@@ -24,41 +24,41 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 648,  # undo_on_error, which replaces nine clean-ups in other rooms
-    "algorithms": 1185,
-    "checkpoint": 1553,
-    "cli": 2383,
-    "config": 4587,
-    "data": 605,
-    "distributed": 475,
-    "doctor": 1160,
-    "engine": 8574,
-    "families": 1431,
-    "launcher": 3715,
+    "": 657,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync
+    "algorithms": 1178,
+    "checkpoint": 1539,
+    "cli": 2224,
+    "config": 4517,
+    "data": 594,
+    "distributed": 433,
+    "doctor": 1095,
+    "engine": 8292,
+    "families": 1378,
+    "launcher": 3704,
     "library": 477,
     "network": 911,  # the types of /v1/tool_calls, once for client and server
-    "obs": 3445,
+    "obs": 3389,
     "operations": 552,
     "platforms": 110,
     "processes": 386,  # shared_memory, which servers use, too: from launcher
-    "rollout": 6420,
-    "run_folder": 1016,
-    "service": 6086,
-    "tasks": 3421,
-    "trainer": 3843,
-    "weight_sync": 5127,
+    "rollout": 6239,
+    "run_folder": 1026,  # DesiredWatch logs a faulty file: from trainer
+    "service": 6047,
+    "tasks": 3366,
+    "trainer": 3795,
+    "weight_sync": 4972,
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
-    "largest folder": 16,
-    "share of imports": 0.1119,
-    "classes over 15 methods": 10,
+    "largest folder": 12,
+    "share of imports": 0.1067,
+    "classes over 15 methods": 3,
     "class names used twice": 0,
-    "file names used twice": 6,
+    "file names used twice": 5,
     "participles as class names": 2,
-    "register words per 1,000 lines": 0.45,
-    "broad excepts per 1,000 lines": 0.74,
-    "longest file": 415,
+    "register words per 1,000 lines": 0.32,
+    "broad excepts per 1,000 lines": 0.72,
+    "longest file": 414,
 }
 FILES = {"__init__", "main"}
 """Names that every folder may have."""

@@ -195,7 +195,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import areal_lora.engine.vllm_ext.server.assemble
 import areal_lora.engine.vllm_ext.compat.engine
-import areal_lora.engine.vllm_ext.compat.worker_slots
+import areal_lora.engine.vllm_ext.compat.weights
 import areal_lora.engine.vllm_ext.worker.extension
 print("imported")
 """
@@ -241,7 +241,7 @@ import areal_lora.engine.vllm_ext.server.main
 import areal_lora.engine.vllm_ext.compat.cpu_kernels
 import areal_lora.engine.vllm_ext.compat.cpu_scheduler
 import areal_lora.engine.vllm_ext.compat.weights
-import areal_lora.engine.vllm_ext.cpu.moe_lora
+import areal_lora.engine.vllm_ext.cpu_lora
 import areal_lora.engine.vllm_ext.worker.extension
 from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 

@@ -12,8 +12,7 @@ import pytest
 
 from areal_lora.config import support
 from areal_lora.config.sections.adapter import PRESETS
-from areal_lora.config.support import Combination, Layout
-from areal_lora.families.family_engines import PACKED
+from areal_lora.config.support import PACKED, Combination, Layout
 from areal_lora.types import ExpertLayout
 from docs.tools import support_tables
 from docs.tools.support_tables import TABLES, Table, combination, conditions, refused

@@ -22,7 +22,6 @@ import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
@@ -32,6 +31,7 @@ from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.engine.vllm_ext.serving import RunningServer, adapter, connect, start
 from tests.support.sizes import size
+from tests.support.solo_exchange import SoloExchange
 
 pytestmark = pytest.mark.slow
 

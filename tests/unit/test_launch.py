@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -63,15 +62,6 @@ def test_wrong_input_is_one_line_and_nothing_starts(tmp_path: Path, arguments: l
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
-    assert not (tmp_path / "runs").exists()
-
-
-def test_port_in_use(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        done = launch(tmp_path, f"rollout.port={port}")
-    assert (done.returncode, done.stderr.count("\n")) == (64, 1)
-    assert f"port {port} on 127.0.0.1 is in use" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

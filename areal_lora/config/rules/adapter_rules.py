@@ -232,7 +232,7 @@ def _without_effect(chosen: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     elif chosen.reference == "base":
         yield "reference_refresh_steps", "reference is base, which no version replaces"
     if not chosen.has_critic:
-        for key in ("gamma", "gae_lambda", "value_clip", "critic_lr", "critic_rank"):
+        for key in ("gamma", "gae_lambda", "critic_lr", "critic_rank"):
             yield key, f"advantage {chosen.advantage} has no critic"
     if not chosen.overlong_share:
         yield "overlong_penalty", "overlong_share is 0"

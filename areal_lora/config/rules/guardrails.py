@@ -18,12 +18,12 @@ RULES: tuple[Rule, ...] = (
     layout_rules.servers_can_serve, adapter_rules.adapter_list, adapter_rules.a_service_has_room,
     memory_rules.service_fits, adapter_rules.targets_exist, adapter_rules.ranks_fit, adapter_rules.rates_suit_lora,
     task_rules.init_from, adapter_rules.user_code, adapter_rules.algorithm, adapter_rules.group_size,
-    adapter_rules.batches, task_rules.seldom_meant, task_rules.chat_template, task_rules.columns_exist,
+    adapter_rules.batches, task_rules.chat_template, task_rules.columns_exist,
     task_rules.sampling_is_trained, task_rules.eval_sets, layout_rules.lengths, layout_rules.engine_fits,
     layout_rules.trainer_layout, layout_rules.rollout_layout, slurm.components_agree, slurm.own_directives,
     slurm.servers_suffice, memory_rules.cluster_is_reachable, memory_rules.interface_counts,
     memory_rules.devices_suffice, layout_rules.devices_are_shared, layout_rules.backend_fits, slurm.no_idle_node,
-    memory_rules.ports_free, memory_rules.memory_suffices, memory_rules.shared_base_fits, layout_rules.deterministic,
+    memory_rules.memory_suffices, memory_rules.shared_base_fits, layout_rules.deterministic,
     layout_rules.merged_rollouts, layout_rules.time_outs,
 )
 # fmt: on

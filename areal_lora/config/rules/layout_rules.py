@@ -8,22 +8,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
+from areal_lora.config import support
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config, TrainerConfig
 from areal_lora.config.rules.findings import Finding, shape_of, warning
 from areal_lora.config.rules.slurm import most_devices
 from areal_lora.config.sizing.slots import OF_DEVICES, shared_devices
-from areal_lora.config.support import (
-    MODEL,
-    combination_of,
-    combination_of_run,
-    engine_problems,
-    engines,
-    group_of,
-    refusals,
-)
 from areal_lora.errors import ConfigError
-from areal_lora.families.family_engines import ENGINES
 from areal_lora.families.registry import PUBLISHED, is_hub_name, supported
 from areal_lora.families.shape import ModelShape
 from areal_lora.network.http_server import too_large
@@ -213,7 +204,7 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
             fix += f", or did you mean {close[0]}" if close else ""
         yield Finding("model.path", facts.model_problem, fix)
         return
-    if engines(facts.hf_config) and shape_of(facts) is None:
+    if support.engines(facts.hf_config) and shape_of(facts) is None:
         known = facts.hf_config["model_type"] in supported() or facts.checkpoint is not None
         yield Finding(
             "model.path",
@@ -231,13 +222,15 @@ def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
     """An engine trains a model with this config.json."""
     if facts.hf_config is None:
         return
-    possible = engines(facts.hf_config)
+    possible = support.engines(facts.hf_config)
     if not possible:
-        reasons = [f"{engine}: {why}" for engine in ENGINES for why in engine_problems(engine, facts.hf_config)]
+        reasons = [
+            f"{engine}: {why}" for engine in support.ENGINES for why in support.engine_problems(engine, facts.hf_config)
+        ]
         fix = f"use a model of type {', '.join(supported())}, or one that docs/en/models.md lists"
         yield Finding("model.path", f"no engine trains it; {'; '.join(reasons)}", fix)
     elif config.trainer.engine not in possible:
-        reason = "; ".join(engine_problems(config.trainer.engine, facts.hf_config))
+        reason = "; ".join(support.engine_problems(config.trainer.engine, facts.hf_config))
         fix = f"set trainer.engine={possible[0]}, or use another model"
         yield Finding("model.path", reason, fix)
 
@@ -245,7 +238,7 @@ def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
 def servers_can_serve(config: Config, facts: Facts) -> Iterator[Finding]:
     """The workers of a server can divide this family's adapters, and its kernels take their type."""
     kind, tp = facts.hf_config.get("model_type") if facts.hf_config else None, config.rollout.tp
-    if facts.hf_config and group_of(str(kind)) == "no row" and tp > 1:
+    if facts.hf_config and support.group_of(str(kind)) == "no row" and tp > 1:
         reason = f"{tp}, but adapters of model type {kind!r}, which has no row, are not divided"
         yield Finding("rollout.tp", reason, "set it to 1")
     if config.cluster.device == "cuda" and config.model.dtype == "float32":
@@ -281,11 +274,11 @@ def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
 def combinations(config: Config, facts: Facts) -> Iterator[Finding]:
     family, shape = str((facts.hf_config or {}).get("model_type")), shape_of(facts)
     seen: set[tuple[str, str]] = set()
-    of_adapters = [combination_of(config, adapter, family, shape) for adapter in config.adapters]
-    for i, combination in enumerate(of_adapters or [combination_of_run(config, family, shape)]):
-        for refusal in refusals(combination):
+    of_adapters = [support.combination_of(config, adapter, family, shape) for adapter in config.adapters]
+    for i, combination in enumerate(of_adapters or [support.combination_of_run(config, family, shape)]):
+        for refusal in support.refusals(combination):
             at, reason = refusal.key.format(i=i), refusal.text(family)
-            if refusal.key == MODEL or (at, reason) in seen:
+            if refusal.key == support.MODEL or (at, reason) in seen:
                 continue
             seen.add((at, reason))
             yield Finding(at, reason, refusal.fix, subject=reason)

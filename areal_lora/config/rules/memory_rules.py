@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from areal_lora.config.facts import Facts, server_ports
+from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity, canonical, shape_of, warning
 from areal_lora.config.rules.layout_rules import trainer_layout
 from areal_lora.config.rules.slurm import components_agree, most_devices
-from areal_lora.config.sizing.memory import (
-    GIB,
-    JOINING,
-    LEAST_KV,
-    STAGING,
-    JobMemory,
-    Memory,
-    device_bytes,
-    job_memory,
-    kv_bytes,
-    kv_part,
-)
+from areal_lora.config.sizing import memory as sizing
+from areal_lora.config.sizing.memory import GIB, JobMemory, Memory
 from areal_lora.config.sizing.slots import has_tenants, pools_of, seats_of, shared_devices
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape, base_bytes
@@ -36,9 +26,9 @@ def slurm_bytes(mem: str | None) -> int | None:
 
 
 EXACT = {
-    LEAST_KV,
+    sizing.LEAST_KV,
     "KV cache",
-    STAGING,
+    sizing.STAGING,
     "base weights",
     "gathered layer",
     "adapter slots",
@@ -54,11 +44,11 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     try:
         config = canonical(config, shape)
-        memory = job_memory(config, shape)
+        memory = sizing.job_memory(config, shape)
     except ConfigError:
         return  # other rules report it
     yield from _hosts(config, facts, memory)
-    limit = device_bytes(config, facts.device_bytes)
+    limit = sizing.device_bytes(config, facts.device_bytes)
     if config.cluster.device == "cpu" or limit is None:
         return
     rank = max((m for m in memory.processes if m.role == "trainer"), key=lambda m: m.device)
@@ -95,7 +85,7 @@ def _hosts(config: Config, facts: Facts, memory: JobMemory) -> Iterator[Finding]
         if limit is None or needed <= limit:
             continue
         pinned = sum(
-            part.host * m.nodes.count(node) for m in memory.processes for part in m.parts if part.name == STAGING
+            part.host * m.nodes.count(node) for m in memory.processes for part in m.parts if part.name == sizing.STAGING
         )
         if pinned > needed / 2:
             fix = f"lower weight_sync.bucket_mib, or {fix}"
@@ -124,7 +114,7 @@ def _rank(rank: Memory, limit: int) -> Iterator[Finding]:
         return
     largest = max(rank.parts, key=lambda part: part.device)
     reason = f"a {rank.name} needs about {rank.device / GIB:.0f} GiB and a device has {limit / GIB:.0f}"
-    if largest.name == JOINING:
+    if largest.name == sizing.JOINING:
         path, fix = "rollout.max_adapters", "lower it or rollout.max_lora_rank, or use more ranks"
     elif largest.name in ("activations", "logits"):
         path, fix = "trainer.max_tokens_per_microbatch", "lower it, set trainer.recompute=true, or raise trainer.tp"
@@ -136,7 +126,7 @@ def _rank(rank: Memory, limit: int) -> Iterator[Finding]:
 
 def _replica(config: Config, shape: ModelShape, replica: Memory, limit: int) -> Iterator[Finding]:
     used, configured = config.rollout.gpu_memory_utilization, config.rollout.kv_cache_gib
-    if kv_bytes(config, shape, replica, limit) < kv_part(config, shape):
+    if sizing.kv_bytes(config, shape, replica, limit) < sizing.kv_part(config, shape):
         lower = "rollout.max_model_len" if configured is None else "rollout.kv_cache_gib"
         why = "for one sequence" if configured is None else f"with a KV cache of {configured:g}"
         yield Finding(
@@ -166,15 +156,6 @@ def _both(config: Config, rank: Memory, replica: Memory, limit: int) -> Iterator
 def _severity(memory: Memory, limit: int) -> Severity:
     exact = sum(part.device for part in memory.parts if part.name in EXACT)
     return Severity.ERROR if exact > limit else Severity.WARNING
-
-
-def ports_free(config: Config, facts: Facts) -> Iterator[Finding]:
-    for port in server_ports(config):
-        if port > 65535:
-            yield Finding("rollout.port", f"{port} is not a port number", "use 0 or 1024..65535")
-        elif port in facts.ports_in_use:
-            reason = f"port {port} on {config.cluster.bind} is in use or may not be bound"
-            yield Finding("rollout.port", reason, "set rollout.port=0 to let the system choose, or another port")
 
 
 def devices_of(config: Config, ranks: int, served: int) -> int:

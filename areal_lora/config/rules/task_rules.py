@@ -1,4 +1,4 @@
-"""Rules about tasks, evaluation sets, and values of training that are seldom meant; no rows are read."""
+"""Rules about tasks, sampling, evaluation sets and the folder that an adapter starts from; no rows are read."""
 
 from __future__ import annotations
 
@@ -90,26 +90,6 @@ def eval_sets(config: Config, facts: Facts) -> Iterator[Finding]:
                     f"rollout.max_model_len = {longest}",
                     f"lower it, or raise rollout.max_model_len above {chosen.max_new_tokens}",
                 )
-
-
-HIGHEST_LR, MOST_SEQUENCES = 0.1, 65_536
-"""A hundred times the usual learning rate of LoRA with Adam; four times the largest published batches of RL."""
-
-
-def seldom_meant(config: Config, facts: Facts) -> Iterator[Finding]:
-    for i, adapter in enumerate(config.adapters):
-        if adapter.is_client:
-            continue
-        at, sampling, optimizer = f"adapters.{i}", adapter.sampling, adapter.optimizer
-        if optimizer.lr > HIGHEST_LR:
-            reason = f"{optimizer.lr:g} lets Adam change each weight by about this much in a step"
-            yield warning(f"{at}.optimizer.lr", reason, "usual values are 1e-6 to 1e-3")
-        if (sequences := sampling.prompts_per_step * sampling.n_samples) > MOST_SEQUENCES:
-            reason = f"a step samples {sequences:,} answers before it trains"
-            yield warning(f"{at}.sampling.prompts_per_step", reason, f"usual steps have at most {MOST_SEQUENCES:,}")
-        if adapter.minibatches <= sampling.prompts_per_step and sampling.prompts_per_step % adapter.minibatches:
-            reason = f"{adapter.minibatches} minibatches of {sampling.prompts_per_step} prompts are of unequal size"
-            yield warning(f"{at}.minibatches", reason, "choose a divisor of sampling.prompts_per_step")
 
 
 def init_from(config: Config, facts: Facts) -> Iterator[Finding]:

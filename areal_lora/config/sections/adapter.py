@@ -95,9 +95,6 @@ class AlgorithmConfig(Section):
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
         1.0, description="Weight of later values in an advantage; 1: returns minus values (`advantage: gae`)."
     )
-    value_clip: PositiveFloat | None = Field(
-        0.2, description="The value loss sees values at most so far from those before the step; unset: no bound."
-    )
     critic_lr: PositiveFloat | None = Field(
         None, description="The critic's learning rate; 10 x `optimizer.lr` if unset."
     )
@@ -107,9 +104,8 @@ class AlgorithmConfig(Section):
     kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL divergence from the reference.")
     reference: Literal["base", "initial"] = Field(
         "base",
-        description="`base`: the base model, adapter off; `initial`: the start of the run (`init_from`), or "
-        "the version "
-        "after `sft.steps`.",
+        description="`base`: the base model, adapter off; `initial`: the start of the run (`init_from`), or the "
+        "version after `sft.steps`.",
     )
     reference_refresh_steps: PositiveInt | None = Field(
         None, description="Every so many versions the newest one becomes the reference; unset: never."
@@ -176,16 +172,13 @@ class SftConfig(Section):
 class OptimizerConfig(Section):
     lr: PositiveFloat = Field(description="Learning rate after the warm-up; of lora_A where `lora_plus_ratio` is set.")
     lora_plus_ratio: PositiveFloat = Field(1.0, description="LoRA+: the learning rate of lora_B is `lr` times this.")
-    beta1: NonNegFloat = Field(0.9, description="Adam's decay of the first moment.")
-    beta2: NonNegFloat = Field(0.95, description="Adam's decay of the second moment.")
     eps: PositiveFloat = Field(1e-8, description="Added to the root of Adam's second moment.")
     weight_decay: NonNegFloat = Field(0.0, description="Decoupled weight decay (AdamW).")
     max_grad_norm: PositiveFloat = Field(1.0, description="Norm above which the adapter's gradient is scaled down.")
     warmup_steps: NonNegInt = Field(0, description="Training steps of linear learning-rate warm-up to `lr`.")
     schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="Learning-rate schedule from the end of the warm-up to `run.steps`."
+        "constant", description="Learning rate from the end of the warm-up; the others end with 0 at `run.steps`."
     )
-    min_lr_ratio: NonNegFloat = Field(0.0, description="Final learning rate as a fraction of `lr`.")
 
 
 class SamplingConfig(Section):
@@ -246,9 +239,8 @@ class AdapterConfig(Section):
     exclude_modules: list[str] = Field([], description="Modules removed from `target_modules`; same spellings.")
     expert_layout: ExpertLayout = Field(
         ExpertLayout.PER_EXPERT,
-        description="One adapter per expert, one shared by a layer's experts, or lora_A of gate and up and "
-        "lora_B of down"
-        " shared (`shared_outer`).",
+        description="One adapter per expert, one shared by a layer's experts, or lora_A of gate and up and lora_B of "
+        "down shared (`shared_outer`).",
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="Share of the inputs of lora_A that a training pass leaves out; scores never do."
@@ -263,12 +255,6 @@ class AdapterConfig(Section):
     steps: PositiveInt | None = Field(None, description="Training steps of this adapter; `run.steps` if unset.")
     seed: NonNegInt | None = Field(None, description="Seed of this adapter; `run.seed` if unset.")
     max_staleness: NonNegInt | None = Field(None, description="Largest staleness; `rollout.max_staleness` if unset.")
-    eval_every_steps: NonNegInt | None = Field(
-        None, description="Steps between two evaluations of this adapter; `eval.every_steps` if unset."
-    )
-    checkpoint_every_steps: PositiveInt | None = Field(
-        None, description="Steps between two checkpoints of this adapter; `checkpoint.every_steps` if unset."
-    )
     task: TaskConfig
     workflow: WorkflowConfig = SingleTurnWorkflowConfig()
     reward: RewardsConfig = Field(
@@ -280,8 +266,8 @@ class AdapterConfig(Section):
     sampling: SamplingConfig
     evals: list[EvalSetConfig] = Field(
         [],
-        description="Sets of an evaluation; the first one counts for `keep_best`. If empty, one set `held-out`: greedy "
-        "single answers to the held-out split.",
+        description="Sets of an evaluation; the first one decides the best checkpoint. If empty, one set `held-out`: "
+        "greedy single answers to the held-out split.",
     )
 
     @model_validator(mode="before")

@@ -50,12 +50,10 @@ class ModelConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: PositiveInt = Field(1, description="Steps between two checkpoints; the last step is always saved.")
-    keep_last: Annotated[int, Field(ge=2)] = Field(2, description="Newest checkpoints kept; at least 2.")
-    keep_every: NonNegInt = Field(
-        0, description="Also keep checkpoints of versions that are a multiple of this; 0: none."
-    )
-    keep_best: bool = Field(
-        True, description="Also keep the checkpoint with the best evaluation: by accuracy, then by mean reward."
+    keep_last: Annotated[int, Field(ge=2)] = Field(
+        2,
+        description="Newest checkpoints kept, at least 2, beside the one with the best evaluation: by accuracy, then "
+        "by mean reward.",
     )
 
 
@@ -123,7 +121,6 @@ class RolloutConfig(Section):
     )
     enforce_eager: bool = Field(False, description="Run vLLM without CUDA graphs: slower, and less memory.")
     threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
-    port: NonNegInt = Field(0, description="Data-plane port of server 0; server i has `port + i`. 0: any free one.")
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
 
     @property
@@ -154,9 +151,8 @@ class WeightSyncConfig(Section):
     )
     probe_tolerance: PositiveFloat | None = Field(
         None,
-        description="Largest allowed mean |logp trainer - logp server|; if unset 1e-4 with `model.dtype` "
-        "`float32`, 0.15 "
-        "with `bfloat16`.",
+        description="Largest allowed mean |logp trainer - logp server|; if unset 1e-4 with `model.dtype` `float32`, "
+        "0.15 with `bfloat16`.",
     )
 
     @property
@@ -260,9 +256,8 @@ class ClusterConfig(Section):
     )
     min_servers: PositiveInt = Field(
         1,
-        description="Rollout servers that a run needs. With fewer a publish waits for `weight_sync.rejoin_s`, "
-        "then fails;"
-        " a job that has lost a node continues with as many.",
+        description="Rollout servers that a run needs. With fewer a publish waits for `weight_sync.rejoin_s`, then "
+        "fails; a job that has lost a node continues with as many.",
     )
     controller_python: str | None = Field(None, description="Interpreter of the controller; this one if unset.")
     bind: str = Field(
@@ -299,15 +294,10 @@ CODE_REWARD = "code"
 
 class QuotaConfig(Section):
     """Of each tenant. ``areal-lora adapters keys --quota`` can give one tenant others of these limits, and of those in
-    `service.rows.Quota` that no run sets for all."""
+    `service.queue.queue_rows.Quota` that no run sets for all."""
 
     adapters: PositiveInt = Field(4, description="Adapters at a time; deleted ones do not count.")
     rank: PositiveInt = Field(32, description="Largest rank of an adapter.")
-    sequences: PositiveInt = Field(4096, description="Answers of one training step: prompts times answers per prompt.")
-    tokens: PositiveInt = Field(
-        1 << 23, description="Tokens of inference in progress: prompts and the longest answers, times 1 + `logprobs`."
-    )
-    requests: PositiveInt = Field(12_000, description="Requests a minute; a minute's may come at once.")
 
 
 class ApiConfig(Section):

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
-from areal_lora.config.sections.section import NAME, Arguments, NonNegFloat, NonNegInt, PositiveInt, Scalar, Section
+from areal_lora.config.sections.section import NAME, Arguments, NonNegFloat, PositiveInt, Scalar, Section
 
 
 class PromptFormat(Section):
@@ -46,11 +47,9 @@ class Columns(Section):
     messages: str | None = Field(None, description="Column with chat messages (`role`, `content`); replaces `prompt`.")
     answer: str | None = Field(
         "answer",
-        description="Column with the gold answer, of any type, or a field in it: `reward_model.ground_truth`; "
-        "null if the"
-        " reward needs none.",
+        description="Column with the gold answer, of any type, or a field in it: `reward_model.ground_truth`; null if "
+        "the reward needs none.",
     )
-    id: str | None = Field(None, description="Column that identifies a row; its number if unset.")
 
 
 class WordProblemsTask(Section):
@@ -60,7 +59,6 @@ class WordProblemsTask(Section):
     )
     n_train: PositiveInt = Field(4096, description="Size of the generated training split.")
     n_eval: PositiveInt = Field(256, description="Size of the held-out split (disjoint from training).")
-    seed: NonNegInt = Field(0, description="Chooses the problems.")
     format: PromptFormat = PromptFormat()
 
 
@@ -116,7 +114,6 @@ class MultiTurnWorkflowConfig(Section):
     environment: str = Field(description="`package.module:name` or `file.py:name` of an Environment class or factory.")
     arguments: Arguments = Field({}, description="Keyword arguments of the environment.")
     max_turns: PositiveInt = Field(8, description="Largest number of model turns; a longer episode is cut there.")
-    stop: list[str] = Field([], description="Texts that end an answer, such as the end of a tool call.")
 
 
 class CustomWorkflowConfig(Section):
@@ -137,9 +134,6 @@ class AgentWorkflowConfig(Section):
         "`llama3_json`, ...), or `package.module:name` or `file.py:name` of a subclass of vLLM's `ToolParser`. "
         "If unset, requests with tools are refused.",
     )
-    conversations_mib: NonNegInt = Field(
-        64, description="Bound of the conversations kept in the run folder, MiB; the oldest are dropped. 0: none."
-    )
 
 
 class ClientWorkflowConfig(Section):
@@ -153,7 +147,7 @@ WorkflowConfig = Annotated[
     | MultiTurnWorkflowConfig
     | CustomWorkflowConfig
     | AgentWorkflowConfig
-    | ClientWorkflowConfig,
+    | SkipJsonSchema[ClientWorkflowConfig],
     Field(discriminator="kind"),
 ]
 
@@ -174,7 +168,6 @@ class EvalSetConfig(Section):
         1, description="Answers per problem; with several there are pass@k and majority@k, and `temperature` is not 0."
     )
     temperature: NonNegFloat = Field(0.0, description="Divides the logits; 0: greedy.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Sample from the likeliest tokens only.")
     max_new_tokens: PositiveInt | None = Field(None, description="Longest answer; `sampling.max_new_tokens` if unset.")
     n: PositiveInt | None = Field(None, description="Use only so many problems, the first ones.")
     correct_threshold: float | None = Field(
@@ -264,7 +257,6 @@ class JudgeReward(RewardSection):
         180.0, description="Seconds for one answer with all attempts; after that a `timeout`, never reward 0."
     )
     workers: PositiveInt = Field(4, description="Scorer processes; each scores the answers of one group at a time.")
-    cache: bool = Field(True, description="Keep replies in the run folder; equal questions are sent once.")
     correct_threshold: float | None = Field(None, allow_inf_nan=False, description=_CORRECT)
 
     @model_validator(mode="after")
@@ -292,7 +284,6 @@ class CodeReward(RewardSection):
     )
     timeout_s: PositiveFloat = Field(60.0, description="Seconds for all tests of one answer; further tests fail.")
     test_s: PositiveFloat = Field(4.0, description="CPU seconds of one test; it ends after 2.5 times as many seconds.")
-    test_memory_mib: PositiveInt = Field(256, description="Address space of the program in a test, MiB.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -11,15 +11,7 @@ from dataclasses import dataclass
 
 from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
 from areal_lora.config.recorded import adapter_run
-from areal_lora.config.sizing.slots import (
-    adapter_slots,
-    broadcast_backend,
-    has_tenants,
-    joining_adapters,
-    largest_bucket,
-    seats_of,
-    served_targets,
-)
+from areal_lora.config.sizing import slots
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
 from areal_lora.families.sites import adapter_size, distinct, linear_sites, pieces_of
@@ -96,7 +88,7 @@ class JobMemory:
 
 def job_memory(config: Config, shape: ModelShape) -> JobMemory:
     """Estimate all processes of a job. Raises ConfigError where they have no place on its nodes."""
-    seats = seats_of(config)
+    seats = slots.seats_of(config)
     trainer = config.trainer
     per_stage = trainer.world_size // trainer.pp
     processes = []
@@ -114,11 +106,11 @@ def job_memory(config: Config, shape: ModelShape) -> JobMemory:
         processes.append(Memory(name="node with trainer ranks", role="node", nodes=here, parts=(whole,)))
     servers = tuple(seat.node for seat in seats.servers)
     processes.append(Memory(name="server replica", role="rollout", nodes=servers, parts=_server(config, shape)))
-    adapters = [*config.adapters, *joining_adapters(config)]
+    adapters = [*config.adapters, *slots.joining_adapters(config)]
     workers = sum(reward.workers for adapter in adapters for reward in adapter.rewards)
     parts = (Part("processes", host=CONTROLLER_PROCESS + workers * SCORER_PROCESS),)
     processes.append(Memory(name="controller", role="controller", nodes=(seats.controller.node,), parts=parts))
-    if has_tenants(config):
+    if slots.has_tenants(config):
         parts = (Part("processes", host=SERVICE_PROCESS),)
         processes.append(Memory(name="service", role="service", nodes=(seats.controller.node,), parts=parts))
     return JobMemory(processes=tuple(processes))
@@ -191,7 +183,7 @@ def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfi
         Part("optimizer moments", device=int(2 * FP32 * trained)),
         Part(
             "publish and checkpoint",
-            device=wire if broadcast_backend(config) != "gloo" else 0,
+            device=wire if slots.broadcast_backend(config) != "gloo" else 0,
             host=int(wire + FP32 * copied + mirror),
         ),
     ]
@@ -199,7 +191,7 @@ def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfi
 
 def _joining(config: Config, shape: ModelShape, layers: range) -> list[Part]:
     """All that a rank needs for the adapters that may join, each as large as a slot of the servers."""
-    adapters = joining_adapters(config)
+    adapters = slots.joining_adapters(config)
     if not adapters:
         return []
     [one, *_] = adapters
@@ -317,13 +309,15 @@ def slot_parameters(config: Config, shape: ModelShape) -> int:
     vLLM keeps lora_A and lora_B of each projection of a fused layer (q, k, v; gate, up) and of each expert, wherever
     one of the adapters has a target: a slot fits all of them.
     """
-    largest = AdapterStructure(rank=config.rollout.max_lora_rank, alpha=1.0, target_modules=served_targets(config))
+    largest = AdapterStructure(
+        rank=config.rollout.max_lora_rank, alpha=1.0, target_modules=slots.served_targets(config)
+    )
     return adapter_size(shape, largest).file_parameters
 
 
 def slot_count(config: Config) -> int:
     """Slots that vLLM allocates: on CPUs one more than are used stays empty."""
-    return adapter_slots(config) + (config.cluster.device == "cpu")
+    return slots.adapter_slots(config) + (config.cluster.device == "cpu")
 
 
 def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
@@ -342,7 +336,7 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     rollout, on_cpu, tp = config.rollout, config.cluster.device == "cpu", config.rollout.tp
     item = DTYPE_BYTES[config.model.dtype]
     merged = rollout.adapter_mode == "merged"
-    slots = 0 if merged else slot_count(config) * slot_parameters(config, shape) * item
+    held_slots = 0 if merged else slot_count(config) * slot_parameters(config, shape) * item
     tokens = max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len)
     width = max(shape.ffn if shape.dense_layers else 0, shape.experts_per_token * shape.expert_ffn)
     step = tokens * (4 * shape.hidden + 3 * width // tp) * item + rollout.max_num_seqs * shape.vocab * 3 * FP32
@@ -353,13 +347,13 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
         kv = int((rollout.kv_cache_gib or DEFAULT_KV_GIB) * GIB)
         return (
             Part("base weights", host=weights),
-            Part("adapter slots", host=slots),
+            Part("adapter slots", host=held_slots),
             Part("KV cache", host=kv),
             Part("activations", host=step * tp),
             Part(STAGING, host=staging * tp + version),
             Part("process", host=SERVER_PROCESS + tp * WORKER_PROCESS + (WORKER_PROCESS if tp > 1 else 0)),
         )
-    held = (slots - slots // 2) // tp + slots // 2
+    held = (held_slots - held_slots // 2) // tp + held_slots // 2
     mirror = version // tp if merged else held // slot_count(config)
     graphs = 0 if rollout.enforce_eager else GPU_GRAPHS
     return (
@@ -367,7 +361,7 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
         Part("adapter slots", device=held),
         Part("KV cache" if rollout.kv_cache_gib else LEAST_KV, device=kv_part(config, shape)),
         Part("activations", device=step),
-        Part(STAGING, device=staging if broadcast_backend(config) != "gloo" else 0, host=(staging + mirror) * tp),
+        Part(STAGING, device=staging if slots.broadcast_backend(config) != "gloo" else 0, host=(staging + mirror) * tp),
         Part("process", device=GPU_CONTEXT + graphs, host=(tp + 2) * GPU_HOST),
     )
 
@@ -386,11 +380,11 @@ def staging_bytes(config: Config, shape: ModelShape) -> int:
     """
     bucket = int(config.weight_sync.bucket_mib * MIB)
     sources = config.trainer.ep if shape.experts else 1
-    adapters = [*config.adapters, *joining_adapters(config)]
+    adapters = [*config.adapters, *slots.joining_adapters(config)]
     largest = 0
     for layers in _stages(config, shape):
         shards = [_sent_bytes(config, shape, adapter, layers) for adapter in adapters]
-        largest += max((largest_bucket(nbytes, bucket) for nbytes in shards), default=bucket)
+        largest += max((slots.largest_bucket(nbytes, bucket) for nbytes in shards), default=bucket)
     return STAGING_BUFFERS * sources * largest
 
 

@@ -31,6 +31,7 @@ from areal_lora.checkpoint.state import AdapterState
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.data.collate import MicroPlan
 from areal_lora.engine.base import DTYPES, AdamValues, LossFn
+from areal_lora.engine.common import micro_batches as micro
 from areal_lora.engine.common.adapter_memory import (
     AdapterMemory,
     AdapterOptimizer,
@@ -39,15 +40,6 @@ from areal_lora.engine.common.adapter_memory import (
     initial_tensor,
 )
 from areal_lora.engine.common.arena import Range, ShardedModel
-from areal_lora.engine.common.micro_batches import (
-    Readout,
-    Result,
-    plans_of,
-    read_logprobs,
-    read_values,
-    sum_over_ranks,
-    whole_scores,
-)
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout, wire_sources
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
@@ -85,10 +77,10 @@ class Compute(Protocol):
         batches: Iterator[PackedMicroBatch],
         plans: Sequence[MicroPlan],
         loss_fn: LossFn | None,
-        readout: Readout,
+        readout: micro.Readout,
         *,
         need_entropy: bool,
-    ) -> list[Result]:
+    ) -> list[micro.Result]:
         """Run every micro-batch; the results on the last pipeline stage, elsewhere nothing.
 
         With a ``loss_fn`` gradients of its plain sums are accumulated; without one nothing is differentiated.
@@ -190,7 +182,7 @@ class AdapterEngine:
         """
         if adapter is not None and self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} gives values, not log-probabilities")
-        return self._scores(batch, adapter, read_logprobs(temperature))
+        return self._scores(batch, adapter, micro.read_logprobs(temperature))
 
     def values(self, batch: TrainBatch, *, adapter: str) -> Tensor:
         """Value of the state before token t, by the value head of ``adapter``: as `logprobs`, [T] fp32.
@@ -199,12 +191,12 @@ class AdapterEngine:
         """
         if not self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} has no value head")
-        return self._scores(batch, adapter, read_values)
+        return self._scores(batch, adapter, micro.read_values)
 
-    def _scores(self, batch: TrainBatch, adapter: str | None, readout: Readout) -> Tensor:
+    def _scores(self, batch: TrainBatch, adapter: str | None, readout: micro.Readout) -> Tensor:
         with torch.no_grad(), self._model.active.using(adapter):
             results = self._run(batch, None, readout)
-        return whole_scores(batch, results, reports=self.rank in self._sharded.layout.reporting())
+        return micro.whole_scores(batch, results, reports=self.rank in self._sharded.layout.reporting())
 
     def forward_backward(
         self,
@@ -228,21 +220,21 @@ class AdapterEngine:
             raise AdapterError(f"a batch names the adapters {sorted(names)}; each batch trains one")
         (adapter,) = names
         resident, reporting = self.resident(adapter), self._sharded.layout.reporting()
-        readout = read_values if resident.spec.value_head else read_logprobs(temperature)
+        readout = micro.read_values if resident.spec.value_head else micro.read_logprobs(temperature)
         with self._model.active.using(adapter, resident.dropout()):
             results = self._run(batch, loss_fn, readout, need_entropy=need_entropy)
         sums: Counter[str] = Counter()
         for _, stats, _ in results:
             sums.update({name: float(value) for name, value in stats.items()})
         if scores is not None:
-            scores.copy_(whole_scores(batch, results, reports=self.rank in reporting))
-        return sum_over_ranks(sums, reporting)
+            scores.copy_(micro.whole_scores(batch, results, reports=self.rank in reporting))
+        return micro.sum_over_ranks(sums, reporting)
 
     def _run(
-        self, batch: TrainBatch, loss_fn: LossFn | None, readout: Readout, *, need_entropy: bool = False
-    ) -> list[Result]:
+        self, batch: TrainBatch, loss_fn: LossFn | None, readout: micro.Readout, *, need_entropy: bool = False
+    ) -> list[micro.Result]:
         layout = self._sharded.layout
-        plans = plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
+        plans = micro.plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
         packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device) for plan in plans)
         return self._model.run(packed, plans, loss_fn, readout, need_entropy=need_entropy)
 

@@ -38,11 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise EnvironmentError_(f"vllm: {sys.executable} does not have it (fix: {fix})")
         set_environment(config)
         words = stock_arguments(config, args.lora, args.port)
-        from areal_lora.engine.vllm_ext.server import openai_api  # imports vLLM
+        from areal_lora.engine.vllm_ext.server import tool_calls  # imports vLLM
 
-        if openai_api.configured_parsers(config):  # of the run's agents: they answer beside vLLM
-            openai_api.prepare(config)
-            words += ["--middleware", f"{openai_api.__name__}.{openai_api.ToolCallsMiddleware.__name__}"]
+        if tool_calls.configured_parsers(config):  # of the run's agents: they answer beside vLLM
+            tool_calls.prepare(config)
+            words += ["--middleware", f"{tool_calls.__name__}.{tool_calls.ToolCallsMiddleware.__name__}"]
     except ArealLoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

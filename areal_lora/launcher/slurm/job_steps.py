@@ -18,16 +18,15 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from areal_lora.config.models import Config
 from areal_lora.errors import EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, ProcessSpec
-from areal_lora.launcher.restarts import ProcessExit, unit_of
+from areal_lora.launcher.restarts import ProcessExit, note_restart, unit_of
 from areal_lora.launcher.slurm import job_query, request_stacks
 from areal_lora.launcher.slurm.job_query import Allocation, write_hosts
-from areal_lora.launcher.slurm.script import FIRST, STARTED, STEP, quoted, step_options, task_script
+from areal_lora.launcher.slurm.script import FIRST, STARTED, STEP, gres, quoted, step_options, task_script
 from areal_lora.launcher.slurm.states import TaskRecords, causes
 from areal_lora.launcher.supervise import STOP_GRACE_S
 from areal_lora.launcher.watch import EARLY_END_S
@@ -130,11 +129,8 @@ class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
         script.write_text(task_script(specs, self._config.cluster.slurm.setup, self._folder, folder), encoding="utf-8")
         hosts = [self._job.hosts[spec.node] for spec in specs]
         hosts_file = write_hosts(folder, hosts)
-        if self._starts[unit] > 1:
-            when = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-            for spec in specs:
-                with self._folder.log(spec.name).open("a", encoding="utf-8") as log:
-                    log.write(f"---- {spec.name} starts again, {when} ----\n")
+        for spec in specs:
+            note_restart(self._folder.log(spec.name), spec.name)
         # srun's pattern for the logs of the processes, whose indices count from 0 or are one.
         process = specs[0].name if len(specs) == 1 else f"{specs[0].role}-%t"
         output = str(self._folder.log("PROCESS")).replace("%", "%%").replace("PROCESS", process)
@@ -228,7 +224,6 @@ def _read_records(step: _Step) -> TaskRecords:
 
 KILL_WAIT_S = 30.0
 """Slurm's default time between the SIGTERM of a cancelled job and SIGKILL (``KillWait``)."""
-_GRES = {"cuda": "gpu", "npu": "npu"}
 LEAD_S = 90
 """Time between Slurm's signal to the script and the time limit."""
 
@@ -248,7 +243,6 @@ def spare_script(config: Config, run_folder: RunFolder, job: SpareJob) -> str:
     cluster, rollout, slurm = config.cluster, config.rollout, config.cluster.slurm
     devices = job.servers * rollout.tp
     cpus = job.servers * rollout.threads * rollout.tp
-    kind = [slurm.gres_type] if slurm.gres_type else []
     named = {
         "time": job.time_limit or slurm.time_limit,
         "partition": job.partition or slurm.partition,
@@ -260,7 +254,7 @@ def spare_script(config: Config, run_folder: RunFolder, job: SpareJob) -> str:
         "--nodes=1",
         "--ntasks=1",
         f"--cpus-per-task={cpus}",
-        *([] if cluster.device == "cpu" else [f"--gres={':'.join([_GRES[cluster.device], *kind, str(devices)])}"]),
+        *([] if cluster.device == "cpu" else [gres(config, slurm.gres_type, devices)]),
         *(f"--{name}={quoted(value)}" for name, value in named.items() if value),
         f"--output={quoted(log)}",
         "--open-mode=append",

@@ -74,6 +74,11 @@ def quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+def gres(config: Config, kind: str | None, devices: int) -> str:
+    """The option for ``devices`` of a node; ``kind`` is Slurm's name of them, if the cluster has several."""
+    return f"--gres={':'.join([_GRES[config.cluster.device], *([kind] if kind else []), str(devices)])}"
+
+
 def _of_the_nodes(config: Config, plan: JobPlan, pool: Pool, component: SlurmComponent | None) -> list[str]:
     """What the nodes of one pool have to offer, and whose they are."""
     slurm = config.cluster.slurm
@@ -85,9 +90,7 @@ def _of_the_nodes(config: Config, plan: JobPlan, pool: Pool, component: SlurmCom
         f"--mincpus={max(sum(spec.cpus for spec in specs) for specs in here)}",
     ]
     if pool.devices_per_node:
-        kind = _of(component, slurm, "gres_type")
-        words = [_GRES[config.cluster.device], *([kind] if kind else []), str(pool.devices_per_node)]
-        options.append(f"--gres={':'.join(words)}")
+        options.append(gres(config, _of(component, slurm, "gres_type"), pool.devices_per_node))
     named = {
         "mem": _of(component, slurm, "mem"),
         "time": slurm.time_limit,

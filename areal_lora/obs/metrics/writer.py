@@ -152,7 +152,7 @@ T = TypeVar("T", bound=RolloutSampleRecord | SampleRecord | EvalRecord)
 class MetricsWriter:
     """Appends records as JSONL and scalars for TensorBoard. At most one writer per run folder.
 
-    ``only`` is the adapter of a run that has one: its tags have no name, unless those in the folder have.
+    ``only`` is the adapter of a run that has one: its tags have no name.
     """
 
     def __init__(self, run_folder: RunFolder, only: str | None = None) -> None:
@@ -160,8 +160,7 @@ class MetricsWriter:
         self._jsonl = JsonlSink(run_folder.metrics)
         self._samples = SampleFiles(run_folder)
         self._tensorboard = TensorBoardSink(run_folder.tensorboard)
-        named = only is None or has_tag(run_folder.tensorboard, f"{only}/")
-        self._left_out = "" if named else f"{only}/"
+        self._left_out = "" if only is None else f"{only}/"
 
     def write(self, record: Record) -> None:
         """Append one record; its file holds the record on return. Long texts of samples are cut in the middle."""
@@ -191,25 +190,6 @@ def _shortened(record: T) -> T:
         return msgspec.structs.replace(record, samples=[_shortened(sample) for sample in record.samples])
     texts = {name: getattr(record, name) for name in ("prompt", "completion", "gold")}
     return msgspec.structs.replace(record, **{name: text and cut_middle(text) for name, text in texts.items()})
-
-
-_HEAD_BYTES = 1 << 16
-
-
-def has_tag(folder: Path, prefix: str) -> bool:
-    """Whether a tag that starts with ``prefix`` is among the first ones of an event file in ``folder``.
-
-    A resumed run continues the curves of its earlier sessions. Event files hold tags as plain text, after a byte with
-    their length.
-    """
-    for path in folder.glob("events.out.tfevents.*"):
-        with path.open("rb") as file:
-            if re.search(
-                rb"[\x00-\x7f]" + re.escape(prefix.encode()) + rb"(train|publish|eval|checkpoint)/",
-                file.read(_HEAD_BYTES),
-            ):
-                return True
-    return False
 
 
 class TensorBoardSink:

@@ -18,9 +18,8 @@ from areal_lora.obs.console import duration, number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.report import svg
-from areal_lora.obs.report.figures import Figures, RunFigures
 from areal_lora.obs.report.parts import RunPlots, charts, figures_of, overview, samples, sections, table
-from areal_lora.obs.report.summary import AdapterSummary, read_summary
+from areal_lora.obs.report.summary import AdapterSummary, Figures, RunFigures, read_summary
 from areal_lora.run_folder import events
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder

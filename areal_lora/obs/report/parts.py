@@ -15,8 +15,8 @@ from areal_lora.obs.console import duration, eval_text, number, percent
 from areal_lora.obs.metrics.records import Record, RolloutSampleRecord
 from areal_lora.obs.metrics.writer import cut_middle
 from areal_lora.obs.report import svg
-from areal_lora.obs.report.figures import Figures, RunFigures
 from areal_lora.obs.report.plots import Plot, Plots, Shares, rewards_together
+from areal_lora.obs.report.summary import Figures, RunFigures
 from areal_lora.obs.run_view import newest_state
 from areal_lora.run_folder.paths import RunFolder
 

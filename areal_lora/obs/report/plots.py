@@ -149,18 +149,19 @@ class Chart:
 
 
 class Staleness(Chart):
-    """A bar per lag of trained tokens."""
+    """A bar per lag: its share of the trained tokens."""
 
     def __init__(self) -> None:
-        super().__init__("Staleness", "trained tokens by versions of lag", lambda _: {})
+        super().__init__("Staleness", "share of the trained tokens by versions of lag", lambda _: {})
         self._tokens: Counter[int] = Counter()
 
     def add(self, record: Record) -> None:
         self._tokens.update(record.staleness if isinstance(record, StepRecord) else {})
 
     def draw(self, marks: Sequence[float]) -> str:
-        bars = [(str(lag), float(n)) for lag, n in sorted(self._tokens.items())]
-        return svg.bar_chart(bars, x_label="versions behind at training")
+        lags, total = sorted(self._tokens), self._tokens.total()
+        shares = {"": [self._tokens[lag] / total for lag in lags]}
+        return svg.stacked_bars(lags, shares, x_label="versions behind at training")
 
 
 class Plots:

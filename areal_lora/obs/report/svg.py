@@ -1,7 +1,6 @@
-"""Plots as SVG text: lines, bars and stacked bars, with no plotting library and no scripts.
+"""Plots as SVG text: lines and stacked bars, with no plotting library and no scripts.
 
-Colours are CSS variables (``STYLE``), so a plot follows the reader's light or dark theme both
-inside a page and as a file of its own.
+Colours are CSS variables (``STYLE``), so a plot follows the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -123,23 +122,6 @@ def line_chart(
     return _frame([_grid(x_axis, y_axis, x_label), _marks(x_axis, marks), *lines, _legend(legend)])
 
 
-def bar_chart(bars: Sequence[tuple[str, float]], *, x_label: str, colour: int = 0) -> str:
-    """One bar per (label, value >= 0), each with its share of the sum above it."""
-    total = sum(value for _, value in bars)
-    if not total:
-        return _frame([_nothing()])
-    y_axis = linear_axis(0, max(value for _, value in bars), HEIGHT - BOTTOM, TOP)
-    room = (WIDTH - LEFT - RIGHT) / len(bars)
-    width = min(90.0, room * 0.7)
-    parts = [_grid(None, y_axis, x_label)]
-    for i, (name, value) in enumerate(bars):
-        middle, top = LEFT + room * (i + 0.5), y_axis.px(value)
-        parts.append(_rect(middle - width / 2, top, width, HEIGHT - BOTTOM - top, colour))
-        parts.append(_text(middle, top - 6, f"{100 * value / total:.1f} %", "middle", "legend"))
-        parts.append(_text(middle, HEIGHT - BOTTOM + 16, name, "middle"))
-    return _frame(parts)
-
-
 def stacked_bars(
     xs: Sequence[float], layers: Mapping[str, Sequence[float]], *, x_label: str, marks: Sequence[float] = ()
 ) -> str:
@@ -157,15 +139,8 @@ def stacked_bars(
             top, bottom = y_axis.px(below[i] + value), y_axis.px(below[i])
             parts.append(_rect(x_axis.px(xs[i]) - room * 0.4, top, room * 0.8, bottom - top, colour))
             below[i] += value
-    legend = _legend([(name, i, False) for i, name in enumerate(layers)])
+    legend = _legend([(name, i, False) for i, name in enumerate(layers) if name])
     return _frame([*parts, _marks(x_axis, marks), legend])
-
-
-def standalone(chart: str) -> str:
-    """A chart as a file of its own: the style and a background go inside."""
-    head, body = chart.split(">", 1)
-    paper = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" style="fill:var(--paper)"/>'
-    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{paper}{body}\n'
 
 
 def _x_axis(low: float, high: float, inset: float = 0.0) -> Axis:
@@ -184,14 +159,13 @@ def _nothing() -> str:
     return _text(WIDTH / 2, HEIGHT / 2, "nothing recorded", "middle", "none")
 
 
-def _grid(x_axis: Axis | None, y_axis: Axis, x_label: str) -> str:
+def _grid(x_axis: Axis, y_axis: Axis, x_label: str) -> str:
     parts = []
     for value, name in y_axis.ticks:
         y = y_axis.px(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(_text(LEFT - 8, y + 4, name, "end"))
-    if x_axis is not None:
-        parts += [_text(x_axis.px(value), HEIGHT - BOTTOM + 16, name, "middle") for value, name in x_axis.ticks]
+    parts += [_text(x_axis.px(value), HEIGHT - BOTTOM + 16, name, "middle") for value, name in x_axis.ticks]
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x_label, "middle"))
     return "".join(parts)
 

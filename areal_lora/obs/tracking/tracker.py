@@ -264,16 +264,20 @@ def follow(
     ended: Callable[[], str | None],
     *,
     wait: bool = True,
+    every_s: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str | None:
-    """Send what ``tracker`` does not hold. ``ended`` returns how the run has ended, None: it has not.
+    """Send what ``tracker`` does not hold.
 
-    Returns that at the end. Without ``wait`` it sends what is there once. The tracker learns of an interrupt, too.
+    ``ended`` returns how the run has ended, None: it has not. It is called every ``every_s`` seconds at most; its
+    result is returned at the end. Without ``wait`` it sends what is there once. The tracker learns of an interrupt.
     """
-    follower = MetricsFollower(folder, tracker.held())
+    follower, due = MetricsFollower(folder, tracker.held()), 0.0
     try:
         while True:
-            state = ended()  # before reading: nothing is written after the end
+            state = None
+            if (now := time.monotonic()) >= due:
+                state, due = ended(), now + every_s  # before reading: nothing is written after the end
             rows = follower.read_new(everything=state is not None)
             while some := list(islice(rows, ROWS)):
                 tracker.send(some)

@@ -8,9 +8,18 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.rollout.agent_api.chat import CompletedRequest, SamplingRequest, converted, token_logprobs
+from areal_lora.rollout.agent_api.chat import (
+    Call,
+    CompletedRequest,
+    SamplingRequest,
+    Turn,
+    chat_tools,
+    converted,
+    plain,
+    role_of,
+    token_logprobs,
+)
 from areal_lora.rollout.agent_api.refusals import refuse
-from areal_lora.rollout.agent_api.turns import Call, Turn, chat_tools, plain, role_of
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`
 

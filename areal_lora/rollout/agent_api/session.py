@@ -1,4 +1,14 @@
-"""One run of an agent: its requests, their tokens, and the key that they come with."""
+"""One run of an agent: its requests, the tokens of their prompts, and the key that they come with.
+
+What was sampled is never tokenized again. Where messages start with those of an earlier request and its answer, the
+prompt starts with the earlier prompt's tokens and the sampled ones. Only what the chat template writes after them is
+new::
+
+    earlier tokens, sampled ones | end of the assistant's turn | tool's message | start of the next turn
+
+An answer counts as given back if its content and calls are those that the agent got. What the template would write for
+it may differ (spaces in the arguments of a call): the sampled tokens stay.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +20,155 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_lora.data.prompts import Prompt
+import msgspec
+
+from areal_lora.data.prompts import Formatter, Prompt
+from areal_lora.errors import ConfigError
 from areal_lora.network.completions import ToolCallsBody
-from areal_lora.rollout.agent_api.chat import CompletedRequest, SampledReply, SamplingRequest
-from areal_lora.rollout.agent_api.prompt_tokens import Prompts
+from areal_lora.rollout.agent_api.chat import Call, CompletedRequest, SampledReply, SamplingRequest, Turn
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, check_fields, refuse
-from areal_lora.rollout.agent_api.turns import Call, Turn
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.workflow import WorkflowContext, derived_seed
-from areal_lora.rollout.workflows.user_code import PackedTurns, join
-from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, derived_seed, join
+from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Sample, Trajectory
 
 CALL_ID_LETTERS = 9  # as Mistral's templates require
+_ANSWER = "areal answer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatExchange:
-    """A request and its answers, for the record. ``spans`` are the places of the sampled tokens, one per answer: the
-    conversation's index, start and end in it. The first ``known`` turns are those of an earlier exchange.
+class KnownTurns:
+    """The turns up to an answer and with it, and all their tokens; ``spelt`` is the answer's text as it was sampled,
+    with the end of sequence and without.
     """
 
-    answered: CompletedRequest
+    turns: tuple[Turn, ...]
+    tools: list[dict[str, Any]]
+    token_ids: list[int]
+    spelt: tuple[str, str]
+
+    def starts(self, request: SamplingRequest) -> bool:
+        assert request.turns is not None
+        given = request.turns[: len(self.turns)]
+        return (
+            self.tools == request.tools
+            and len(given) == len(self.turns)
+            and all(mine.same(theirs) for mine, theirs in zip(self.turns, given, strict=True))
+        )
+
+
+@dataclass(slots=True)
+class Prompts:
+    """The prompts of one session."""
+
+    formatter: Formatter
+    _known: list[KnownTurns] = field(default_factory=list)
+    _texts: dict[str, list[int]] = field(default_factory=dict)  # of plain prompts and their answers
+
+    def token_ids(self, request: SamplingRequest) -> list[int]:
+        """Tokens [P] of the request's prompt. Raises AgentRequestError."""
+        if request.turns is not None:
+            return self._of_turns(request, request.turns)
+        if isinstance(request.prompt, list):
+            return request.prompt
+        known = max((t for t in self._texts if request.prompt.startswith(t)), key=len, default="")
+        rest = self.formatter.tokenizer.encode(request.prompt[len(known) :], add_special_tokens=not known)
+        return self._texts.get(known, []) + rest
+
+    def continued(self, request: SamplingRequest) -> int:
+        """How many of the request's turns are those of an earlier request and its answer."""
+        known = self._longest(request)
+        return len(known.turns) if known is not None else 0
+
+    def answered(self, request: SamplingRequest, prompt_ids: list[int], reply: SampledReply) -> None:
+        """Keep the tokens of an answer for requests that continue it."""
+        sampled, decode = reply.sampled.token_ids, self.formatter.tokenizer.decode
+        ids, raw = prompt_ids + sampled, decode(sampled, skip_special_tokens=False)
+        if request.turns is not None:
+            spelt = raw, decode(sampled[:-1], skip_special_tokens=False)
+            self._known.append(
+                KnownTurns(turns=(*request.turns, reply.turn), tools=request.tools, token_ids=ids, spelt=spelt)
+            )
+        elif isinstance(request.prompt, str):
+            self._texts[request.prompt + raw] = ids
+
+    def _longest(self, request: SamplingRequest) -> KnownTurns | None:
+        fitting = (known for known in self._known if request.turns is not None and known.starts(request))
+        return max(fitting, key=lambda known: len(known.turns), default=None)
+
+    def _of_turns(self, request: SamplingRequest, turns: tuple[Turn, ...]) -> list[int]:
+        if not self.formatter.tokenizer.chat_template:
+            raise AgentRequestError(400, "this model's tokenizer has no chat template; use /v1/completions")
+        text = self._text(turns, request.tools, last=True)
+        if request.tools and text == self._text(turns, [], last=True):
+            raise refuse("tools", "the model's chat template does not write tools, so the model would not know of them")
+        known = self._longest(request)
+        if known is not None and (after := self._after(known, text)) is not None:
+            rest = self.formatter.tokenizer.encode(after, add_special_tokens=False)
+            return known.token_ids + self.formatter.without_end(rest, known.token_ids)
+        # A template writes special tokens itself.
+        return self.formatter.tokenizer.encode(text, add_special_tokens=False)
+
+    def _after(self, known: KnownTurns, text: str) -> str | None:
+        """What follows the answer in ``text``; None if the template writes the turns before it otherwise by now.
+
+        It starts with what the template writes to end the answer's turn: after the answer as it was sampled, if the
+        template writes that, else after any answer.
+        """
+        head = self._text(known.turns, known.tools, last=False)
+        before = self._text(known.turns[:-1], known.tools, last=True)
+        if not text.startswith(head) or not head.startswith(before):
+            return None
+        for spelt in known.spelt:
+            if head.startswith(before + spelt):
+                return text[len(before + spelt) :]
+        marked = (*known.turns[:-1], Turn(role="assistant", content=_ANSWER))
+        _, found, end = self._text(marked, known.tools, last=False).rpartition(_ANSWER)
+        return end + text[len(head) :] if found and head.endswith(end) else None
+
+    def _text(self, turns: Sequence[Turn], tools: list[dict[str, Any]], *, last: bool) -> str:
+        try:
+            return self.formatter.chat([turn.for_template() for turn in turns], tools=tools, last=last)
+        except ConfigError as error:
+            raise AgentRequestError(400, error.reason, "messages") from None
+
+
+class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """``conversation``, ``begin`` and ``end`` are the place of its sampled tokens."""
+
+    turn: Turn
+    finish_reason: str
+    conversation: int
+    begin: int
+    end: int
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A request. ``turns`` lacks the first ``known`` ones, which earlier requests and answers have; ``prompt`` is that
+    of a plain completion.
+    """
+
     known: int
-    spans: list[tuple[int, int, int]]
+    turns: list[Turn]
+    tools: list[dict[str, Any]]
+    answers: list[AnswerRecord]
+    prompt: str | list[int] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One run of an agent. ``tool_parser`` names the parser of its answers; without it no tools can be given."""
+    """One run of an agent. ``tool_parser`` names the parser of its answers; without it no tools can be given.
+
+    ``responses`` has by the id of a response the turns up to its first answer and with it, without the instructions.
+    """
 
     context: WorkflowContext
     ref: AdapterRef
     seed: int
     tool_parser: str | None = None
     conversations: list[PackedTurns] = field(default_factory=list)
-    exchanges: list[ChatExchange] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
+    responses: dict[str, tuple[Turn, ...]] = field(default_factory=dict)
     prompts: Prompts = field(init=False)
     last: Generation | None = None
     n_requests: int = 0
@@ -91,17 +214,27 @@ class Session:
             if fault.kind is FaultKind.REJECTED:
                 raise AgentRequestError(400, fault.detail) from None
             raise
-        answered = CompletedRequest(number=number, request=request, prompt_ids=prompt_ids, replies=replies)
-        known, spans = self.prompts.continued(request), []
+        known, answers = self.prompts.continued(request), list[AnswerRecord]()
         for reply in replies:
             conversation = join(self.conversations, prompt_ids, reply.sampled)
             end = len(conversation.token_ids)
             at = next(i for i, each in enumerate(self.conversations) if each is conversation)
-            spans.append((at, end - len(reply.sampled.token_ids), end))
+            start, how = end - len(reply.sampled.token_ids), reply.finish_reason
+            answers.append(AnswerRecord(turn=reply.turn, finish_reason=how, conversation=at, begin=start, end=end))
             self.prompts.answered(request, prompt_ids, reply)
-        self.exchanges.append(ChatExchange(answered=answered, known=known, spans=spans))
+        record = RequestRecord(
+            known=known,
+            turns=list((request.turns or ())[known:]),
+            tools=[] if known else request.tools,  # the same as before, else it would not continue
+            answers=answers,
+            prompt=request.prompt if request.turns is None else None,
+        )
+        self.records.append(record)
+        if request.turns is not None:
+            given = (turn for turn in request.turns if turn.role != "system")
+            self.responses[f"resp_{number}"] = (*given, replies[0].turn)
         self.last = replies[-1].sampled
-        return answered
+        return CompletedRequest(number=number, request=request, prompt_ids=prompt_ids, replies=replies)
 
     async def _replies(
         self, request: SamplingRequest, number: int, sampled: Sequence[Generation]
@@ -137,17 +270,6 @@ class Session:
 
     def spell(self, token: int) -> str:
         return self.context.tokenizer.decode([token], skip_special_tokens=False)
-
-    def turns_of(self) -> dict[str, tuple[Turn, ...]]:
-        """By id of the response: the turns up to its first answer and with it, without the instructions."""
-        return {
-            f"resp_{each.answered.number}": (
-                *(turn for turn in each.answered.request.turns if turn.role != "system"),
-                each.answered.replies[0].turn,
-            )
-            for each in self.exchanges
-            if each.answered.request.turns is not None
-        }
 
     def fail(self, fault: GenerationFault) -> None:
         """Fail the group, which is retried whole: a result without this answer is no sample of the policy."""

@@ -1,4 +1,4 @@
-"""Messages between trainer and controller: tagged msgspec structs over zmq, no pickle.
+"""Messages between trainer and controller, tagged msgspec structs over zmq, and the controller's socket for them.
 
 Every request frame is ``[request id (8 bytes), payload]``; the reply repeats the request id.
 Each request has exactly one reply, ``ErrorReply`` if it could not be served. Every message about
@@ -7,16 +7,29 @@ a policy names its adapter.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 import msgspec
 
-from areal_lora.errors import ExitCode
+from areal_lora.errors import ArealLoraError, ExitCode
+from areal_lora.network.rpc import Listener, Wire
 from areal_lora.obs.metrics.records import EvalRecord, SampleRecord
+from areal_lora.processes.log import get_logger
+from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.tasks.tally import Estimates
 from areal_lora.types import TrajectoryGroup
 
 PROTOCOL = 9
+WIRE = Wire(
+    server="controller",
+    client="trainer",
+    max_request_bytes=64 << 20,  # the longest is a greeting with the ledger's snapshots
+    max_reply_bytes=8 << 30,  # a batch: 4,096 sequences of 32,768 tokens take about 3 GiB
+)
+
+log = get_logger(__name__)
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -299,7 +312,42 @@ class AdapterFailed(ChannelMessage, frozen=True):
 SessionRequest: TypeAlias = AnnounceVersion | GetBatch | CommitStep | Evaluate | JoinAdapter | EndAdapter | Shutdown
 Request: TypeAlias = Hello | SessionRequest
 Reply: TypeAlias = Welcome | StaleSession | Ack | ErrorReply | Batch | NotReady | AdapterFailed
+Handler: TypeAlias = Callable[[Request], Awaitable[Reply]]
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+# ---------------------------------------------------------------- the controller's socket
+
+
+class ControlSocket:
+    """Answers each request in its own task, so that a long poll delays no other request."""
+
+    def __init__(self, host: str, secret: str) -> None:
+        self._listener = Listener(host, secret, WIRE)
+        self.port = self._listener.port
+
+    async def serve(self, handler: Handler, tasks: asyncio.TaskGroup) -> None:
+        """Receive until cancelled. ArealLoraError becomes an ErrorReply; LedgerError and others end the task group."""
+        while True:
+            frames = await self._listener.socket.recv_multipart()
+            if len(frames) == 3:
+                tasks.create_task(self._answer(handler, *frames))
+
+    async def _answer(self, handler: Handler, client: bytes, request_id: bytes, payload: bytes) -> None:
+        reply: Reply
+        try:
+            reply = await handler(decode_request(payload))
+        except msgspec.DecodeError as error:
+            reply = ErrorReply(reason=f"request is not understood: {error}")
+        except LedgerError:
+            raise  # no request may be answered from an inconsistent ledger
+        except ArealLoraError as error:
+            log.error("request refused: %s", error)
+            reply = ErrorReply(reason=str(error))
+        await self._listener.socket.send_multipart([client, request_id, encode(reply)])
+
+    def close(self) -> None:
+        self._listener.close(linger_s=0.5)

@@ -22,7 +22,7 @@ from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller.groups import Lease, Ticket
 from areal_lora.rollout.controller.pacing import Admission
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Changes
-from areal_lora.rollout.ledger.file import LedgerError
+from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.rollout.routing import Router
 from areal_lora.types import AdapterRef
 

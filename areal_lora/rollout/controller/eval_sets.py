@@ -1,22 +1,28 @@
-"""The sets of an evaluation: their problems, how they are sampled, and which of them have one result for the base."""
+"""The sets of an evaluation: their problems, how they are sampled, and the results of the base that they share."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
+
 from areal_lora.config.models import AdapterConfig, Config, SamplingConfig, SingleTurnWorkflowConfig, WorkflowConfig
 from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sections.task import EvalSetConfig
-from areal_lora.data.formatting import Formatter, TextTokenizer
-from areal_lora.data.prompts import tokenize
+from areal_lora.data.prompts import Formatter, TextTokenizer, tokenize
 from areal_lora.errors import ConfigError
 from areal_lora.processes.log import get_logger
+from areal_lora.rollout.channel.channel_messages import EvalSetResult
+from areal_lora.run_folder.atomic import write_file
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.datasets import load_samples
-from areal_lora.types import Sample
+from areal_lora.types import AdapterRef, Sample
 
 N_NAMED = 5  # prompts left out that are named
 
@@ -108,12 +114,12 @@ def load_sets(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) 
 
 
 def sampling_of(trained: SamplingConfig, chosen: EvalSetConfig) -> SamplingConfig:
-    """The sampling of a set: stop texts and time limit as in training, no restriction besides the set's ``top_p``."""
+    """The sampling of a set: stop texts and time limit as in training, no restriction."""
     return trained.model_copy(
         update={
             "n_samples": chosen.n_samples,
             "temperature": chosen.temperature,
-            "top_p": chosen.top_p,
+            "top_p": 1.0,
             "max_new_tokens": chosen.max_new_tokens or trained.max_new_tokens,
             "top_k": 0,
             "min_p": 0.0,
@@ -150,3 +156,60 @@ def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | N
     }
     text = json.dumps(parts, sort_keys=True, default=repr)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+class _Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """``result`` was measured with version 0 of ``adapter``."""
+
+    adapter: str
+    result: EvalSetResult
+
+
+class BaseEvals:
+    """The results of a run by key, in memory and in ``folder``, if there is one."""
+
+    def __init__(self, folder: RunFolder | None = None) -> None:
+        self._folder = folder
+        self._kept: dict[str, _Kept] = {}
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def once(self, key: str, ref: AdapterRef, measure: Callable[[], Awaitable[EvalSetResult]]) -> EvalSetResult:
+        """The result of ``key``: what ``measure`` returns for ``ref``, or the result of another adapter.
+
+        Callers of one key wait for each other. A result with an error, or a ``measure`` that is cancelled, is not kept:
+        the next caller measures again. A result of another adapter names it, and has taken no time.
+        """
+        async with self._turns[key]:
+            kept = self._kept.get(key) or self._read(key)
+            if kept is None:
+                result = await measure()
+                if not result.error:
+                    self._keep(key, _Kept(adapter=ref.name, result=result))
+                return result
+        self._kept[key] = kept
+        if kept.adapter == ref.name:
+            return kept.result
+        return msgspec.structs.replace(kept.result, measured_with=kept.adapter, wall_s=0.0)
+
+    def _keep(self, key: str, kept: _Kept) -> None:
+        self._kept[key] = kept
+        if self._folder is None:
+            return
+        path = self._folder.base_evals / f"{key}.json"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_file(path, msgspec.json.encode(kept))
+        except OSError as error:
+            log.warning("%s: %s; after a restart the base is evaluated again", path, error.strerror)
+
+    def _read(self, key: str) -> _Kept | None:
+        if self._folder is None:
+            return None
+        path = self._folder.base_evals / f"{key}.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=_Kept)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("%s cannot be read, so the base is evaluated again: %s", path, error)
+            return None

@@ -29,12 +29,16 @@ from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ArealLoraError
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSample, EvalSetResult
-from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault, SampledChoice
-from areal_lora.rollout.controller.eval_sets import N_NAMED, EvalSet
+from areal_lora.rollout.completion_client import (
+    CompletionClient,
+    CompletionRequest,
+    FaultKind,
+    GenerationFault,
+    SampledChoice,
+)
+from areal_lora.rollout.controller.eval_sets import N_NAMED, BaseEvals, EvalSet
 from areal_lora.rollout.workflow import Episode, Scorer, Workflow, all_samples, derived_seed
-from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.paths import RunFolder
-from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.tally import Answer, estimate, tally
 from areal_lora.types import AdapterRef, Outcome, Trajectory
 
@@ -136,69 +140,13 @@ class Share:
             self._waiting.popleft()
 
 
-class _Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """``result`` was measured with version 0 of ``adapter``."""
-
-    adapter: str
-    result: EvalSetResult
-
-
-class BaseEvals:
-    """The results of a run by key, in memory and in ``folder``, if there is one."""
-
-    def __init__(self, folder: RunFolder | None = None) -> None:
-        self._folder = folder
-        self._kept: dict[str, _Kept] = {}
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-
-    async def once(self, key: str, ref: AdapterRef, measure: Callable[[], Awaitable[EvalSetResult]]) -> EvalSetResult:
-        """The result of ``key``: what ``measure`` returns for ``ref``, or the result of another adapter.
-
-        Callers of one key wait for each other. A result with an error, or a ``measure`` that is cancelled, is not kept:
-        the next caller measures again. A result of another adapter names it, and has taken no time.
-        """
-        async with self._turns[key]:
-            kept = self._kept.get(key) or self._read(key)
-            if kept is None:
-                result = await measure()
-                if not result.error:
-                    self._keep(key, _Kept(adapter=ref.name, result=result))
-                return result
-        self._kept[key] = kept
-        if kept.adapter == ref.name:
-            return kept.result
-        return msgspec.structs.replace(kept.result, measured_with=kept.adapter, wall_s=0.0)
-
-    def _keep(self, key: str, kept: _Kept) -> None:
-        self._kept[key] = kept
-        if self._folder is None:
-            return
-        path = self._folder.base_evals / f"{key}.json"
-        try:
-            path.parent.mkdir(exist_ok=True)
-            write_file(path, msgspec.json.encode(kept))
-        except OSError as error:
-            log.warning("%s: %s; after a restart the base is evaluated again", path, error.strerror)
-
-    def _read(self, key: str) -> _Kept | None:
-        if self._folder is None:
-            return None
-        path = self._folder.base_evals / f"{key}.json"
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=_Kept)
-        except FileNotFoundError:
-            return None
-        except (OSError, msgspec.DecodeError) as error:
-            log.warning("%s cannot be read, so the base is evaluated again: %s", path, error)
-            return None
-
-
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
     """Samples and scores for one adapter; its requests take ``places``, which the evaluations of all adapters share.
 
-    ``workflows`` are by the name of a set; those of single greedy answers need none. ``seed`` is the run's: a problem
-    is sampled with the same seed at every version. ``base`` has the results of versions 0 that equal the base.
+    ``client`` is pinned, so all answers are of the version that is evaluated. ``workflows`` are by the name of a
+    set; those of single greedy answers need none. ``seed`` is the run's: a problem is sampled with the same seed at
+    every version. ``base`` has the results of versions 0 that equal the base.
     """
 
     client: CompletionClient
@@ -253,16 +201,18 @@ class Evaluator:
     async def _chunk(self, chosen: EvalSet, ref: AdapterRef, part: slice, share: Share) -> list[Answer]:
         sampling, prefill = chosen.sampling, chosen.formatter.prefill
         prompts = chosen.held_out.token_ids[part]
+        request = CompletionRequest(
+            prompt=list(prompts),
+            max_tokens=sampling.max_new_tokens,
+            temperature=0.0,
+            top_p=1.0,
+            stop=sampling.stop or None,
+            return_token_ids=True,
+        )
 
         async def measure() -> list[SampledChoice]:
             async with share.take(len(prompts)):
-                return await self.client.greedy(
-                    ref,
-                    prompts,
-                    max_tokens=sampling.max_new_tokens,
-                    timeout_s=sampling.timeout_s,
-                    stop=sampling.stop or None,
-                )
+                return (await self.client.complete(ref, request, len(prompts), sampling.timeout_s))[1]
 
         answers = [(a.text, len(a.token_ids or ()), a.finish_reason or "") for a in await _patiently(measure)]
         items = [
@@ -302,8 +252,7 @@ class Evaluator:
         except GenerationFault as fault:
             if fault.kind not in USER_FAULTS:
                 raise
-            unscored = Score(reward=float("nan"), outcome=fault.outcome, detail=str(fault))
-            return [Answer(text="", score=unscored)] * chosen.config.n_samples
+            return [Answer(text="", score=Score.fault(fault.outcome, str(fault)))] * chosen.config.n_samples
 
 
 async def _patiently(measure: Callable[[], Awaitable[T]]) -> T:
@@ -362,7 +311,7 @@ def _last_turn(chosen: EvalSet, workflow: MultiTurnWorkflowConfig, trajectory: T
     runs = groupby(zip(trajectory.loss_mask, trajectory.token_ids, strict=True), key=lambda each: each[0])
     *_, ids = ([token for _, token in run] for sampled, run in runs if sampled)
     text = chosen.formatter.tokenizer.decode(ids, skip_special_tokens=True)
-    for stop in (*chosen.sampling.stop, *workflow.stop):
+    for stop in chosen.sampling.stop:
         text = text.partition(stop)[0]
     return text
 

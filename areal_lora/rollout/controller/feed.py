@@ -24,11 +24,10 @@ from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel.channel_messages import Stats
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller import groups
-from areal_lora.rollout.controller.groups import FailureStreak, Lease, ScoredGroup, Ticket
+from areal_lora.rollout.controller.groups import FailureStreak, GroupPool, Lease, ScoredGroup, Ticket
 from areal_lora.rollout.controller.pacing import Freshness, Pacer, Pacing, StalenessBudget
-from areal_lora.rollout.controller.pool import GroupPool
-from areal_lora.rollout.ledger.file import GroupState
-from areal_lora.rollout.ledger.ledger import ROLLED_BACK, Ledger, apply, decode_snapshot, plan_for, take_snapshot
+from areal_lora.rollout.ledger.ledger import GroupState, Ledger
+from areal_lora.rollout.ledger.reconcile import ROLLED_BACK, apply, decode_snapshot, plan_for, take_snapshot
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef
 

@@ -51,7 +51,6 @@ from enum import StrEnum
 from typing import Literal, Protocol, TypeAlias
 
 from areal_lora.algorithms.fair_queue import FairQueue
-from areal_lora.rollout.controller.groups import GroupTally
 
 
 class Freshness(StrEnum):
@@ -189,6 +188,18 @@ class Claim:
     sequences: int
     groups: int
     weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTally:
+    """Groups of this process that are not in flight any more: ``answered`` of the ``ended`` ones.
+
+    ``tokens`` are those of the answers that may be trained on.
+    """
+
+    ended: int = 0
+    answered: int = 0
+    tokens: int = 0
 
 
 class Starts(Protocol):

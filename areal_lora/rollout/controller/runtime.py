@@ -14,8 +14,8 @@ from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import NO_VERSION, AdapterFeed
-from areal_lora.rollout.controller.groups import GroupTally, Ticket
-from areal_lora.rollout.controller.pacing import Claim
+from areal_lora.rollout.controller.groups import Ticket
+from areal_lora.rollout.controller.pacing import Claim, GroupTally
 from areal_lora.rollout.workflow import Workflow, derived_seed, first_fault
 
 NO_VERSION_WAIT_S = 0.2

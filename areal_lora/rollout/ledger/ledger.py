@@ -8,18 +8,7 @@ A row is one issue of one prompt; ``(position, issue)`` is unique and identifies
 again after a drop gets a new row.
 
 Writes collect in one transaction until :meth:`Ledger.flush`. A controller that dies before loses them, which is
-harmless while no other process has seen them: see `controller/pool`.
-
-Reconcile an adapter's ledger with the version that a trainer has loaded (contract C9).
-
-The newest valid checkpoint decides what was consumed. :func:`plan` is pure; :func:`apply` writes.
-
-    row                            step < version   step >= version
-    leased                         consumed         done again
-    consumed                       consumed         rolled_back, issued again (trajectories are deleted)
-    done, leased, running with
-    versions > version                              rolled_back, issued again
-    issued, other running, done                     continue
+harmless while no other process has seen them: see `controller.groups`.
 """
 
 from __future__ import annotations
@@ -27,17 +16,207 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from areal_lora.errors import ConfigError, RolloutError
-from areal_lora.rollout.ledger.file import LIVE, SCHEMA_VERSION, GroupState, Head, LedgerError, LedgerFile, LedgerRow
+from areal_lora.errors import ConfigError, ExitCode, RolloutError
+from areal_lora.processes.log import get_logger
+from areal_lora.run_folder.sqlite import connect
 
+log = get_logger(__name__)
+
+SCHEMA_VERSION = 1
+SCHEMA = """
+CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL);
+CREATE TABLE adapters (
+    adapter TEXT PRIMARY KEY,
+    head TEXT NOT NULL               -- JSON of Head: counts, next position, what was folded
+);
+CREATE TABLE groups (
+    adapter TEXT NOT NULL,
+    seq INTEGER NOT NULL,            -- numbers the issues of an adapter
+    position INTEGER NOT NULL,       -- of the prompt in the stream
+    issue INTEGER NOT NULL,          -- of this prompt, from 1
+    stale INTEGER NOT NULL,          -- earlier issues that came too late
+    state INTEGER NOT NULL,
+    failed INTEGER NOT NULL DEFAULT 0,      -- tries that count
+    resampled INTEGER NOT NULL DEFAULT 0,   -- tries after which another seed is used
+    version INTEGER NOT NULL DEFAULT -1,    -- requested; once done, of the oldest token
+    newest INTEGER NOT NULL DEFAULT -1,     -- once done, version of the newest token
+    server TEXT NOT NULL DEFAULT '',        -- not used
+    deadline_s REAL NOT NULL DEFAULT 0,     -- of the running request, on this boot's monotonic clock
+    step INTEGER NOT NULL DEFAULT -1,       -- leased or consumed at; dropped before
+    reason TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (adapter, seq)
+) WITHOUT ROWID;
+CREATE TABLE trajectories (adapter TEXT NOT NULL, seq INTEGER NOT NULL, payload BLOB NOT NULL,
+    PRIMARY KEY (adapter, seq));
+"""
+
+
+class GroupState(IntEnum):
+    ISSUED = 0
+    RUNNING = 1
+    DONE = 2
+    LEASED = 3
+    CONSUMED = 4
+    DROPPED = 5
+
+
+LIVE = (GroupState.ISSUED, GroupState.RUNNING, GroupState.DONE, GroupState.LEASED)
 _S = GroupState
-Totals: TypeAlias = list[tuple[GroupState, str, int]]
-"""State, reason and number of rows, for each state and reason."""
+KEEP_STEPS = 64  # steps whose closed rows are kept, for a trainer that falls back so far
+FOLD_EVERY = 16  # committed steps
+
+
+class LedgerRow(msgspec.Struct, kw_only=True, frozen=True):
+    seq: int
+    position: int
+    issue: int
+    stale: int
+    state: GroupState
+    failed: int
+    resampled: int
+    version: int
+    newest: int
+    step: int
+
+
+class LedgerCounters(msgspec.Struct):
+    """Figures that rows do not hold, as of the last flush."""
+
+    tokens: int = 0
+    late: int = 0
+    idle_s: float = 0.0
+    generation_s: float = 0.0
+    retried: dict[str, int] = msgspec.field(default_factory=dict)
+    staleness: dict[int, int] = msgspec.field(default_factory=dict)
+
+
+class Head(msgspec.Struct, kw_only=True):
+    """State of an adapter beside its rows. ``known_from``: steps before it have no rows any more."""
+
+    order: str  # digest of the prompt stream
+    trainer: str = ""
+    issued: int = 0
+    next_position: int = 0
+    next_version: int = 0
+    known_from: int = 0
+    folded_consumed: int = 0
+    folded_dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    counters: LedgerCounters = msgspec.field(default_factory=LedgerCounters)
+
+
+class LedgerError(RolloutError):
+    """The ledger file cannot be written or does not add up: the controller must not continue."""
+
+
+class LedgerDiskError(LedgerError):
+    """The disk of the ledger is full or read-only: a restart would fail alike."""
+
+    exit_code = ExitCode.DISK
+
+
+class LedgerFile:
+    """The only connection to the ledger file (or ``:memory:``), used by one thread of the controller.
+
+    ``heads`` are written with each flush, by adapter.
+    """
+
+    def __init__(self, path: Path | str, run: str) -> None:
+        """Open or create.
+
+        A damaged file is moved aside, with a warning; the trainer's greeting then brings the snapshot to
+        rebuild from. Raises ConfigError for the ledger of another run or another schema.
+        """
+        self.path = str(path)
+        self.heads: dict[str, Head] = {}
+        try:
+            self._db = _open(self.path, run)
+        except sqlite3.OperationalError as error:
+            fix = "end the process that has it open; the lock of a machine that died is released when it is up again"
+            raise _kind(error)(f"{path}: the run ledger cannot be opened: {error} (fix: {fix})") from error
+        except sqlite3.DatabaseError as error:
+            aside = _move_aside(Path(path))
+            log.warning(
+                "%s is damaged (%s): moved to %s, to be rebuilt from the checkpoint's snapshot", path, error, aside.name
+            )
+            self._db = _open(self.path, run)
+
+    def read_head(self, adapter: str) -> Head | None:
+        """The head of the last flush; None where the file does not have ``adapter``."""
+        found = self.execute("SELECT head FROM adapters WHERE adapter = ?", (adapter,)).fetchone()
+        return msgspec.json.decode(found[0], type=Head) if found else None
+
+    def execute(self, sql: str, arguments: Sequence[Any] = ()) -> sqlite3.Cursor:
+        try:
+            return self._db.execute(sql, arguments)
+        except sqlite3.Error as error:
+            raise self._broken(error) from error
+
+    def flush(self) -> None:
+        """Make everything written so far durable against the end of this process, in one transaction."""
+        try:
+            for adapter, head in self.heads.items():
+                self._db.execute(
+                    "INSERT OR REPLACE INTO adapters VALUES (?, ?)", (adapter, msgspec.json.encode(head).decode())
+                )
+            self._db.commit()
+        except sqlite3.Error as error:
+            raise self._broken(error) from error
+
+    def close(self) -> None:
+        self.flush()
+        self._db.close()
+
+    def _broken(self, error: sqlite3.Error) -> LedgerError:
+        fix = "free or repair the disk"
+        return _kind(error)(f"{self.path}: the run ledger cannot be written: {error} (fix: {fix})")
+
+
+def _kind(error: sqlite3.Error) -> type[LedgerError]:
+    full = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)  # the low byte of an extended code is the primary one
+    known = isinstance(error, sqlite3.OperationalError)  # others may come from Python, without a code
+    return LedgerDiskError if known and error.sqlite_errorcode & 0xFF in full else LedgerError
+
+
+def _open(path: str, run: str) -> sqlite3.Connection:
+    db = connect(path, synchronous="NORMAL")
+    try:
+        if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
+            db.executescript("BEGIN;" + SCHEMA)  # all of it or nothing, if this process ends here
+            db.execute("INSERT INTO meta VALUES (?, ?)", (SCHEMA_VERSION, run))
+            db.commit()
+        if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+            raise ConfigError(path, "is a database, but no run ledger", "remove it")
+        problem = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if problem != "ok":
+            raise sqlite3.DatabaseError(problem)
+        version, owner = db.execute("SELECT schema_version, run FROM meta").fetchone() or (None, None)
+    except (sqlite3.Error, ConfigError):
+        db.close()
+        raise
+    if (version, owner) != (SCHEMA_VERSION, run):
+        db.close()
+        raise ConfigError(
+            path,
+            f"is the ledger of run {owner!r} in schema {version}, not of {run!r} in schema {SCHEMA_VERSION}",
+            "put the run's own ledger back, or remove the file: it is rebuilt from the checkpoint",
+        )
+    return db
+
+
+def _move_aside(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    return aside
 
 
 class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
@@ -51,37 +230,16 @@ class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
     resampled: int
 
 
-class LedgerSnapshot(msgspec.Struct, kw_only=True, frozen=True):
-    """An adapter's ledger once the steps before ``version`` are consumed; travels in the checkpoint."""
-
-    format: int = SCHEMA_VERSION
-    adapter: str
-    order: str
-    version: int
-    next_position: int
-    issued: int
-    consumed: int
-    dropped: dict[str, int]
-    open: list[OpenGroup]
-
-
-def totals(execute: Callable[..., sqlite3.Cursor], adapter: str, condition: str = "", *arguments: int) -> Totals:
-    found = execute(
-        f"SELECT state, reason, COUNT(*) FROM groups WHERE adapter = ? {condition} GROUP BY state, reason",
-        (adapter, *arguments),
-    )
-    return [(GroupState(state), reason, n) for state, reason, n in found]
-
-
 def counted(
     execute: Callable[..., sqlite3.Cursor], adapter: str, head: Head
 ) -> tuple[Counter[GroupState], Counter[str]]:
     """Groups by state and dropped groups by reason, folded ones included."""
     reasons = Counter(head.folded_dropped)
     counts = Counter({_S.CONSUMED: head.folded_consumed, _S.DROPPED: reasons.total()})
-    for state, reason, n in totals(execute, adapter):
-        counts[state] += n
-        if state is _S.DROPPED:
+    rows = execute("SELECT state, reason, COUNT(*) FROM groups WHERE adapter = ? GROUP BY state, reason", (adapter,))
+    for state, reason, n in rows:
+        counts[_S(state)] += n
+        if state == _S.DROPPED:
             reasons[reason] += n
     return counts, reasons
 
@@ -97,12 +255,6 @@ class GroupTable:
             "INSERT INTO groups (adapter, seq, position, issue, stale, state, failed, resampled) "
             "VALUES (?, ?, ?, ?, ?, 0, ?, ?)",
             (self._adapter, group.seq, group.position, group.issue, group.stale, group.failed, group.resampled),
-        )
-
-    def update(self, seq: int, **columns: Any) -> None:
-        changes = ", ".join(f"{name} = ?" for name in columns)
-        self._file.execute(
-            f"UPDATE groups SET {changes} WHERE adapter = ? AND seq = ?", (*columns.values(), self._adapter, seq)
         )
 
     def rows(self, *states: GroupState) -> list[LedgerRow]:
@@ -125,21 +277,6 @@ class GroupTable:
 
     def delete_payload(self, seq: int) -> None:
         self._file.execute("DELETE FROM trajectories WHERE adapter = ? AND seq = ?", (self._adapter, seq))
-
-    def take_closed(self, before: int) -> Totals:
-        """Delete the rows that were closed at steps before ``before``, and return their totals."""
-        closed = "AND state >= 4 AND step < ?"
-        found = totals(self._file.execute, self._adapter, closed, before)
-        self._file.execute(f"DELETE FROM groups WHERE adapter = ? {closed}", (self._adapter, before))
-        return found
-
-    def clear(self) -> None:
-        for table in ("groups", "trajectories"):
-            self._file.execute(f"DELETE FROM {table} WHERE adapter = ?", (self._adapter,))
-
-
-KEEP_STEPS = 64  # steps whose closed rows are kept, for a trainer that falls back so far
-FOLD_EVERY = 16  # committed steps
 
 
 class Ledger:
@@ -166,7 +303,8 @@ class Ledger:
 
     def reset(self, head: Head, groups: Iterable[OpenGroup]) -> None:
         """Replace everything by ``head`` and ``groups``, which are issued."""
-        self.table.clear()
+        for table in ("groups", "trajectories"):
+            self._file.execute(f"DELETE FROM {table} WHERE adapter = ?", (self.adapter,))
         self.head = head
         for group in groups:
             self.table.insert(group)
@@ -216,23 +354,21 @@ class Ledger:
         before = step + 1 - KEEP_STEPS
         if before - self.head.known_from < FOLD_EVERY:
             return
-        folded = Counter(self.head.folded_dropped)  # rows closed at steps before ``before`` become counts in the head
-        for state, reason, n in self.table.take_closed(before):
-            if state is _S.DROPPED:
-                folded[reason] += n
-            else:
-                self.head.folded_consumed += n
-        self.head.folded_dropped, self.head.known_from = dict(folded), before
+        # Rows closed at steps before ``before`` become counts in the head.
+        self._file.execute(
+            "DELETE FROM groups WHERE adapter = ? AND state IN (?, ?) AND step < ?",
+            (self.adapter, int(_S.CONSUMED), int(_S.DROPPED), before),
+        )
+        kept, reasons = counted(self._file.execute, self.adapter, Head(order=self.head.order))
+        self.head.folded_consumed = self.counts[_S.CONSUMED] - kept[_S.CONSUMED]
+        self.head.folded_dropped, self.head.known_from = dict(self.drop_reasons - reasons), before
 
-    def drop(self, seq: int, reason: str) -> None:
-        self._move(seq, LIVE, _S.DROPPED, reason=reason, step=self.head.next_version)
+    def drop(self, seq: int, reason: str, *, undone: bool = False) -> None:
+        """``undone``: the group was consumed, by a step that is undone."""
+        if undone:
+            self._states[seq] = _S.CONSUMED
+        self._move(seq, (_S.CONSUMED,) if undone else LIVE, _S.DROPPED, reason=reason, step=self.head.next_version)
         self.table.delete_payload(seq)
-        self.drop_reasons[reason] += 1
-
-    def undo(self, seq: int, reason: str) -> None:
-        """Drop a consumed group whose step is undone."""
-        self._states[seq] = _S.CONSUMED
-        self._move(seq, (_S.CONSUMED,), _S.DROPPED, reason=reason, step=self.head.next_version)
         self.drop_reasons[reason] += 1
 
     def _move(self, seq: int, allowed: Sequence[GroupState], state: GroupState, **columns: Any) -> None:
@@ -242,7 +378,11 @@ class Ledger:
             raise LedgerError(
                 f"{self._file.path}: issue {seq} of {self.adapter} {found} and cannot become {state.name.lower()}"
             )
-        self.table.update(seq, state=int(state), **columns)
+        changes = ", ".join(f"{name} = ?" for name in ("state", *columns))
+        self._file.execute(
+            f"UPDATE groups SET {changes} WHERE adapter = ? AND seq = ?",
+            (int(state), *columns.values(), self.adapter, seq),
+        )
         self.counts[before] -= 1
         self.counts[state] += 1
         if state is _S.DROPPED:
@@ -266,147 +406,3 @@ class Ledger:
                 f"{self._file.path} does not add up: {self.head.issued} issued of {self.adapter}, {shown}, "
                 f"{live} groups held"
             )
-
-
-def take_snapshot(ledger: Ledger, version: int) -> bytes:
-    """The ledger once every step before ``version`` is consumed, for :func:`rebuild`."""
-    live = ledger.table.rows(*LIVE)
-    still_open = [row for row in live if row.state is not GroupState.LEASED or row.step >= version]
-    return msgspec.msgpack.encode(
-        LedgerSnapshot(
-            adapter=ledger.adapter,
-            order=ledger.head.order,
-            version=version,
-            next_position=ledger.head.next_position,
-            issued=ledger.head.issued,
-            consumed=ledger.counts[GroupState.CONSUMED] + len(live) - len(still_open),
-            dropped=dict(ledger.drop_reasons),
-            open=[OpenGroup(r.seq, r.position, r.issue, r.stale, r.failed, r.resampled) for r in still_open],
-        )
-    )
-
-
-def decode_snapshot(data: bytes, adapter: str) -> LedgerSnapshot | None:
-    """None for no bytes. Raises RolloutError for bytes that are no snapshot of ``adapter``."""
-    if not data:
-        return None
-    try:
-        snapshot = msgspec.msgpack.decode(data, type=LedgerSnapshot)
-    except msgspec.DecodeError as error:
-        raise RolloutError(f"the checkpoint's ledger snapshot of {adapter} cannot be read: {error}") from None
-    if (snapshot.format, snapshot.adapter) != (SCHEMA_VERSION, adapter):
-        raise RolloutError(
-            f"the checkpoint's ledger snapshot is of {snapshot.adapter!r} in format {snapshot.format}, "
-            f"not of {adapter!r} in format {SCHEMA_VERSION}"
-        )
-    return snapshot
-
-
-def rebuild(ledger: Ledger, snapshot: LedgerSnapshot | None) -> None:
-    """Delete all rows and restore ``snapshot`` (None: nothing issued); its open groups are issued."""
-    head = Head(order=ledger.head.order, counters=ledger.head.counters)
-    if snapshot is not None:
-        head.issued, head.next_position = snapshot.issued, snapshot.next_position
-        head.next_version = head.known_from = snapshot.version
-        head.folded_consumed, head.folded_dropped = snapshot.consumed, dict(snapshot.dropped)
-    ledger.reset(head, snapshot.open if snapshot is not None else ())
-
-
-ROLLED_BACK = "rolled_back"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reconciliation:
-    """Rows by what happens to them. ``rebuild`` is the reason to rebuild from the snapshot, if any."""
-
-    version: int
-    rebuild: str = ""
-    consumed: tuple[LedgerRow, ...] = ()  # leased before: their commit did not arrive
-    again: tuple[LedgerRow, ...] = ()  # done again, with the trajectories they have
-    reissued: tuple[LedgerRow, ...] = ()  # rolled back and issued again
-    continuing: tuple[LedgerRow, ...] = ()
-
-    def __str__(self) -> str:
-        if self.rebuild:
-            return f"rebuilt from the checkpoint's snapshot, because {self.rebuild}"
-        ready = sum(row.state is GroupState.DONE for row in self.continuing)
-        return (
-            f"{len(self.consumed)} groups committed late, {len(self.again) + ready} ready with the trajectories "
-            f"they have, {len(self.continuing) - ready} sampled on or again, {len(self.reissued)} rolled back and "
-            "issued again"
-        )
-
-
-def plan(
-    head: Head, rows: Sequence[LedgerRow], version: int, snapshot: LedgerSnapshot | None, *, known: bool = True
-) -> Reconciliation:
-    """Raises RolloutError where neither the ledger nor a snapshot states what was consumed before ``version``.
-
-    ``rows`` are the live and the consumed ones; ``known``: the ledger file had this adapter before.
-    """
-    rebuild = ""
-    if not known and version > 0:
-        rebuild = "the ledger file has nothing of this adapter"
-    elif head.next_version < version:
-        rebuild = f"the ledger ends before step {head.next_version} and the checkpoint is of version {version}"
-    elif version < head.known_from:
-        rebuild = f"the ledger has forgotten the groups of steps before {head.known_from}"
-    if rebuild:
-        _check_snapshot(head, version, snapshot, rebuild)
-        return Reconciliation(version=version, rebuild=rebuild)
-    consumed, again, reissued, continuing = list[LedgerRow](), list[LedgerRow](), list[LedgerRow](), list[LedgerRow]()
-    for row in rows:
-        undone = row.step >= version and row.state in (GroupState.LEASED, GroupState.CONSUMED)
-        if row.state is GroupState.CONSUMED:
-            if undone:
-                reissued.append(row)
-        elif row.state is GroupState.LEASED and not undone:
-            consumed.append(row)
-        elif max(row.version, row.newest) > version and row.state is not GroupState.ISSUED:
-            reissued.append(row)
-        else:
-            (again if undone else continuing).append(row)
-    return Reconciliation(
-        version=version,
-        consumed=tuple(consumed),
-        again=tuple(again),
-        reissued=tuple(reissued),
-        continuing=tuple(continuing),
-    )
-
-
-def _check_snapshot(head: Head, version: int, snapshot: LedgerSnapshot | None, rebuild: str) -> None:
-    if version == 0 and snapshot is None:
-        return
-    if snapshot is None:
-        raise RolloutError(
-            f"version {version} cannot be resumed: {rebuild}, and its checkpoint carries no ledger snapshot "
-            "(fix: resume from another checkpoint, or start a new run with --fresh)"
-        )
-    if (snapshot.version, snapshot.order) != (version, head.order):
-        raise RolloutError(
-            f"the ledger snapshot with version {version} is of version {snapshot.version} or of other prompts "
-            "(fix: start with the task and run.seed of this run)"
-        )
-
-
-def apply(ledger: Ledger, made: Reconciliation, snapshot: LedgerSnapshot | None) -> None:
-    """Carry out ``made``. Nothing is durable before the ledger is flushed."""
-    ledger.known = True
-    if made.rebuild:
-        rebuild(ledger, snapshot)
-        return
-    ledger.head.next_version = made.version
-    ledger.consume(made.version - 1)
-    ledger.unlease(row.seq for row in made.again)
-    for row in made.reissued:
-        if row.state is GroupState.CONSUMED:
-            ledger.undo(row.seq, ROLLED_BACK)
-        else:
-            ledger.drop(row.seq, ROLLED_BACK)
-        ledger.issue(row.position, row.issue + 1, row.stale)
-
-
-def plan_for(ledger: Ledger, version: int, snapshot: LedgerSnapshot | None) -> Reconciliation:
-    rows = ledger.table.rows(*LIVE, GroupState.CONSUMED)
-    return plan(ledger.head, rows, version, snapshot, known=ledger.known)

@@ -9,21 +9,8 @@ from typing import Any
 
 from areal_lora.operations.protocol import LoadState, Publish
 from areal_lora.run_folder.desired import DesiredPhase
+from areal_lora.service.queue import queue_rows as rows
 from areal_lora.service.queue.answers import forget, give
-from areal_lora.service.queue.queue_rows import (
-    NAME,
-    AdapterRow,
-    ClientSession,
-    Model,
-    OpenOperation,
-    PendingSample,
-    SamplingSession,
-    SavedState,
-    Tables,
-    Verb,
-    model_id,
-    sampler_id,
-)
 from areal_lora.service.queue.queue_store import MODELS, SAMPLERS, SAMPLES, SESSIONS, Transaction
 from areal_lora.service.queue.requests import CreateModel, Lora, Pending, Serve, UnloadedModel, encode
 from areal_lora.service.queue.sequencer import append, fail_open, insert, load
@@ -39,7 +26,7 @@ def open_session(tx: Transaction, tenant: str, about: bytes) -> str:
     if tx.count("sessions WHERE tenant = ? AND ended = 0", tenant) >= MAX_SESSIONS:
         raise RequestError(429, "session_id", f"{MAX_SESSIONS} sessions are open", "end some, or wait until they end")
     session = f"s{secrets.token_hex(6)}"
-    SESSIONS.insert(tx.db, ClientSession(session=session, tenant=tenant, about=about, created_s=tx.now_s))
+    SESSIONS.insert(tx.db, rows.ClientSession(session=session, tenant=tenant, about=about, created_s=tx.now_s))
     return session
 
 
@@ -53,7 +40,7 @@ def end_session(tx: Transaction, session: str) -> None:
     tx.do("DELETE FROM samplers WHERE session = ?", session)
 
 
-def leave(tx: Transaction, model: Model, reason: str) -> None:
+def leave(tx: Transaction, model: rows.Model, reason: str) -> None:
     """The model is removed; its adapter is to leave."""
     tx.do("UPDATE models SET removed = 1 WHERE model = ?", model.model)
     fail_open(tx, model, reason)
@@ -78,7 +65,7 @@ def name_of(session: str, model_seq: int) -> str:
 
 def insert_model(
     tx: Transaction,
-    row: AdapterRow,
+    row: rows.AdapterRow,
     session: str,
     model_seq: int,
     request: str,
@@ -87,14 +74,14 @@ def insert_model(
     lora: Lora,
 ) -> None:
     """The model whose adapter is ``row``, and the request that made it."""
-    model = model_id(session, model_seq)
+    model = rows.model_id(session, model_seq)
     _insert(tx, row, model, session, lora, None, action.notes)
     insert(tx, row.tenant, request, model, 0, fingerprint, encode(action), held=False)
     if action.load is not None:
         append(tx, row.key, request, load(tx, row.tenant, action.load))
 
 
-def insert_snapshot(tx: Transaction, row: AdapterRow, state: SavedState) -> None:
+def insert_snapshot(tx: Transaction, row: rows.AdapterRow, state: rows.SavedState) -> None:
     """The model that serves ``state``."""
     _insert(tx, row, f"{row.name}:snapshot", "", state.lora, state.path, {})
     append(tx, row.key, "", LoadState(adapter=state.adapter, label=state.label, optimizer=False))
@@ -102,9 +89,15 @@ def insert_snapshot(tx: Transaction, row: AdapterRow, state: SavedState) -> None
 
 
 def _insert(
-    tx: Transaction, row: AdapterRow, model: str, session: str, lora: Lora, of_state: str | None, notes: dict[str, str]
+    tx: Transaction,
+    row: rows.AdapterRow,
+    model: str,
+    session: str,
+    lora: Lora,
+    of_state: str | None,
+    notes: dict[str, str],
 ) -> None:
-    made = Model(
+    made = rows.Model(
         model=model,
         tenant=row.tenant,
         session=session,
@@ -125,7 +118,7 @@ def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str
         raise RequestError(422, "sampling_session_seq_id", f"{seq} is no number of a sampling session", "count from 0")
     if path is not None:
         tx.state(tenant, path)
-    sampler = sampler_id(session, seq)
+    sampler = rows.sampler_id(session, seq)
     row = tx.row("SELECT path, model FROM samplers WHERE sampler = ?", sampler)
     if row is not None and row != (path, None):
         reason = "another sampling session came with this number before"
@@ -134,14 +127,14 @@ def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str
         if tx.count("samplers WHERE tenant = ?", tenant) >= MAX_SAMPLERS:
             reason = f"{MAX_SAMPLERS} sampling sessions are open"
             raise RequestError(422, "sampling_session_seq_id", reason, "open another session, and end this one")
-        made = SamplingSession(
+        made = rows.SamplingSession(
             sampler=sampler, tenant=tenant, session=session, path=path, model=None, created_s=tx.now_s
         )
         SAMPLERS.insert(tx.db, made)
     return sampler
 
 
-def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -> Serve | Pending | SavedState:
+def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -> Serve | Pending | rows.SavedState:
     """Under which name servers have what the sampling session samples; the state if that needs an adapter of its own.
 
     ``missing``: no server has this name any more.
@@ -171,7 +164,7 @@ def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -
     return state
 
 
-def expire(tx: Transaction, state: SavedState) -> None:
+def expire(tx: Transaction, state: rows.SavedState) -> None:
     """Forget the state, the model that serves it and the sampling sessions that only it keeps."""
     forget(tx, state)
     for snapshot in tx.models("of_state = ? AND removed = 0", state.path):
@@ -187,12 +180,12 @@ def sessions(tx: Transaction, tenant: str) -> list[str]:
     return [each.session for each in reversed(tx.sessions("tenant = ?", tenant))]
 
 
-def models(tx: Transaction, tenant: str) -> list[Model]:
+def models(tx: Transaction, tenant: str) -> list[rows.Model]:
     """Newest first."""
     return tx.models("tenant = ? AND of_state IS NULL", tenant)[::-1]
 
 
-def saved(tx: Transaction, tenant: str, model: str | None = None) -> list[SavedState]:
+def saved(tx: Transaction, tenant: str, model: str | None = None) -> list[rows.SavedState]:
     """The tenant's named states, oldest first; with ``model`` of this one, which may have left."""
     where = "tenant = ? AND named = 1 AND (expires_s IS NULL OR expires_s > ?) AND model = COALESCE(?, model)"
     return tx.states(where, tenant, tx.now_s, model)
@@ -210,7 +203,7 @@ def keep_sample(tx: Transaction, tenant: str, sampler: str, sample: str, fingerp
     tx.sampler(tenant, sampler)
     row = tx.row("SELECT fingerprint FROM samples WHERE sample = ?", sample)
     if row is None:
-        new = PendingSample(
+        new = rows.PendingSample(
             sample=sample, tenant=tenant, sampler=sampler, fingerprint=fingerprint, body=body, at_s=tx.now_s
         )
         SAMPLES.insert(tx.db, new)
@@ -218,7 +211,7 @@ def keep_sample(tx: Transaction, tenant: str, sampler: str, sample: str, fingerp
         raise RequestError(422, "seq_id", "another request came under this number", "use a new number")
 
 
-def kept_samples(tx: Transaction) -> list[PendingSample]:
+def kept_samples(tx: Transaction) -> list[rows.PendingSample]:
     """Oldest first."""
     return SAMPLES.select(tx.db, "1")
 
@@ -230,7 +223,11 @@ def drop_samples(tx: Transaction, samples: Iterable[str]) -> None:
     tx.do("DELETE FROM samples WHERE at_s < ?", tx.now_s - UNFETCHED_S)
 
 
-WANTED = {Verb.PAUSE: DesiredPhase.PAUSED, Verb.RESUME: DesiredPhase.ACTIVE, Verb.DELETE: DesiredPhase.DELETED}
+WANTED = {
+    rows.Verb.PAUSE: DesiredPhase.PAUSED,
+    rows.Verb.RESUME: DesiredPhase.ACTIVE,
+    rows.Verb.DELETE: DesiredPhase.DELETED,
+}
 OVER = (AdapterPhase.DONE, AdapterPhase.FAILED)
 CARRIED_OUT = {
     DesiredPhase.ACTIVE: (AdapterPhase.ACTIVE, AdapterPhase.DRAINING, *OVER),
@@ -252,12 +249,12 @@ class AdapterRequest:
 
 
 def check_name(name: str) -> None:
-    if not NAME.fullmatch(name):
+    if not rows.NAME.fullmatch(name):
         reason = f"{name[:64]!r} is no name"
         raise RequestError(422, "name", reason, "use up to 47 of a-z, 0-9, _ and -, the first a letter or a digit")
 
 
-def create(tables: Tables, tenant: str, request: AdapterRequest, *, now_s: float) -> AdapterRow:
+def create(tables: rows.Tables, tenant: str, request: AdapterRequest, *, now_s: float) -> rows.AdapterRow:
     """The row of a new adapter. Where the servers have no place for it, the run lets it wait for one."""
     check_name(request.name)
     quota, mine = tables.quotas[tenant], tables.of(tenant)
@@ -275,7 +272,7 @@ def create(tables: Tables, tenant: str, request: AdapterRequest, *, now_s: float
     if len(mine) >= quota.adapters:
         raise RequestError(429, "name", f"the quota is {quota.adapters} adapters", "delete one first")
     _check_queue(tables, tenant)
-    return AdapterRow(
+    return rows.AdapterRow(
         tenant=tenant,
         name=request.name,
         incarnation=max(tables.highest.get((tenant, request.name), 0), tables.forgotten.get(tenant, 0)) + 1,
@@ -285,26 +282,26 @@ def create(tables: Tables, tenant: str, request: AdapterRequest, *, now_s: float
     )
 
 
-def changed(tables: Tables, phases: Phases, tenant: str, name: str, verb: Verb) -> AdapterRow:
+def changed(tables: rows.Tables, phases: Phases, tenant: str, name: str, verb: rows.Verb) -> rows.AdapterRow:
     """The row of an adapter that is to pause, to resume or to leave."""
     row = tables.adapters.get((tenant, name))
     if row is None:
         raise unknown_adapter(name)
-    if verb is not Verb.DELETE:
+    if verb is not rows.Verb.DELETE:
         _check_queue(tables, tenant)  # what takes work away is always taken
         if (phase := phases.get(row.key)) in OVER:
             raise RequestError(422, "name", f"{name!r} is {phase}: it takes no further steps", "create another adapter")
     return replace(row, wanted=WANTED[verb])
 
 
-def _check_queue(tables: Tables, tenant: str) -> None:
+def _check_queue(tables: rows.Tables, tenant: str) -> None:
     limit = tables.quotas[tenant].operations
     if sum(each.tenant == tenant for each in tables.open) >= limit:
         reason = f"{limit} operations wait for the run, and that is the quota"
         raise RequestError(429, "operations", reason, "wait until the run has carried some out")
 
 
-def carried_out(tables: Tables, phases: Phases) -> list[OpenOperation]:
+def carried_out(tables: rows.Tables, phases: Phases) -> list[rows.OpenOperation]:
     """Operations that the run has carried out: its adapter is what the newest of them wants."""
     done = []
     for each in tables.open:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue import client_sessions, queue_writer, sequencer
 from areal_lora.service.queue.client_sessions import AdapterRequest
 from areal_lora.service.queue.placement import SILENT_S, Change, Heartbeats, Placement, Surroundings, fits
-from areal_lora.service.queue.queue_rows import AdapterRow, Quota, SavedState, Tables, Verb, model_id
+from areal_lora.service.queue.queue_rows import AdapterRow, Quota, SavedState, Verb, model_id
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending, Serve
@@ -90,12 +89,7 @@ class RequestQueue:
 
     async def change(self, work: Callable[[Transaction], T]) -> T:
         """``work``'s result once it is durable; then callers that wait for what it changed are woken."""
-
-        def job(db: sqlite3.Connection, tables: Tables) -> tuple[T, Transaction]:
-            tx = self._transaction(db, tables)
-            return work(tx), tx
-
-        result, tx = await self._writer.change(job)
+        result, tx = await self._writer.change(work, self._now_s())
         self._heartbeats.ended(tx.ended)
         for path in tx.forgotten:
             self.placement.used_s.pop(path, None)
@@ -292,9 +286,6 @@ class RequestQueue:
 
     # ------------------------------------------------------------ inside
 
-    def _transaction(self, db: sqlite3.Connection, tables: Tables) -> Transaction:
-        return Transaction(db=db, now_s=self._now_s(), tables=tables)
-
     async def _create(
         self,
         tenant: str,
@@ -312,7 +303,7 @@ class RequestQueue:
                 request=request,
                 new=adapter,
                 at_s=self._now_s(),
-                also=lambda db, row: also(self._transaction(db, self._writer.tables), row),
+                also=also,
             )
         )
 

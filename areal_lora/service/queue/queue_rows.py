@@ -39,17 +39,19 @@ class Verb(StrEnum):
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one tenant. `QuotaConfig` describes those without a default, ``tokens`` and ``requests``.
+    """Limits of one tenant.
 
-    ``weight`` is that of an adapter, ``operations`` are acknowledged and not carried out yet, ``body_kib`` and
-    ``pass_kib`` bound the body of a request and of a pass of an SDK client, ``problems`` a generated split,
-    ``workers`` the scorer processes of an adapter. Of SDK clients: ``queued`` requests that are not answered,
-    ``queued_mib`` of data kept for them and since the last step, ``saved`` states.
+    ``sequences`` are the answers of one training step, ``tokens`` those of inference in progress (prompts and longest
+    answers, times 1 + ``logprobs``), ``requests`` those of a minute, which may come at once. ``weight`` is that of an
+    adapter, ``operations`` are acknowledged and not carried out yet, ``body_kib`` and ``pass_kib`` bound the body of a
+    request and of a pass of an SDK client, ``problems`` a generated split, ``workers`` the scorer processes of an
+    adapter. Of SDK clients: ``queued`` requests that are not answered, ``queued_mib`` of data kept for them and since
+    the last step, ``saved`` states.
     """
 
     adapters: int
     rank: int
-    sequences: int
+    sequences: int = 4096
     tokens: int = 1 << 23
     requests: int = 12_000
     weight: float = 1.0
@@ -293,7 +295,8 @@ def new_key() -> str:
     return f"tml-{secrets.token_hex(32)}"
 
 
-ADAPTERS = """
+SCHEMA_VERSION = 5
+SCHEMA = """
 CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL, generation INTEGER NOT NULL);
 CREATE TABLE tenants (tenant TEXT PRIMARY KEY, quota TEXT NOT NULL);
 CREATE TABLE keys (
@@ -315,8 +318,6 @@ CREATE TABLE operations (
     UNIQUE (tenant, request)
 );
 CREATE INDEX still_open ON operations (number) WHERE carried_out = 0;
-"""
-CLIENTS = """
 CREATE TABLE sessions (
     session TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, about BLOB NOT NULL, created_s REAL NOT NULL,
     ended INTEGER NOT NULL DEFAULT 0
@@ -324,17 +325,17 @@ CREATE TABLE sessions (
 CREATE TABLE models (
     model TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, session TEXT NOT NULL,
     name TEXT NOT NULL, incarnation INTEGER NOT NULL, adapter TEXT NOT NULL UNIQUE, lora BLOB NOT NULL,
-    created_s REAL NOT NULL, of_state TEXT, gone INTEGER NOT NULL DEFAULT 0, joined INTEGER NOT NULL DEFAULT 0,
+    created_s REAL NOT NULL, of_state TEXT, removed INTEGER NOT NULL DEFAULT 0, joined INTEGER NOT NULL DEFAULT 0,
     next_seq INTEGER NOT NULL DEFAULT 1, next_number INTEGER NOT NULL DEFAULT 1, closed INTEGER NOT NULL DEFAULT 0,
-    published INTEGER, broken TEXT NOT NULL DEFAULT ''
+    published INTEGER, broken TEXT NOT NULL DEFAULT '', notes TEXT NOT NULL DEFAULT '{}'
 );
-CREATE INDEX models_of_session ON models (session) WHERE gone = 0;
+CREATE INDEX models_of_session ON models (session) WHERE removed = 0;
 CREATE TABLE requests (
     request TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, owner TEXT NOT NULL, seq INTEGER NOT NULL,
-    fingerprint TEXT NOT NULL, ask BLOB, n_bytes INTEGER NOT NULL, at_s REAL NOT NULL, held INTEGER NOT NULL,
+    fingerprint TEXT NOT NULL, action BLOB, n_bytes INTEGER NOT NULL, at_s REAL NOT NULL, held INTEGER NOT NULL,
     answer BLOB, answered_s REAL, fetched_s REAL
 );
-CREATE INDEX requests_kept ON requests (tenant) WHERE ask IS NOT NULL;
+CREATE INDEX requests_kept ON requests (tenant) WHERE action IS NOT NULL;
 CREATE INDEX requests_open ON requests (owner, seq) WHERE answer IS NULL;
 CREATE INDEX requests_answered ON requests (answered_s) WHERE answer IS NOT NULL;
 CREATE TABLE client_operations (
@@ -346,6 +347,7 @@ CREATE TABLE saved_states (
     model TEXT NOT NULL, tenant TEXT NOT NULL REFERENCES tenants, adapter TEXT NOT NULL, kind TEXT NOT NULL,
     name TEXT NOT NULL, label TEXT NOT NULL, named INTEGER NOT NULL, version INTEGER, step INTEGER NOT NULL,
     n_bytes INTEGER NOT NULL, lora BLOB NOT NULL, created_s REAL NOT NULL, expires_s REAL,
+    notes TEXT NOT NULL DEFAULT '{}',
     PRIMARY KEY (model, kind, name)
 );
 CREATE TABLE dropped_states (adapter TEXT NOT NULL, label TEXT NOT NULL, PRIMARY KEY (adapter, label));
@@ -353,24 +355,10 @@ CREATE TABLE samplers (
     sampler TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, session TEXT NOT NULL, path TEXT, model TEXT,
     created_s REAL NOT NULL
 );
-"""
-KEPT = """
 CREATE TABLE samples (
     sample TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, sampler TEXT NOT NULL, fingerprint TEXT NOT NULL,
-    ask BLOB NOT NULL, at_s REAL NOT NULL
+    body BLOB NOT NULL, at_s REAL NOT NULL
 );
 CREATE INDEX samples_of_sampler ON samples (sampler);
-ALTER TABLE models ADD COLUMN notes TEXT NOT NULL DEFAULT '{}';
-ALTER TABLE saved_states ADD COLUMN notes TEXT NOT NULL DEFAULT '{}';
-"""
-FORGOTTEN = """
 CREATE TABLE forgotten (tenant TEXT PRIMARY KEY REFERENCES tenants, incarnation INTEGER NOT NULL)
 """
-NAMES = """
-ALTER TABLE requests RENAME COLUMN ask TO action;
-ALTER TABLE samples RENAME COLUMN ask TO body;
-ALTER TABLE models RENAME COLUMN gone TO removed
-"""
-STEPS = (ADAPTERS, CLIENTS, KEPT, FORGOTTEN, NAMES)
-"""What each version adds to the one before."""
-SCHEMA_VERSION = len(STEPS)

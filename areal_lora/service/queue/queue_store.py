@@ -17,12 +17,12 @@ from typing import Any, Generic, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
-from areal_lora.errors import ConfigError, RecordError
+from areal_lora.errors import ConfigError, RecordError, undo_on_error
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.sqlite import connect
 from areal_lora.service.queue.queue_rows import (
+    SCHEMA,
     SCHEMA_VERSION,
-    STEPS,
     AdapterOperation,
     AdapterRow,
     ClientSession,
@@ -205,15 +205,10 @@ class Store:
     def _begin(self, run: str) -> None:
         self._db.execute("BEGIN EXCLUSIVE")
         if not self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            for statement in STEPS[0].split(";\n"):
+            for statement in SCHEMA.split(";\n"):
                 self._db.execute(statement)
-            self._db.execute("INSERT INTO meta VALUES (1, ?, 0)", (run,))
+            self._db.execute("INSERT INTO meta VALUES (?, ?, 0)", (SCHEMA_VERSION, run))
         found = self._db.execute("SELECT schema_version, run FROM meta").fetchone()
-        if found[1] == run and found[0] in range(1, SCHEMA_VERSION):
-            for statement in ";\n".join(STEPS[found[0] :]).split(";\n"):
-                self._db.execute(statement)
-            self._db.execute("UPDATE meta SET schema_version = ?", (SCHEMA_VERSION,))
-            found = (SCHEMA_VERSION, run)
         self._db.execute("COMMIT")
         if found != (SCHEMA_VERSION, run):
             reason = f"it is of run {found[1]!r} in schema {found[0]}, not of {run!r} in schema {SCHEMA_VERSION}"
@@ -309,9 +304,6 @@ class Store:
     def drop_key(self, tenant: str, label: str) -> None:
         self._write([("DELETE FROM keys WHERE tenant = ? AND label = ?", (tenant, label))])
 
-    def set_generation(self, generation: int) -> None:
-        self._write([("UPDATE meta SET generation = ?", (generation,))])
-
     def _write(self, statements: list[tuple[str, tuple[object, ...]]]) -> None:
         with self._transaction():
             for sql, arguments in statements:
@@ -320,15 +312,15 @@ class Store:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         """All of it or nothing."""
-        with self._reading():
+
+        def roll_back() -> None:
+            if self._db.in_transaction:  # SQLite rolls back by itself where the disk is full
+                self._db.execute("ROLLBACK")
+
+        with self._reading(), undo_on_error(roll_back):
             self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:  # SQLite rolls back by itself where the disk is full
-                    self._db.execute("ROLLBACK")
-                raise
+            yield
+            self._db.execute("COMMIT")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ from areal_lora.processes.watched import reached, watched_thread
 from areal_lora.run_folder.desired import read_desired, write_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue.client_sessions import AdapterRequest, Phases, carried_out, changed, create, expire, leave
-from areal_lora.service.queue.queue_rows import AdapterOperation, AdapterRow, Tables, Verb
+from areal_lora.service.queue.queue_rows import AdapterOperation, AdapterRow, Verb
 from areal_lora.service.queue.queue_store import Store, Transaction
 from areal_lora.service.queue.sequencer import append, fail_open, promote
 from areal_lora.service.refused import RequestError, Unavailable, internal_error
@@ -56,7 +56,7 @@ class AdapterChange:
     request: str = ""
     new: AdapterRequest | None = None
     at_s: float = field(default_factory=time.time)
-    also: Callable[[sqlite3.Connection, AdapterRow], None] = lambda *_: None
+    also: Callable[[Transaction, AdapterRow], None] = lambda *_: None
 
 
 class Writer:
@@ -90,9 +90,14 @@ class Writer:
         """The answer that the tenant's idempotency key had; None without. Raises RequestError for another request."""
         return await self._in_thread(lambda: self._answered(tenant, request, fingerprint))
 
-    async def change(self, work: Callable[[sqlite3.Connection, Tables], T]) -> T:
-        """``work``'s result once its changes are durable. Raises RequestError, and then nothing has changed."""
-        return await self._in_thread(lambda: self._store.change(lambda db: work(db, self.tables)))
+    async def change(self, work: Callable[[Transaction], T], now_s: float) -> tuple[T, Transaction]:
+        """``work``'s result and transaction once it is durable. Raises RequestError, and then nothing has changed."""
+
+        def job(db: sqlite3.Connection) -> tuple[T, Transaction]:
+            tx = Transaction(db=db, now_s=now_s, tables=self.tables)
+            return work(tx), tx
+
+        return await self._in_thread(lambda: self._store.change(job))
 
     async def administer(self, work: Callable[[Store], None]) -> None:
         """Change tenants, keys or what is kept of the past. Raises RequestError."""
@@ -163,7 +168,7 @@ class Writer:
                 answer=answer,
                 at_s=change.at_s,
             ),
-            lambda db: change.also(db, row),
+            lambda db: change.also(Transaction(db=db, now_s=change.at_s, tables=self.tables), row),
         )
         reached("service.committed")
         self.tables, self._undesired = self.tables.after(row, number), True
@@ -205,7 +210,7 @@ class Writer:
         if there.adapters == wanted.adapters and self._folder.desired.exists():
             return
         generation = max(there.generation, wanted.generation) + 1
-        self._store.set_generation(generation)
+        self._store.change(lambda db: db.execute("UPDATE meta SET generation = ?", (generation,)))
         self.tables = replace(self.tables, generation=generation)
         write_desired(self._folder, self.tables.desired())
 

@@ -34,15 +34,7 @@ from areal_lora.config.models import Config
 from areal_lora.network.tls import derived_key
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
-from areal_lora.service.download import (
-    FILES,
-    MAX_RECIPIENTS,
-    SUFFIX,
-    Downloads,
-    downloaded,
-    open_archive,
-    recipient_key,
-)
+from areal_lora.service import download
 from areal_lora.service.http import Answered, Caller, Guard, body_of, notes_of, number, sdk_decoded, unguarded
 from areal_lora.service.queue import client_sessions
 from areal_lora.service.queue.queue import RequestQueue
@@ -101,10 +93,10 @@ class Exports:
 def keys_of(given: Sequence[str] | None) -> tuple[str, ...]:
     """Raises RequestError for what is no key of age."""
     keys = tuple(given or ())
-    if len(keys) > MAX_RECIPIENTS:
-        raise RequestError(422, KEYS, f"there are {len(keys)}", f"give up to {MAX_RECIPIENTS}")
+    if len(keys) > download.MAX_RECIPIENTS:
+        raise RequestError(422, KEYS, f"there are {len(keys)}", f"give up to {download.MAX_RECIPIENTS}")
     for key in keys:
-        recipient_key(key)
+        download.recipient_key(key)
     return keys
 
 
@@ -284,7 +276,7 @@ class Archives:
         self._queue, self._config, self._folder = queue, config, run_folder
         self._key = derived_key(read_secret(run_folder), "archive addresses")
         self._heavy = asyncio.Semaphore(AT_ONCE)
-        self._downloads = Downloads()
+        self._downloads = download.Downloads()
 
     def routes(self, guard: Guard) -> list[Route]:
         return [
@@ -305,8 +297,8 @@ class Archives:
         keys = keys or (tuple(state.notes[KEYS].split(BETWEEN)) if KEYS in state.notes else ())
         may = Permission(caller.tenant, state.path, state.label, until_s, keys=keys)
         urls = {
-            f"{file}{SUFFIX if keys else ''}": self._url(request, msgspec.structs.replace(may, file=file))
-            for file in FILES
+            f"{file}{download.SUFFIX if keys else ''}": self._url(request, msgspec.structs.replace(may, file=file))
+            for file in download.FILES
         }
         return {"urls": urls, "expires": _time(until_s)}
 
@@ -318,12 +310,14 @@ class Archives:
             raise RequestError(410, "token", reason, "request its address again")
         with self._downloads.hold(may.tenant) as held:
             async with self._heavy:
-                opened = await asyncio.to_thread(open_archive, self._folder, self._config, state.adapter, state.label)
+                opened = await asyncio.to_thread(
+                    download.open_archive, self._folder, self._config, state.adapter, state.label
+                )
             held.callback(opened.close)
             if may.file:
-                return downloaded(opened.one(may.file, may.keys), held.pop_all(), "application/octet-stream")
+                return download.downloaded(opened.one(may.file, may.keys), held.pop_all(), "application/octet-stream")
             headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
-            return downloaded(opened.chunks(), held.pop_all(), "application/x-tar", headers)
+            return download.downloaded(opened.chunks(), held.pop_all(), "application/x-tar", headers)
 
     def _url(self, request: Request, permission: Permission) -> str:
         return f"{request.base_url}api/v1/archives/{self.signed(permission)}"

@@ -25,18 +25,8 @@ from starlette.routing import Route
 from areal_lora.config.models import Config
 from areal_lora.operations.protocol import OptimStep, Poison
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.service import http
 from areal_lora.service.gateway import Gateway, Meter
-from areal_lora.service.http import (
-    SDK_FIX,
-    Answered,
-    Caller,
-    Guard,
-    Handler,
-    body_of,
-    fingerprint,
-    notes_of,
-    sdk_decoded,
-)
 from areal_lora.service.queue import requests
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.refused import RequestError
@@ -72,20 +62,17 @@ class Routes:
     def __init__(self, queue: RequestQueue, base: Base, sampling: Sampling) -> None:
         self._queue, self._base, self._sampling, self._exports = queue, base, sampling, Exports()
 
-    def routes(self, guard: Guard) -> list[Route]:
+    def routes(self, guard: http.Guard) -> list[Route]:
         json: dict[str, tuple[type[Any], JsonHandler]] = {
             "create_session": (sdk_bodies.CreateSession, self.create_session),
             "session_heartbeat": (sdk_bodies.OfSession, self.heartbeat),
             "create_model": (sdk_bodies.CreateModelBody, self.create_model),
             "unload_model": (sdk_bodies.OfModel, self.unload),
             "get_info": (sdk_bodies.OfModel, self.info),
-            "optim_step": (sdk_bodies.OptimStepBody, self.optim_step),
-            "save_weights": (sdk_bodies.SaveWeights, self.save),
-            "save_weights_for_sampler": (sdk_bodies.SaveForSamplerBody, self.save_for_sampler),
             "save_weights_external": (sdk_bodies.SaveExternal, self.save_external),
             "load_weights": (sdk_bodies.LoadWeights, self.load),
         }
-        posts: dict[str, Handler] = {
+        posts: dict[str, http.Handler] = {
             "client/config": self.config,
             "client/dynamic_config": partial(_constant, DYNAMIC),
             "telemetry": partial(_constant, {"status": "accepted"}, long=True),  # it is not kept
@@ -96,6 +83,7 @@ class Routes:
         }
         base = self._base
         model = {"model_name": base.name, "max_context_length": base.context, "trainable": True, "sampleable": True}
+        json |= {verb: (kind, partial(self._submit, action)) for verb, (kind, action) in _ACTIONS.items()}
         posts |= {verb: _json(verb, kind, handle) for verb, (kind, handle) in json.items()}
         return [
             *(guard("POST", f"/api/v1/{path}", handler) for path, handler in posts.items()),
@@ -105,39 +93,39 @@ class Routes:
 
     # ------------------------------------------------------------ client
 
-    async def config(self, request: Request, caller: Caller) -> Answered:
-        await body_of(request, caller)
+    async def config(self, request: Request, caller: http.Caller) -> http.Answered:
+        await http.body_of(request, caller)
         return FLAGS | {"sample_max_concurrent_requests": max(1, caller.quota.queued // 2)}
 
     # ------------------------------------------------------------ sessions and models
 
-    async def create_session(self, caller: Caller, body: sdk_bodies.CreateSession, mark: str) -> Answered:
-        notes_of(body.user_metadata)
+    async def create_session(self, caller: http.Caller, body: sdk_bodies.CreateSession, mark: str) -> http.Answered:
+        http.notes_of(body.user_metadata)
         session = await self._queue.open_session(caller.tenant, msgspec.json.encode(body))
         warning = NO_OUTPUT_LAYER
         if crowded := await self._queue.placement.crowded(caller.tenant):
             warning += f"; a new model waits for a place: {crowded}"
         return {"type": "create_session", "session_id": session, "warning_message": warning}
 
-    async def heartbeat(self, caller: Caller, body: sdk_bodies.OfSession, mark: str) -> Answered:
+    async def heartbeat(self, caller: http.Caller, body: sdk_bodies.OfSession, mark: str) -> http.Answered:
         await self._queue.heartbeat(caller.tenant, body.session_id)
         return {"type": "session_heartbeat"}
 
-    async def finish(self, request: Request, caller: Caller) -> Answered:
-        await body_of(request, caller)
+    async def finish(self, request: Request, caller: http.Caller) -> http.Answered:
+        await http.body_of(request, caller)
         await self._queue.end_session(caller.tenant, request.path_params["session"])
         return {}
 
-    async def create_model(self, caller: Caller, body: sdk_bodies.CreateModelBody, mark: str) -> Answered:
+    async def create_model(self, caller: http.Caller, body: sdk_bodies.CreateModelBody, mark: str) -> http.Answered:
         self._base.check(body.base_model)
-        lora, notes = self._base.lora(body.lora_config, body.optimizer_config), notes_of(body.user_metadata)
+        lora, notes = self._base.lora(body.lora_config, body.optimizer_config), http.notes_of(body.user_metadata)
         action = requests.CreateModel(lora=lora, notes=notes)
         return _future(await self._queue.create_model(caller.tenant, body.session_id, body.model_seq_id, mark, action))
 
-    async def unload(self, caller: Caller, body: sdk_bodies.OfModel, mark: str) -> Answered:
+    async def unload(self, caller: http.Caller, body: sdk_bodies.OfModel, mark: str) -> http.Answered:
         return _future(await self._queue.unload(caller.tenant, body.model_id))
 
-    async def info(self, caller: Caller, body: sdk_bodies.OfModel, mark: str) -> Answered:
+    async def info(self, caller: http.Caller, body: sdk_bodies.OfModel, mark: str) -> http.Answered:
         name = caller.tenant, body.model_id
         exported = self._exports.state(*name)
         lora = exported.lora if exported else await self._queue.change(lambda tx: tx.model(*name).lora)
@@ -153,56 +141,26 @@ class Routes:
 
     # ------------------------------------------------------------ operations
 
-    async def forward_backward(self, request: Request, caller: Caller) -> Answered:
-        body = await body_of(request, caller, long=True)
+    async def forward_backward(self, request: Request, caller: http.Caller) -> http.Answered:
+        body = await http.body_of(request, caller, long=True)
         if "protobuf" not in request.headers.get("content-type", ""):
-            raise RequestError(422, "Content-Type", "passes are read as protobuf, as client/config has it", SDK_FIX)
+            raise RequestError(
+                422, "Content-Type", "passes are read as protobuf, as client/config has it", http.SDK_FIX
+            )
         found = read_pass(body)
         wrong = found.wanted
         what = Poison(reason=str(wrong), by_client=True) if isinstance(wrong, RequestError) else wrong
         # Entries of a map come in any order when it is sent again.
-        mark = fingerprint("pass", msgspec.msgpack.encode(what))
+        mark = http.fingerprint("pass", msgspec.msgpack.encode(what))
         action = requests.Train(what=what)
         return _future(await self._queue.submit(caller.tenant, found.model, found.seq, mark, action))
 
-    async def optim_step(self, caller: Caller, body: sdk_bodies.OptimStepBody, mark: str) -> Answered:
-        try:
-            what: OptimStep | Poison = _step(body)
-        except RequestError as refused:
-            what = Poison(reason=str(refused), by_client=True, of_step=True)
-        return await self._submit(caller, body, mark, lambda: requests.Train(what=what))
-
-    async def save(self, caller: Caller, body: sdk_bodies.SaveWeights, mark: str) -> Answered:
-        def action() -> requests.Save:
-            name, notes = body.path or f"{body.seq_id:06d}", notes_of(body.user_metadata)
-            return requests.Save(name=name, ttl_s=body.ttl_seconds, overwrite=body.overwrite, notes=notes)
-
-        return await self._submit(caller, body, mark, action)
-
-    async def save_for_sampler(self, caller: Caller, body: sdk_bodies.SaveForSamplerBody, mark: str) -> Answered:
-        def action() -> requests.SaveForSampler:
-            return requests.SaveForSampler(
-                name=body.path,
-                sampler_seq=body.sampling_session_seq_id if body.path is None else None,
-                in_flight=body.kind == "inflight",
-                ttl_s=body.ttl_seconds,
-                notes=notes_of(body.user_metadata),
-            )
-
-        return await self._submit(caller, body, mark, action)
-
-    async def save_external(self, caller: Caller, body: sdk_bodies.SaveExternal, mark: str) -> Answered:
+    async def save_external(self, caller: http.Caller, body: sdk_bodies.SaveExternal, mark: str) -> http.Answered:
         if (path := self._exports.save(caller.tenant, body.model_id, body.age_encryption_recipients)) is not None:
             return _future(path)
+        return await self._submit(_save_external, caller, body, mark)
 
-        def action() -> requests.Save:
-            keys = keys_of(body.age_encryption_recipients)
-            notes = {KEYS: BETWEEN.join(keys)} if keys else {}
-            return requests.Save(name=body.path, ttl_s=body.ttl_seconds, notes=notes)
-
-        return await self._submit(caller, body, mark, action)
-
-    async def load(self, caller: Caller, body: sdk_bodies.LoadWeights, mark: str) -> Answered:
+    async def load(self, caller: http.Caller, body: sdk_bodies.LoadWeights, mark: str) -> http.Answered:
         """Into a model that there is, or into a new one with the settings of the model that saved the state."""
         if body.weights_access_token is not None:
             raise RequestError(422, "weights_access_token", "states of other accounts cannot be read", "leave it out")
@@ -214,15 +172,15 @@ class Routes:
         if body.session_id is None or body.model_seq_id is None:
             fix = "send model_id and seq_id, or session_id and model_seq_id"
             raise RequestError(422, "model_id", "it names no model", fix)
-        made = requests.CreateModel(lora=None, load=action, notes=notes_of(body.user_metadata))
+        made = requests.CreateModel(lora=None, load=action, notes=http.notes_of(body.user_metadata))
         if self._exports.wanted(made.notes):
             await self._queue.heartbeat(caller.tenant, body.session_id)
             state = await self._queue.change(lambda tx: tx.state(caller.tenant, body.path))
             return _future(self._exports.start(caller.tenant, body.session_id, body.model_seq_id, state))
         return _future(await self._queue.create_model(caller.tenant, body.session_id, body.model_seq_id, mark, made))
 
-    async def retrieve(self, request: Request, caller: Caller) -> Answered:
-        name = sdk_decoded(await body_of(request, caller), sdk_bodies.Retrieve).request_id
+    async def retrieve(self, request: Request, caller: http.Caller) -> http.Answered:
+        name = http.sdk_decoded(await http.body_of(request, caller), sdk_bodies.Retrieve).request_id
         if (sample := await self._sampling.retrieve(request, caller, name, WAIT_S)) is not None:
             return sample
         if (exported := self._exports.answer(caller.tenant, name)) is not None:
@@ -230,37 +188,39 @@ class Routes:
         return retrieved(await self._queue.outcome(caller.tenant, name, WAIT_S), name)
 
     async def _submit(
-        self, caller: Caller, body: sdk_bodies.OfSequence, mark: str, action: Callable[[], requests.ModelAction]
-    ) -> Answered:
+        self, action: Callable[[Any], requests.ModelAction], caller: http.Caller, body: sdk_bodies.OfSequence, mark: str
+    ) -> http.Answered:
         """What is wrong with the content takes its place in the order, so that the requests behind it do not wait."""
         try:
-            made = action()
+            made = action(body)
         except RequestError as refused:
             made = requests.Refuse(reason=str(refused))
         return _future(await self._queue.submit(caller.tenant, body.model_id, body.seq_id, mark, made))
 
 
-JsonHandler = Callable[[Caller, Any, str], Awaitable[Answered]]
+JsonHandler = Callable[[http.Caller, Any, str], Awaitable[http.Answered]]
 """Of a caller, its body, and what has to be equal for two requests under one number to be one."""
 
 
-def _json(verb: str, kind: type[Any], handle: JsonHandler) -> Handler:
-    async def handler(request: Request, caller: Caller) -> Answered:
-        body = await body_of(request, caller)
-        return await handle(caller, sdk_decoded(body, kind), fingerprint(verb, body))
+def _json(verb: str, kind: type[Any], handle: JsonHandler) -> http.Handler:
+    async def handler(request: Request, caller: http.Caller) -> http.Answered:
+        body = await http.body_of(request, caller)
+        return await handle(caller, http.sdk_decoded(body, kind), http.fingerprint(verb, body))
 
     return handler
 
 
-async def _constant(answer: dict[str, Any], request: Request, caller: Caller, *, long: bool = False) -> Answered:
-    await body_of(request, caller, long=long)
+async def _constant(
+    answer: dict[str, Any], request: Request, caller: http.Caller, *, long: bool = False
+) -> http.Answered:
+    await http.body_of(request, caller, long=long)
     return answer
 
 
 def _step(body: sdk_bodies.OptimStepBody) -> OptimStep:
     if body.optimizer_params is not None or body.adam_params is None:
         raise RequestError(422, "optimizer_params", "only AdamW is supported", "send adam_params")
-    values = msgspec.structs.asdict(sdk_decoded(body.adam_params, sdk_bodies.AdamParams))
+    values = msgspec.structs.asdict(http.sdk_decoded(body.adam_params, sdk_bodies.AdamParams))
     for name, value in values.items():
         below = 1.0 if name.startswith("beta") else math.inf
         if not 0.0 <= value < below:
@@ -268,7 +228,42 @@ def _step(body: sdk_bodies.OptimStepBody) -> OptimStep:
     return OptimStep(lr=values.pop("learning_rate"), **values)
 
 
-def _future(request: str) -> Answered:
+def _optim_step(body: sdk_bodies.OptimStepBody) -> requests.Train:
+    try:
+        return requests.Train(what=_step(body))
+    except RequestError as refused:
+        return requests.Train(what=Poison(reason=str(refused), by_client=True, of_step=True))
+
+
+def _save(body: sdk_bodies.SaveWeights) -> requests.Save:
+    name, notes = body.path or f"{body.seq_id:06d}", http.notes_of(body.user_metadata)
+    return requests.Save(name=name, ttl_s=body.ttl_seconds, overwrite=body.overwrite, notes=notes)
+
+
+def _save_for_sampler(body: sdk_bodies.SaveForSamplerBody) -> requests.SaveForSampler:
+    return requests.SaveForSampler(
+        name=body.path,
+        sampler_seq=body.sampling_session_seq_id if body.path is None else None,
+        in_flight=body.kind == "inflight",
+        ttl_s=body.ttl_seconds,
+        notes=http.notes_of(body.user_metadata),
+    )
+
+
+def _save_external(body: sdk_bodies.SaveExternal) -> requests.Save:
+    keys = keys_of(body.age_encryption_recipients)
+    return requests.Save(name=body.path, ttl_s=body.ttl_seconds, notes={KEYS: BETWEEN.join(keys)} if keys else {})
+
+
+_ACTIONS: dict[str, tuple[type[Any], Callable[[Any], requests.ModelAction]]] = {
+    "optim_step": (sdk_bodies.OptimStepBody, _optim_step),
+    "save_weights": (sdk_bodies.SaveWeights, _save),
+    "save_weights_for_sampler": (sdk_bodies.SaveForSamplerBody, _save_for_sampler),
+}
+"""Requests of a model that become one action of the queue. They may raise RequestError for what is in the body."""
+
+
+def _future(request: str) -> http.Answered:
     return {"request_id": request}
 
 
@@ -284,7 +279,7 @@ _CALLS = (
     ("create_custom_loss", "POST", f"{_HERE}/create_custom_loss", "they run at the client", "forward_backward_custom"),
     ("join_sampling_session", "POST", f"{_HERE}/join_sampling_session", "clients choose numbers", "leave it out"),
     ("retrieve_futures", "POST", f"{_HERE}/retrieve_futures", "one request at a time", "use retrieve_future"),
-    ("forward", "POST", f"{_HERE}/forward", "forward passes come as forward_backward", SDK_FIX),
+    ("forward", "POST", f"{_HERE}/forward", "forward passes come as forward_backward", http.SDK_FIX),
     ("auth_token", "POST", f"{_HERE}/auth/token", _KEYS, "send X-API-Key"),
     ("apikey", "GET DELETE", f"{_HERE}/auth/apikey/me", _KEYS, "turn to the operator of the run"),
     ("audit", "GET", f"{_HERE}/audit", "there is no audit log", "use GET /v1/adapters"),
@@ -311,7 +306,7 @@ class Sdk:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._sampling.close()
 
-    def routes(self, guard: Guard) -> list[Route]:
+    def routes(self, guard: http.Guard) -> list[Route]:
         """All routes of the SDK, to be served beside the API's own."""
         refused = [
             guard(method, path, partial(_refuse, name, reason, fix))
@@ -321,6 +316,6 @@ class Sdk:
         return [*(route for part in self._parts for route in part.routes(guard)), *refused]
 
 
-async def _refuse(name: str, reason: str, fix: str, request: Request, caller: Caller) -> Answered:
-    await body_of(request, caller, long=True)
+async def _refuse(name: str, reason: str, fix: str, request: Request, caller: http.Caller) -> http.Answered:
+    await http.body_of(request, caller, long=True)
     raise RequestError(422, name, reason, fix)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -64,7 +65,7 @@ class Clients:
         self._adapters[adapter.name], self._settled[adapter.name] = adapter, kept.ledger
         self.windows[adapter.name] = Window()
         with self._lock:
-            self._send(self._backlog.join(adapter.name, _decode(kept.ledger) if kept.ledger else None))
+            self._end.send(self._backlog.join(adapter.name, _decode(kept.ledger) if kept.ledger else None))
         return ""
 
     def state(self, adapter: str) -> ControllerState:
@@ -81,7 +82,7 @@ class Clients:
         with self._lock:
             self._saves.pop(adapter, None)
             self._publishes.pop(adapter, None)
-            self._send(self._backlog.leave(adapter, reason))
+            self._end.send(self._backlog.leave(adapter, reason))
 
     def evaluate_if_due(self, ref: AdapterRef) -> None:
         """There are no evaluations."""
@@ -93,7 +94,7 @@ class Clients:
         received = self._end.take(wait_s)
         with self._lock:
             for message in received:
-                self._send(self._backlog.receive(message))
+                self._end.send(self._backlog.receive(message))
 
     def first(self, adapters: Sequence[str], may_start: Callable[[protocol.Operation], bool]) -> Operate | None:
         """The next operation of the first of ``adapters`` that has one that ``may_start``.
@@ -108,11 +109,14 @@ class Clients:
                     break
                 with self._lock:
                     refused = self._backlog.refused(operation)
-                refused, what = refused or self._refused(operation), operation.what
+                what = operation.what
+                mine = self._adapters[adapter]
+                if refused is None and (wrong := _wrong(what, self._limits, self._run_folder, mine, self._base)):
+                    refused = protocol.OperationFailure(reason=wrong, by_client=True)
                 if refused and not protocol.ends_window(what):
                     self.complete(operation, refused)
                 elif isinstance(what, protocol.DropState):
-                    self.complete(operation, self._dropped(what, adapter))
+                    self.complete(operation, _dropped(self._run_folder.saved_state(adapter, what.label)))
                 else:
                     return Operate(adapter=adapter, operation=operation, refused=refused)
         return None
@@ -123,7 +127,7 @@ class Clients:
         if isinstance(operation.what, protocol.Pass) and isinstance(outcome, protocol.PassResult):
             self.windows[operation.adapter].add(operation.what, outcome)
         with self._lock:
-            self._send(self._backlog.complete(operation, outcome))
+            self._end.send(self._backlog.complete(operation, outcome))
 
     def settle(self, operation: protocol.Operation, outcome: protocol.Outcome) -> None:
         """The next checkpoint of the adapter is that of ``operation``; once it is durable, ``outcome`` is final."""
@@ -135,17 +139,14 @@ class Clients:
             self._backlog.start(operation, outcome)
             self._saves[operation.adapter] = operation.number
 
-    def keeps(self, operation: protocol.Operation) -> None:
-        """The next save of the adapter is the saved state of ``operation``."""
+    def start(self, operation: protocol.Operation, version: int) -> None:
+        """The next save of the adapter is that of ``operation``, or the publish of ``version``, which starts now."""
         with self._lock:
             self._backlog.start(operation, None)
-            self._saves[operation.adapter] = operation.number
-
-    def publishes(self, operation: protocol.Operation, version: int) -> None:
-        """The publish of ``version``, which starts now, is that of ``operation``."""
-        with self._lock:
-            self._backlog.start(operation, None)
-            self._publishes[operation.adapter] = (operation.number, version)
+            if isinstance(operation.what, protocol.Publish):
+                self._publishes[operation.adapter] = (operation.number, version)
+            else:
+                self._saves[operation.adapter] = operation.number
 
     # ------------------------------------------------------------ other threads
 
@@ -155,7 +156,7 @@ class Clients:
             if self._saves.get(ref.name) == ref.version:
                 reached("trainer.operation.durable")
                 del self._saves[ref.name]
-                self._send(self._backlog.end(ref.name, ref.version))
+                self._end.send(self._backlog.end(ref.name, ref.version))
 
     def kept(self, save: CheckpointSave) -> None:
         """A saved state is on the disk, or could not be written."""
@@ -166,7 +167,7 @@ class Clients:
         with self._lock:
             if (number := self._saves.pop(save.ref.name, None)) is not None:
                 _log(save.ref.name, number, outcome)
-                self._send(self._backlog.end(save.ref.name, number, outcome))
+                self._end.send(self._backlog.end(save.ref.name, number, outcome))
 
     def active(self, ref: AdapterRef) -> None:
         """Servers serve ``ref``."""
@@ -174,36 +175,32 @@ class Clients:
             number, version = self._publishes.get(ref.name, (0, -1))
             if version == ref.version:
                 del self._publishes[ref.name]
-                self._send(self._backlog.end(ref.name, number, protocol.PublishResult(version=version)))
+                self._end.send(self._backlog.end(ref.name, number, protocol.PublishResult(version=version)))
 
     def close(self) -> None:
         self._end.close()
 
-    def _send(self, messages: Sequence[protocol.ToService]) -> None:
-        for message in messages:
-            self._end.send(message)
 
-    def _refused(self, operation: protocol.Operation) -> protocol.OperationFailure | None:
-        """What is wrong with the operation itself."""
-        wrong = ""
-        match operation.what:
-            case protocol.Pass() as request:
-                wrong = problem(request, self._limits)
-            case protocol.OptimStep() as step:
-                wrong = _bad_step(step)
-            case protocol.SaveState(label=label) | protocol.DropState(label=label):
-                wrong = named(label)
-            case protocol.LoadState() as request:
-                wrong = loadable(self._run_folder, request, self._adapters[operation.adapter], self._base)
-        return protocol.OperationFailure(reason=wrong, by_client=True) if wrong else None
+def _wrong(what: protocol.What, limits: Limits, run_folder: RunFolder, adapter: Adapter, base: str) -> str:
+    """What is wrong with the operation itself; empty for nothing."""
+    match what:
+        case protocol.Pass():
+            return problem(what, limits)
+        case protocol.OptimStep():
+            return _bad_step(what)
+        case protocol.SaveState(label=label) | protocol.DropState(label=label):
+            return named(label)
+        case protocol.LoadState():
+            return loadable(run_folder, what, adapter, base)
+    return ""
 
-    def _dropped(self, what: protocol.DropState, adapter: str) -> protocol.Outcome:
-        folder = self._run_folder.saved_state(adapter, what.label)
-        try:
-            Disk().remove(folder)
-        except OSError as error:
-            return protocol.OperationFailure(reason=f"{error.filename or folder}: {error.strerror}", by_client=False)
-        return protocol.StateResult(step=0, n_bytes=0)
+
+def _dropped(folder: Path) -> protocol.Outcome:
+    try:
+        Disk().remove(folder)
+    except OSError as error:
+        return protocol.OperationFailure(reason=f"{error.filename or folder}: {error.strerror}", by_client=False)
+    return protocol.StateResult(step=0, n_bytes=0)
 
 
 def _log(adapter: str, number: int, outcome: protocol.Outcome) -> None:

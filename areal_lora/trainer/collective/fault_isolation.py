@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from areal_lora import errors
 from areal_lora.processes.log import get_logger
 from areal_lora.trainer import companions
-from areal_lora.trainer.adapter import Adapter, TrainingState
-from areal_lora.trainer.roster.desired_adapters import SERVED
+from areal_lora.trainer.adapter import SERVED, Adapter, TrainingState
 from areal_lora.trainer.training_state import Trainer
 from areal_lora.types import AdapterPhase
 

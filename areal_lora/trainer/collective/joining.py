@@ -4,29 +4,126 @@
     join:    resident, first version or checkpoint -> controller -> first publish -> active
     delete:  what is in progress ends -> controller, servers and residents forget it -> deleted
 
-An adapter that cannot be trained has failed with the reason, and nothing else has changed.
+An adapter that cannot be trained has failed with the reason, and nothing else has changed. The plan is pure, one change
+at a time (`difference`):
+
+    desired        has                 change
+    any            not there           `Join` while servers have room, else `Note` as pending
+    paused         pending, active     `Pause`
+    active         paused              `Resume`
+    deleted, none  there               `Leave`; `Note` as deleted if it never joined
+
+Adapters leave before others join, so that those find a free place. A joining adapter that fails, or an adapter that is
+done, is not tried again in a session.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
-from areal_lora.config.models import AdapterConfig
+from areal_lora.checkpoint.recover import explain
+from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.recorded import alone, joined
 from areal_lora.config.sizing.slots import adapter_capacity
+from areal_lora.data.prompts import load_tokenizer
 from areal_lora.distributed.exchange import first_problem
 from areal_lora.errors import AdapterError, ArealLoraError
+from areal_lora.obs.metrics.reader import state_records
+from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.processes.log import get_logger
-from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState, build_adapter
+from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.tasks.check import joining
+from areal_lora.trainer.adapter import (
+    SERVED,
+    Adapter,
+    ControllerState,
+    RestoredState,
+    TrainingState,
+    build_adapter,
+    probe_rows,
+)
 from areal_lora.trainer.collective.fault_isolation import CONTAINED, enter, leave, release
 from areal_lora.trainer.collective.next_work import join_last
-from areal_lora.trainer.roster import desired_adapters
-from areal_lora.trainer.roster.desired_adapters import SERVED, Note, Roster, prepared
 from areal_lora.trainer.training_state import Trainer
-from areal_lora.trainer.versions.checkpointing import load
-from areal_lora.trainer.work import AdapterChange, Join
+from areal_lora.trainer.versions.checkpointing import chosen, load
+from areal_lora.trainer.work import AdapterChange, Join, Leave, Pause, Resume
 from areal_lora.types import AdapterPhase, AdapterRef
 
 log = get_logger(__name__)
+
+FINAL = (AdapterPhase.DONE, AdapterPhase.DELETED)
+"""States that outlast a session; a failed adapter is tried again, as one of the configuration is."""
+
+
+def recorded_as_final(run_folder: RunFolder) -> dict[str, AdapterPhase]:
+    """Adapters that earlier sessions have recorded as done or deleted: they stay so."""
+    newest = {r.adapter: r.state for r in state_records(run_folder) if isinstance(r, AdapterStateRecord)}
+    return {key: state for key, state in newest.items() if state in FINAL}
+
+
+def prepared(config: Config, run_folder: RunFolder, desired: DesiredAdapter) -> Join:
+    """The change that attaches an adapter, which has passed the rules of a start.
+
+    Raises an ArealLoraError that states what is wrong with it, its task or its checkpoints.
+    """
+    adapter = joining(config, joined(config, desired), online=True)
+    single = alone(config, adapter)
+    [checkpoint] = chosen(explain(run_folder, single), single)
+    rows = probe_rows(config, adapter, load_tokenizer(config.model.folder))
+    return Join(adapter=adapter.name, config=adapter.model_dump_json().encode(), probe=rows, checkpoint=checkpoint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """An adapter that is not there is in ``phase``; nothing but its state changes."""
+
+    adapter: str
+    phase: AdapterPhase
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """What a run has. ``here`` are adapters that have joined and not left, ``absent`` known states of other keys.
+
+    ``configured`` adapters of the configuration have a place on the servers, which hold ``capacity``.
+    """
+
+    here: Mapping[str, AdapterPhase]
+    absent: Mapping[str, AdapterPhase]
+    configured: int = 0
+    capacity: int = 1
+
+
+def difference(desired: DesiredAdapters, roster: Roster) -> AdapterChange | Note | None:
+    """The first difference between what is desired and what is there; None if there is none."""
+    wanted = {adapter.key: adapter for adapter in desired.adapters if adapter.phase is not DesiredPhase.DELETED}
+    for key in roster.here:
+        if key not in wanted:
+            return Leave(adapter=key)
+    for adapter in desired.adapters:
+        if adapter.phase is DesiredPhase.DELETED and roster.absent.get(adapter.key) is not AdapterPhase.DELETED:
+            return Note(adapter=adapter.key, phase=AdapterPhase.DELETED)
+    for key, phase in roster.here.items():
+        paused = wanted[key].phase is DesiredPhase.PAUSED
+        if paused and phase in (AdapterPhase.PENDING, AdapterPhase.ACTIVE):
+            return Pause(adapter=key)
+        if not paused and phase is AdapterPhase.PAUSED:
+            return Resume(adapter=key)
+    served = roster.configured + sum(phase in SERVED for phase in roster.here.values())
+    for key in wanted:
+        known = roster.absent.get(key)
+        if key in roster.here or known in (AdapterPhase.FAILED, AdapterPhase.DONE):
+            continue
+        if served < roster.capacity:
+            return Join(adapter=key)
+        if known is None:
+            full = f"waits for a place: servers hold rollout.max_adapters = {roster.capacity}"
+            return Note(adapter=key, phase=AdapterPhase.PENDING, reason=full)
+    return None
 
 
 # ---------------------------------------------------------------- rank 0
@@ -34,18 +131,18 @@ log = get_logger(__name__)
 
 def next_change(trainer: Trainer) -> AdapterChange | None:
     """The next change of which adapters there are, on rank 0. What concerns none that is there, is done here."""
-    if trainer.rank_0 is None or (view := trainer.rank_0.desired) is None:
+    if trainer.rank_0 is None or (watch := trainer.rank_0.desired) is None:
         return None
     own = {adapter.name for adapter in trainer.config.adapters}
     while True:
         roster = Roster(
             here={name: state.phase for name, state in trainer.states.items() if name not in own},
-            absent=view.absent,
+            absent=trainer.rank_0.absent,
             configured=sum(state.phase in SERVED for name, state in trainer.states.items() if name in own),
             capacity=adapter_capacity(trainer.config),
         )
-        desired = view.look()
-        match desired_adapters.next_change(desired, roster):
+        desired = watch.look()
+        match difference(desired, roster):
             case Note(adapter=key, phase=phase, reason=reason):
                 note(trainer, key, phase, reason)
             case Join(adapter=key):
@@ -64,8 +161,8 @@ def next_change(trainer: Trainer) -> AdapterChange | None:
 
 def note(trainer: Trainer, key: str, phase: AdapterPhase, reason: str = "") -> None:
     """Record the state of an adapter that is not there, on rank 0."""
-    if trainer.rank_0 and trainer.rank_0.desired:
-        trainer.rank_0.desired.absent[key] = phase
+    if trainer.rank_0:
+        trainer.rank_0.absent[key] = phase
         trainer.rank_0.recorder.phase(AdapterRef(name=key, version=0), phase, reason)
 
 
@@ -108,11 +205,10 @@ def join(trainer: Trainer, work: Join) -> TrainingState | None:
 def _announce(trainer: Trainer, adapter: Adapter, restored: RestoredState | None) -> str:
     """Make the joining adapter known on rank 0; returns why it cannot be driven, or nothing."""
     assert trainer.rank_0
-    assert trainer.rank_0.desired
     version, kept = (restored.version, restored.controller) if restored else (0, ControllerState())
     if problem := trainer.rank_0.driver(adapter).join(adapter, version, kept):
         return problem
-    trainer.rank_0.desired.absent.pop(adapter.name, None)
+    trainer.rank_0.absent.pop(adapter.name, None)
     steps = None if adapter.run.endless else adapter.run.steps
     ref = AdapterRef(name=adapter.name, version=version)
     trainer.rank_0.recorder.joined(ref, steps=steps, resumed=restored is not None)
@@ -136,6 +232,6 @@ def delete(trainer: Trainer, state: TrainingState) -> None:
     enter(trainer, state, AdapterPhase.DELETED)
     del trainer.states[state.name]
     trainer.spans.pop(state.name, None)
-    if trainer.rank_0 and trainer.rank_0.desired:
-        trainer.rank_0.desired.absent[state.name] = AdapterPhase.DELETED
+    if trainer.rank_0:
+        trainer.rank_0.absent[state.name] = AdapterPhase.DELETED
     log.info("%s has left", state.ref)

@@ -26,10 +26,9 @@ from areal_lora.errors import AlignmentError
 from areal_lora.operations.protocol import Operation, Pass, Publish
 from areal_lora.rollout.channel.client import SHORT_POLL_S
 from areal_lora.trainer import work as w
-from areal_lora.trainer.adapter import ControllerState, TrainingState
+from areal_lora.trainer.adapter import SERVED, ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.collective.fault_isolation import contained
-from areal_lora.trainer.roster.desired_adapters import SERVED
 from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.types import AdapterPhase, TrainBatch, TrajectoryGroup
 
@@ -149,7 +148,7 @@ def _decide(trainer: Trainer, rank_0: Rank0, changes: Changes) -> w.Work:
         for phase in (AdapterPhase.ACTIVE, AdapterPhase.DRAINING)
     )
     remain = any(state.phase in SERVED for state in trainer.states.values())
-    if not remain and (rank_0.desired is None or rank_0.desired.closed):
+    if not remain and (rank_0.desired is None or rank_0.desired.newest.closed):
         return w.EndRun()
     clients = {state.name for state in trainer.states.values() if state.adapter.config.is_client}
     wanted = before(rank_0.turns.order(active), clients, operation.adapter if operation else None)

@@ -72,7 +72,7 @@ def _outcome(trainer: Trainer, state: TrainingState, operation: protocol.Operati
             return load_saved(trainer.engine, trainer.run_folder, request, state.name, trainer.control)
         case protocol.SaveState(label=label):
             if trainer.rank_0:
-                trainer.rank_0.clients_of(state.adapter).keeps(operation)
+                trainer.rank_0.clients_of(state.adapter).start(operation, state.version)
             with spans.span("checkpoint_copy"):
                 trainer.checkpointing.keep(state, controller_state(trainer, state), label)
             return None
@@ -119,7 +119,7 @@ def _publish(trainer: Trainer, state: TrainingState, operation: protocol.Operati
     if trainer.publishing.newest(state.name) == state.version:
         return protocol.PublishResult(version=state.version)
     if trainer.rank_0:
-        trainer.rank_0.clients_of(state.adapter).publishes(operation, state.version)
+        trainer.rank_0.clients_of(state.adapter).start(operation, state.version)
     with trainer.spans[state.name].span("publish_pack"):
         trainer.publishing.publish(state.adapter, state.version, None)
     return None

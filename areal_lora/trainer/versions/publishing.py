@@ -62,11 +62,11 @@ class AdapterPublishing:
         engine: AdapterEngine,
         publisher: Publisher,
         mode: Literal["unmerged", "merged"],
-        on_report: Callable[[PublishReport], None] | None,
-        on_members: Callable[[PublishReport], None] | None = None,
+        on_report: Callable[[PublishReport, bool], None] | None,
     ) -> None:
+        """``on_report`` gets every report, and whether it is of a new version."""
         self._engine, self._publisher, self._merged = engine, publisher, mode == "merged"
-        self._on_report, self._on_members = on_report, on_members
+        self._on_report = on_report
         self._published: dict[str, _PublishState] = {}
         self._lossy = False
 
@@ -111,8 +111,7 @@ class AdapterPublishing:
         report = handle.wait()
         self._warn_of_loss(report)
         if self._on_report is not None:
-            self._on_report(report)
-        self._note_members(report)
+            self._on_report(report, True)
 
     def busy(self, adapter: str) -> bool:
         """Whether a publish was not joined yet (not collective)."""
@@ -145,7 +144,9 @@ class AdapterPublishing:
         servers serve it already.
         """
         self.join(adapter)
-        self._note_members(self._publisher.again(adapter).wait())
+        report = self._publisher.again(adapter).wait()
+        if self._on_report is not None:
+            self._on_report(report, False)
 
     def drop(self, adapter: str) -> None:
         """Forget a deleted adapter; the servers free what they hold of it as soon as no request uses it."""
@@ -154,10 +155,6 @@ class AdapterPublishing:
 
     def close(self) -> None:
         self._publisher.close()
-
-    def _note_members(self, report: PublishReport) -> None:
-        if self._on_members is not None:
-            self._on_members(report)
 
     def _warn_of_loss(self, report: PublishReport) -> None:
         """Warn when the cast starts to lose much of a merged adapter (rank 0's report is that of all ranks)."""

@@ -1,7 +1,7 @@
 """Record which version is in which adapter slot of a server. Pure bookkeeping, for one thread at a time.
 
-reserve -> (staging) -> activate -> acquire/release per request -> retire
-                     -> abort                                   -> drop -> (running requests end) -> retire_left
+reserve -> (staging) -> activate -> acquire/release per request -> free, of what has a successor
+                     -> free                                    -> drop -> (running requests end) -> retire_left
 
 All adapters share the slots: the newest version of each, old versions in use, and one that is on its way. An adapter
 that holds more than another one leaves the last free slot to it.
@@ -14,10 +14,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from areal_lora.errors import ManifestError, UnknownVersionError
+from areal_lora.errors import ManifestError, RefusalReason, UnknownVersionError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply
-from areal_lora.weight_sync.refusal import RefusalReason
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,126 +33,174 @@ class ResidentVersion:
     in_use: int = 0
 
     @property
-    def active(self) -> bool:
-        return self.lora_id > 0
-
-    @property
     def engine_name(self) -> str:
         """Name for the engine, whose prefix cache goes by it: never that of another version or incarnation."""
         return f"{self.ref}#{self.lora_id}"
 
 
-class SlotTable:
-    """Slots 0..n_slots-1, each holding at most one immutable version, for up to ``adapters`` adapters at a time."""
+class ServedVersions:
+    """Slots 0..n_slots-1, each with at most one immutable version, for up to ``adapters`` adapters at a time.
 
-    def __init__(self, n_slots: int, adapters: int = 1) -> None:
+    ``active`` maps the versions that can be requested to the acknowledgement of their publish, ``incarnations`` the
+    adapters to their incarnation. ``left`` are versions of dropped adapters, on which requests may run.
+
+    ``keep`` versions of an adapter stay in their slots without a request; 0: a version ends as its successor starts,
+    because both have the same memory (merged weights). ``pins`` hold versions like a request,
+    until a time that the caller gives. Each ``now`` is the driver's monotonic clock, in seconds.
+    """
+
+    def __init__(self, n_slots: int, keep: int, adapters: int = 1) -> None:
         if n_slots < 2:
             raise ValueError(f"n_slots is {n_slots}; a successor needs a slot beside the version that serves")
-        self._free = list(range(n_slots))
+        self._free, self._keep, self.adapters = list(range(n_slots)), keep, adapters
         self._residents: dict[AdapterRef, ResidentVersion] = {}
-        self._left: list[ResidentVersion] = []  # of dropped adapters, with running requests
-        self._incarnations: dict[str, int] = {}
-        self._adapters, self._last_incarnation = adapters, 0
+        self._numbers = itertools.count(1)  # of incarnations
+        self.active: dict[AdapterRef, PublishReply] = {}
+        self.incarnations: dict[str, int] = {}
+        self.left: list[ResidentVersion] = []
+        self.pins: dict[AdapterRef, float] = {}
+        self.lora_ids = itertools.count(1)  # ids for the engine, each used once
+        self.publishing: AdapterRef | None = None
 
     def reserve(self, ref: AdapterRef) -> int:
-        """Take a free slot for ``ref``. Raises ManifestError (``duplicate``, ``slot``)."""
-        if ref in self._residents:
-            raise ManifestError(RefusalReason.DUPLICATE, f"{ref} is resident already; versions are immutable")
-        if not self._may_take(ref.name):
-            raise self.full(ref)
-        slot = self._free.pop(0)
-        if ref.name not in self._incarnations:
-            self._last_incarnation += 1
-            self._incarnations[ref.name] = self._last_incarnation
-        self._residents[ref] = ResidentVersion(ref=ref, slot=slot, incarnation=self._incarnations[ref.name])
-        return slot
-
-    def held(self) -> Counter[str]:
-        """Count the slots of each adapter, without those of dropped ones."""
-        return Counter(ref.name for ref in self._residents)
-
-    def _may_take(self, name: str) -> bool:
-        """Whether a free slot may go to ``name``.
+        """Take a free slot for ``ref``. Raises ManifestError (``duplicate``, ``slot``).
 
         Each absent adapter has one, and the last one is for an adapter that holds fewer than another.
         """
-        held = self.held()
-        if not held[name]:
-            return bool(self._free)
-        absent = max(self._adapters - len(held), 0)
-        others = [n for other, n in held.items() if other != name] + [1] * bool(absent)
-        return len(self._free) - absent > (held[name] > min(others, default=held[name]))
+        if ref in self._residents:
+            raise ManifestError(RefusalReason.DUPLICATE, f"{ref} is resident already; versions are immutable")
+        held = Counter(resident.name for resident in self._residents)
+        reserved = 0  # for other adapters
+        if mine := held.pop(ref.name, 0):
+            absent = max(self.adapters - len(held) - 1, 0)
+            others = [*held.values()] + [1] * bool(absent)
+            reserved = absent + (mine > min(others, default=mine))
+        if len(self._free) <= reserved:
+            raise self.full(ref)
+        slot = self._free.pop(0)
+        incarnation = self.incarnations.setdefault(ref.name, next(self._numbers))
+        self._residents[ref] = ResidentVersion(ref=ref, slot=slot, incarnation=incarnation)
+        return slot
 
     def full(self, ref: AdapterRef) -> ManifestError:
         """Make the refusal of ``ref`` for lack of a slot; it names what holds the slots."""
-        held = ", ".join(f"{r.ref} ({r.in_use} running)" for r in [*self._residents.values(), *self._left])
+        held = ", ".join(f"{r.ref} ({r.in_use} running)" for r in [*self._residents.values(), *self.left])
         return ManifestError(RefusalReason.SLOT, f"no free adapter slot for {ref}; held by {held}")
 
-    def activate(self, ref: AdapterRef, lora_id: int) -> None:
-        """Make ``ref`` available to requests under the engine's ``lora_id`` (> 0, never reused)."""
-        if lora_id <= 0 or any(r.lora_id == lora_id for r in self._residents.values()):
-            raise ValueError(f"lora_id {lora_id} of {ref} must be positive and unused")
-        self._pending(ref).lora_id = lora_id
+    def activate(self, ref: AdapterRef, lora_id: int, reply: PublishReply) -> None:
+        """Make the reserved ``ref`` available to requests under the engine's ``lora_id``, one of ``lora_ids``."""
+        self._residents[ref].lora_id = lora_id
+        self.active[ref] = reply
 
-    def abort(self, ref: AdapterRef) -> None:
-        """Give back the slot of a version that was not activated."""
-        self._drop(self._pending(ref))
-        if not self.held()[ref.name]:
-            del self._incarnations[ref.name]
-
-    def acquire(self, ref: AdapterRef) -> ResidentVersion:
-        """Count a request in. Raises UnknownVersionError."""
-        resident = self._active(ref)
-        resident.in_use += 1
+    def free(self, ref: AdapterRef) -> ResidentVersion:
+        """Give back the slot of a version. Raises ValueError if requests run on it."""
+        resident = self._residents[ref]
+        if resident.in_use:
+            raise ValueError(f"{ref} still serves {resident.in_use} requests")
+        del self._residents[ref]
+        self.active.pop(ref, None)
+        self._free.append(resident.slot)
+        if all(other.name != ref.name for other in self._residents):
+            del self.incarnations[ref.name]
         return resident
 
-    def release(self, resident: ResidentVersion) -> None:
+    def resolve(self, model: str, *, or_newer: bool = False) -> ResidentVersion:
+        """Find the version ``name@vN``, or the newest one of a bare adapter name. Raises UnknownVersionError.
+
+        With ``or_newer`` the newest version of the adapter, if it is not older than that in the name.
+        """
+        try:
+            ref = AdapterRef.parse(model)
+        except ValueError:
+            ref = None
+        name = model if ref is None else ref.name
+        newest = max((version for version in self.active if version.name == name), default=None)
+        if newest is not None and (ref is None or (or_newer and ref <= newest)):
+            ref = newest
+        if ref is None or ref not in self.active:
+            served = ", ".join(map(str, sorted(self.active))) or "none yet"
+            raise UnknownVersionError(f"no adapter {model!r} on this server; it serves {served}")
+        return self._residents[ref]
+
+    def acquire(
+        self, model: str, *, pinned: bool = False, or_newer: bool = False, incarnation: int | None = None
+    ) -> ResidentVersion:
+        """Count in a request for ``model``, as `resolve` finds it.
+
+        With ``pinned`` the pins on other versions of the adapter end. With ``incarnation`` an adapter that got the name
+        after that one was dropped is another one. Raises UnknownVersionError.
+        """
+        resident = self.resolve(model, or_newer=or_newer)
+        ref = resident.ref
+        if incarnation is not None and incarnation != resident.incarnation:
+            raise UnknownVersionError(f"adapter {ref.name!r} was deleted; another one has its name now")
+        resident.in_use += 1
+        if pinned:
+            for other in [pin for pin in self.pins if pin.name == ref.name and pin != ref]:
+                self.unpin(other)
+        return resident
+
+    def release(self, resident: ResidentVersion, pin_until: float | None = None) -> None:
+        """Count a request out. With ``pin_until`` the version stays pinned until then, unless it was dropped."""
         if resident.in_use == 0:
             raise ValueError(f"{resident.ref} was released more often than acquired")
+        if pin_until is not None and resident.incarnation == self.incarnations.get(resident.ref.name):
+            resident.in_use += resident.ref not in self.pins
+            self.pins[resident.ref] = pin_until
         resident.in_use -= 1
 
-    def drop(self, name: str) -> int:
-        """Forget adapter ``name`` and return how many requests run on it; ``retire_left`` frees its slots.
+    def unpin(self, ref: AdapterRef) -> None:
+        del self.pins[ref]
+        self._residents[ref].in_use -= 1
 
-        Raises ValueError during its publish.
+    def expire_pins(self, now: float) -> float:
+        """End the pins that are over, and return when the next one expires; infinite without a pin."""
+        for ref in [ref for ref, until in self.pins.items() if until <= now]:
+            self.unpin(ref)
+        return min(self.pins.values(), default=math.inf)
+
+    def drop(self, name: str) -> int:
+        """Forget adapter ``name``, its pins and acknowledgements; return how many requests run on it.
+
+        ``retire_left`` frees its slots. Raises ValueError during its publish.
         """
-        dropped = [r for r in self._residents.values() if r.ref.name == name]
-        if not all(r.active for r in dropped):
+        mine = [ref for ref in self._residents if ref.name == name]
+        if not all(ref in self.active for ref in mine):
             raise ValueError(f"{name} cannot be dropped while it is published")
-        for resident in dropped:
-            del self._residents[resident.ref]
-        self._left += dropped
-        self._incarnations.pop(name, None)
+        for ref in [pin for pin in self.pins if pin.name == name]:
+            self.unpin(ref)
+        dropped = [self._residents.pop(ref) for ref in mine]
+        for ref in mine:
+            del self.active[ref]
+        self.left += dropped
+        self.incarnations.pop(name, None)
         return sum(r.in_use for r in dropped)
 
     def retire_left(self) -> list[ResidentVersion]:
         """Give back the slots of dropped adapters that no request uses."""
-        retired = [r for r in self._left if not r.in_use]
-        self._left = [r for r in self._left if r.in_use]
+        retired = [r for r in self.left if not r.in_use]
+        self.left = [r for r in self.left if r.in_use]
         self._free += [r.slot for r in retired]
         return retired
 
-    @property
-    def draining(self) -> bool:
-        """Whether requests run on dropped adapters."""
-        return bool(self._left)
+    def make_room(self, incoming: str) -> list[ResidentVersion]:
+        """Retire unused versions of dropped adapters and those beyond ``keep``.
 
-    def incarnation(self, name: str) -> int:
-        """Return the incarnation of adapter ``name``; 0 if it has no version."""
-        return self._incarnations.get(name, 0)
-
-    def retire(self, ref: AdapterRef, *, succeeded: bool = False) -> ResidentVersion:
-        """Give back the slot of an unused version that has a successor. Raises UnknownVersionError, ValueError.
-
-        ``succeeded``: the version that is about to become active is its successor.
+        If there are none, the oldest unused version of the adapter that holds most slots, of ``incoming`` on a tie.
         """
-        resident = self._active(ref)
-        if resident.in_use:
-            raise ValueError(f"{ref} still serves {resident.in_use} requests")
-        if not succeeded and ref == self.newest(ref.name):
-            raise ValueError(f"{ref} is the newest version of {ref.name!r} and must keep serving")
-        self._drop(resident)
-        return resident
+        if retired := [*self.retire_left(), *map(self.free, self.retirable(max(1, self._keep)))]:
+            return retired
+        held = Counter(ref.name for ref in self._residents)
+        unused = self.retirable(1)
+        most = max(unused, key=lambda ref: (held[ref.name], ref.name == incoming, -ref.version), default=None)
+        return [] if most is None else [self.free(most)]
+
+    def retire_before(self, incoming: AdapterRef, now: float) -> list[ResidentVersion]:
+        """Retire the versions that are beyond ``keep`` as soon as ``incoming`` is active. Raises ValueError if a
+        version is in use that cannot be kept."""
+        self.expire_pins(now)
+        beyond = self.retirable(self._keep, incoming.name) if self._keep else sorted(self.active)
+        return [*self.retire_left(), *map(self.free, beyond)]
 
     def retirable(self, keep: int, incoming: str | None = None) -> list[AdapterRef]:
         """List unused versions beyond the newest ``keep`` (>= 1) active ones of their adapter, oldest first.
@@ -161,166 +208,8 @@ class SlotTable:
         A version of adapter ``incoming`` that is about to become active is counted in; the newest
         version before it is never listed.
         """
-        if keep < 1:
-            raise ValueError(f"keep is {keep}; the newest version must keep serving")
         kept: set[AdapterRef] = set()
-        for name in {r.name for r in self._residents}:
-            kept.update(self._versions(name)[-max(1, keep - (name == incoming)) :])
-        return [r for r in self.active() if r not in kept and not self._residents[r].in_use]
-
-    def active(self) -> list[AdapterRef]:
-        """List every version that can be requested, sorted."""
-        return sorted(ref for ref, r in self._residents.items() if r.active)
-
-    def newest(self, name: str) -> AdapterRef | None:
-        """Return the newest active version of an adapter; None if it has none."""
-        versions = self._versions(name)
-        return versions[-1] if versions else None
-
-    def resolve(self, model_name: str) -> ResidentVersion:
-        """Find the version ``name@vN``, or the newest one of a bare adapter name. Raises UnknownVersionError."""
-        newest = self.newest(model_name)
-        if newest is not None:
-            return self._residents[newest]
-        try:
-            ref = AdapterRef.parse(model_name)
-        except ValueError as e:
-            raise UnknownVersionError(self._missing(model_name)) from e
-        return self._active(ref)
-
-    def newest_from(self, model_name: str) -> AdapterRef:
-        """Return the newest version of the named adapter, if it is not older than a version in the name.
-
-        Raises UnknownVersionError.
-        """
-        try:
-            requested = AdapterRef.parse(model_name)
-        except ValueError:
-            return self.resolve(model_name).ref
-        newest = self.newest(requested.name)
-        return newest if newest is not None and requested <= newest else self._active(requested).ref
-
-    def _versions(self, name: str) -> list[AdapterRef]:
-        return [ref for ref in self.active() if ref.name == name]
-
-    def _active(self, ref: AdapterRef) -> ResidentVersion:
-        resident = self._residents.get(ref)
-        if resident is None or not resident.active:
-            raise UnknownVersionError(self._missing(str(ref)))
-        return resident
-
-    def _pending(self, ref: AdapterRef) -> ResidentVersion:
-        resident = self._residents.get(ref)
-        if resident is None or resident.active:
-            raise ValueError(f"{ref} is not a reserved version awaiting activation")
-        return resident
-
-    def _drop(self, resident: ResidentVersion) -> None:
-        del self._residents[resident.ref]
-        self._free.append(resident.slot)
-
-    def _missing(self, name: str) -> str:
-        return f"no adapter {name!r} on this server; it serves {', '.join(map(str, self.active())) or 'none yet'}"
-
-
-class ServedVersions:
-    """A slot table for up to ``adapters`` adapters, the pins on its versions and the acknowledgement of each version.
-
-    ``keep`` versions of an adapter stay in their slots without a request; 0: a version ends as its successor starts,
-    because both have the same memory (merged weights). A pin holds a version like a request,
-    until a time that the caller gives. Each ``now`` is the driver's monotonic clock, in seconds.
-    """
-
-    def __init__(self, n_slots: int, keep: int, adapters: int = 1) -> None:
-        self.slots, self._keep, self.adapters = SlotTable(n_slots, adapters), keep, adapters
-        self.pins: dict[AdapterRef, float] = {}
-        self.replies: dict[AdapterRef, PublishReply] = {}  # also to a repeated publish
-        self.lora_ids = itertools.count(1)  # ids for the engine, each used once
-        self.publishing: AdapterRef | None = None
-
-    def acquire(
-        self, model: str, *, pinned: bool = False, or_newer: bool = False, incarnation: int | None = None
-    ) -> ResidentVersion:
-        """Count in a request for ``model``; ``or_newer``: for the newest version of its adapter, if not older.
-
-        With ``pinned`` the pins on other versions of the adapter end. With ``incarnation`` an adapter that got the name
-        after that one was dropped is another one. Raises UnknownVersionError.
-        """
-        ref = self.slots.newest_from(model) if or_newer else self.slots.resolve(model).ref
-        if incarnation is not None and incarnation != self.slots.incarnation(ref.name):
-            raise UnknownVersionError(f"adapter {ref.name!r} was deleted; another one has its name now")
-        resident = self.slots.acquire(ref)
-        if pinned:
-            for other in [pin for pin in self.pins if pin.name == ref.name and pin != ref]:
-                self._unpin(other)
-        return resident
-
-    def release(self, resident: ResidentVersion, pin_until: float | None = None) -> None:
-        """Count a request out. With ``pin_until`` the version stays pinned until then, unless it was dropped."""
-        if pin_until is not None and resident.incarnation == self.slots.incarnation(resident.ref.name):
-            if resident.ref not in self.pins:
-                self.slots.acquire(resident.ref)
-            self.pins[resident.ref] = pin_until
-        self.slots.release(resident)
-
-    def drop(self, name: str) -> int:
-        """Forget adapter ``name``, its pins and acknowledgements; return how many requests run on it.
-
-        Raises ValueError during its publish.
-        """
-        for ref in [pin for pin in self.pins if pin.name == name]:
-            self._unpin(ref)
-        running = self.slots.drop(name)
-        for ref in [ref for ref in self.replies if ref.name == name]:
-            del self.replies[ref]
-        return running
-
-    def expire_pins(self, now: float) -> None:
-        for ref in [ref for ref, until in self.pins.items() if until <= now]:
-            self._unpin(ref)
-
-    def next_expiry(self) -> float:
-        """Return the time at which the next pin expires; infinite without a pin."""
-        return min(self.pins.values(), default=math.inf)
-
-    def end_oldest_pin(self) -> AdapterRef | None:
-        """End the oldest pin and return its version; None if no version is pinned."""
-        ref = next(iter(self.pins), None)
-        if ref is not None:
-            self._unpin(ref)
-        return ref
-
-    def retire(self, ref: AdapterRef, now: float) -> ResidentVersion:
-        """Free the slot of a version. Raises UnknownVersionError; ValueError if it is in use or the newest."""
-        self.expire_pins(now)
-        return self._retire(ref)
-
-    def make_room(self, incoming: str) -> list[ResidentVersion]:
-        """Retire unused versions of dropped adapters and those beyond ``keep``.
-
-        If there are none, the oldest unused version of the adapter that holds most slots, of ``incoming`` on a tie.
-        """
-        if retired := [*self.slots.retire_left(), *map(self._retire, self.slots.retirable(max(1, self._keep)))]:
-            return retired
-        held = self.slots.held()
-        unused = self.slots.retirable(1)
-        most = max(unused, key=lambda ref: (held[ref.name], ref.name == incoming, -ref.version), default=None)
-        return [] if most is None else [self._retire(most)]
-
-    def retire_before(self, incoming: AdapterRef, now: float) -> list[ResidentVersion]:
-        """Retire the versions that are beyond ``keep`` as soon as ``incoming`` is active. Raises ValueError if a
-        version is in use that cannot be kept."""
-        self.expire_pins(now)
-        left = self.slots.retire_left()
-        if not self._keep:
-            return [*left, *(self._retire(ref, succeeded=True) for ref in self.slots.active())]
-        return [*left, *map(self._retire, self.slots.retirable(self._keep, incoming.name))]
-
-    def _retire(self, ref: AdapterRef, *, succeeded: bool = False) -> ResidentVersion:
-        resident = self.slots.retire(ref, succeeded=succeeded)
-        del self.replies[ref]
-        return resident
-
-    def _unpin(self, ref: AdapterRef) -> None:
-        del self.pins[ref]
-        self.slots.release(self.slots.resolve(str(ref)))
+        for name in self.incarnations:
+            versions = sorted(ref for ref in self.active if ref.name == name)
+            kept.update(versions[-max(1, keep - (name == incoming)) :])
+        return sorted(ref for ref in self.active if ref not in kept and not self._residents[ref].in_use)

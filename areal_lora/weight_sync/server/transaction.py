@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from areal_lora.errors import ManifestError, PublishError
+from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, StageResult
-from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.server.slot_table import ResidentVersion, ServedVersions
 
 SLOT_WAIT_S = 1.0
@@ -118,7 +117,7 @@ class PublishTransaction:
         self._versions, self._deadline = versions, deadline
         wait_s = (deadline - now) / 2
         self._began, self._wait_until = now, now + (wait_s if versions.adapters == 1 else min(wait_s, SLOT_WAIT_S))
-        self._repeated = ref == versions.slots.newest(ref.name)
+        self._repeated = ref in versions.active and ref == versions.resolve(ref.name).ref
         self._phase = _Phase.RESERVING
         self._slot: int | None = None
 
@@ -130,9 +129,9 @@ class PublishTransaction:
         self._require(_Phase.RESERVING)
         if self._repeated:
             return self._stage(None)
-        self._versions.expire_pins(now)
+        next_expiry = self._versions.expire_pins(now)
         try:
-            return self._stage(self._versions.slots.reserve(self.ref))
+            return self._stage(self._versions.reserve(self.ref))
         except ManifestError as e:
             if e.reason != RefusalReason.SLOT:
                 return self._stage(None, e)
@@ -140,9 +139,12 @@ class PublishTransaction:
             if retired := self._versions.make_room(self.ref.name):
                 return Retire(retired)
             if now < self._wait_until:
-                return AwaitRelease(min(self._wait_until, self._versions.next_expiry()) - now)
-            ended = self._versions.end_oldest_pin()
-            return self._stage(None, e) if ended is None else EndedPin(ended, e)
+                return AwaitRelease(min(self._wait_until, next_expiry) - now)
+            oldest = next(iter(self._versions.pins), None)
+            if oldest is None:
+                return self._stage(None, e)
+            self._versions.unpin(oldest)
+            return EndedPin(oldest, e)
 
     def staged(self, results: Sequence[StageResult], now: float) -> Commit | PublishReply:
         """Judge the answers of all workers: unless all hold the verified version, it is not activated.
@@ -154,10 +156,10 @@ class PublishTransaction:
             for result in results:
                 if result.reason not in TAKEN_OFF:
                     raise ManifestError(result.reason, result.detail)
-            return self._versions.replies[self.ref]
+            return self._versions.active[self.ref]
         for refused in results:
             if not refused.ok and refused.reason == RefusalReason.SLOT:
-                raise self._versions.slots.full(self.ref)  # a worker does not know what holds them
+                raise self._versions.full(self.ref)  # a worker does not know what holds them
             if not refused.ok:
                 raise ManifestError(refused.reason, refused.detail)
         if len({r.digest for r in results}) > 1:
@@ -188,8 +190,7 @@ class PublishTransaction:
             phases["hold"] = 1e3 * hold_s
         phases["commit_wait"] = 1e3 * (now - commit.staged_at)
         reply = PublishReply(ref=str(self.ref), digest=commit.staged[0].digest, phases=phases)
-        self._versions.slots.activate(self.ref, commit.lora_id)
-        self._versions.replies[self.ref] = reply
+        self._versions.activate(self.ref, commit.lora_id, reply)
         self._phase = _Phase.DONE
         return reply
 
@@ -201,7 +202,7 @@ class PublishTransaction:
         self._versions.publishing = None
         if self._phase is _Phase.DONE or self._slot is None:
             return None
-        self._versions.slots.abort(self.ref)
+        self._versions.free(self.ref)
         self._phase = _Phase.DONE
         return self.ref
 

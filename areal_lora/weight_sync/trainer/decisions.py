@@ -10,10 +10,9 @@ import msgspec
 
 from areal_lora.algorithms.merging import CastSums
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError, PublishError
+from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError, PublishError, RefusalReason
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint
-from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.trainer.membership import Judgement, ServerFinding, judge
 
 

@@ -22,13 +22,12 @@ import msgspec
 from areal_lora.algorithms.merging import MAX_LOST, CastSums
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.config.recorded import PROBE_TOLERANCES
-from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, PublishError
+from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, PublishError, RefusalReason
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.manifest import adapter_digest
 from areal_lora.weight_sync.messages import JoinReply, PublishReply, ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeResult
-from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.trainer import decisions
 from areal_lora.weight_sync.trainer.decisions import Move, PublishReport, Sent, Step
 from areal_lora.weight_sync.trainer.fleet import Fleet, answers, errors

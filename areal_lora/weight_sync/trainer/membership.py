@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError
+from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError, RefusalReason
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.paths import RunFolder
@@ -25,7 +25,6 @@ from areal_lora.run_folder.rendezvous import published_indices, read_endpoint
 from areal_lora.weight_sync.layout import AdapterLayout, Payload
 from areal_lora.weight_sync.messages import PingReply, ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.trainer.fleet import Fleet, answers, errors
 
 WATCH_S = 1.0

@@ -21,7 +21,7 @@ import torch
 
 from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.errors import PublishError
+from areal_lora.errors import PublishError, undo_on_error
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, TensorTable
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup
@@ -73,7 +73,7 @@ class PackedShard:
     def pack(self, ref: AdapterRef, pack: Pack) -> None:
         """Fill the shard while ``send`` follows. Errors of ``pack`` reach the callers of both."""
         marks = self._table.marks(self.sums)
-        try:
+        with undo_on_error(self._give_up):  # also an interrupt
             for done in pack(self._flat):
                 marks.measure(self._flat.ctypes.data, self._done, done)
                 self._advance(done)
@@ -81,11 +81,12 @@ class PackedShard:
                 raise PublishError(f"{ref}: packed {self._done} of {len(self.shard.tensors)} tensors of this rank")
             self._trailer[-SEAL_BYTES:] = np.frombuffer(seal(ref, self.layout.digest, self.sum), dtype=np.uint8)
             self._advance(self._done, sealed=True)
-        except BaseException:  # also an interrupt: the sending thread must not wait for tensors that are never packed
-            with self._changed:
-                self._failed = True
-                self._changed.notify_all()
-            raise
+
+    def _give_up(self) -> None:
+        """Wake the sending thread: the remaining tensors are never packed."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
 
     def send(self, group: BroadcastGroup, deadline: float) -> None:
         """Send buckets as they are packed, then the trailer; the group is free when this returns.

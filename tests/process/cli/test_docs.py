@@ -375,7 +375,8 @@ def options() -> dict[str, set[str]]:
     """Options of every verb."""
     group = typer.main.get_command(build())
     assert isinstance(group, typer.core.TyperGroup)
-    return {name: options_of(command) for name, command in group.commands.items()}
+    context = group.make_context("areal-lora", [], resilient_parsing=True)
+    return {name: options_of(group.resolve_command(context, [name])[1]) for name in group.commands}
 
 
 def options_of(command: typer.core.TyperGroup | object) -> set[str]:

@@ -15,7 +15,7 @@ import pytest
 from areal_lora.config.load import load_config
 from areal_lora.config.sections.task import FunctionReward
 from areal_lora.tasks.datasets import load_samples
-from areal_lora.tasks.score_item import ScoreItem
+from areal_lora.tasks.reward_calls import ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
 from tests.support.docs import blocks, section
 from tests.support.paths import EXAMPLES, ROOT

@@ -107,16 +107,6 @@ def test_a_file_system_without_flock(tmp_path: Path) -> None:
     assert "-o flock" in fix
 
 
-def test_a_port_of_another_program(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        code, findings = examined(f"run.root={tmp_path}", f"rollout.port={port}")
-    level, reason, fix = found(findings, "ports")
-    assert (code, level) == (69, "fail")
-    assert f"port {port} cannot be bound" in reason
-    assert "rollout.port=0" in fix
-
-
 @needs_mounts
 def test_too_little_shared_memory(tmp_path: Path) -> None:
     code, findings = examined(f"run.root={tmp_path}", prepare="mount -t tmpfs -o size=16m tmpfs /dev/shm")

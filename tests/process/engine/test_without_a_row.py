@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from areal_lora.checkpoint.adapter_io import save_peft
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_lora.config.support import PACKED, UNSERVED
 from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.base import LossSums, MicroBatch
 from areal_lora.engine.fsdp_engine import FsdpEngine
-from areal_lora.families.family_engines import PACKED, UNSERVED
 from areal_lora.families.shape import read_shape
 from areal_lora.families.targets import resolve
 from areal_lora.types import AdapterSpec, ExpertLayout

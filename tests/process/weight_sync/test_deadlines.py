@@ -8,7 +8,6 @@ import time
 import pytest
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import ArealLoraError, PublishError
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
@@ -16,6 +15,7 @@ from areal_lora.weight_sync.trainer import publish_job as job_module
 from areal_lora.weight_sync.trainer.decisions import PublishReport
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync import SOCKETS
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
@@ -132,7 +132,7 @@ def test_a_version_is_not_activated_after_the_trainer_has_given_it_up(backend):
             assert not late.ended.is_set(), f"the trainer gave up first, after {seconds:.1f} s"
             assert late.ended.wait(10.0)
             time.sleep(0.5)
-            assert server.slots.active() == [ref(0)], "the server serves a version that was given up"
+            assert sorted(server.held.active) == [ref(0)], "the server serves a version that was given up"
         server.writers[0].on_write = None
         with Ranks(server, backend=backend, timeout_s=20.0) as ranks:
             assert isinstance(ranks.outcomes(1)[0][0], PublishReport), "it may come again"
@@ -218,4 +218,4 @@ def test_packing_that_does_not_end_in_time_ends_the_publish():
         assert handle.done(), "it ended while the tensors were still being packed"
         with pytest.raises(PublishError, match="not packed in time at trainer rank 0"):
             handle.wait()
-        assert server.slots.active() == []
+        assert sorted(server.held.active) == []

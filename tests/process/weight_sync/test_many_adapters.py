@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.errors import AdapterError, ManifestError, PublishError, UnknownVersionError
+from areal_lora.errors import AdapterError, ManifestError, PublishError, RefusalReason, UnknownVersionError
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.messages import ServerEndpoint
-from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from tests.support.clocks import wait_until
 from tests.support.weight_sync import processes as ps
@@ -220,7 +219,7 @@ def test_a_dropped_adapter_waits_for_no_slot(pair: tuple[CountingServer, Adapter
                 handle.wait()
             adapters.publish(spec, 0).wait()  # the name begins anew, beside the requests of its former bearer
             with pytest.raises(UnknownVersionError):
-                server.slots.resolve("a0@v1")
+                server.held.resolve("a0@v1")
             server.assert_serves(spec, 0)
 
 
@@ -246,7 +245,7 @@ def test_a_server_that_joins_late_gets_the_current_version_of_every_adapter() ->
         watch.servers.append(late.endpoint)
         wait_until(adapters.publisher.changed, 20.0)
         adapters.publish(made(0), 1).wait()  # a step of one adapter meets it first
-        assert late.slots.newest("a1") is None
+        assert "a1" not in late.held.incarnations
         assert adapters.publisher.changed(), "three adapters are missing there"
         sent = first.versions
         for i in range(n):
@@ -295,10 +294,10 @@ def test_adapters_come_and_go_and_leave_nothing() -> None:
         before, memory = counts(), resident_kib()
         for k in range(CYCLES):
             cycle(k)
-        wait_until(lambda: server.slots.newest("a0") is None, 20.0)  # servers are not waited for
+        wait_until(lambda: "a0" not in server.held.incarnations, 20.0)  # servers are not waited for
         assert all(now <= then for now, then in zip(counts(), before, strict=True))
         grown = resident_kib() - memory
         assert grown < 8 * 1024, f"{grown} KiB more after {CYCLES} adapters"
-        rows = (server.slots._residents, server.slots._incarnations, adapters.publisher._lanes)
+        rows = (server.held._residents, server.held.incarnations, adapters.publisher._lanes)
         assert [len(row) for row in rows] == [1, 1, 1]
-        assert (len(server.slots._free), server.joins) == (3, 1)
+        assert (len(server.held._free), server.joins) == (3, 1)

@@ -10,12 +10,12 @@ from collections import deque
 import pytest
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
 from tests.support.weight_sync.memory_server import MemoryServer
@@ -97,7 +97,7 @@ def test_a_version_is_announced_once_it_serves_and_was_checked():
         assert handle.wait() is report
         assert solo.refs() == [ref(0), ref(1), ref(2)]
         assert solo.active[-1].servers == (server.endpoint,)
-        assert server.slots.newest("a") == ref(2)
+        assert server.held.resolve("a").ref == ref(2)
         assert (report.ref, report.probe_mean_abs, report.probe_max_abs, report.differs) == (ref(2), 0.0, 0.0, True)
         assert (report.attempts, report.lost) == (1, {})
         with pytest.raises(ParityError, match="above"):
@@ -136,7 +136,7 @@ def test_a_new_trainer_takes_over_servers_that_hold_the_version_it_goes_on_from(
         with Solo(server) as after:
             report = after.publish(2).wait()
             assert (report.ref, report.attempts, report.lost) == (ref(2), 1, {})
-            assert server.slots.active() == [ref(0), ref(1), ref(2)]
+            assert sorted(server.held.active) == [ref(0), ref(1), ref(2)]
             assert after.publish(3).wait().acks[0].server == server.endpoint
 
 
@@ -195,7 +195,7 @@ def test_one_slow_evaluation_at_a_time_delays_no_publish(eta, caplog):
                 evaluation.close()
                 evaluation.enter_context(server.lease(f"a@v{version}", pinned=True))
         assert "waits for" not in caplog.text
-        assert ref(12) in server.slots.active()
+        assert ref(12) in server.held.active
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2])
@@ -215,7 +215,7 @@ def test_a_publish_waits_for_a_slot_that_is_held_and_says_by_what(eta, caplog):
         report = waiting.wait()
         assert time.monotonic() - began > 1.0
         assert (report.ref, report.lost) == (ref(eta + 3), {})
-        assert server.slots.newest("a") == ref(eta + 3)
+        assert server.held.resolve("a").ref == ref(eta + 3)
         assert "waits for an adapter slot: server-0: " in caplog.text
         assert "a@v0 (1 running)" in caplog.text
         solo.publish(eta + 4).wait()
@@ -247,7 +247,7 @@ def test_a_run_whose_only_server_has_no_slot_until_the_deadline_goes_on_when_it_
             threading.Timer(6.0, held.close).start()
             report = solo.publish(2).wait()
             assert [ack.server for ack in report.acks] == [server.endpoint]
-            assert server.slots.newest("a") == ref(2)
+            assert server.held.resolve("a").ref == ref(2)
 
 
 def test_a_wrong_secret_fails_the_publish_by_name():

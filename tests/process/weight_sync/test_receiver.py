@@ -11,11 +11,10 @@ import weakref
 import numpy as np
 import pytest
 
-from areal_lora.errors import ManifestError, PublishError
+from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.weight_sync.link import same_host
 from areal_lora.weight_sync.link.broadcast_groups import GroupListener
 from areal_lora.weight_sync.manifest import adapter_digest
-from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 from tests.support.weight_sync import SOCKETS
 from tests.support.weight_sync.adapters import pack_of

@@ -36,7 +36,7 @@ from tests.support.sizes import size
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 # eps = 1 makes the first Adam step g / (|g| + 1): it tells sizes of gradients, not only their signs.
-OPTIMIZER = OptimizerConfig(lr=0.05, eps=1.0, max_grad_norm=1e9, beta2=0.95)
+OPTIMIZER = OptimizerConfig(lr=0.05, eps=1.0, max_grad_norm=1e9)
 CLIPPED = 0.5
 DENOMINATOR = 50.0
 TEMPERATURE = 0.7

@@ -243,7 +243,7 @@ def one_adapter(kind: str, module: nn.Module, model: ShardedModel, spec: Adapter
 
 def megatron_refuses(config: TrainerConfig, hf: dict[str, Any]) -> str:
     """What Megatron itself says to sizes that our checks refuse. Fails if it accepts them."""
-    from areal_lora.engine.megatron_utils import model as base
+    from areal_lora.engine.megatron_utils import megatron_model as base
 
     stages = tuple(2 if stage == 0 and config.pp > 1 else 1 for stage in range(config.pp))
     layout = ParallelLayout(
@@ -266,12 +266,12 @@ def one_layout(sizes: Sizes, index: int, refused: dict[str, str], digests: dict[
     """All families and adapters in one layout; returns how many combinations were checked."""
     from megatron.core import parallel_state
 
-    from areal_lora.engine.megatron_utils import model
-    from areal_lora.engine.megatron_utils import model as base
+    from areal_lora.engine.megatron_utils import megatron_model
+    from areal_lora.engine.megatron_utils import megatron_model as base
 
     count = 0
     config = TrainerConfig(world_size=sizes.world, tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, etp=sizes.etp)
-    tp_group, etp_group = model.initialize_parallel(config, CPU)
+    tp_group, etp_group = megatron_model.initialize_parallel(config, CPU)
     groups = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
     try:
         for kind in KV_HEADS:

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoTokenizer
 
 from areal_lora.config.recorded import read_config
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.base import AdamValues
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.operations.protocol import LoadState, Loss, LossSettings, Pass
@@ -18,6 +17,7 @@ from areal_lora.types import AdapterSpec
 from tests.support.distributed.engine_ranks import OPTIMIZER
 from tests.support.distributed.operations_ranks import by_hand, digest
 from tests.support.operations.client import datum
+from tests.support.solo_exchange import SoloExchange
 from tests.support.tinker.offline import LOSS_RATE, LOSSES, advantages, sampler_scores
 
 ADAM = AdamValues(beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, max_grad_norm=None)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from areal_lora.launcher.add_servers import remove_servers
+from areal_lora.launcher.spares import remove_servers
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.run_folder.paths import RunFolder

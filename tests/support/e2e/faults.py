@@ -22,7 +22,6 @@ from transformers import AutoTokenizer
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import PROBE_TOLERANCES
 from areal_lora.data.collate import scoring_batch
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import ArealLoraError
 from areal_lora.run_folder.paths import RunFolder
@@ -37,6 +36,7 @@ from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publish_job import Pack
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.adapters import pack_of
 
 Owned = list[tuple[str, Tensor]]

@@ -49,7 +49,7 @@ ROLES = {
     "store": ("torch-store-client", "torch-store"),
 }
 PATHS = {
-    "admin": [("GET", "/admin/info"), ("GET", "/admin/ping"), ("POST", "/admin/retire"), ("POST", "/admin/score")],
+    "admin": [("GET", "/admin/info"), ("GET", "/admin/ping"), ("POST", "/admin/drop"), ("POST", "/admin/score")],
     "data": [("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/completions")],
     "agents": [("POST", "/v1/chat/completions"), ("POST", "/v1/completions")],
 }

@@ -24,7 +24,7 @@ SEED = 2
 REPEATABLE = (
     "rollout.deterministic=true",
     "rollout.max_staleness=0",
-    "checkpoint.keep_every=1",
+    "checkpoint.keep_last=1000",
     "eval.every_steps=0",
     "run.max_restarts=0",
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from areal_lora.families.family_engines import PACKED
+from areal_lora.config.support import PACKED
 
 SIZES: dict[str, Any] = {
     "vocab_size": 264,

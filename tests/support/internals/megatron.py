@@ -77,20 +77,12 @@ MEGATRON: tuple[Used, ...] = (
     Used(
         module="megatron.core.transformer.moe.moe_layer",
         name="MoELayer",
-        members=("router", "token_dispatcher", "experts", "local_expert_indices"),
+        members=("router", "token_dispatcher", "experts"),
     ),
     Used(
         module="megatron.core.transformer.moe.token_dispatcher",
         name="MoETokenDispatcher",
-        members=(
-            "tp_ep_group",
-            "dispatch_preprocess",
-            "token_dispatch",
-            "dispatch_postprocess",
-            "combine_preprocess",
-            "token_combine",
-            "combine_postprocess",
-        ),
+        members=("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"),
     ),
     Used(module="megatron.core.transformer.spec_utils", name="ModuleSpec", members=("module", "submodules")),
     Used(

@@ -76,13 +76,13 @@ class ScriptedTrainer:
             model, last = self.disk.checkpoints.setdefault(adapter, (Model(), None))
             self._models[adapter] = replace(model, window=0)
             for message in self._backlog.join(adapter, last):
-                self._end.send(message)
+                self._end.send([message])
 
     def leave(self, adapter: str, reason: str = "it was deleted") -> None:
         with self._lock:
             self._models.pop(adapter)
             for message in self._backlog.leave(adapter, reason):
-                self._end.send(message)
+                self._end.send([message])
 
     def crash(self) -> None:
         """End without a word, and begin again with what is on the disk."""
@@ -109,7 +109,7 @@ class ScriptedTrainer:
             for message in self._end.take(0.02):
                 with self._lock:
                     for answer in self._backlog.receive(message):
-                        self._end.send(answer)
+                        self._end.send([answer])
             while not self._stop.is_set() and (operation := self._next()) is not None:
                 outcome = self.fault(operation)
                 with self._lock:
@@ -130,7 +130,7 @@ class ScriptedTrainer:
             model = replace(self._models[operation.adapter], version=operation.number, window=0)
             self._models[operation.adapter] = model
             self.disk.checkpoints[operation.adapter] = (model, completed)
-        self._end.send(completed)
+        self._end.send([completed])
 
     def _outcome(self, operation: Operation) -> Outcome:
         name, model = operation.adapter, self._models[operation.adapter]

@@ -24,7 +24,6 @@ from areal_lora.checkpoint.state import Disk
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import joined
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.operations.link import TrainerEnd
@@ -45,6 +44,7 @@ from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.operations.client import Client
 from tests.support.operations.toy_engine import VOCABULARY, ToyEngine
 from tests.support.paths import EXAMPLES
+from tests.support.solo_exchange import SoloExchange
 
 SECTION = {"workflow": {"kind": "client"}, "rank": 4, "alpha": 8, "target_modules": ["all-linear"], "seed": 3}
 WAIT_S = 60.0

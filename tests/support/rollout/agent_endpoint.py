@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from areal_lora.data.formatting import Formatter
+from areal_lora.data.prompts import Formatter
 from areal_lora.rollout.agents import AgentGateway, AgentTask, AgentWorkflow
 from areal_lora.rollout.conversations import ConversationFile
 from areal_lora.rollout.workflow import Episode, WorkflowContext

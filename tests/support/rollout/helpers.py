@@ -10,14 +10,13 @@ import msgspec
 
 from areal_lora.config.models import Config, SamplingConfig, SingleTurnWorkflowConfig, WorkflowConfig
 from areal_lora.config.sections.task import EvalSetConfig
-from areal_lora.data.formatting import Formatter
-from areal_lora.data.prompts import Prompt, PromptStream
+from areal_lora.data.prompts import Formatter, Prompt, PromptStream
 from areal_lora.rollout.controller.eval_sets import EvalSet, HeldOut, sampling_of
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import Pacing, StalenessBudget
-from areal_lora.rollout.ledger.file import LedgerFile
-from areal_lora.rollout.ledger.ledger import Ledger, LedgerSnapshot
+from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
+from areal_lora.rollout.ledger.reconcile import LedgerSnapshot
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Sample, Trajectory, TrajectoryGroup
 from tests.support.clocks import Clock

@@ -11,8 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from areal_lora.rollout.controller.feed import AdapterFeed
-from areal_lora.rollout.controller.groups import Lease, Ticket
-from areal_lora.rollout.controller.pool import MAX_STALE
+from areal_lora.rollout.controller.groups import MAX_STALE, Lease, Ticket
 
 
 @dataclass(slots=True)

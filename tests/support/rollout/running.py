@@ -38,9 +38,18 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def close(self) -> None:
+        self.run(self._cancel_tasks())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
         self.loop.close()
+
+    @staticmethod
+    async def _cancel_tasks() -> None:
+        """As ``asyncio.run`` does at its end: a task of a closed loop would stay pending for ever."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass

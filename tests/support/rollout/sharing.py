@@ -11,8 +11,8 @@ from functools import partial
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.rollout.controller.feed import AdapterFeed
-from areal_lora.rollout.controller.groups import GroupTally, Ticket
-from areal_lora.rollout.controller.pacing import Admission, Claim, Pacing
+from areal_lora.rollout.controller.groups import Ticket
+from areal_lora.rollout.controller.pacing import Admission, Claim, GroupTally, Pacing
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, TrajectoryGroup
 from tests.support.clocks import Clock

@@ -13,8 +13,7 @@ from pathlib import Path
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
-from areal_lora.rollout.ledger.file import LedgerFile
-from areal_lora.rollout.ledger.ledger import Ledger
+from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
 from tests.support.clocks import Clock

@@ -7,12 +7,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from areal_lora.config.models import SamplingConfig
-from areal_lora.data.formatting import Formatter
-from areal_lora.data.prompts import Prompt
+from areal_lora.data.prompts import Formatter, Prompt
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import WorkflowContext
-from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.types import AdapterRef, Outcome, Sample
 from tests.support.rollout.fake_server import FakeServer
 

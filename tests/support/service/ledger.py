@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue.client_sessions import insert_model, open_session
-from areal_lora.service.queue.queue_rows import STEPS, AdapterRow, Quota, Tables
+from areal_lora.service.queue.queue_rows import SCHEMA, AdapterRow, Quota, Tables
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.requests import CreateModel, Lora
 from areal_lora.service.refused import RequestError
@@ -28,7 +28,7 @@ class Ledger:
         self.db = sqlite3.connect(":memory:", isolation_level=None)
         self.now_s = 1000.0
         self.last: Transaction
-        for statement in ";\n".join(STEPS).split(";\n"):
+        for statement in SCHEMA.split(";\n"):
             self.db.execute(statement)
         for tenant in ("acme", "bolt"):
             self.db.execute("INSERT INTO tenants VALUES (?, '{}')", (tenant,))

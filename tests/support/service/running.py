@@ -88,7 +88,8 @@ async def running(config: Config, *, raises: bool = True, **limits: float) -> As
         keys[tenant] = new_key()
         store.put_tenant(tenant, quota)
         store.put_key(Key(digest=digest_of(keys[tenant]), tenant=tenant, label="test"))
-    writer, acceptance = Writer(store, folder, observed.phases), Acceptance(config)
+    writer = Writer(store, folder, observed.phases)
+    acceptance = Acceptance(config, writer)
     queue = RequestQueue(writer, folder, acceptance.of_client, Surroundings.of(config, observed))
     try:
         meter = Meter()

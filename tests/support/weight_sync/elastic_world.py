@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.errors import ManifestError, PublishError
+from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.rollout import routing
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.groups import Ticket
@@ -28,7 +28,6 @@ from areal_lora.rollout.routing import Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.manifest import adapter_digest
 from areal_lora.weight_sync.messages import JoinReply, PingReply, PublishReply, ServerEndpoint
-from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.trainer import fleet, leader, membership, publish_job
 from areal_lora.weight_sync.trainer.decisions import Attempt, Fail, Failure, FinishPublish, PublishReport, Sent, Wait
 from areal_lora.weight_sync.trainer.leader import Active, Leader

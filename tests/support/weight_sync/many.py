@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.distributed.exchange import Exchange, GroupExchange, SoloExchange
+from areal_lora.distributed.exchange import Exchange, GroupExchange
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
@@ -21,6 +21,7 @@ from areal_lora.weight_sync.messages import ServerEndpoint, covered
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.adapters import moe_shapes, pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET
 from tests.support.weight_sync.memory_server import MemoryServer

@@ -57,8 +57,7 @@ class MemoryServer:
         on_dismiss: Callable[[], object] = lambda: None,
         listener: socket.socket | None = None,
     ) -> None:
-        self._versions = ServedVersions(n_slots, n_slots - 1 if keep is None else keep, adapters)
-        self.slots = self._versions.slots
+        self.held = ServedVersions(n_slots, n_slots - 1 if keep is None else keep, adapters)
         self.writers = [MemoryWriter(shapes) for _ in range(workers)]
         self._staged: list[tp.StageResult | None] = [None] * workers
         self._arrived = threading.Condition()
@@ -101,7 +100,7 @@ class MemoryServer:
 
     def tensors(self, ref: AdapterRef, worker: int = 0) -> dict[str, np.ndarray]:
         """Return the tensors ``worker`` holds of an active version: float32 by full name, scale folded into lora_B."""
-        return self.writers[worker].slots[self.slots.resolve(str(ref)).slot]
+        return self.writers[worker].slots[self.held.resolve(str(ref)).slot]
 
     @contextlib.contextmanager
     def lease(self, model: str, *, pinned: bool = False) -> Iterator[AdapterRef]:
@@ -111,14 +110,14 @@ class MemoryServer:
         adapter, or a publish finds no other slot.
         """
         with self._released:
-            resident = self._versions.acquire(model, pinned=pinned)
+            resident = self.held.acquire(model, pinned=pinned)
             self._released.notify_all()  # a pin may have ended
         try:
             yield resident.ref
         finally:
             with self._released:
-                self._versions.release(resident, math.inf if pinned else None)
-                self._versions.slots.retire_left()
+                self.held.release(resident, math.inf if pinned else None)
+                self.held.retire_left()
                 self._released.notify_all()
 
     def handle(self, method: str, path: str, header: str | None, body: bytes) -> tuple[int, bytes]:
@@ -170,7 +169,7 @@ class MemoryServer:
             self._one_publish.release()
 
     def _info(self) -> tp.InfoReply:
-        refs = [str(r) for r in self.slots.active()]
+        refs = [str(r) for r in sorted(self.held.active)]
         return tp.InfoReply(
             run=self._run,
             model="memory",
@@ -192,10 +191,10 @@ class MemoryServer:
 
     def _drop(self, name: str) -> tp.DropReply:
         with self._one_publish, self._released:
-            running = self._versions.drop(name)
+            running = self.held.drop(name)
             for receiver in self._receivers:
                 receiver.forget(name)
-            for resident in self._versions.slots.retire_left():
+            for resident in self.held.retire_left():
                 for writer in self.writers:
                     writer.zero(resident.slot)
             self._released.notify_all()
@@ -204,7 +203,7 @@ class MemoryServer:
     def _publish(self, announcement: Announcement, timeout_s: float) -> tp.PublishReply:
         now, ref = time.monotonic(), announcement.manifest.ref
         with self._released:
-            publish = PublishTransaction(self._versions, ref, now + timeout_s, now)
+            publish = PublishTransaction(self.held, ref, now + timeout_s, now)
         try:
             results = self._stage(announcement, self._reserve(publish), timeout_s)
             with self._released:
@@ -241,7 +240,7 @@ class MemoryServer:
 
     def _scored(self, request: tp.ScoreRequest) -> tp.ScoreReply:
         if request.model is not None:
-            self.slots.resolve(request.model)
+            self.held.resolve(request.model)
         if self._score is None:
             raise PublishError("this server was made without a score function")
         return tp.ScoreReply(logprobs=self._score(request.model, request.token_ids))

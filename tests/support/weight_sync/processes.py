@@ -74,7 +74,7 @@ def serve(pipe: Connection, name: str, workers: int) -> None:
             if what == "tensors":
                 pipe.send(server.tensors(ref(args[0]), args[1]))
             elif what == "refs":
-                pipe.send([str(r) for r in server.slots.active()])
+                pipe.send([str(r) for r in sorted(server.held.active)])
             elif what == "pause":  # in the middle of the next transfer, for a signal to arrive
                 writers[0].on_write = partial(pause, pipe, itertools.count())
             elif what == "forget":  # versions from now on lose their lora_B

@@ -137,20 +137,20 @@ def test_every_write_is_torn_once_and_the_checkpoint_before_is_used(tmp_path: Pa
 
 def test_old_checkpoints_are_deleted_as_planned(tmp_path: Path) -> None:
     made = stores(tmp_path)
-    config = CheckpointConfig(keep_last=2, keep_every=4)
+    config = CheckpointConfig(keep_last=2)
     for version in range(11):
         accuracies = {v: a for v, a in {1: 0.4, 3: 0.9, 6: 0.8}.items() if v < version}
         evaluations = {v: Evaluation(accuracy=a, reward_mean=-a) for v, a in accuracies.items()}
         assert write(made, version, evaluations) == [None, None]
         made[0].delete_old(snapshot_of(version, 0, evaluations), config)
-    assert versions_in(RunFolder(tmp_path).adapter_checkpoints(SPEC.name)) == [3, 4, 8, 9, 10]
+    assert versions_in(RunFolder(tmp_path).adapter_checkpoints(SPEC.name)) == [3, 9, 10]
 
 
 def test_a_damaged_newest_one_does_not_count_as_kept(tmp_path: Path) -> None:
     made = stores(tmp_path)
     written(tmp_path, 0, 1, 2, 3)
     (RunFolder(tmp_path).adapter_checkpoints(SPEC.name) / "v000002" / "manifest.json").unlink()
-    made[0].delete_old(snapshot_of(3, 0), CheckpointConfig(keep_last=2))
+    made[0].delete_old(snapshot_of(3, 0), CheckpointConfig())
     assert versions_in(RunFolder(tmp_path).adapter_checkpoints(SPEC.name)) == [1, 2, 3]
 
 
@@ -160,15 +160,13 @@ def test_deletions_on_random_histories() -> None:
     draw = random.Random(seed)
     for _ in range(3000):
         present = sorted(draw.sample(range(60), draw.randint(0, 12)))
-        config = CheckpointConfig(
-            keep_last=draw.randint(2, 4), keep_every=draw.choice([0, 0, 5]), keep_best=draw.random() < 0.7
-        )
+        keep_last = draw.randint(2, 4)
         whole = [v for v in present if draw.random() < 0.8]
-        sound = whole[-config.keep_last :]
+        sound = whole[-keep_last:]
         accuracies = {v: draw.random() for v in draw.sample(range(60), 8)}
         awaited = set(draw.sample(range(60), 3))
         evaluations = {v: Evaluation(accuracy=a, reward_mean=draw.random()) for v, a in accuracies.items()}
-        gone = set(plan_deletions(present, sound, config, evaluations, awaited))
+        gone = set(plan_deletions(present, sound, evaluations, awaited))
         left = set(present) - gone
         assert gone <= set(present)
         assert set(whole[-2:]) <= left, "one of the newest two whole ones went"
@@ -176,8 +174,6 @@ def test_deletions_on_random_histories() -> None:
             assert not gone
             continue
         scored = [v for v in present if v in accuracies]
-        best = {max(scored, key=accuracies.__getitem__)} if scored and config.keep_best else set()
-        multiples = {v for v in present if config.keep_every and v and v % config.keep_every == 0}
-        waiting = awaited if config.keep_best else set()
+        best = {max(scored, key=accuracies.__getitem__)} if scored else set()
         newer = {v for v in present if v > whole[-2]}
-        assert left == set(present) & (set(sound) | best | multiples | waiting | newer)
+        assert left == set(present) & (set(sound) | best | awaited | newer)

@@ -14,11 +14,11 @@ from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.models import CheckpointConfig
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError, PublishError, RolloutError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
 from tests.support.checkpoint.helpers import SPEC, snapshot_of
+from tests.support.solo_exchange import SoloExchange
 
 
 class Held(Disk):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.cli.app import main
-from areal_lora.cli.serving import ServingEndpoint
+from areal_lora.cli.serve import ServingEndpoint
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ExitCode
 from tests.support.paths import TINY_MODEL
@@ -42,7 +42,7 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         process.wait()
         yield ServingEndpoint(url=f"{server.url}/v1", model="math@v3", process=process, log=tmp_path / "log")
 
-    monkeypatch.setattr("areal_lora.cli.serving.served", fake)
+    monkeypatch.setattr("areal_lora.cli.evaluate.served", fake)
     made = config(str(TINY_MODEL)).model_dump(mode="json")
     made["adapters"][0]["evals"] = SETS
     folder = tmp_path / "a run"

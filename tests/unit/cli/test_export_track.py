@@ -10,7 +10,7 @@ import pytest
 
 from areal_lora.cli import app
 from areal_lora.cli.look import ended
-from areal_lora.cli.status import recorded_config
+from areal_lora.config.recorded import read_config_here
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.fake_run import make_run
 
@@ -53,7 +53,7 @@ def test_a_wrong_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_run_has_ended_when_no_launcher_holds_it(run: RunFolder) -> None:
-    config = recorded_config(run)
+    config = read_config_here(run)
     with run.lock.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert ended(run, config) is None

@@ -8,8 +8,9 @@ import pytest
 
 from areal_lora.cli import look as module
 from areal_lora.cli.look import look
-from areal_lora.cli.status import adapter_rows, recorded_config
+from areal_lora.cli.status import adapter_rows
 from areal_lora.config.models import Config, ServiceConfig
+from areal_lora.config.recorded import read_config_here
 from areal_lora.launcher.slurm.job_query import write_hosts
 from areal_lora.launcher.slurm.states import JobRecord
 from areal_lora.launcher.start import Holder
@@ -37,7 +38,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def config(folder: RunFolder, **cluster: object) -> Config:
-    plain = recorded_config(folder)
+    plain = read_config_here(folder)
     return plain.model_copy(update={"cluster": plain.cluster.model_copy(update=cluster)})
 
 
@@ -134,7 +135,7 @@ def test_several_adapters_have_a_row_each_and_sums(tmp_path: Path, monkeypatch: 
     (folder.adapter_checkpoints("beta") / "v000002").mkdir(parents=True)
     monkeypatch.setattr(module, "holder", lambda run: Holder(pid=12, host="here", here=True))
     monkeypatch.setattr(module, "local_processes", lambda run: {})
-    seen = look(folder, recorded_config(folder))
+    seen = look(folder, read_config_here(folder))
     assert (seen.steps_done, seen.steps, seen.reward, seen.accuracy) == (3 + 3 + 2, 8 + 8 + 4, None, None)
     assert seen.eta_s == pytest.approx(2.0 * (5 + 2)), "beta has failed: its steps do not come"
     alpha, beta, gamma = seen.adapters
@@ -149,7 +150,7 @@ def test_an_adapter_that_ended_long_ago_keeps_its_state(tmp_path: Path, monkeypa
     read = module.newest_records
     monkeypatch.setattr(module, "newest_records", lambda run: read(run, 2_000))
     assert {record.adapter for record in read(folder, 2_000)} == {"alpha"}
-    alpha, beta, gamma = look(folder, recorded_config(folder)).adapters
+    alpha, beta, gamma = look(folder, read_config_here(folder)).adapters
     assert (beta.state, beta.reason, beta.steps_done) == (AdapterPhase.FAILED, REASON, 3)
     assert (gamma.state, gamma.steps_done, gamma.reward) == (AdapterPhase.DONE, 4, None)
     assert (alpha.steps_done, alpha.share) == (8, 1.0)
@@ -174,17 +175,17 @@ def test_a_run_that_failed_says_why(folder: RunFolder) -> None:
 def test_a_run_with_a_failed_adapter_is_not_done(tmp_path: Path) -> None:
     folder = make_three(tmp_path / "x")
     folder.summary.write_text("{}")
-    seen = look(folder, recorded_config(folder))
+    seen = look(folder, read_config_here(folder))
     assert seen.state == "stopped"
     assert seen.why == f"beta failed (fix: areal-lora resume {folder} tries again)"
     with MetricsWriter(folder) as writer:
         writer.write(AdapterStateRecord(adapter="beta", state=AdapterPhase.DONE, version=8))
-    assert look(folder, recorded_config(folder)).state == "done"
+    assert look(folder, read_config_here(folder)).state == "done"
 
 
 def test_adapters_that_joined_have_rows_of_their_own(tmp_path: Path) -> None:
     folder = make_three(tmp_path / "x")
-    [first, *_] = recorded_config(folder).model_dump(mode="json")["adapters"]
+    [first, *_] = read_config_here(folder).model_dump(mode="json")["adapters"]
     section = {key: value for key, value in first.items() if key != "name"}
     client = {"rank": 4, "alpha": 4, "target_modules": ["linear_qkv"], "workflow": {"kind": "client"}}
     new = DesiredAdapter(name="new", incarnation=1, adapter=section | {"steps": 5})
@@ -193,7 +194,7 @@ def test_adapters_that_joined_have_rows_of_their_own(tmp_path: Path) -> None:
     )
     with MetricsWriter(folder) as writer:
         writer.write(AdapterStateRecord(adapter="new.1", state=AdapterPhase.ACTIVE, version=2, steps=5))
-    service = recorded_config(folder).model_copy(update={"service": ServiceConfig()})
+    service = read_config_here(folder).model_copy(update={"service": ServiceConfig()})
     seen = look(folder, service)
     assert [one.name for one in seen.adapters] == ["alpha", "beta", "gamma", "new.1", "sdk.1"]
     assert [row[2] for row in adapter_rows(seen.adapters)[-2:]] == ["2/5", "0"]

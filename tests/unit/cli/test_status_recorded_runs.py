@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.cli.status import find_run, recorded_config, with_overrides
+from areal_lora.cli.find_run import find_run
+from areal_lora.cli.train import with_overrides
+from areal_lora.config.recorded import read_config_here
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.fake_run import make_run
@@ -38,7 +40,7 @@ def test_an_unknown_name_lists_the_runs_that_exist(place: Path) -> None:
 
 def test_the_configuration_is_that_of_the_place_where_the_folder_is(place: Path) -> None:
     (place / "runs" / "first run").rename(place / "runs" / "moved")
-    config = recorded_config(find_run("moved"))
+    config = read_config_here(find_run("moved"))
     assert config.run_folder.path == place / "runs" / "moved"
 
 

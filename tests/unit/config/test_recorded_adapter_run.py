@@ -19,8 +19,6 @@ OWN = {
     "steps": ("steps", "run.steps", 7),
     "seed": ("seed", "run.seed", 9),
     "max_staleness": ("max_staleness", "rollout.max_staleness", 0),
-    "eval_every": ("eval_every_steps", "eval.every_steps", 3),
-    "checkpoint_every": ("checkpoint_every_steps", "checkpoint.every_steps", 5),
 }
 
 

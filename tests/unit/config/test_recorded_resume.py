@@ -58,7 +58,6 @@ def test_may_change(change: str) -> None:
         ("adapters.gsm8k.alpha=32", "adapters.gsm8k.alpha", "16.0", "32.0"),
         ("adapters.gsm8k.target_modules=[linear_fc1]", "adapters.gsm8k.target_modules", "linear_qkv", "linear_fc1"),
         ("adapters.gsm8k.expert_layout=shared", "adapters.gsm8k.expert_layout", "per_expert", "shared"),
-        ("adapters.gsm8k.task.seed=3", "adapters.gsm8k.task.seed", "0", "3"),
         ("adapters.gsm8k.task.n_train=3", "adapters.gsm8k.task.n_train", "4096", "3"),
         ("adapters.gsm8k.name=other", "adapters", "gsm8k", "other"),
     ],

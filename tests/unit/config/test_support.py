@@ -10,8 +10,19 @@ import pytest
 
 from areal_lora.config import support
 from areal_lora.config.sections.adapter import Kind
-from areal_lora.config.support import LAYOUTS, MODES, REFUSALS, Combination, Need, engines, group_of, refusals
-from areal_lora.families.family_engines import ENGINES, PACKED, UNSERVED
+from areal_lora.config.support import (
+    ENGINES,
+    LAYOUTS,
+    MODES,
+    PACKED,
+    REFUSALS,
+    UNSERVED,
+    Combination,
+    Need,
+    engines,
+    group_of,
+    refusals,
+)
 from areal_lora.families.registry import FAMILIES, supported
 from tests.support.combinations import Refused, config_of, said
 

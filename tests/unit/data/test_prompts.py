@@ -9,8 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_lora.config.sections.task import DatasetTask, PromptFormat
-from areal_lora.data.formatting import Formatter
-from areal_lora.data.prompts import PromptStream, tokenize
+from areal_lora.data.prompts import Formatter, PromptStream, tokenize
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import Sample

@@ -109,7 +109,7 @@ FAULTS: dict[str, tuple[DoctorFacts, Level, str, str]] = {
         "ENOSPC",
         "free space",
     ),
-    "little space": (node(folder=replace(FOLDER, free_bytes=5 << 20)), Level.FAIL, "5.24 MB are free", "keep_last"),
+    "little space": (node(folder=replace(FOLDER, free_bytes=5 << 20)), Level.FAIL, "5.24 MB are free", "run.root"),
     "no rename": (
         node(folder=replace(FOLDER, rename="Operation not permitted (EPERM)")),
         Level.FAIL,
@@ -118,7 +118,6 @@ FAULTS: dict[str, tuple[DoctorFacts, Level, str, str]] = {
     ),
     "no flock": (node(folder=replace(FOLDER, flock="the file system has none")), Level.NOTE, "has none", "-o flock"),
     "slow disk": (node(folder=replace(FOLDER, fsync_s=3.0)), Level.NOTE, "took 3.0 s", "faster disk"),
-    "blocked port": (node(blocked_ports={8000: "Address already in use"}), Level.FAIL, "port 8000", "rollout.port=0"),
     "firewall": (node(loop_problem="timed out"), Level.FAIL, "cannot be reached", "firewall"),
     "clock": (node(clock_ahead_s=-42.0), Level.FAIL, "-42.0 s", "chronyd"),
     "shared memory": (node(shared_memory_bytes=64 << 20), Level.FAIL, "67.11 MB are free", "--shm-size"),

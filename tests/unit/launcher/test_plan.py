@@ -112,11 +112,6 @@ def test_roles_have_their_own_interpreter() -> None:
     assert [p.argv[0] for p in plan.processes] == ["/r/python", sys.executable, "/t/python", "/t/python"]
 
 
-def test_fixed_ports_are_consecutive() -> None:
-    config = config_of(EMBEDDED, "rollout.port=4000", "rollout.servers=2")
-    assert [p.port for p in ports(config) if p.plane == "data"] == [4000, 4001]
-
-
 def test_rank_coordinates_cover_every_layout_once() -> None:
     config = load_config(
         MOE, ["trainer.world_size=16", "trainer.tp=2", "trainer.pp=2", "trainer.ep=4", "trainer.etp=2"]

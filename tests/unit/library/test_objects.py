@@ -73,7 +73,6 @@ def test_an_object_of_an_installed_package_keeps_its_name() -> None:
         "environment": "json.decoder:JSONDecoder",
         "arguments": {},
         "max_turns": 8,
-        "stop": [],
     }
     assert user_code(config, {"agent": draw_problem}).files.keys() == {"agent.py"}
 
@@ -125,7 +124,7 @@ def test_two_kinds_of_workflow_are_refused() -> None:
         ("reward", {"reward": {"timeout_s": 3}}, ("reward", "timeout_s", 3.0)),
         ("environment", {"workflow": {"kind": "multi_turn", "max_turns": 2}}, ("workflow", "max_turns", 2)),
         ("environment", {"workflow": {"max_turns": 2}}, ("workflow", "max_turns", 2)),
-        ("agent", {"workflow": {"kind": "agent", "conversations_mib": 1}}, ("workflow", "conversations_mib", 1)),
+        ("agent", {"workflow": {"kind": "agent", "tool_parser": "hermes"}}, ("workflow", "tool_parser", "hermes")),
         ("workflow", {"workflow": {"arguments": {"a": 1}}}, ("workflow", "arguments", {"a": 1})),
     ],
 )

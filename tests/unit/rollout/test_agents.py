@@ -19,7 +19,7 @@ from areal_lora.data.collate import collate
 from areal_lora.rollout.agents import MAX_BODY_BYTES, AgentGateway, AgentTask, AgentWorkflow
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.workflow import Episode
-from areal_lora.tasks.scorer import Score
+from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Outcome
 from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from areal_lora.network.http_server import LEAVING_HEADER
-from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault, SampledChoice
+from areal_lora.rollout.completion_client import (
+    CompletionClient,
+    CompletionRequest,
+    FaultKind,
+    GenerationFault,
+    SampledChoice,
+)
 from areal_lora.rollout.routing import Router
 from areal_lora.types import AdapterRef, Generation, Outcome
 from tests.support.rollout.fake_server import FakeServer, Fault
@@ -23,10 +29,16 @@ async def ask(server: FakeServer, *, n: int = 2, timeout_s: float = 5.0) -> list
         async with CompletionClient(router, "secret") as client:
             try:
                 return await client.sample(
-                    V3, [5, 6], n=n, max_tokens=8, temperature=0.7, top_p=0.9, seed=11, timeout_s=timeout_s
+                    V3,
+                    CompletionRequest(prompt=[5, 6], n=n, max_tokens=8, temperature=0.7, top_p=0.9, seed=11),
+                    timeout_s=timeout_s,
                 )
             finally:
                 assert router.servers["server-0"].outstanding == 0
+
+
+def wanted(prompt: list[int], n: int) -> CompletionRequest:
+    return CompletionRequest(prompt=prompt, n=n, max_tokens=8, temperature=1.0, top_p=1.0, seed=11)
 
 
 def edited(edit: Callable[[dict[str, Any]], None]) -> FakeServer:
@@ -102,9 +114,7 @@ def test_a_request_on_a_server_that_is_given_up_fails_over_at_once() -> None:
             router = Router()
             router.announce(V3, {"server-0": hung.url})
             async with CompletionClient(router, "") as client:
-                task = asyncio.create_task(
-                    client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=60)
-                )
+                task = asyncio.create_task(client.sample(V3, wanted([1], n=1), timeout_s=60))
                 while not hung.open_requests:
                     await asyncio.sleep(0.01)
                 router.announce(V3, {"server-1": "http://127.0.0.1:9"}, lost=["server-0"])
@@ -124,7 +134,7 @@ def test_a_deadline_of_the_client_says_nothing_about_the_server() -> None:
             router.announce(V3, {"server-0": slow.url})
             async with CompletionClient(router, "") as client:
                 with pytest.raises(GenerationFault, match="no answer within"):
-                    await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=0.3)
+                    await client.sample(V3, wanted([1], n=1), timeout_s=0.3)
             assert router.servers["server-0"].failures == 0
 
     asyncio.run(run())
@@ -138,7 +148,7 @@ def test_a_request_that_no_server_ever_got_says_nothing_about_the_answer() -> No
         router.announce(V3, {"server-0": "http://127.0.0.1:9"})
         router.failed(router.servers["server-0"])
         async with CompletionClient(router, "") as client:
-            await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=0.1)
+            await client.sample(V3, wanted([1], n=1), timeout_s=0.1)
 
     with pytest.raises(GenerationFault, match=r"no server was available within 0\.1 s") as caught:
         asyncio.run(run())
@@ -152,7 +162,7 @@ def test_a_server_that_is_not_there() -> None:
         router = Router()
         router.announce(V3, {"server-0": url})
         async with CompletionClient(router, "") as client:
-            await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=5)
+            await client.sample(V3, wanted([1], n=1), timeout_s=5)
 
     with pytest.raises(GenerationFault) as caught:
         asyncio.run(run())
@@ -165,9 +175,7 @@ def test_a_cancelled_request_ends_on_the_server_too() -> None:
             router = Router()
             router.announce(V3, {"server-0": server.url})
             async with CompletionClient(router, "") as client:
-                task = asyncio.create_task(
-                    client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=60)
-                )
+                task = asyncio.create_task(client.sample(V3, wanted([1], n=1), timeout_s=60))
                 while not server.open_requests:
                     await asyncio.sleep(0.01)
                 task.cancel()
@@ -187,7 +195,10 @@ def test_greedy_answers_come_in_the_order_of_the_prompts() -> None:
             router = Router()
             router.announce(V3, {"server-0": server.url})
             async with CompletionClient(router, "") as client:
-                return await client.greedy(V3, [[1], [2, 3], [4]], max_tokens=8, timeout_s=5)
+                request = CompletionRequest(
+                    prompt=[[1], [2, 3], [4]], max_tokens=8, temperature=0.0, top_p=1.0, return_token_ids=True
+                )
+                return (await client.pinned().complete(V3, request, 3, timeout_s=5))[1]
 
     shuffled = FakeServer(models={str(V3)}, fault=lambda _: Fault(edit=lambda reply: reply["choices"].reverse()))
     answers = asyncio.run(run(shuffled))
@@ -211,9 +222,7 @@ def test_what_a_leaving_server_hands_back_another_one_answers() -> None:
             router.announce(V3, {"server-0": leaver.url, "server-1": other.url})
             async with CompletionClient(router, "secret") as client:
                 for _ in range(4):
-                    answers = await client.sample(
-                        V3, [5, 6], n=2, max_tokens=8, temperature=1.0, top_p=1.0, seed=11, timeout_s=5.0
-                    )
+                    answers = await client.sample(V3, wanted([5, 6], n=2), timeout_s=5.0)
                     assert len(answers) == 2
         assert (len(leaver.requests), len(other.requests)) == (1, 4)
         assert router.servers["server-0"].failures == 0
@@ -229,9 +238,7 @@ def test_a_leaving_server_that_breaks_off_hands_back_and_alone_it_is_no_server()
             router = Router()
             router.announce(V3, {"server-0": leaver.url})
             async with CompletionClient(router, "secret") as client:
-                asked = asyncio.ensure_future(
-                    client.sample(V3, [5], n=1, max_tokens=8, temperature=1.0, top_p=1.0, seed=1, timeout_s=1.0)
-                )
+                asked = asyncio.ensure_future(client.sample(V3, wanted([5], n=1), timeout_s=1.0))
                 await asyncio.sleep(0.05)
                 router.leaves(router.servers["server-0"])
                 with pytest.raises(GenerationFault, match="no server was available") as fault:

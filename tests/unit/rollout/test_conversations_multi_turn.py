@@ -15,7 +15,7 @@ from areal_lora.data.trajectory_checks import check_alignment
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.conversations import MultiTurnWorkflow, Reply
 from areal_lora.rollout.workflow import Episode
-from areal_lora.tasks.scorer import Score
+from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Outcome, Sample
 from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
@@ -66,10 +66,10 @@ def run(
 ) -> Episode:
     async def main() -> Episode:
         fake = server or FakeServer(models={str(V1)}, answer=answer)
-        sampling = SAMPLING.model_copy(update={"timeout_s": timeout_s})
+        sampling = SAMPLING.model_copy(update={"timeout_s": timeout_s, "stop": list(stop)})
         async with served(fake, scorer or Graded(), sampling) as context:
             workflow = MultiTurnWorkflow(
-                context=context, environment=environment, arguments=arguments, max_turns=max_turns, stop=stop
+                context=context, environment=environment, arguments=arguments, max_turns=max_turns
             )
             return await workflow.run(PROMPT, V1, seed=7)
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from areal_lora.rollout.channel.channel_messages import Batch
-from areal_lora.rollout.ledger.file import GroupState
-from areal_lora.rollout.ledger.peek import group_counts
+from areal_lora.rollout.ledger.ledger import GroupState
+from areal_lora.rollout.ledger.reconcile import group_counts
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
@@ -120,8 +120,8 @@ def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
         client.commit(NAME, 0)
         client.commit(NAME, 0)
         assert client.lacking(NAME, 1).running == 4
-        (counts,) = group_counts(RunFolder(tmp_path))
-        assert (sum(counts.states.values()), counts.states[GroupState.CONSUMED]) == (4 + 4, 4)
+        ((states, _),) = group_counts(RunFolder(tmp_path)).values()
+        assert (sum(states.values()), states[GroupState.CONSUMED]) == (4 + 4, 4)
         assert asked[0].stats.tokens_generated == first.stats.tokens_generated
         assert client._session.reminders.pending, "requested again"
     finally:

@@ -15,7 +15,7 @@ from areal_lora.rollout.workflow import (
     given_score,
     single_turn,
 )
-from areal_lora.tasks.scorer import Score
+from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import AdapterRef, Generation, Outcome
 from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.texts import V1, Graded, prompt_of, served

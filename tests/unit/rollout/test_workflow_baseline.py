@@ -14,7 +14,7 @@ from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.workflow import Episode, first_fault
 from areal_lora.rollout.workflow_loading import build_training
-from areal_lora.tasks.scorer import Score
+from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Outcome
 from tests.support.paths import EXAMPLES
 from tests.support.rollout.fake_server import FakeServer, Fault

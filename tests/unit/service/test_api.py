@@ -537,7 +537,7 @@ def test_requests_a_minute_are_a_quota(tmp_path: Path) -> None:
         assert 15 <= int(answers[-1].headers["Retry-After"]) <= 20, "a third of a minute is one request"
         assert (await it.call("bolt", "GET", "/v1/models")).status_code == 200
 
-    play(tmp_path, scene, quota={"requests": 3})
+    play(tmp_path, scene, {"requests": 3})
 
 
 def test_a_body_that_does_not_come_is_refused_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,9 +12,9 @@ import psutil
 import pytest
 
 from areal_lora.config.sections.task import CodeReward
-from areal_lora.errors import EnvironmentError_
 from areal_lora.tasks.code_reward import CodeSettings, extract_program, row_tests
-from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
+from areal_lora.tasks.reward_calls import Score, ScoreItem
+from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.types import Outcome
 
 ADD = "print(sum(map(int, input().split())))"
@@ -93,7 +95,7 @@ def test_hostile_programs_end_with_a_verdict_and_harm_nothing(fence, tmp_path):
     before = set(tmp_path.iterdir())
     names = {"OUTSIDE": tmp_path / "new", "PRECIOUS": precious, "SECRET": run / "secret"}
     head = "".join(f"{name} = {str(path)!r}\n" for name, path in names.items()) + f"CONTROLLER = {os.getpid()}\n"
-    reward = code(test_s=1.6, test_memory_mib=128, timeout_s=60)
+    reward = code(test_s=1.6, timeout_s=60)
     row = {"inputs": [""], "outputs": ["the secret"]}
     items = [answer(head + program, **row) for program, _ in HOSTILE.values()]
     began = time.monotonic()
@@ -133,9 +135,18 @@ def test_a_program_has_the_standard_library_and_its_input_by_name(fence):
     assert score(code(), answer(program))[0].reward == 1.0
 
 
-def test_an_interpreter_that_cannot_start_is_no_wrong_answer():
-    with pytest.raises(EnvironmentError_, match="an empty program ends with"):
-        score(code(test_memory_mib=1), answer(ADD))
+def test_an_interpreter_that_cannot_start_is_no_wrong_answer(tmp_path):
+    program = (
+        "import pathlib, sys, msgspec\n"
+        "from areal_lora.tasks import code_reward\n"
+        "sys.executable = '/bin/false'\n"
+        "settings = msgspec.json.decode(sys.argv[1], type=code_reward.CodeSettings)\n"
+        "code_reward.CodeRunner(settings, pathlib.Path(sys.argv[2]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, code().model_dump_json(), str(tmp_path)], capture_output=True, text=True
+    )
+    assert "EnvironmentError_: reward code: an empty program ends with" in done.stderr
 
 
 def test_a_programs_folder_is_empty_and_its_own(fence):

@@ -12,8 +12,8 @@ from areal_lora.config.sections.task import JudgeReward
 from areal_lora.errors import ConfigError
 from areal_lora.tasks import scorer_setup
 from areal_lora.tasks.judge import JudgeFault, JudgeSettings, fill, read_score
-from areal_lora.tasks.reward_sum import RewardSum
-from areal_lora.tasks.scorer import ScoreItem
+from areal_lora.tasks.reward_calls import ScoreItem
+from areal_lora.tasks.scorer import RewardSum
 from areal_lora.types import Outcome
 from tests.support.tasks.judge_stub import JudgeStub, hang, said
 

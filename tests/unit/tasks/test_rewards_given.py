@@ -10,7 +10,7 @@ import pytest
 from areal_lora.config.load import load_config
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.check import task_problems
-from areal_lora.tasks.rewards import given_answer
+from areal_lora.tasks.datasets import given_answer
 from areal_lora.types import Sample
 from tests.support.paths import EXAMPLES
 

@@ -21,7 +21,8 @@ import pytest
 from areal_lora.config.sections.task import BuiltInReward, FunctionReward
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks import scorer
-from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
+from areal_lora.tasks.reward_calls import Score, ScoreItem
+from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.tasks.tally import tally
 from areal_lora.types import Cause, Outcome, Sample
 from tests.support.docs import section
@@ -182,7 +183,8 @@ def test_scoring_that_ends_in_time_survives_a_controller_that_is_stopped(tmp_pat
         "import asyncio\n"
         "from pathlib import Path\n"
         "from areal_lora.config.sections.task import FunctionReward\n"
-        "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
+        "from areal_lora.tasks.reward_calls import ScoreItem\n"
+        "from areal_lora.tasks.scorer import ScorerPool\n"
         "async def run():\n"
         f"    async with ScorerPool(FunctionReward(path={FAULTY!r}, timeout_s=1)) as pool:\n"
         "        nap = ScoreItem(completion='nap', answer='nap')\n"
@@ -378,7 +380,8 @@ def test_the_fence_holds_for_an_ordinary_user(tmp_path):
         "import asyncio, os\n"
         "from pathlib import Path\n"
         "from areal_lora.config.sections.task import FunctionReward\n"
-        "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
+        "from areal_lora.tasks.reward_calls import ScoreItem\n"
+        "from areal_lora.tasks.scorer import ScorerPool\n"
         "assert os.getuid() == 65534\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "(folder / 'own').write_text('x')\n"
@@ -665,7 +668,8 @@ def test_children_end_when_their_parent_is_killed_while_they_score():
     code = (
         "import asyncio, os\n"
         "from areal_lora.config.sections.task import FunctionReward\n"
-        "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
+        "from areal_lora.tasks.reward_calls import ScoreItem\n"
+        "from areal_lora.tasks.scorer import ScorerPool\n"
         "async def run():\n"
         f"    pool = ScorerPool(FunctionReward(path={FAULTY!r}, timeout_s=9))\n"
         "    [score] = await pool.score([ScoreItem(completion='pid', answer='')])\n"

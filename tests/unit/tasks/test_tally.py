@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from areal_lora.tasks.scorer import Score
+from areal_lora.tasks.reward_calls import Score
 from areal_lora.tasks.tally import Tally, tally
 from areal_lora.types import Outcome
 

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from areal_lora.tasks.scorer import Score
+from areal_lora.tasks.reward_calls import Score
 from areal_lora.tasks.tally import Answer, bootstrap, estimate, ks, majority, pass_at_k, wilson
 from areal_lora.types import Outcome
 

@@ -7,7 +7,7 @@ import re
 from areal_lora.config.sections.task import WordProblemsTask
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.rewards import extract_answer
-from areal_lora.tasks.word_problems import LARGEST_VALUE, STEPS, draw_long_problem, long_problem
+from areal_lora.tasks.word_problems import LARGEST_VALUE, STEPS, draw_problem, word_problem
 
 N = 1500
 ADDS = ("buys", "finds", "gets")
@@ -15,7 +15,7 @@ ADDS = ("buys", "finds", "gets")
 
 def test_answers_are_right_by_an_independent_reading_of_the_story():
     for index in range(N):
-        sample = long_problem(1, "train", index)
+        sample = word_problem(1, "train", index, long=True)
         assert sample.prompt.startswith("Q: ")
         assert sample.prompt.endswith(" How many now?\nA:")
         bags = re.search(r"has (\d+) bags of (\d+) ", sample.prompt)
@@ -32,7 +32,7 @@ def test_answers_are_right_by_an_independent_reading_of_the_story():
 
 def test_the_steps_of_an_answer_are_true_equations_that_follow_each_other():
     for index in range(N):
-        *steps, mark, result = draw_long_problem(2, "eval", index).answer.split()
+        *steps, mark, result = draw_problem(2, "eval", index, long=True).answer.split()
         assert len(steps) == STEPS
         value = None
         for step in steps:
@@ -46,8 +46,8 @@ def test_the_steps_of_an_answer_are_true_equations_that_follow_each_other():
 
 
 def test_no_calculation_is_in_both_splits_whatever_the_seed():
-    train = {draw_long_problem(seed, "train", i).key for seed in (0, 20_000) for i in range(N)}
-    held_out = {draw_long_problem(seed, "eval", i).key for seed in (0, 5) for i in range(N)}
+    train = {draw_problem(seed, "train", i, long=True).key for seed in (0, 20_000) for i in range(N)}
+    held_out = {draw_problem(seed, "eval", i, long=True).key for seed in (0, 5) for i in range(N)}
     assert not train & held_out
     assert len(train) > 1.9 * N, "there are many more calculations than a run draws"
 
@@ -55,5 +55,5 @@ def test_no_calculation_is_in_both_splits_whatever_the_seed():
 def test_the_task_draws_the_level_that_it_names():
     task = WordProblemsTask(level="three_step", n_train=3)
     samples = load_samples(task, "train")
-    assert samples == [long_problem(0, "train", i) for i in range(3)]
+    assert samples == [word_problem(0, "train", i, long=True) for i in range(3)]
     assert len({s.uid for s in [*samples, *load_samples(WordProblemsTask(n_train=3), "train")]}) == 6

@@ -16,6 +16,7 @@ from areal_lora.errors import AlignmentError, PublishError
 from areal_lora.trainer import audit as auditing
 from areal_lora.trainer.audit import Audit, Auditor, audit, choose
 from areal_lora.types import AdapterRef, TrainBatch
+from areal_lora.weight_sync.messages import PublishReply
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of
 from tests.support.weight_sync.memory_server import MemoryServer
 
@@ -192,8 +193,8 @@ def served(score: Any, name: str = "server-0") -> MemoryServer:
     made = MemoryServer(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, score=answer, name=name)
     for version in range(NOW - ETA, NOW + 1):
         ref = AdapterRef(name="math", version=version)
-        made.slots.reserve(ref)
-        made.slots.activate(ref, version)
+        made.held.reserve(ref)
+        made.held.activate(ref, version, PublishReply(ref=str(ref), digest="", phases={}))
     return made
 
 

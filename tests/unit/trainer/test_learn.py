@@ -15,7 +15,6 @@ import torch
 from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.data.collate import scoring_batch
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.obs.trace import Spans
@@ -23,6 +22,7 @@ from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.learn import annotate, learn, make_loss
 from areal_lora.types import TrainBatch
+from tests.support.solo_exchange import SoloExchange
 from tests.support.trainer.recorded import RecordedEngine, make_adapter, make_batch
 
 

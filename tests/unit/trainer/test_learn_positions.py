@@ -12,7 +12,6 @@ import torch
 
 from areal_lora.algorithms.losses import k3
 from areal_lora.data.collate import collate, find_trees, plan_microbatches
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack, to_sequences
 from areal_lora.errors import AlignmentError
@@ -21,6 +20,7 @@ from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.learn import annotate, learn
 from areal_lora.types import AdapterRef, StepStats, TrainBatch, Trajectory, TrajectoryGroup
+from tests.support.solo_exchange import SoloExchange
 from tests.support.trainer.recorded import make_adapter
 
 # Prompt and answers (of several turns, with what was given between them) of each sequence.

@@ -7,18 +7,18 @@ import pytest
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.trainer.learn import learning_rate
 
-HALF = {"constant": 2.0, "linear": 2.0 * (0.25 + 0.75 * 0.5), "cosine": 2.0 * (0.25 + 0.75 * 0.5)}
-QUARTER = {"constant": 2.0, "linear": 2.0 * (0.25 + 0.75 * 0.75), "cosine": 2.0 * (0.25 + 0.75 * (1 + 0.5**0.5) / 2)}
+HALF = {"constant": 2.0, "linear": 1.0, "cosine": 1.0}
+QUARTER = {"constant": 2.0, "linear": 1.5, "cosine": 1.0 + 0.5**0.5}
 
 
 @pytest.mark.parametrize("schedule", list(HALF))
 def test_learning_rate(schedule: str) -> None:
-    config = OptimizerConfig.model_validate({"lr": 2.0, "warmup_steps": 4, "schedule": schedule, "min_lr_ratio": 0.25})
+    config = OptimizerConfig.model_validate({"lr": 2.0, "warmup_steps": 4, "schedule": schedule})
     values = [learning_rate(config, step, 24) for step in (*range(25), 1000)]
     assert values[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert values[9] == pytest.approx(QUARTER[schedule])
     assert values[14] == pytest.approx(HALF[schedule])
-    assert values[24] == pytest.approx(2.0 if schedule == "constant" else 0.5)
+    assert values[24] == pytest.approx(2.0 if schedule == "constant" else 0.0)
     assert values[25] == values[24]
 
 

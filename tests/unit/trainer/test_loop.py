@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from areal_lora.algorithms.fair_queue import FairQueue
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import AlignmentError, ArealLoraError, ParityError, PublishError
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer.adapter import TrainingState
@@ -23,6 +22,7 @@ from areal_lora.types import AdapterPhase
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.support.distributed.spawn import run_ranks
 from tests.support.rollout.helpers import NAME, config, episode, stream
+from tests.support.solo_exchange import SoloExchange
 from tests.support.trainer.control_ranks import wait_for_rollouts
 
 GROUPS = [episode(stream().at(p), version=3).group for p in range(4)]
@@ -125,10 +125,10 @@ def test_adapters_that_come_or_go_are_seen_to_between_steps_and_while_a_batch_is
 
 def test_a_service_waits_without_adapters_until_no_more_will_come() -> None:
     trainer: Any = Trainer([], [Finish(adapter="x")])
-    trainer.rank_0.desired = SimpleNamespace(closed=False)
+    trainer.rank_0.desired = SimpleNamespace(newest=SimpleNamespace(closed=False))
     assert next_work(trainer) == Finish(adapter="x")
     assert trainer.log == ["want "]
-    trainer.rank_0.desired.closed = True
+    trainer.rank_0.desired.newest.closed = True
     assert next_work(trainer) is None
 
 

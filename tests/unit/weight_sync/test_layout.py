@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lora.errors import ManifestError
+from areal_lora.errors import ManifestError, RefusalReason
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout, plan_buckets
-from areal_lora.weight_sync.refusal import RefusalReason
 from tests.support.weight_sync.helpers import layout_of, share, spec, values
 
 ITEM = {"float32": 4, "bfloat16": 2}

@@ -8,11 +8,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from areal_lora.errors import ManifestError
+from areal_lora.errors import ManifestError, RefusalReason
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.manifest import EncodedAnnouncement, check_layout, check_successor, decode, encode
-from areal_lora.weight_sync.refusal import RefusalReason
 from tests.support.weight_sync.adapters import moe_shapes
 from tests.support.weight_sync.helpers import BASE, RUN, announce, layout_of, ref, share, spec, values
 

@@ -11,7 +11,7 @@ module           what                           why
                                                 last slot
                  ``hide_llvmlite``              vLLM's scan of all loaded modules fails on numba's
                                                 compiler
-``slots``        ``bound_matrices``             where a worker keeps the stacked weights of all adapters
+``weights``      ``bound_matrices``             where a worker keeps the stacked weights of all adapters
                  ``activate``, ``deactivate``   vLLM loads adapters from files only, and evicts them
                                                 without a request to do so
                  ``refuse_files``               the same

@@ -18,8 +18,7 @@ from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRA
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms.cpu import CpuPlatform
 
-from areal_lora.engine.vllm_ext.cpu.loops import BatchSlots, add_lora_rows
-from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertProduct, Runs, moe_lora
+from areal_lora.engine.vllm_ext.cpu_lora import BatchSlots, ExpertAdapters, ExpertProduct, Runs, add_lora_rows, moe_lora
 from areal_lora.errors import AdapterError
 from areal_lora.processes.log import get_logger
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -30,15 +31,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.engine.vllm_ext.server.gate import Gate
-from areal_lora.engine.vllm_ext.worker.channel import (
-    CommandDone,
-    Forget,
-    JoinCommand,
-    Ping,
-    Receive,
-    ReceiveResult,
-    WorkerChannel,
-)
+from areal_lora.engine.vllm_ext.worker import channel as workers
 from areal_lora.errors import PublishError, UnknownVersionError
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_task
@@ -76,8 +69,8 @@ class ServedAdapters:
 
     def __init__(
         self,
-        workers: AsyncLLM,
-        channel: WorkerChannel,
+        engine: AsyncLLM,
+        channel: workers.WorkerChannel,
         *,
         n_workers: int,
         n_slots: int,
@@ -85,15 +78,16 @@ class ServedAdapters:
         adapters: int = 1,
         merged: bool = False,
     ) -> None:
-        self._workers, self._channel = workers, channel
+        self._engine, self._channel = engine, channel
         self._n_workers = n_workers
         # The incoming version needs the last slot; merged weights are one version and the staged one.
-        self._versions = ServedVersions(n_slots, 0 if merged else resident - 1, adapters)
+        self.versions = ServedVersions(n_slots, 0 if merged else resident - 1, adapters)
         self._merged, self.gate = merged, Gate()
         self._pinned_s = PINNED_ALONE_S if merged else PINNED_S
         self.has_base = True
         """Whether requests can name the base: merged rollouts have none from the first version on."""
-        self._lock = asyncio.Lock()  # serializes publishes, also those of different adapters
+        self.turn = asyncio.Lock()
+        """Locked while a publish or a join is in progress, also of different adapters."""
         self._released = asyncio.Event()
         self._leaving: set[int] = set()  # ids that no request can name, and that the engine's batch still uses
         self._dropping: asyncio.Task[None] | None = None
@@ -120,7 +114,7 @@ class ServedAdapters:
                 yield VersionLease(name=BASE, ref=None, lora=None)
             return
         with self.gate.inside(pinned=pinned):
-            resident = self._versions.acquire(model, pinned=pinned, or_newer=or_newer, incarnation=incarnation)
+            resident = self.versions.acquire(model, pinned=pinned, or_newer=or_newer, incarnation=incarnation)
             self._released.set()  # a pin may have ended
             ref, name, lora_id = resident.ref, resident.engine_name, resident.lora_id
             lora = None
@@ -129,24 +123,12 @@ class ServedAdapters:
             try:
                 yield VersionLease(name=str(ref), ref=ref, lora=lora, incarnation=resident.incarnation)
             finally:
-                self._versions.release(resident, time.monotonic() + self._pinned_s if pinned else None)
+                self.versions.release(resident, time.monotonic() + self._pinned_s if pinned else None)
                 self._released.set()
-
-    def active(self) -> list[AdapterRef]:
-        return self._versions.slots.active()
-
-    def incarnation(self, name: str) -> int:
-        """Return the incarnation of adapter ``name``; 0 if it has no version."""
-        return self._versions.slots.incarnation(name)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a publish or a join is in progress."""
-        return self._lock.locked()
 
     async def ping(self) -> None:
         """Ping every worker's background thread. Raises PublishError if one does not answer."""
-        await self._channel.call(Ping(), CommandDone, PING_S)
+        await self._channel.call(workers.Ping(), workers.CommandDone, PING_S)
 
     async def join(self, request: JoinRequest, came: float | None = None) -> None:
         """Have all workers join the trainer's groups. Raises PublishError.
@@ -158,7 +140,9 @@ class ServedAdapters:
         deadline = _deadline(request.timeout_s, came)
         async with self._turn("a join", deadline):
             left = msgspec.structs.replace(request, timeout_s=max(deadline - time.monotonic(), 0.0))
-            answers = await self._channel.call(JoinCommand(request=left), CommandDone, left.timeout_s + GRACE_S)
+            answers = await self._channel.call(
+                workers.JoinCommand(request=left), workers.CommandDone, left.timeout_s + GRACE_S
+            )
         errors = [f"worker {w}: {a.error}" for w, a in enumerate(answers) if a.error]
         if errors:
             raise PublishError("; ".join(errors))
@@ -172,7 +156,7 @@ class ServedAdapters:
         announced = decode(body)
         ref, deadline = announced.manifest.ref, _deadline(announced.timeout_s, came)
         async with self._turn(str(ref), deadline):
-            publish = transaction.PublishTransaction(self._versions, ref, deadline, time.monotonic())
+            publish = transaction.PublishTransaction(self.versions, ref, deadline, time.monotonic())
             try:
                 slot = await self._reserve(publish)
                 staged = await self._stage(body, ref, slot, deadline)
@@ -195,7 +179,7 @@ class ServedAdapters:
         """Wait for the previous publish or join. Raises PublishError at the deadline (``late_turn``)."""
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                await self._lock.acquire()
+                await self.turn.acquire()
         except TimeoutError:
             raise transaction.late_turn(what) from None
         try:
@@ -203,34 +187,30 @@ class ServedAdapters:
             transaction.check_turn(what, deadline, time.monotonic())
             yield
         finally:
-            self._lock.release()
-
-    async def retire(self, ref: AdapterRef) -> None:
-        """Free the slot of a version. Raises UnknownVersionError; ValueError if it is in use or the newest."""
-        async with self._lock:
-            await self._forget([self._versions.retire(ref, time.monotonic())])
+            self.turn.release()
 
     async def drop(self, name: str) -> int:
         """Forget adapter ``name``: no request gets it any more. Return how many still run; then its slots are freed.
 
         It may be published again at once. Raises PublishError if a worker does not answer.
         """
-        async with self._lock:
-            running = self._versions.drop(name)
+
+        async def free_dropped() -> None:
+            """Free the slots of dropped adapters as their requests end."""
+            while self.versions.left:
+                await asyncio.sleep(DROP_POLL_S)
+                async with self.turn:
+                    await self._forget(self.versions.retire_left())
+
+        async with self.turn:
+            running = self.versions.drop(name)
             self._released.set()
-            await self._channel.call(Forget(name=name), CommandDone, PING_S)
-            await self._forget(self._versions.slots.retire_left())
+            await self._channel.call(workers.Forget(name=name), workers.CommandDone, PING_S)
+            await self._forget(self.versions.retire_left())
         if running and (self._dropping is None or self._dropping.done()):
-            self._dropping = watched_task("dropped-adapters", self._free_dropped)
+            self._dropping = watched_task("dropped-adapters", free_dropped)
         log.info("%s is dropped; %d requests run on it", name, running)
         return running
-
-    async def _free_dropped(self) -> None:
-        """Free the slots of dropped adapters as their requests end."""
-        while self._versions.slots.draining:
-            await asyncio.sleep(DROP_POLL_S)
-            async with self._lock:
-                await self._forget(self._versions.slots.retire_left())
 
     async def _reserve(self, publish: transaction.PublishTransaction) -> int | None:
         """Reserve a slot, waiting for running requests if necessary; None: the workers must drain the bytes."""
@@ -250,16 +230,25 @@ class ServedAdapters:
                         await asyncio.wait_for(self._released.wait(), timeout_s)
 
     async def _stage(self, body: bytes, ref: AdapterRef, slot: int | None, deadline: float) -> list[StageResult]:
-        """Stage on all workers, once no step uses what the slot held, and return their results."""
-        await self._drain(deadline)
-        receive = Receive(
+        """Stage on all workers, once no worker's batch uses a retired version, and return their results.
+
+        Raises PublishError at the deadline.
+        """
+        while self._leaving:
+            requested, self._leaving = sorted(self._leaving), set()
+            await self._retire(requested)
+            if self._leaving and time.monotonic() >= deadline:
+                raise PublishError(f"requests of retired adapter ids {sorted(self._leaving)} are still in the engine")
+            if self._leaving:
+                await asyncio.sleep(DRAIN_POLL_S)
+        receive = workers.Receive(
             announcement=body,
             ref=str(ref),
             slot=-1 if slot is None else slot,
             deadline=deadline,
-            active=tuple(map(str, self.active())),
+            active=tuple(map(str, sorted(self.versions.active))),
         )
-        answers = await self._channel.call(receive, ReceiveResult, deadline - time.monotonic() + GRACE_S)
+        answers = await self._channel.call(receive, workers.ReceiveResult, deadline - time.monotonic() + GRACE_S)
         return [a.result for a in answers]
 
     @asynccontextmanager
@@ -280,10 +269,9 @@ class ServedAdapters:
             if self.interrupt is not None:
                 await self.interrupt(ref)
             if not await self.gate.empty(deadline - time.monotonic()):
-                raise self._versions.slots.full(ref)
-            while self._versions.end_oldest_pin() is not None:
-                pass
-            while not await self._workers.reset_prefix_cache():  # the engine may still free a request that has ended
+                raise self.versions.full(ref)
+            self.versions.expire_pins(math.inf)
+            while not await self._engine.reset_prefix_cache():  # the engine may still free a request that has ended
                 if time.monotonic() >= deadline:
                     raise PublishError(f"{ref}: the engine does not forget the cached blocks of the version before")
                 await asyncio.sleep(DRAIN_POLL_S)
@@ -293,12 +281,12 @@ class ServedAdapters:
         """Wait for pinned requests and pins, at most half of the time until ``deadline``."""
         until = time.monotonic() + (deadline - time.monotonic()) / 2
         while (now := time.monotonic()) < until:
-            self._versions.expire_pins(now)
-            if not self.gate.holds_pinned and not self._versions.pins:
+            next_expiry = self.versions.expire_pins(now)
+            if not self.gate.holds_pinned and not self.versions.pins:
                 return
             self._released.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._released.wait(), min(until, self._versions.next_expiry()) - now)
+                await asyncio.wait_for(self._released.wait(), min(until, next_expiry) - now)
 
     async def _commit(self, commit: transaction.Commit) -> float:
         """Activate on all workers and retire old versions between two model steps; return the seconds taken."""
@@ -322,23 +310,13 @@ class ServedAdapters:
             await self._retire([r.lora_id for r in retired])
 
     async def _retire(self, lora_ids: Iterable[int]) -> None:
-        """Have the workers stop serving; what their batches still use is retried by `_drain`."""
+        """Have the workers stop serving; what their batches still use is retried by `_stage`."""
         self._leaving.update(*await self._call("al_retire", list(lora_ids)))
-
-    async def _drain(self, deadline: float) -> None:
-        """Wait until no worker's batch uses a retired version. Raises PublishError at the deadline."""
-        while self._leaving:
-            requested, self._leaving = sorted(self._leaving), set()
-            await self._retire(requested)
-            if self._leaving and time.monotonic() >= deadline:
-                raise PublishError(f"requests of retired adapter ids {sorted(self._leaving)} are still in the engine")
-            if self._leaving:
-                await asyncio.sleep(DRAIN_POLL_S)
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the worker extension, between two model steps."""
         try:
-            answers: list[Any] = await self._workers.collective_rpc(method, args=args)
+            answers: list[Any] = await self._engine.collective_rpc(method, args=args)
             return answers
         except Exception as e:  # fault boundary: vLLM raises a worker's error, or reports that the engine has died
             raise PublishError(f"{method} failed in the engine: {e!r}; see the server's log") from e

@@ -1,20 +1,12 @@
 """Serve the admin plane of a rollout server: msgpack over HTTPS on its own port, with its key.
 
-``weight_sync.messages`` lists the trainer's routes. Two more:
-
-=======  ====================  ==================  ==========================================
-method   path                  request body        answer
-=======  ====================  ==================  ==========================================
-POST     ``/admin/retire``     ``RetireRequest``   200; 404 unknown; 409 in use or the newest
-POST     ``/admin/drain``      none                200 when no request is running
-=======  ====================  ==================  ==========================================
+``weight_sync.messages`` lists the routes.
 
 A server that leaves answers pings so, until the trainer posts ``/admin/dismiss`` (``leaving``).
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -33,16 +25,7 @@ from areal_lora.engine.vllm_ext.server.sampling import all_of
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.network.http_server import BodyLimit
 from areal_lora.network.tls import Plane
-from areal_lora.types import AdapterRef
 from areal_lora.weight_sync import messages as wire
-
-RETIRE_PATH = "/admin/retire"
-DRAIN_PATH = "/admin/drain"
-DRAIN_POLL_S = 0.05
-
-
-class RetireRequest(wire.AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    ref: str
 
 
 def _answer(message: wire.AdminMessage, status: int = 200) -> Response:
@@ -76,15 +59,13 @@ class AdminPlane:
             Route(wire.PUBLISH_PATH, _guarded(self.publish), methods=["POST"]),
             Route(wire.DROP_PATH, _guarded(self.drop), methods=["POST"]),
             Route(wire.SCORE_PATH, _guarded(self.score), methods=["POST"]),
-            Route(RETIRE_PATH, _guarded(self.retire), methods=["POST"]),
-            Route(DRAIN_PATH, self.drain, methods=["POST"]),
             Route(wire.DISMISS_PATH, self.dismiss, methods=["POST"]),
             Route(wire.SHUTDOWN_PATH, self.shutdown, methods=["POST"]),
         ]
         return BearerAuth(BodyLimit(Starlette(routes=routes), wire.MAX_BODY_BYTES), secret, Plane.ADMIN)
 
     async def info(self, request: Request) -> Response:
-        refs, stats = [str(r) for r in self._adapters.active()], self._generator.counters.stats()
+        refs, stats = [str(r) for r in sorted(self._adapters.versions.active)], self._generator.counters.stats()
         return _answer(msgspec.structs.replace(self._info, refs=refs, stats=stats))
 
     async def modules(self, request: Request) -> Response:
@@ -117,16 +98,6 @@ class AdminPlane:
             # None runs on after an error of another one: without the lease its version may go.
             scored = await all_of([self._generator.score(ids, lease, want.temperature) for ids in want.token_ids])
         return _answer(wire.ScoreReply(logprobs=scored))
-
-    async def retire(self, request: Request) -> Response:
-        want = wire.decode_message(await request.body(), RetireRequest)
-        await self._adapters.retire(AdapterRef.parse(want.ref))
-        return _answer(wire.JoinReply(workers=self._info.workers))
-
-    async def drain(self, request: Request) -> Response:
-        while self._generator.counters.in_flight:
-            await asyncio.sleep(DRAIN_POLL_S)
-        return _failure(200, "drained")
 
     async def dismiss(self, request: Request) -> Response:
         self._stop.dismissed.set()

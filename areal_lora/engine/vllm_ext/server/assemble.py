@@ -26,8 +26,8 @@ from areal_lora.engine.vllm_ext.server.data_plane import DataPlane
 from areal_lora.engine.vllm_ext.server.generate import Generator, RequestCounters
 from areal_lora.engine.vllm_ext.server.guards import guarded
 from areal_lora.engine.vllm_ext.server.leaving import Stop
-from areal_lora.engine.vllm_ext.server.openai_api import ToolCallParsers, configured_parsers
 from areal_lora.engine.vllm_ext.server.sampling import Sampler
+from areal_lora.engine.vllm_ext.server.tool_calls import ToolCallParsers, configured_parsers
 from areal_lora.engine.vllm_ext.worker.channel import WorkerChannel
 from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension, WorkerDescription, WorkerSetup
 from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules

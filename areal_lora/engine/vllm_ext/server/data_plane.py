@@ -30,17 +30,15 @@ from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.server.generate import BACKGROUND_S, BadRequest, Generator
 from areal_lora.engine.vllm_ext.server.openai_api import (
-    PATH,
     AnswerBody,
     ChatBody,
     CompletionBody,
     CompletionChoice,
-    ToolCallParsers,
     Usage,
     error_body,
-    tool_calls_handler,
 )
 from areal_lora.engine.vllm_ext.server.sampling import SampledPart, Sampler
+from areal_lora.engine.vllm_ext.server.tool_calls import PATH, ToolCallParsers, tool_calls_handler
 from areal_lora.errors import PublishError, UnknownVersionError
 from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, prompts_of, too_large, unless_disconnected
 
@@ -204,7 +202,7 @@ class DataPlane:
         ]
 
     async def models(self, request: Request) -> Response:
-        names = [*([BASE] if self._adapters.has_base else []), *map(str, self._adapters.active())]
+        names = [*([BASE] if self._adapters.has_base else []), *map(str, sorted(self._adapters.versions.active))]
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "areal_lora"} for name in names]
         return Response(_encode({"object": "list", "data": data}), media_type=JSON)
 
@@ -217,7 +215,7 @@ class DataPlane:
         rows: dict[str, tuple[str, float]] = {
             "areal_lora_sequences_running": ("gauge", s.running),
             "areal_lora_sequences_waiting": ("gauge", s.waiting),
-            "areal_lora_adapter_versions": ("gauge", len(self._adapters.active())),
+            "areal_lora_adapter_versions": ("gauge", len(self._adapters.versions.active)),
             "areal_lora_requests_total": ("counter", s.requests),
             "areal_lora_sequences_aborted_total": ("counter", s.aborted),
             "areal_lora_sequences_interrupted_total": ("counter", s.interrupted),

@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         config = read_config(args.run_folder)
         take_devices(config.cluster.device)
         place = own_place(config.cluster, args.run_folder)
-        with bound_sockets(config, args.index, place.address) as sockets:
+        with bound_sockets(place.address) as sockets:
             set_environment(config)
             if warning := set_variables(place, one_node=True):
                 log.warning(warning)
@@ -90,20 +90,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def bound_sockets(config: Config, index: int, host: str) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Open listening sockets for the data plane and the admin plane. Raises ConfigError if a port is in use."""
-    data_port = config.rollout.port + index if config.rollout.port else 0
+def bound_sockets(host: str) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Open listening sockets for the data plane and the admin plane. Raises ConfigError for a wrong ``host``."""
     with contextlib.ExitStack() as stack:
         sockets = []
-        for port in (data_port, 0):
+        for _ in range(2):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                sock.bind((host, port))
+                sock.bind((host, 0))
             except OSError as e:
-                where = f"{host}:{port}"
-                raise ConfigError("rollout.port", f"cannot bind {where}: {e.strerror}", "use 0") from e
+                raise ConfigError("cluster.bind", f"cannot bind {host}: {e.strerror}", "use another address") from e
             sock.listen(1024)
             sockets.append(sock)
         yield sockets[0], sockets[1]
@@ -190,7 +188,7 @@ async def serve(
             leave_in_order,
             stop,
             door,
-            busy=lambda: parts.adapters.busy,
+            busy=parts.adapters.turn.locked,
             publish_s=config.weight_sync.timeout_s,
             run_folder=run_folder,
             index=index,

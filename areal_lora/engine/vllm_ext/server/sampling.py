@@ -182,7 +182,7 @@ class Sampler:
 
         Those of a dropped adapter that had the same name end as they are.
         """
-        incarnation = self._adapters.incarnation(ref.name)
+        incarnation = self._adapters.versions.incarnations.get(ref.name)
         mine = [t for t in self._running if t.incarnation == incarnation and t.ref and t.ref.name == ref.name]
         await self._generator.cut([t for t in mine if t.ref is not None and t.ref < ref])
 

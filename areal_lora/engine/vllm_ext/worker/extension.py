@@ -31,19 +31,20 @@ import torch
 
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
-from areal_lora.engine.vllm_ext.compat.weights import FusedWeight, fused_weights
-from areal_lora.engine.vllm_ext.compat.worker_slots import (
+from areal_lora.engine.vllm_ext.compat.weights import (
+    FusedWeight,
     activate,
     adapter_manager,
     bound_matrices,
     deactivate,
     enable_slots,
+    fused_weights,
     in_batch,
     refuse_files,
 )
 from areal_lora.engine.vllm_ext.worker import channel
 from areal_lora.engine.vllm_ext.worker.lora_install import PlacedBlock, StackedSlotWriter, held_dtype, planned
-from areal_lora.errors import ManifestError, PublishError
+from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.processes import stacks
 from areal_lora.processes.log import setup_logging
 from areal_lora.processes.watched import reached
@@ -54,7 +55,6 @@ from areal_lora.weight_sync.kernels import ITEM_BYTES, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, Shape, ShardLayout
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import WEIGHT, JoinRequest, StageResult, check_targets, covered, served_shapes
-from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 
 

@@ -2,7 +2,7 @@
 
 Runs in the receiver's background thread while the model generates. Destinations are planned once
 per layout; a publish then runs compiled copies only. This module knows wire names and shapes,
-``compat.worker_slots`` knows where vLLM keeps the buffers.
+``compat.weights`` knows where vLLM keeps the buffers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from areal_lora.engine.base import DTYPES
 from areal_lora.engine.vllm_ext.compat.weights import Matrix
-from areal_lora.errors import AdapterError, ManifestError
+from areal_lora.errors import AdapterError, ManifestError, RefusalReason
 from areal_lora.families.family import Scope, covers
 from areal_lora.families.registry import path_of
 from areal_lora.platforms.device import LaneFactory, lane_of
@@ -24,7 +24,6 @@ from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.kernels import ITEM_BYTES, Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout, WireTensor
 from areal_lora.weight_sync.messages import check_targets, served_shapes
-from areal_lora.weight_sync.refusal import RefusalReason
 
 _VLLM_MODULES = {
     ("linear_qkv", Scope.ATTENTION): "qkv_proj",

@@ -197,7 +197,7 @@ async def publish(gate: Gate, folder: RunFolder, path: Path, calls: list[str], m
     )
     assert calls == ["copy"] * len(worker.stacks) + ["synchronize", "staged", "al_commit"]
     assert reply.ref == "a@v0"
-    assert served.active() == [AdapterRef(name="a", version=0)]
+    assert list(served.versions.active) == [AdapterRef(name="a", version=0)]
     slot = worker.manager.lora_index_to_id.index(1)
     for name, tensor in full.items():
         want = tensor * 2.0 if name.endswith(LORA_B) else tensor

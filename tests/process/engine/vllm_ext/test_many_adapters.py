@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.config.sizing.memory import slot_parameters
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.families.shape import ModelShape
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
@@ -32,6 +31,7 @@ from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.engine.vllm_ext.serving import ALPHA, PROMPT, RANK, RunningServer, Tensors, connect, start
+from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.adapters import pack_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

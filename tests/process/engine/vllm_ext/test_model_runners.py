@@ -49,7 +49,7 @@ def rebuilt(inputs: tuple[Any, ...]) -> list[list[int | None]]:
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-    from areal_lora.engine.vllm_ext.compat.worker_slots import activate, deactivate
+    from areal_lora.engine.vllm_ext.compat.weights import activate, deactivate
 
     told: list[list[int | None]] = []
 

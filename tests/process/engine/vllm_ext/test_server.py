@@ -18,7 +18,6 @@ import psutil
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext.server import admin_routes
 from areal_lora.engine.vllm_ext.server.main import WORKERS_S
 from areal_lora.engine.vllm_ext.worker.extension import NICE
 from areal_lora.errors import ManifestError, ProcessFailed, PublishError
@@ -470,8 +469,6 @@ ADMIN_PATHS = [
     ("POST", transport.JOIN_PATH),
     ("POST", transport.PUBLISH_PATH),
     ("POST", transport.SCORE_PATH),
-    ("POST", admin_routes.RETIRE_PATH),
-    ("POST", admin_routes.DRAIN_PATH),
     ("POST", transport.SHUTDOWN_PATH),
     ("GET", "/openapi.json"),
 ]
@@ -592,14 +589,17 @@ def test_a_stopped_engine_stops_the_heartbeat_of_a_server_that_still_answers(ser
     server.admin.ping(10.0)
 
 
-def test_port_in_use_is_an_early_error(server: RunningServer, tmp_path: Path) -> None:
-    taken = server.config.model_copy(
-        update={"rollout": server.config.rollout.model_copy(update={"port": server.endpoint.ports["data"]})}
+def test_an_address_of_another_machine_is_an_early_error(
+    server: RunningServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = server.config.model_copy(
+        update={"cluster": server.config.cluster.model_copy(update={"bind": "192.0.2.1"})}
     )
-    (tmp_path / "config.json").write_text(taken.model_dump_json(), encoding="utf-8")
+    (tmp_path / "config.json").write_text(elsewhere.model_dump_json(), encoding="utf-8")
     from areal_lora.engine.vllm_ext.server.main import main
 
     assert main(["--run-folder", str(tmp_path), "--index", "0"]) == 64
+    assert "cluster.bind" in capfd.readouterr().err
 
 
 def test_logits_oracle_is_deterministic(tiny_model: Path) -> None:

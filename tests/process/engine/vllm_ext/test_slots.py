@@ -170,7 +170,7 @@ def all_modules(tp: int, ep: int, rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 4)])
 def test_every_worker_holds_what_vllm_would_slice(tp: int, ep: int) -> None:
-    from areal_lora.engine.vllm_ext.compat.worker_slots import bound_matrices
+    from areal_lora.engine.vllm_ext.compat.weights import bound_matrices
 
     spec = AdapterSpec(name="a", base_model="m", rank=RANK, alpha=RANK, target_modules=TARGETS)
     for rank in range(tp):
@@ -189,7 +189,7 @@ def test_every_worker_holds_what_vllm_would_slice(tp: int, ep: int) -> None:
 
 def test_fused_experts_in_one_tensor_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     """``FusedMoE3DWithLoRA`` holds gate and up in one matrix per expert, in an order that depends on the model."""
-    from areal_lora.engine.vllm_ext.compat.worker_slots import bound_matrices
+    from areal_lora.engine.vllm_ext.compat.weights import bound_matrices
 
     module = made({MOE: expert_module("FusedMoE3DWithLoRA", 2, 1, 0)})
     assert list(bound_matrices(worker_with(module))) == []

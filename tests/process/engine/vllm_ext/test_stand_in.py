@@ -21,8 +21,8 @@ from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.eval_sets import HeldOut
 from areal_lora.rollout.controller.evaluation import CHUNK, EvalPlaces, Evaluator
 from areal_lora.rollout.routing import Router
+from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.rewards import numeric_match
-from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.tasks.word_problems import word_problem
 from areal_lora.types import AdapterRef, Outcome, Sample
 from areal_lora.weight_sync.messages import RESTART_EXIT
@@ -169,7 +169,7 @@ def test_slow_evaluations_one_after_the_other_find_their_version_and_hold_up_no_
 
             async with CompletionClient(router, "") as client:
                 evaluator = Evaluator(
-                    client=client,
+                    client=client.pinned(),
                     scorer=Counting(),
                     reward_kind="numeric_match",
                     sets=[eval_set(held_out, server.config.adapters[0].sampling)],

@@ -16,15 +16,14 @@ from transformers import AutoTokenizer
 
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.collate import collate
-from areal_lora.data.formatting import Formatter
-from areal_lora.data.prompts import Prompt
+from areal_lora.data.prompts import Formatter, Prompt
 from areal_lora.network.completions import ParsedCall, ParsedText, ToolCallsBody
 from areal_lora.rollout.agents import AgentGateway, AgentTask, AgentWorkflow
 from areal_lora.rollout.completion_client import CompletionClient, GenerationFault
 from areal_lora.rollout.conversations import MultiTurnWorkflow, Reply
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Episode, WorkflowContext
-from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.trainer.audit import audit, choose
 from areal_lora.types import AdapterRef, Outcome, Sample
 from tests.support.engine.vllm_ext.serving import RunningServer, Tensors, hf_logits
@@ -44,14 +43,16 @@ class NoScorer:
 
 
 @asynccontextmanager
-async def context_of(server: RunningServer, ref: AdapterRef) -> AsyncIterator[WorkflowContext]:
+async def context_of(
+    server: RunningServer, ref: AdapterRef, sampling: SamplingConfig = SAMPLING
+) -> AsyncIterator[WorkflowContext]:
     router = Router()
     router.announce(ref, {"server-0": f"http://127.0.0.1:{server.endpoint.ports['data']}"})
     async with CompletionClient(router, "no secret") as client:
         yield WorkflowContext(
             client=client,
             scorer=NoScorer(),
-            sampling=SAMPLING,
+            sampling=sampling,
             formatter=Formatter(tokenizer=AutoTokenizer.from_pretrained(server.model)),
             max_model_len=server.config.rollout.max_model_len,
         )
@@ -106,7 +107,8 @@ def test_a_packed_episode_has_the_log_probabilities_of_its_versions(server: Runn
     publishing = asyncio.Lock()
 
     async def main() -> Episode:
-        async with context_of(server, begun) as context:
+        stops = SAMPLING.model_copy(update={"stop": list(string.ascii_letters)})
+        async with context_of(server, begun, stops) as context:
 
             class Tool:
                 turns = 0
@@ -124,9 +126,7 @@ def test_a_packed_episode_has_the_log_probabilities_of_its_versions(server: Runn
                     self.turns += 1
                     return Reply(text=f"\nTool: {len(text)}\n", done=self.turns == 3, reward=0.1)
 
-            workflow = MultiTurnWorkflow(
-                context=context, environment=Tool, arguments={}, max_turns=5, stop=list(string.ascii_letters)
-            )
+            workflow = MultiTurnWorkflow(context=context, environment=Tool, arguments={}, max_turns=5)
             return await workflow.run(prompt_of(context), begun, seed=5)
 
     episode = asyncio.run(main())

@@ -94,7 +94,7 @@ async def serve(config: Config, run_folder: RunFolder, index: int, grace_s: floa
     modules, secret = base_modules(Path(config.model.folder)), read_secret(run_folder)
     with ExitStack() as stack:
         host = own_place(config.cluster, run_folder).address
-        data, admin = stack.enter_context(bound_sockets(config, index, host))
+        data, admin = stack.enter_context(bound_sockets(host))
         server = stack.enter_context(
             MemoryServer(
                 run=config.run.name,
@@ -184,7 +184,8 @@ class StandInDataPlane:
         versions = []
         for _ in token_ids:
             await asyncio.sleep(self._token_s)
-            newest = self._server.slots.newest(ref.name) or ref
+            active = [held for held in list(self._server.held.active) if held.name == ref.name]
+            newest = max(active, default=ref)
             versions.append(newest.version if self._interrupt and not body.pin_version else ref.version)
         row, n = prompt + token_ids, len(prompt)
         logprobs = {

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from areal_lora.config.models import Config
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
@@ -27,6 +26,7 @@ from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publish_job import Pack
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.engine.vllm_ext.serving import adapter
+from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.adapters import pack_of
 
 

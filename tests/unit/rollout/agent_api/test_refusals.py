@@ -116,7 +116,7 @@ def test_what_cannot_be_done_is_refused(path: str, body: dict[str, Any], words: 
 
 
 def test_tools_need_a_parser_and_a_template_that_writes_them() -> None:
-    from areal_lora.data.formatting import Formatter
+    from areal_lora.data.prompts import Formatter
     from tests.support.rollout.texts import CharTokenizer
 
     replies: list[Any] = []

@@ -15,8 +15,8 @@ from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runn
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
-from areal_lora.data.formatting import Formatter
-from areal_lora.engine.vllm_ext.server.openai_api import ToolCallParsers
+from areal_lora.data.prompts import Formatter
+from areal_lora.engine.vllm_ext.server.tool_calls import ToolCallParsers
 from areal_lora.network.completions import ToolCallsBody
 from areal_lora.rollout.agents import AgentTask
 from areal_lora.rollout.conversations import ConversationFile, read_conversations

@@ -9,14 +9,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.channel import channel_messages as m
-from areal_lora.rollout.channel import channel_session as sessions
 from areal_lora.rollout.channel import client as verbs
-from areal_lora.rollout.channel.channel_session import ControlSocket, Reminders
-from areal_lora.rollout.channel.client import ControllerClient
+from areal_lora.rollout.channel.channel_messages import ControlSocket
+from areal_lora.rollout.channel.client import ControllerClient, Reminders
 from areal_lora.run_folder.rendezvous import Endpoint
 from areal_lora.types import AdapterRef
 from tests.support.rollout.helpers import NAME, episode, stream
@@ -105,7 +105,7 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], ControllerC
         )
 
     client = connect(handler)
-    client._session.reminders.requested(m.Evaluate(adapter=NAME, version=3, tag="during"))
+    client._session.reminders.note(m.Evaluate(adapter=NAME, version=3, tag="during"))
     batch = client.poll((m.StepRequest(adapter=NAME, step=4, version=4),))
     assert isinstance(batch, m.Batch)
     assert batch.groups == groups
@@ -154,9 +154,9 @@ def test_a_new_controller_hears_of_an_ended_adapter_and_of_nothing_else_of_it() 
     reminders = Reminders("t")
     reminders.loaded({"a": 0, "b": 0}, {})
     for name in ("a", "b"):
-        reminders.announced(m.AnnounceVersion(adapter=name, version=3, servers={}))
-        reminders.requested(m.Evaluate(adapter=name, version=3, tag="e"))
-    reminders.ended("a")
+        reminders.note(m.AnnounceVersion(adapter=name, version=3, servers={}))
+        reminders.note(m.Evaluate(adapter=name, version=3, tag="e"))
+    reminders.note(m.EndAdapter(adapter="a"))
     _, requests = reminders.greeting()
     assert requests[0] == m.EndAdapter(adapter="a")
     assert [request.adapter for request in requests[1:]] == ["b", "b"]  # type: ignore[union-attr]
@@ -165,16 +165,16 @@ def test_a_new_controller_hears_of_an_ended_adapter_and_of_nothing_else_of_it() 
 def test_a_new_controller_hears_of_the_newest_of_an_adapter_that_joined_and_of_nothing_once_it_left() -> None:
     reminders = Reminders("t")
     reminders.loaded({}, {})
-    reminders.joined(m.JoinAdapter(adapter="a.1", config=b"{}", version=0))
-    reminders.announced(m.AnnounceVersion(adapter="a.1", version=0, servers={}))
+    reminders.note(m.JoinAdapter(adapter="a.1", config=b"{}", version=0))
+    reminders.note(m.AnnounceVersion(adapter="a.1", version=0, servers={}))
     batch = m.Batch(adapter="a.1", step=4, groups=(), stats=STATS, samples=(), events=(), snapshot=b"newest")
     reminders.received(batch, 4)
-    reminders.paused("a.1", True)
+    reminders.note(msgspec.structs.replace(reminders.joined("a.1"), paused=True))
     hello, requests = reminders.greeting()
     assert (hello.versions, hello.snapshots) == ({}, {})
     joins = m.JoinAdapter(adapter="a.1", config=b"{}", version=5, snapshot=b"newest", paused=True)
     assert requests == [joins, m.AnnounceVersion(adapter="a.1", version=0, servers={})]
-    reminders.ended("a.1")
+    reminders.note(m.EndAdapter(adapter="a.1"))
     assert reminders.greeting()[1] == []
 
 
@@ -216,7 +216,7 @@ def test_a_result_whose_reply_is_lost_is_asked_for_again(
     client = connect(handler)
     ref = AdapterRef(name=NAME, version=2)
     client.request_eval(ref, "after")
-    monkeypatch.setattr(sessions, "ANSWER_S", 0.2)
+    monkeypatch.setattr(verbs, "ANSWER_S", 0.2)
     monkeypatch.setattr(verbs, "SHORT_POLL_S", 0.0)
     deadline, found = time.monotonic() + 5, tuple[m.EvalResult, ...]()
     while not found and time.monotonic() < deadline:
@@ -245,11 +245,11 @@ def test_a_silent_controller_is_an_error(
         return m.Ack()
 
     client = connect(handler)
-    monkeypatch.setattr(sessions, "ANSWER_S", 0.2)
+    monkeypatch.setattr(verbs, "ANSWER_S", 0.2)
     monkeypatch.setattr(client._session, "_patience_s", 0.3)
     with pytest.raises(RolloutError, match=r"not there for GetBatch .* did not answer within 0 s"):
         client.poll((), 0.0)
-    monkeypatch.setattr(sessions, "ANSWER_S", 5.0)
+    monkeypatch.setattr(verbs, "ANSWER_S", 5.0)
     client.announce(AdapterRef(name=NAME, version=0), {})  # the late answer is not taken for this one's
 
 

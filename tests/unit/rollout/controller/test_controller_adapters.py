@@ -18,9 +18,8 @@ from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller import controller as controller_module
 from areal_lora.rollout.controller import groups
 from areal_lora.rollout.controller.controller import Controller, JoinedAdapter
-from areal_lora.rollout.controller.groups import GroupTally
-from areal_lora.rollout.controller.pacing import Claim
-from areal_lora.rollout.ledger.file import LedgerError
+from areal_lora.rollout.controller.pacing import Claim, GroupTally
+from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
@@ -101,10 +100,11 @@ def test_a_workflow_that_breaks_ends_its_adapter_only(
         other.close()
 
 
-def test_a_version_that_is_announced_after_the_fault_begins_no_rollouts(
-    controller: Callable[..., Running], tmp_path: Path
+def test_a_version_that_is_announced_after_the_fault_starts_no_rollouts(
+    controller: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer publishes in the background, and hears of the fault only when it asks for a batch."""
+    """The trainer publishes in the background, and is told of the fault only when it requests a batch."""
+    monkeypatch.setattr(groups, "MAX_BACK_OFF_S", 0.01)
     (tmp_path / "environment.py").write_text(BROKEN)
     workflow = MultiTurnWorkflowConfig(environment=f"{tmp_path}/environment.py:Broken")
     run = controller(FakeServer(), twins={"broken": {"workflow": workflow}}, eta=0, steps=3)

@@ -72,7 +72,7 @@ def evaluate(run: Running) -> tuple[EvalSetResult, ...]:
 
 def test_a_greedy_set_and_one_of_four_samples(controller: Start) -> None:
     server = FakeServer(answer=solve)
-    sets = [{"name": "greedy"}, {"name": "sampled", "n_samples": 4, "temperature": 0.8, "top_p": 0.9, "n": 11}]
+    sets = [{"name": "greedy"}, {"name": "sampled", "n_samples": 4, "temperature": 0.8, "n": 11}]
     run = controller(server, evals=sets, steps=1, eta=0)
     run.activate(0)
     greedy, sampled = evaluate(run)
@@ -88,7 +88,7 @@ def test_a_greedy_set_and_one_of_four_samples(controller: Start) -> None:
     assert sampled.accuracy_95[0] < 6 * 2 / 44 < sampled.accuracy_95[1]
     many = [r for r in pinned(server) if r.get("n") == 4]
     assert len(many) == 11
-    assert {(r["temperature"], r["top_p"]) for r in many} == {(0.8, 0.9)}
+    assert {(r["temperature"], r["top_p"]) for r in many} == {(0.8, 1.0)}
     assert len({r["seed"] for r in many}) == 11, "problems have seeds of their own"
 
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from areal_lora.data.formatting import Formatter
-from areal_lora.data.prompts import tokenize
+from areal_lora.data.prompts import Formatter, tokenize
 from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.rollout import routing
 from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
@@ -14,7 +13,7 @@ from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.eval_sets import HeldOut, fitting
 from areal_lora.rollout.controller.evaluation import CHUNK, MAX_TRIES, SCORED_AT_ONCE, EvalPlaces, Evaluator
 from areal_lora.rollout.routing import Router
-from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.types import AdapterRef, Outcome, Sample
 from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.helpers import CharTokenizer, eval_set, samples
@@ -61,7 +60,7 @@ def evaluate(
             router.announce(V2, {"server-0": server.url})
             async with CompletionClient(router, "") as client:
                 evaluator = Evaluator(
-                    client=client,
+                    client=client.pinned(),
                     scorer=scorer or ExactMatch(),
                     reward_kind="function",
                     sets=[eval_set(held_out or held_out_of(PROBLEMS, 64), n_samples=1)],
@@ -90,6 +89,7 @@ def test_accuracy_is_the_tasks_own_and_what_could_not_be_scored_counts_as_not_co
     assert (result.interval, result.accuracy_95) == ("wilson", pytest.approx((0.2189, 0.3958), abs=1e-4))
     assert [s.completion for s in result.samples] == ["1", "2", "3", "4"]
     assert [len(r["prompt"]) for r in server.requests] == [CHUNK, CHUNK, CHUNK, 100 - 3 * CHUNK]
+    assert all(r["pin_version"] for r in server.requests)
 
 
 def test_without_a_rule_there_is_a_mean_reward_and_no_accuracy(caplog: pytest.LogCaptureFixture) -> None:

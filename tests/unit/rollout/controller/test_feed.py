@@ -6,9 +6,8 @@ import pytest
 
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.controller.groups import MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
-from areal_lora.rollout.controller.pool import MAX_STALE
-from areal_lora.rollout.ledger.file import GroupState, LedgerFile
+from areal_lora.rollout.controller.groups import MAX_STALE, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
+from areal_lora.rollout.ledger.ledger import GroupState, LedgerFile
 from areal_lora.types import Cause
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, admit_all, episode, feed, stream

@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 
+from areal_lora.rollout.controller.groups import GroupPool
 from areal_lora.rollout.controller.pacing import LARGEST, WINDOW, Pacer, Pacing, StalenessBudget
-from areal_lora.rollout.controller.pool import GroupPool
 from tests.support.clocks import Clock
 from tests.support.rollout.workload import Outcome, Workload
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from areal_lora.rollout.controller.groups import GroupTally
-from areal_lora.rollout.controller.pacing import Admission, Claim
+from areal_lora.rollout.controller.pacing import Admission, Claim, GroupTally
 from tests.support.rollout.sharing import Profile, Sharing
 
 ENDLESS = 1 << 30

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.rollout.ledger.file import GroupState, LedgerError
-from areal_lora.rollout.ledger.ledger import FOLD_EVERY, KEEP_STEPS
+from areal_lora.rollout.ledger.ledger import FOLD_EVERY, KEEP_STEPS, GroupState, LedgerError
 from tests.support.rollout.helpers import open_ledger
 
 

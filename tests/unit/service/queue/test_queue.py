@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +14,6 @@ from areal_lora.service.queue.client_sessions import expire, models, open_sample
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.placement import DEAD_S, SILENT_S
 from areal_lora.service.queue.queue import SHARED_S
-from areal_lora.service.queue.queue_rows import Tables
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import UNUSED_S
 from areal_lora.service.queue.requests import (
@@ -436,10 +434,10 @@ def test_samples_that_wait_share_one_look_up(tmp_path: Path) -> None:
             )
             jobs, change = 0, it.writer.change
 
-            async def counted(work: Callable[[sqlite3.Connection, Tables], T]) -> T:
+            async def counted(work: Callable[[Transaction], T], now_s: float) -> tuple[T, Transaction]:
                 nonlocal jobs
                 jobs += 1
-                return await change(work)
+                return await change(work, now_s)
 
             it.writer.change = counted  # type: ignore[method-assign]
             waits = await asyncio.gather(*(it.queue.serve("acme", sampler) for _ in range(256)))

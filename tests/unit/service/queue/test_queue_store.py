@@ -119,41 +119,6 @@ def test_commits_are_synced_and_the_plain_key_is_nowhere(tmp_path: Path) -> None
     assert all(b"tml-secret" not in path.read_bytes() for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("version", [1, 2, 4])
-def test_a_file_of_an_earlier_schema_is_taken_over(tmp_path: Path, version: int) -> None:
-    store = opened(tmp_path)
-    row = new(store.load())
-    store.record(row, operation(row, Verb.CREATE, "key", "print"))
-    before = store.load()
-    store.close()
-    path = tmp_path / "a service.sqlite"
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        for table, new_name, old_name in (
-            ("requests", "action", "ask"),
-            ("samples", "body", "ask"),
-            ("models", "removed", "gone"),
-        ):
-            db.execute(f"ALTER TABLE {table} RENAME COLUMN {new_name} TO {old_name}")
-        for table in ("samples", "forgotten") if version < 3 else ():
-            db.execute(f"DROP TABLE {table}")
-        for table in ("models", "saved_states") if version < 3 else ():
-            db.execute(f"ALTER TABLE {table} DROP COLUMN notes")
-        for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
-            if version == 1 and table not in ("meta", "tenants", "keys", "adapters", "operations", "sqlite_sequence"):
-                db.execute(f"DROP TABLE {table}")
-        old = (
-            '{"adapters":9,"rank":8,"weight":1.0,"operations":99,"body_kib":1,"sequences":64,"problems":9,"workers":1}'
-        )
-        db.execute("UPDATE tenants SET quota = ?", (old,))
-        db.execute("UPDATE meta SET schema_version = ?", (version,))
-    for _ in range(2):
-        store = Store(path, "run")
-        assert store.load() == before
-        for table in ("requests WHERE action", "samples WHERE body", "models WHERE removed OR notes = ''"):
-            assert store.change(lambda db, table=table: db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()) == (0,)
-        store.close()
-
-
 def test_deleted_adapters_and_their_operations_stay_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areal_lora.service.queue.queue_store.MAX_DELETED", 8)
     monkeypatch.setattr("areal_lora.service.queue.queue_store.MAX_OPERATIONS", 16)

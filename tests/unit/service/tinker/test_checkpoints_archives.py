@@ -46,9 +46,8 @@ async def note(it: Running, label: str) -> None:
     """The queue's row of the state."""
     lora = encode(Lora(rank=2, alpha=4.0, target_modules=("linear_qkv",)))
     values = (MODEL, "acme", ADAPTER, "weights", "one", label, 1, None, 3, 9, lora, time.time(), None, "{}")
-    await it.writer.change(
-        lambda db, _: db.execute(f"INSERT OR REPLACE INTO saved_states VALUES ({', '.join('?' * 14)})", values)
-    )
+    sql = f"INSERT OR REPLACE INTO saved_states VALUES ({', '.join('?' * 14)})"
+    await it.writer.change(lambda tx: tx.do(sql, *values), time.time())
 
 
 async def address(it: Running) -> str:

@@ -185,7 +185,7 @@ def test_a_step_is_said_when_its_checkpoint_is_durable_and_is_in_it(link: Link) 
 def test_a_saved_state_is_said_when_it_is_on_the_disk_or_is_not(link: Link, failed: bool) -> None:
     link.join()
     link.client.begin("a.1", SaveState(label="x"))
-    link.clients.keeps(link.next().operation)
+    link.clients.start(link.next().operation, 0)
     reason = "/run/states/a.1/.x: No space left on device"
     ref = AdapterRef(name="a.1", version=0)
     link.clients.kept(
@@ -199,7 +199,7 @@ def test_a_saved_state_is_said_when_it_is_on_the_disk_or_is_not(link: Link, fail
 def test_a_publish_is_said_when_its_version_is_active(link: Link) -> None:
     link.join()
     link.client.begin("a.1", Publish())
-    link.clients.publishes(link.next().operation, 7)
+    link.clients.start(link.next().operation, 7)
     link.clients.active(AdapterRef(name="a.1", version=6))
     link.clients.active(AdapterRef(name="b.1", version=7))
     assert not link.client.outcomes("a.1")

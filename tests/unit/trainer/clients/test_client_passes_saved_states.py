@@ -15,7 +15,6 @@ import pytest
 
 from areal_lora.checkpoint.checkpoint_store import CheckpointStore
 from areal_lora.checkpoint.state import MANIFEST_FILE, PARTS, Disk
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError
 from areal_lora.operations.protocol import LoadState, OperationFailure, StateResult
 from areal_lora.processes import watched
@@ -24,6 +23,7 @@ from areal_lora.trainer.clients.client_passes import leftovers, load_saved, load
 from tests.support.checkpoint.faulty_disk import FaultyDisk
 from tests.support.checkpoint.helpers import SPEC, snapshot_of, state_of
 from tests.support.distributed.spawn import run_ranks
+from tests.support.solo_exchange import SoloExchange
 from tests.support.trainer.control_ranks import load
 
 BASE = "base"

@@ -16,7 +16,6 @@ from areal_lora.checkpoint.checkpoint_store import CheckpointStore
 from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.checkpoint.state import Disk
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import loop
@@ -27,6 +26,7 @@ from areal_lora.trainer.work import Finish
 from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.checkpoint.helpers import state_of
 from tests.support.rollout.helpers import NAME, config
+from tests.support.solo_exchange import SoloExchange
 
 STEPS = 6
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder
@@ -25,6 +24,7 @@ from areal_lora.trainer.versions.checkpointing import export_adapter
 from areal_lora.types import ExpertLayout
 from areal_lora.weight_sync.layout import AdapterLayout
 from tests.support.distributed.spawn import run_ranks
+from tests.support.solo_exchange import SoloExchange
 from tests.support.trainer.export_ranks import LARGE, SMALL, export_all, lose_a_rank, model, spec, values, whole
 
 PER_EXPERT, SHARED = ExpertLayout.PER_EXPERT, ExpertLayout.SHARED

@@ -11,7 +11,7 @@ from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link.inbox import RING, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.manifest import adapter_digest
-from areal_lora.weight_sync.server.reception import PhaseTimer, Reception
+from areal_lora.weight_sync.server.receiver import PhaseTimer, Reception
 from tests.support.weight_sync.helpers import BUCKET_BYTES, packed, ref, share, values
 
 CPU = torch.device("cpu")

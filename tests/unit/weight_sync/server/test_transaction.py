@@ -7,10 +7,9 @@ from random import Random
 
 import pytest
 
-from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
+from areal_lora.errors import ManifestError, PublishError, RefusalReason, UnknownVersionError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, StageResult
-from areal_lora.weight_sync.refusal import RefusalReason
 from areal_lora.weight_sync.server.slot_table import ResidentVersion, ServedVersions
 from areal_lora.weight_sync.server.transaction import (
     SLOT_WAIT_S,
@@ -61,7 +60,7 @@ def published(versions: ServedVersions, ref: AdapterRef, now: float = 0.0) -> Pu
 
 
 def refs(versions: ServedVersions) -> list[int]:
-    return [ref.version for ref in versions.slots.active()]
+    return [ref.version for ref in sorted(versions.active)]
 
 
 def test_a_version_is_staged_committed_and_then_requested() -> None:
@@ -256,8 +255,9 @@ def test_a_pin_holds_until_its_end_and_a_publish_waits_no_longer_than_that() -> 
     versions.release(versions.acquire("a@v0", pinned=True), pin_until=3.0)
     published(versions, a(1))
     assert refs(versions) == [0, 1], "a commit retires no pinned version"
+    assert versions.expire_pins(2.9) == 3.0
     with pytest.raises(ValueError, match="1 requests"):
-        versions.retire(a(0), 2.9)
+        versions.free(a(0))
     publish = opened(versions, a(2))
     assert publish.next_step(1.0) == AwaitRelease(2.0)
     step = publish.next_step(3.0)
@@ -285,11 +285,11 @@ def test_a_pinned_request_ends_the_pins_on_other_versions_of_its_adapter() -> No
         published(versions, a(0, name))
         versions.release(versions.acquire(f"{name}@v0", pinned=True), pin_until=99.0)
         published(versions, a(1, name))
-    assert len(versions.slots.active()) == 4
+    assert len(versions.active) == 4
     versions.acquire("a@v1", pinned=True)
-    assert versions.retire(a(0), 0.0).ref == a(0)
+    assert versions.free(a(0)).ref == a(0)
     with pytest.raises(ValueError, match="1 requests"):
-        versions.retire(a(0, "b"), 0.0)
+        versions.free(a(0, "b"))
 
 
 def test_where_several_adapters_wait_a_server_does_not_hold_the_others_up() -> None:
@@ -371,7 +371,7 @@ class Walk:
     def drop(self) -> None:
         """Requests that run keep what they have; the name is free at once, and its versions begin anew."""
         name = self.rng.choice(self.names)
-        incarnation = self.versions.slots.incarnation(name)
+        incarnation = self.versions.incarnations.get(name, 0)
         mine = [r for r in self.model.running if (r.ref.name, r.incarnation) == (name, incarnation)]
         assert self.versions.drop(name) >= len(mine), "pins count as nothing"
         assert self.versions.drop(name) == 0
@@ -437,23 +437,23 @@ class Walk:
         for resident in gone:
             ref = resident.ref
             assert not any(resident is used for used in self.model.running), "a version in use was retired"
-            if resident.incarnation != self.versions.slots.incarnation(ref.name):
+            if resident.incarnation != self.versions.incarnations.get(ref.name, 0):
                 continue  # of a dropped adapter
             assert ref != self.model.newest(ref.name), "the newest version was retired"
             del self.model.active[ref]
 
     def slot(self, ref: AdapterRef) -> int:
-        return self.versions.slots.resolve(str(ref)).slot
+        return self.versions.resolve(str(ref)).slot
 
     def check(self) -> None:
-        assert self.versions.slots.active() == sorted(self.model.active)
+        assert sorted(self.versions.active) == sorted(self.model.active)
         slots = [self.slot(ref) for ref in self.model.active]
-        slots += {r.slot for r in self.model.running if r.incarnation != self.versions.slots.incarnation(r.ref.name)}
+        slots += {r.slot for r in self.model.running if r.incarnation != self.versions.incarnations.get(r.ref.name, 0)}
         assert len(set(slots)) == len(slots)
         assert set(slots) <= set(range(self.n_slots))
         for name in self.names:
             if (newest := self.model.newest(name)) is not None:
-                assert self.versions.slots.resolve(name).ref == newest
+                assert self.versions.resolve(name).ref == newest
 
     def drain(self) -> None:
         """Without requests and pins everything can be published again: no slot and no hold was lost."""
@@ -463,7 +463,7 @@ class Walk:
         for name in self.names:
             newest = self.model.newest(name)
             published(self.versions, a(0 if newest is None else newest.version + 1, name), self.now)
-        assert all(self.versions.slots.resolve(str(ref)).in_use == 0 for ref in self.versions.slots.active())
+        assert all(self.versions.resolve(str(ref)).in_use == 0 for ref in sorted(self.versions.active))
 
 
 def test_random_walks_agree_with_a_model_of_sets() -> None:

@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from areal_lora.errors import ManifestError, PublishError
+from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.network.tls import Plane, authorization, bearer_key, client_context, server_context
 from areal_lora.weight_sync import messages as tp
-from areal_lora.weight_sync.manifest import RefusalReason
 from areal_lora.weight_sync.trainer.fleet import AdminClient
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of
 from tests.support.weight_sync.memory_server import MemoryServer

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from areal_lora.engine.vllm_ext.server.guards import BearerAuth, guarded, write_client_files
 from areal_lora.network.http_server import CLOSE_S, BodyLimit, HttpServer
 from areal_lora.network.tls import Plane, authorization, bearer_key, client_context, server_context
-from areal_lora.rollout.completion_client import CompletionClient, FaultKind, GenerationFault
+from areal_lora.rollout.completion_client import CompletionClient, CompletionRequest, FaultKind, GenerationFault
 from areal_lora.rollout.routing import Router
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
@@ -133,7 +133,8 @@ async def greedy(url: str, secret: str) -> str:
     router = Router()
     router.announce(REF, {"server-0": url})
     async with CompletionClient(router, secret) as client:
-        return (await client.greedy(REF, [[123456, 7]], max_tokens=2, timeout_s=5.0))[0].text
+        request = CompletionRequest(prompt=[[123456, 7]], max_tokens=2, temperature=0.0, top_p=1.0)
+        return (await client.pinned().complete(REF, request, 1, timeout_s=5.0))[1][0].text
 
 
 def test_the_controllers_client_speaks_tls_and_a_recording_is_worth_nothing(echo: tuple[Echo, int]) -> None:

@@ -1,0 +1,266 @@
+"""Reconcile an adapter's ledger with the version that a trainer has loaded (contract C9).
+
+The newest valid checkpoint decides what was consumed. :func:`plan` is pure; :func:`apply` writes.
+
+    row                            step < version   step >= version
+    leased                         consumed         done again
+    consumed                       consumed         rolled_back, issued again (trajectories are deleted)
+    done, leased, running with
+    versions > version                              rolled_back, issued again
+    issued, other running, done                     continue
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from areal_lora.errors import RolloutError
+from areal_lora.rollout.ledger.ledger import (
+    LIVE,
+    SCHEMA_VERSION,
+    GroupState,
+    Head,
+    Ledger,
+    LedgerFile,
+    LedgerRow,
+    OpenGroup,
+    counted,
+)
+from areal_lora.run_folder.paths import RunFolder
+
+ROLLED_BACK = "rolled_back"
+TRIES, PAUSE_S = 20, 0.05  # of copying a ledger that is being written
+
+
+class LedgerSnapshot(msgspec.Struct, kw_only=True, frozen=True):
+    """An adapter's ledger once the steps before ``version`` are consumed; travels in the checkpoint."""
+
+    format: int = SCHEMA_VERSION
+    adapter: str
+    order: str
+    version: int
+    next_position: int
+    issued: int
+    consumed: int
+    dropped: dict[str, int]
+    open: list[OpenGroup]
+
+
+def take_snapshot(ledger: Ledger, version: int) -> bytes:
+    """The ledger once every step before ``version`` is consumed, for :func:`rebuild`."""
+    live = ledger.table.rows(*LIVE)
+    still_open = [row for row in live if row.state is not GroupState.LEASED or row.step >= version]
+    return msgspec.msgpack.encode(
+        LedgerSnapshot(
+            adapter=ledger.adapter,
+            order=ledger.head.order,
+            version=version,
+            next_position=ledger.head.next_position,
+            issued=ledger.head.issued,
+            consumed=ledger.counts[GroupState.CONSUMED] + len(live) - len(still_open),
+            dropped=dict(ledger.drop_reasons),
+            open=[OpenGroup(r.seq, r.position, r.issue, r.stale, r.failed, r.resampled) for r in still_open],
+        )
+    )
+
+
+def decode_snapshot(data: bytes, adapter: str) -> LedgerSnapshot | None:
+    """None for no bytes. Raises RolloutError for bytes that are no snapshot of ``adapter``."""
+    if not data:
+        return None
+    try:
+        snapshot = msgspec.msgpack.decode(data, type=LedgerSnapshot)
+    except msgspec.DecodeError as error:
+        raise RolloutError(f"the checkpoint's ledger snapshot of {adapter} cannot be read: {error}") from None
+    if (snapshot.format, snapshot.adapter) != (SCHEMA_VERSION, adapter):
+        raise RolloutError(
+            f"the checkpoint's ledger snapshot is of {snapshot.adapter!r} in format {snapshot.format}, "
+            f"not of {adapter!r} in format {SCHEMA_VERSION}"
+        )
+    return snapshot
+
+
+def rebuild(ledger: Ledger, snapshot: LedgerSnapshot | None) -> None:
+    """Delete all rows and restore ``snapshot`` (None: nothing issued); its open groups are issued."""
+    head = Head(order=ledger.head.order, counters=ledger.head.counters)
+    if snapshot is not None:
+        head.issued, head.next_position = snapshot.issued, snapshot.next_position
+        head.next_version = head.known_from = snapshot.version
+        head.folded_consumed, head.folded_dropped = snapshot.consumed, dict(snapshot.dropped)
+    ledger.reset(head, snapshot.open if snapshot is not None else ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconciliation:
+    """Rows by what happens to them. ``rebuild`` is the reason to rebuild from the snapshot, if any."""
+
+    version: int
+    rebuild: str = ""
+    consumed: tuple[LedgerRow, ...] = ()  # leased before: their commit did not arrive
+    again: tuple[LedgerRow, ...] = ()  # done again, with the trajectories they have
+    reissued: tuple[LedgerRow, ...] = ()  # rolled back and issued again
+    continuing: tuple[LedgerRow, ...] = ()
+
+    def __str__(self) -> str:
+        if self.rebuild:
+            return f"rebuilt from the checkpoint's snapshot, because {self.rebuild}"
+        ready = sum(row.state is GroupState.DONE for row in self.continuing)
+        return (
+            f"{len(self.consumed)} groups committed late, {len(self.again) + ready} ready with the trajectories "
+            f"they have, {len(self.continuing) - ready} sampled on or again, {len(self.reissued)} rolled back and "
+            "issued again"
+        )
+
+
+def plan(
+    head: Head, rows: Sequence[LedgerRow], version: int, snapshot: LedgerSnapshot | None, *, known: bool = True
+) -> Reconciliation:
+    """Raises RolloutError where neither the ledger nor a snapshot states what was consumed before ``version``.
+
+    ``rows`` are the live and the consumed ones; ``known``: the ledger file had this adapter before.
+    """
+    rebuild = ""
+    if not known and version > 0:
+        rebuild = "the ledger file has nothing of this adapter"
+    elif head.next_version < version:
+        rebuild = f"the ledger ends before step {head.next_version} and the checkpoint is of version {version}"
+    elif version < head.known_from:
+        rebuild = f"the ledger has forgotten the groups of steps before {head.known_from}"
+    if rebuild:
+        _check_snapshot(head, version, snapshot, rebuild)
+        return Reconciliation(version=version, rebuild=rebuild)
+    consumed, again, reissued, continuing = list[LedgerRow](), list[LedgerRow](), list[LedgerRow](), list[LedgerRow]()
+    for row in rows:
+        undone = row.step >= version and row.state in (GroupState.LEASED, GroupState.CONSUMED)
+        if row.state is GroupState.CONSUMED:
+            if undone:
+                reissued.append(row)
+        elif row.state is GroupState.LEASED and not undone:
+            consumed.append(row)
+        elif max(row.version, row.newest) > version and row.state is not GroupState.ISSUED:
+            reissued.append(row)
+        else:
+            (again if undone else continuing).append(row)
+    return Reconciliation(
+        version=version,
+        consumed=tuple(consumed),
+        again=tuple(again),
+        reissued=tuple(reissued),
+        continuing=tuple(continuing),
+    )
+
+
+def _check_snapshot(head: Head, version: int, snapshot: LedgerSnapshot | None, rebuild: str) -> None:
+    if version == 0 and snapshot is None:
+        return
+    if snapshot is None:
+        raise RolloutError(
+            f"version {version} cannot be resumed: {rebuild}, and its checkpoint carries no ledger snapshot "
+            "(fix: resume from another checkpoint, or start a new run with --fresh)"
+        )
+    if (snapshot.version, snapshot.order) != (version, head.order):
+        raise RolloutError(
+            f"the ledger snapshot with version {version} is of version {snapshot.version} or of other prompts "
+            "(fix: start with the task and run.seed of this run)"
+        )
+
+
+def apply(ledger: Ledger, made: Reconciliation, snapshot: LedgerSnapshot | None) -> None:
+    """Carry out ``made``. Nothing is durable before the ledger is flushed."""
+    ledger.known = True
+    if made.rebuild:
+        rebuild(ledger, snapshot)
+        return
+    ledger.head.next_version = made.version
+    ledger.consume(made.version - 1)
+    ledger.unlease(row.seq for row in made.again)
+    for row in made.reissued:
+        ledger.drop(row.seq, ROLLED_BACK, undone=row.state is GroupState.CONSUMED)
+        ledger.issue(row.position, row.issue + 1, row.stale)
+
+
+def plan_for(ledger: Ledger, version: int, snapshot: LedgerSnapshot | None) -> Reconciliation:
+    rows = ledger.table.rows(*LIVE, GroupState.CONSUMED)
+    return plan(ledger.head, rows, version, snapshot, known=ledger.known)
+
+
+def reconciliations(
+    run_folder: RunFolder, run: str, versions: Mapping[str, int], snapshots: Mapping[str, bytes]
+) -> dict[str, Reconciliation]:
+    """By adapter, for a trainer that resumes from ``versions`` with its checkpoints' ledger ``snapshots``.
+
+    Raises RolloutError where neither the ledger nor a snapshot states what was consumed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / run_folder.ledger.name
+        _copy(run_folder.ledger, copy)
+        file = LedgerFile(copy, run)
+        try:
+            plans = {}
+            for name, version in versions.items():
+                snapshot = decode_snapshot(snapshots.get(name, b""), name)
+                head = file.read_head(name)
+                # With the prompt order that was written: the present prompts are not read.
+                order = head.order if head is not None else snapshot.order if snapshot else ""
+                plans[name] = plan_for(Ledger(file, name, order), version, snapshot)
+            return plans
+        finally:
+            file.close()
+
+
+def group_counts(run_folder: RunFolder) -> dict[str, tuple[Counter[GroupState], Counter[str]]]:
+    """By adapter its groups by state, and the dropped ones by reason; nothing without a ledger.
+
+    They are read from a copy, so that the run may work.
+
+    Raises RolloutError where the ledger is of another version or cannot be copied.
+    """
+    if not run_folder.ledger.is_file():
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / run_folder.ledger.name
+        _copy(run_folder.ledger, copy)
+        with contextlib.closing(sqlite3.connect(copy)) as db:
+            try:
+                [version] = db.execute("SELECT schema_version FROM meta").fetchone()
+                if version != SCHEMA_VERSION:
+                    raise RolloutError(f"{run_folder.ledger} has schema {version}, not {SCHEMA_VERSION}")
+                heads = db.execute("SELECT adapter, head FROM adapters ORDER BY adapter").fetchall()
+                return {name: counted(db.execute, name, msgspec.json.decode(h, type=Head)) for name, h in heads}
+            except sqlite3.Error as error:
+                raise RolloutError(f"{run_folder.ledger} cannot be read: {error}") from error
+
+
+def _copy(ledger: Path, copy: Path) -> None:
+    """Copy file and log as of one moment. A running controller has the file locked, so SQLite cannot copy it."""
+    copies = {ledger.with_name(ledger.name + suffix): copy.with_name(copy.name + suffix) for suffix in ("", "-wal")}
+    for _ in range(TRIES):
+        before = _stats(copies)
+        for path in before:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy(path, copies[path])
+        if _stats(copies) == before:
+            return
+        for path in copies.values():
+            path.unlink(missing_ok=True)
+        time.sleep(PAUSE_S)
+    raise RolloutError(f"{ledger} is being written: the run has not ended (fix: retry when it has)")
+
+
+def _stats(paths: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    stats = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            stat = path.stat()
+            stats[path] = (stat.st_size, stat.st_mtime_ns)
+    return stats

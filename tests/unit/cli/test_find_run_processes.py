@@ -1,0 +1,37 @@
+"""Which process holds a run folder, as the kernel shows it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from areal_lora.cli.find_run import is_free
+from areal_lora.launcher.start import RunLock, holder, lock_holders
+from areal_lora.run_folder.paths import RunFolder
+
+LOCKS = """\
+1: POSIX  ADVISORY  WRITE 9004 fe:00:2148212 1073741824 1073742335
+2: FLOCK  ADVISORY  WRITE 3782 fe:00:2148182 0 EOF
+2: -> FLOCK  ADVISORY  WRITE 3790 fe:00:2148182 0 EOF
+3: FLOCK  ADVISORY  READ  3783 fe:00:77 0 EOF
+"""
+
+
+def test_the_holder_of_a_lock_is_read_from_the_kernels_table() -> None:
+    assert lock_holders(LOCKS, 2148182) == [3782], "one that waits holds nothing"
+    assert lock_holders(LOCKS, 77) == [], "readers do not hold a run folder"
+    assert lock_holders(LOCKS, 2148212) == [9004]
+
+
+def test_the_launcher_that_holds_a_folder_is_found_and_not_disturbed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "x")
+    assert holder(folder) is None
+    lock = RunLock(folder)
+    lock.take()
+    held = holder(folder)
+    assert held is not None
+    assert (held.pid, held.here) == (os.getpid(), True)
+    assert not is_free(folder)
+    lock.release()
+    assert holder(folder) is None
+    assert is_free(folder)

@@ -1,0 +1,99 @@
+"""Prompts and replies as tokens, against the tokenizer's own chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from areal_lora.config.sections.task import PromptFormat
+from areal_lora.data.prompts import Formatter
+from areal_lora.errors import ConfigError
+from areal_lora.types import Sample
+from tests.support.paths import TINY_MODEL
+
+# As Qwen's and SmolLM2's: a default system message, marks around each turn, an argument of its own.
+TEMPLATE = """\
+{% if messages[0]['role'] != 'system' %}<|im_start|>system
+Be brief.<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think></think>
+{% endif %}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def chatty() -> PreTrainedTokenizerFast:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def asked(*messages: dict[str, Any]) -> Sample:
+    return Sample(uid="s", prompt="1+1?", answer="2", messages=messages or ({"role": "user", "content": "1+1?"},))
+
+
+def test_a_chat_prompt_has_the_tokens_of_the_chat_template(chatty: Any) -> None:
+    kwargs = {"enable_thinking": False}
+    formatter = Formatter(tokenizer=chatty, how=PromptFormat(kind="chat", chat_template_kwargs=kwargs))
+    turns = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "+3?"},
+    ]
+    want = chatty.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_dict=False, **kwargs)
+    assert formatter.token_ids(asked(*turns)) == want
+    assert formatter.text(asked(*turns)).endswith("<think></think>\n")
+
+
+def test_a_prefill_is_part_of_the_prompt(chatty: Any) -> None:
+    formatter = Formatter(tokenizer=chatty, how=PromptFormat(kind="chat", prefill="Answer:"))
+    assert formatter.text(asked()).endswith("<|im_start|>assistant\nAnswer:")
+    assert chatty.decode(formatter.token_ids(asked())) == formatter.text(asked())
+
+
+def test_a_given_answer_ends_as_the_model_has_to_end_it(chatty: Any) -> None:
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is 2."}]
+    whole = chatty.apply_chat_template(turns, tokenize=False)
+    formatter = Formatter(tokenizer=chatty, how=PromptFormat(kind="chat"))
+    written = [*formatter.token_ids(asked()), *formatter.answer("It is 2.")]
+    assert chatty.decode(written) == whole.removesuffix("\n")
+    prefilled = Formatter(tokenizer=chatty, how=PromptFormat(kind="chat", prefill="It is"))
+    assert [*prefilled.token_ids(asked()), *prefilled.answer("It is 2.")] == written
+    plain = Formatter(tokenizer=chatty, how=PromptFormat())
+    assert plain.answer(" 2") == [*chatty.encode(" 2", add_special_tokens=False), chatty.eos_token_id]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_reply_continues_the_conversation_as_the_chat_template_writes_it(chatty: Any, ended: bool) -> None:
+    """With the end of turn sampled by the model, or cut off before it."""
+    formatter = Formatter(tokenizer=chatty, how=PromptFormat(kind="chat"))
+    answer = chatty.encode("2" + ("<|im_end|>" if ended else ""), add_special_tokens=False)
+    ids = formatter.token_ids(asked()) + answer + formatter.reply("Sure?", "user", answer)
+    turns = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "Sure?"},
+    ]
+    assert chatty.decode(ids) == chatty.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+
+def test_plain_prompts_and_replies_go_in_as_they_are(chatty: Any) -> None:
+    formatter = Formatter(tokenizer=chatty, how=PromptFormat())
+    plain = Sample(uid="s", prompt="1+1=", answer="2")
+    assert formatter.token_ids(plain) == chatty(["1+1="])["input_ids"][0]
+    assert formatter.reply("\n2+2=", "user", [1]) == chatty.encode("\n2+2=", add_special_tokens=False)
+
+
+def test_chat_needs_a_chat_template_and_messages_that_it_takes(chatty: Any, tmp_path: Path) -> None:
+    chatty.chat_template = None
+    with pytest.raises(ConfigError, match="has no chat template"):
+        Formatter(tokenizer=chatty, how=PromptFormat(kind="chat"))
+    chatty.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(ConfigError, match=r"refuses these messages: .*no system") as caught:
+        Formatter(tokenizer=chatty, how=PromptFormat(kind="chat")).text(asked())
+    assert "\n" not in str(caught.value)

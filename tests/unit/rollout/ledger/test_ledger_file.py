@@ -1,0 +1,199 @@
+"""The file: what it remembers, what it refuses, what it does with files that are not its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_lora.errors import NON_RETRYABLE, ConfigError, ExitCode
+from areal_lora.rollout.ledger.ledger import LedgerError, LedgerFile
+from tests.support.paths import SUPPORT
+from tests.support.rollout.helpers import open_ledger
+
+NO_LOCKS = SUPPORT / "no_locks.py"
+
+
+def killed_after(write: Callable[[], None]) -> None:
+    """Run ``write`` in a process of its own, which is then killed: nothing is closed."""
+    if (pid := os.fork()) == 0:
+        write()
+        os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def test_a_full_disk_is_an_error_that_no_restart_repeats(tmp_path: Path) -> None:
+    file, book = open_ledger(tmp_path / "ledger.sqlite")
+    pages = file.execute("PRAGMA page_count").fetchone()[0]
+    file.execute(f"PRAGMA max_page_count = {pages}")  # SQLite reports it as a disk without room
+
+    def fill() -> None:
+        for position in range(10_000):
+            book.issue(position, 1)
+        book.flush()
+
+    with pytest.raises(LedgerError, match="database or disk is full") as full:
+        fill()
+    assert full.value.exit_code == ExitCode.DISK
+    assert ExitCode.DISK in NON_RETRYABLE
+
+
+def write_and_forget(path: Path) -> None:
+    _, book = open_ledger(path)
+    book.issue(0, 1)
+    book.flush()
+    book.issue(1, 1)
+    book.head.next_position = 2
+
+
+def test_what_was_flushed_is_there_after_a_crash_and_the_rest_is_forgotten_whole(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    killed_after(lambda: write_and_forget(path))
+    assert (tmp_path / "ledger.sqlite-wal").stat().st_size > 0, "the writes were folded in: the death came too late"
+    _, again = open_ledger(path)
+    assert again.known
+    assert (again.head.issued, again.head.next_position) == (1, 0)
+    again.check(live=1)
+
+
+def test_another_machine_finds_all_of_it_in_files(tmp_path: Path) -> None:
+    """No part of it is in memory that connections share: that would stay behind on the first one."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    killed_after(lambda: write_and_forget(here / "ledger.sqlite"))
+    assert sorted(path.name for path in here.iterdir()) == ["ledger.sqlite", "ledger.sqlite-wal"]
+    shutil.copytree(here, there)
+    _, again = open_ledger(there / "ledger.sqlite")
+    assert again.head.issued == 1
+    again.check(live=1)
+
+
+SECOND = """
+import sys
+from areal_lora.rollout.ledger import ledger as files
+from areal_lora.run_folder import sqlite
+from areal_lora.rollout.ledger.ledger import Ledger
+sqlite.LOCK_S = sqlite.LOCK_WAIT_S = 0.3
+try:
+    file = files.LedgerFile(sys.argv[1], "r")
+except files.LedgerError as error:
+    print(error)
+else:
+    book = Ledger(file, "math", "o")
+    print("issue", book.issue(book.head.issued, 1))
+    book.flush()
+"""
+
+
+def in_another_process(path: Path, *lacks: str) -> str:
+    command = [sys.executable, str(NO_LOCKS), *lacks] if lacks else []
+    command += [sys.executable, "-c", SECOND, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_a_second_controller_is_kept_out(tmp_path: Path) -> None:
+    path = tmp_path / "a #ledger?.sqlite"
+    file, _ = open_ledger(path)
+    assert "cannot be opened: database is locked (fix: end the process that has it open" in in_another_process(path)
+    file.close()
+    assert in_another_process(path) == "issue 0"
+
+
+@pytest.mark.parametrize("error", ["ENOSYS", "EOPNOTSUPP", "ENOLCK"])
+def test_file_systems_without_locks(tmp_path: Path, error: str) -> None:
+    path = tmp_path / "a #ledger?.sqlite"
+    assert [in_another_process(path, "all", error) for _ in range(2)] == ["issue 0", "issue 1"]
+    assert in_another_process(path) == "issue 2"
+    _, book = open_ledger(path)
+    book.check(live=3)
+
+
+def test_the_ledger_of_another_run_or_other_prompts_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    file, book = open_ledger(path)
+    book.issue(0, 1)
+    file.close()
+    with pytest.raises(ConfigError, match="is the ledger of run 'r' in schema 1, not of 'other'"):
+        open_ledger(path, run="other")
+    with pytest.raises(ConfigError, match="its prompts of math are of another task, size or seed"):
+        open_ledger(path, order="p")
+
+
+@pytest.mark.parametrize("damage", ["text", "torn", "page"])
+def test_a_damaged_file_is_moved_aside_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    path = tmp_path / "ledger.sqlite"
+    file, book = open_ledger(path)
+    for position in range(2000):
+        book.issue(position, 1)
+    file.close()
+    whole = path.read_bytes()
+    broken = {
+        "text": b"no database " * 1000,
+        "torn": whole[: len(whole) // 2],
+        "page": whole[:8192] + b"\xff" * 4096 + whole[12288:],
+    }[damage]
+    path.write_bytes(broken)
+    with caplog.at_level(logging.WARNING, "areal_lora"):
+        file, book = open_ledger(path)
+    assert "is damaged" in caplog.text
+    assert "moved to ledger.sqlite.damaged-1" in caplog.text
+    assert (tmp_path / "ledger.sqlite.damaged-1").read_bytes() == broken
+    assert not book.known
+    book.issue(0, 1)
+    book.check(live=1)
+
+
+def test_another_database_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    other = sqlite3.connect(path)
+    other.execute("CREATE TABLE t (x)")
+    other.commit()
+    with pytest.raises(ConfigError, match="no run ledger"):
+        open_ledger(path)
+
+
+@pytest.mark.parametrize("statements", range(1, 7))
+def test_a_death_while_the_file_is_made_leaves_nothing_that_is_refused(
+    tmp_path: Path, statements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, left, connect = tmp_path / "ledger.sqlite", statements - 1, sqlite3.connect
+
+    class Dying(sqlite3.Connection):
+        """Ends, without a word to SQLite, before one of the statements that write."""
+
+        def execute(self, sql: str, *arguments: object) -> sqlite3.Cursor:
+            nonlocal left
+            if sql.lstrip().startswith(("CREATE", "INSERT", "BEGIN")):
+                left -= 1
+                if left < 0:
+                    super().close()
+                    raise KeyboardInterrupt
+            return super().execute(sql, *arguments)  # type: ignore[arg-type]
+
+        def executescript(self, script: str) -> sqlite3.Cursor:
+            cursor, statement = self.cursor(), ""
+            for line in script.splitlines():
+                statement += f"{line}\n"
+                if sqlite3.complete_statement(statement):
+                    cursor, statement = self.execute(statement), ""
+            return cursor
+
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: connect(*a, factory=Dying, **k))
+    with contextlib.suppress(KeyboardInterrupt):
+        LedgerFile(path, "r").close()
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    file, book = open_ledger(path)
+    book.issue(0, 1)
+    book.check(live=1)
+    file.close()

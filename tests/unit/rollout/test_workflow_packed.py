@@ -1,0 +1,60 @@
+"""The one place that lays tokens out, against lists written by hand."""
+
+from __future__ import annotations
+
+from areal_lora.data.trajectory_checks import check_alignment
+from areal_lora.rollout.workflow import PackedTurns, join
+from areal_lora.tasks.reward_calls import Score
+from areal_lora.types import Generation, Outcome
+
+
+def answer(*tokens: int, version: int = 3, finish: str = "stop") -> Generation:
+    return Generation(
+        token_ids=list(tokens),
+        logprobs=[-t / 100 for t in tokens],
+        versions=[version] * len(tokens),
+        finish_reason=finish,
+    )
+
+
+def test_turns_are_packed_as_written_by_hand() -> None:
+    packed = PackedTurns()
+    packed.given([5, 6])
+    packed.sampled(answer(10, 11, version=4))
+    packed.given([7])
+    packed.sampled(answer(12, version=3, finish="length"))
+    made = packed.trajectory("0:s:2", 2, "math", Score(reward=0.5, outcome=Outcome.OK))
+    assert made.token_ids == [5, 6, 10, 11, 7, 12]
+    assert made.loss_mask == [0, 0, 1, 1, 0, 1]
+    assert made.rollout_logprobs == [0.0, 0.0, -0.10, -0.11, 0.0, -0.12]
+    assert made.versions == [-1, -1, 4, 4, -1, 3]
+    assert (str(made.adapter), made.sample, made.reward, made.finish_reason) == ("math@v3", 2, 0.5, "length")
+    check_alignment(made)
+
+
+def test_a_completion_continues_the_longest_conversation_that_it_extends() -> None:
+    conversations: list[PackedTurns] = []
+    join(conversations, [1, 2], answer(3))
+    join(conversations, [1, 2, 3, 4], answer(5))  # extends the first
+    join(conversations, [1, 2, 3, 9], answer(6))  # the first has gone on another way: a branch of its own
+    join(conversations, [1, 2, 3, 4, 5], answer(7))  # nothing between two answers
+    join(conversations, [1, 2, 3, 9, 6, 8], answer(2))  # extends the branch
+    join(conversations, [1], answer(4))  # shorter than all
+    assert [c.token_ids for c in conversations] == [[1, 2, 3, 4, 5, 7], [1, 2, 3, 9, 6, 8, 2], [1, 4]]
+    assert [c.loss_mask for c in conversations] == [[0, 0, 1, 0, 1, 1], [0, 0, 0, 0, 1, 0, 1], [0, 1]]
+
+
+def test_of_two_conversations_that_fit_the_longer_goes_on() -> None:
+    conversations: list[PackedTurns] = []
+    join(conversations, [1, 2, 3, 4], answer(5))
+    join(conversations, [1, 2], answer(3))  # later, and a beginning of the first
+    join(conversations, [1, 2, 3, 4, 5, 6], answer(7))
+    assert [c.token_ids for c in conversations] == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3]]
+
+
+def test_several_answers_to_one_prompt_are_several_conversations() -> None:
+    conversations: list[PackedTurns] = []
+    for token in (5, 6, 7):
+        join(conversations, [1, 2], answer(token))
+    join(conversations, [1, 2, 6, 3], answer(8))
+    assert [c.token_ids for c in conversations] == [[1, 2, 5], [1, 2, 6, 3, 8], [1, 2, 7]]

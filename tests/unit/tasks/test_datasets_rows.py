@@ -1,0 +1,104 @@
+"""Rows of every kind of file, and what is said of a file that is none."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from areal_lora.errors import ConfigError, EnvironmentError_
+from areal_lora.tasks.datasets import RowSource, read_rows
+
+ROWS: list[dict[str, Any]] = [{"problem": "1+1=", "level": 1}, {"problem": '2, "2"\n=', "level": 2}]
+
+
+def jsonl(path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def as_json(path: Path) -> None:
+    path.write_text(json.dumps(ROWS, indent=1))
+
+
+def as_csv(path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ROWS[0], delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def parquet(path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+
+
+def rows_of(path: Path | str, **more: Any) -> list[dict[str, Any]]:
+    return [row.values for row in read_rows(RowSource(path=str(path), key="task.train", **more))]
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("a b.jsonl", jsonl), ("a.json", as_json), ("a.csv", as_csv), ("a.tsv", as_csv), ("A.PARQUET", parquet)],
+)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str, write: Any) -> None:
+    write(tmp_path / name)
+    found = rows_of(tmp_path / name)
+    assert [(row["problem"], int(row["level"])) for row in found] == [(r["problem"], r["level"]) for r in ROWS]
+
+
+def test_folders_saved_and_of_files(tmp_path: Path) -> None:
+    made = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    )
+    made.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "files").mkdir()
+    jsonl(tmp_path / "files" / "train.jsonl")
+    jsonl(tmp_path / "files" / "test.jsonl")
+    assert rows_of(tmp_path / "saved", split="train") == ROWS
+    assert rows_of(tmp_path / "saved", split="test") == ROWS[:1]
+    assert rows_of(tmp_path / "files", split="test") == ROWS
+    with pytest.raises(ConfigError, match=r"task\.train: .*files"):
+        rows_of(tmp_path / "files", split="validation")
+
+
+def test_values_that_json_lacks_become_text_or_nothing(tmp_path: Path) -> None:
+    day = datetime.date(2026, 1, 2)
+    table = pyarrow.Table.from_pylist([{"day": day, "image": b"\x89PNG", "nested": {"list": [1.5, None]}}])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert rows_of(tmp_path / "a.parquet") == [{"day": "2026-01-02", "image": None, "nested": {"list": [1.5, None]}}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", '{"a": 1}\n\n{"a":\n', r"a\.jsonl:3: not a line of JSON"),
+        ("a.jsonl", "[1]\n", r"a\.jsonl:1: is a list, not an object"),
+        ("a.json", '{"a": 1}', "holds no list of objects"),
+        ("a.json", "{", "not JSON"),
+        ("a.csv", "a,b\n1,2\n1,2,3\n", r"a\.csv:3: has another number of fields"),
+        ("a.csv", "a,b\n1\n", r"a\.csv:2: has another number of fields"),
+        ("a.parquet", "PAR1", "not a parquet file"),
+        ("a.txt", "x", "no file of a known kind"),
+    ],
+)
+def test_a_broken_file_is_one_line_with_its_place(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        rows_of(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_name_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(EnvironmentError_, match="nobody/nothing: not a file, and the hub did not give it") as caught:
+        rows_of("nobody/nothing")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"task\.train: there/is/none: no such file"):
+        rows_of("there/is/none")

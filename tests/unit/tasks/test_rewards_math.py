@@ -1,0 +1,72 @@
+r"""Equality of expressions, for gold answers as GSM8K rows and as LaTeX."""
+
+import asyncio
+
+import pytest
+
+from areal_lora.config.sections.task import BuiltInReward
+from areal_lora.tasks.reward_calls import ScoreItem
+from areal_lora.tasks.rewards import reward_call
+from areal_lora.tasks.scorer import ScorerPool
+from areal_lora.types import Outcome
+
+pytest.importorskip("math_verify")
+math_verify = reward_call("math_verify").function
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold"),
+    [
+        (" 3*4=12 12-5=7 #### 7", "She has 3*4=12 and loses 5.\n#### 7"),
+        ("#### 7.0", "#### 7"),
+        (r"so it is \boxed{7}", "#### 7"),
+        ("The answer is 7.", "#### 7"),
+        ("#### 1234", "#### 1,234"),
+        ("#### $5.00", "#### 5"),
+        ("#### 7\nQ: and now?\n#### 9", "#### 7"),
+        ("#### 7 apples", "#### 7"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ("$0.5$", r"$\frac{1}{2}$"),
+        (r"#### \frac{2}{4}", "1/2"),
+        (r"hence $x^2+2x+1$", "(x+1)^2"),
+        (r"\boxed{2\sqrt{2}}", r"\sqrt{8}"),
+        (r"$\{1,2\}$", r"$\{2,1\}$"),
+        (r"\boxed{(1,2)}", r"\boxed{(1,2)}"),
+        (r"\boxed{x=3}", "3"),
+    ],
+)
+def test_equal(completion, gold):
+    assert math_verify(completion, gold) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold"),
+    [
+        ("#### 8", "3+4=7\n#### 7"),
+        ("7 #### 8", "#### 7"),
+        ("", "#### 7"),
+        ("no idea", "#### 7"),
+        (r"\boxed{", r"\frac{1}{2}"),
+        ("$x^2$", "x^3"),
+        (r"\boxed{(1,2)}", r"\boxed{(2,1)}"),
+        ("$$$ \\frac{{{", "1"),
+    ],
+)
+def test_not_equal(completion, gold):
+    assert math_verify(completion, gold) == 0.0
+
+
+def test_a_gold_answer_that_states_nothing_is_an_error():
+    with pytest.raises(ValueError, match="states no expression"):
+        math_verify("7", "")
+
+
+def test_the_deadline_rules_over_expressions_that_never_end():
+    async def run():
+        async with ScorerPool(BuiltInReward(kind="math_verify", timeout_s=2.0)) as pool:
+            texts = ("#### 7", r"\boxed{9^{9^{9^9}}}", "#### 7")
+            return await pool.score([ScoreItem(completion=text, answer="#### 7") for text in texts])
+
+    first, endless, last = asyncio.run(run())
+    assert first.reward == last.reward == 1.0
+    assert endless.outcome in (Outcome.TIMEOUT, Outcome.ERROR)

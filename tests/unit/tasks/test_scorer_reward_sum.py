@@ -1,0 +1,69 @@
+import asyncio
+import math
+
+import pytest
+
+from areal_lora.config.sections.task import BuiltInReward, CodeReward, FunctionReward, RewardConfig
+from areal_lora.errors import ConfigError
+from areal_lora.tasks.reward_calls import Score, ScoreItem
+from areal_lora.tasks.scorer import RewardSum, weighted
+from areal_lora.types import Outcome
+
+SOURCE = """
+def short(completion):
+    return {"reward": -len(completion), "characters": len(completion), "correct": False}
+
+def fails(completion):
+    return 1 / (completion != "0")
+"""
+
+
+def score(rewards: list[RewardConfig], *completions: str) -> list[Score]:
+    async def run() -> list[Score]:
+        async with RewardSum(rewards) as scorer:
+            assert scorer.take_costs() == {}
+            return await scorer.score([ScoreItem(completion=text, answer="7") for text in completions])
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(SOURCE)
+    return lambda function, **keys: FunctionReward(path=f"{tmp_path / 'own.py'}:{function}", **keys)
+
+
+def test_weights_names_parts_and_who_says_what_is_correct(own):
+    rewards = [BuiltInReward(weight=2.0), own("short", name="length", weight=0.1)]
+    right, wrong = score(rewards, "7", "0008")
+    assert right.reward == pytest.approx(2.0 - 0.1)
+    assert dict(right.components) == {"numeric_match": 1.0, "length": -1.0, "length/characters": 1.0}
+    assert (right.correct, wrong.correct) == (True, False)
+    assert score(rewards[::-1], "7")[0].correct is False, "the first reward of the list decides"
+
+
+def test_one_reward_is_a_list_of_one(own):
+    [scored] = score([own("short", weight=2.0)], "7")
+    assert (scored.reward, dict(scored.components)) == (-2.0, {"characters": 1.0})
+
+
+def test_an_answer_that_one_reward_cannot_score_is_not_scored(own):
+    fault, fine = score([BuiltInReward(), own("fails", name="mine")], "0", "7")
+    assert (fault.outcome, fine.outcome, fine.reward) == (Outcome.ERROR, Outcome.OK, 2.0)
+    assert math.isnan(fault.reward)
+    assert fault.detail.startswith("mine: ZeroDivisionError")
+
+
+def test_a_reward_that_cannot_be_loaded_is_one_error_and_ends_the_others(own):
+    with pytest.raises(ConfigError, match="absent"):
+        score([BuiltInReward(), own("absent", name="x")], "7")
+
+
+def test_the_first_fault_is_the_answers():
+    scores = [Score(reward=1, outcome=Outcome.OK), Score(reward=math.nan, outcome=Outcome.TIMEOUT, detail="late")]
+    assert weighted(scores, ["a", "b"], [1, 1]).detail == "b: late"
+
+
+def test_a_code_reward_needs_tests():
+    with pytest.raises(ValueError, match="there are no tests"):
+        CodeReward()
