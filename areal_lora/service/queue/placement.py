@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -222,7 +223,11 @@ class Placement:
         keys = msgspec.json.encode([row.key for row in self._writer.tables.adapters.values()]).decode()
         removed = "removed = 1 AND adapter IN (SELECT value FROM json_each(?))"
         for model in await self._change(lambda tx: tx.models(removed, keys)):
-            await self._writer.operate(AdapterChange(tenant=model.tenant, name=model.name, verb=Verb.DELETE))
+            try:
+                await self._writer.operate(AdapterChange(tenant=model.tenant, name=model.name, verb=Verb.DELETE))
+            except RequestError as error:
+                if error.status != HTTPStatus.NOT_FOUND:  # else another caller has taken it out meanwhile
+                    raise
 
     async def _silent_with_models(self) -> list[tuple[str, str]]:
         if not (silent := self._heartbeats.silent(DEAD_S)):

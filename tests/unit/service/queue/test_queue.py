@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from areal_lora.operations.protocol import Operation, OperationFailure, OptimStep, Pass, PassResult, Poison, StepResult
-from areal_lora.service.queue.client_sessions import expire, models, open_sampler, saved
+from areal_lora.service.queue.client_sessions import expire, models, open_sampler, saved, unload
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.placement import DEAD_S, SILENT_S
 from areal_lora.service.queue.queue import SHARED_S
@@ -391,6 +391,17 @@ def test_a_session_does_not_wait_for_its_own_models(tmp_path: Path) -> None:
             assert refused.value.status == 422
             await it.queue.unload("acme", f"{session}:train:0")
             await it.model(session=session, seq=2)
+
+    asyncio.run(run())
+
+
+def test_a_model_is_taken_out_by_upkeep_and_its_client_at_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run", capacity=1) as it:
+            model = await it.model()
+            await it.queue.change(lambda tx: unload(tx, "acme", model))
+            await asyncio.gather(*(it.queue.placement.let_leave() for _ in range(3)))
+            await it.model()
 
     asyncio.run(run())
 
