@@ -106,7 +106,7 @@ class DataPlane:
             self._generator.check_prompt(ids, n_new)
         _check_size(body, len(prompts), sum(map(len, prompts)) + len(prompts) * n_new)
         if body.stream:
-            return await self._stream(body, prompts, params)
+            return await unless_disconnected(request, self._stream(body, prompts, params))
         return await unless_disconnected(request, self._complete(body, prompts, params, only_echo))
 
     async def _complete(
@@ -131,12 +131,18 @@ class DataPlane:
             raise BadRequest("a stream takes one prompt, without echo")
         await self._sampler.check(body.model, body.pin_version)  # an unknown version must be a 404, not a broken stream
 
+        parts = self._sampler.stream(prompts[0], params, body.model, body.pin_version, _delay_s(body))
+        first = await anext(parts)  # what the engine refuses must be a 400
+
+        def event(part: SampledPart) -> bytes:
+            choice = self._choice(body, prompts[0], part, part.text, part.index)
+            return b"data: " + _encode(self._answer(body, [part], [choice], ".chunk")) + b"\n\n"
+
         async def events() -> AsyncIterator[bytes]:
-            parts = self._sampler.stream(prompts[0], params, body.model, body.pin_version, _delay_s(body))
             async with aclosing(parts):
+                yield event(first)
                 async for part in parts:
-                    choice = self._choice(body, prompts[0], part, part.text, part.index)
-                    yield b"data: " + _encode(self._answer(body, [part], [choice], ".chunk")) + b"\n\n"
+                    yield event(part)
             yield b"data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")

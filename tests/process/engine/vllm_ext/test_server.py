@@ -344,6 +344,7 @@ BAD_REQUESTS = {
     "temperature": {"prompt": "a", "temperature": -1.0},
     "n": {"prompt": "a", "n": 0},
     "stream two": {"prompt": ["a", "b"], "stream": True},
+    "stream refused by the engine": {"prompt": "a", "stream": True, "logprobs": 21},
 }
 
 
