@@ -32,7 +32,7 @@ LINES = {
     "data": 594,
     "distributed": 433,
     "doctor": 1095,
-    "engine": 8292,
+    "engine": 8298,
     "families": 1378,
     "launcher": 3704,
     "library": 477,
@@ -43,7 +43,7 @@ LINES = {
     "processes": 386,  # shared_memory, which servers use, too: from launcher
     "rollout": 6239,
     "run_folder": 1026,  # DesiredWatch logs a faulty file: from trainer
-    "service": 6047,
+    "service": 6052,
     "tasks": 3366,
     "trainer": 3795,
     "weight_sync": 4972,
