@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -87,6 +88,15 @@ def _user_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     sys.path[:] = path
     for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(folder)]:
         del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def _package_logger() -> Iterator[None]:
+    """Undo ``setup_logging`` of a process whose ``main`` a test has called."""
+    logger = logging.getLogger("areal_lora")
+    before = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before
 
 
 @pytest.fixture

@@ -1,22 +1,10 @@
 """Logging: one line per record whatever a message holds."""
 
-import logging
-from collections.abc import Iterator
-
 import pytest
 
-from areal_lora.processes.log import ROOT, get_logger, setup_logging
+from areal_lora.processes.log import get_logger, setup_logging
 
 
-@pytest.fixture
-def restore_logging() -> Iterator[None]:
-    logger = logging.getLogger(ROOT)
-    before = list(logger.handlers), logger.level, logger.propagate
-    yield
-    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
-
-
-@pytest.mark.usefixtures("restore_logging")
 def test_a_message_cannot_forge_a_record(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("trainer", 3)
     get_logger("areal_lora.trainer.main").warning("model wrote %s", "a\n00:00:00.000 server-0 ERROR x: down")
@@ -25,7 +13,6 @@ def test_a_message_cannot_forge_a_record(capsys: pytest.CaptureFixture[str]) -> 
     assert " trainer-3 WARNING trainer.main: model wrote a\\n00:00" in lines[0]
 
 
-@pytest.mark.usefixtures("restore_logging")
 def test_second_setup_replaces_the_first_and_tracebacks_are_indented(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("controller", 0)
     setup_logging("server", 1)
