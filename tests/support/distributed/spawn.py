@@ -32,6 +32,7 @@ def _child(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
+        dist.barrier()  # a rank that is done sooner would close connections that others still make
         pipe.send((True, target(*args)))
         dist.destroy_process_group()
     except Exception:  # fault boundary: the parent must see what any rank raised  # noqa: BLE001
