@@ -32,7 +32,7 @@ LINES = {
     "data": 594,
     "distributed": 433,
     "doctor": 1095,
-    "engine": 8298,
+    "engine": 8297,
     "families": 1378,
     "launcher": 3704,
     "library": 477,

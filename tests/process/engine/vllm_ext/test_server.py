@@ -318,13 +318,14 @@ def test_old_versions_retire_but_not_under_a_request(server: RunningServer) -> N
     assert str(server.newest) in refs
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("model", ["nobody", "math@v9999", "math@v", "nobody@v0", "", "/etc", "tiny"])
-def test_unknown_models_are_404_never_the_base(server: RunningServer, model: str) -> None:
+def test_unknown_models_are_404_never_the_base(server: RunningServer, model: str, stream: bool) -> None:
     server.publish(server.adapter(1))
 
     async def ask() -> tuple[int, Any]:
         async with aiohttp.ClientSession() as session:
-            return await server.post(session, model=model, prompt=PROMPT)
+            return await server.post(session, model=model, prompt=PROMPT, stream=stream)
 
     status, answer = asyncio.run(ask())
     assert status == 404
