@@ -31,9 +31,9 @@ from areal_lora.types import AdapterSpec, TrainBatch
 
 CRITIC, REFERENCE = "critic", "reference"
 RATE = 10.0
+"""Learning rate of a critic over that of its policy, where none is configured: usual values are 5 to 20."""
 VALUE_CLIP = 0.2
 """A critic's loss sees values at most so far from those before the step."""
-"""Learning rate of a critic over that of its policy, where none is configured: usual values are 5 to 20."""
 
 log = get_logger(__name__)
 
