@@ -52,13 +52,12 @@ LIFE=${SLURM_RESTART_COUNT:-0}
 echo "up on $SLURMD_NODENAME in life $LIFE as $$"
 beat
 """
-HEARS = (
-    UP
-    + """
+# Once it is up a signal finds the trap set.
+HEARS = f"""\
 trap 'echo stopped in order; exit 0' TERM
+{UP}
 while true; do sleep 0.1; done
 """
-)
 SLEEPS = "sleep 60 & wait $!"
 FIRST_LIFE = '[ "$LIFE" -gt 0 ] ||'
 SLEEP_IN_FIRST_LIFE = f"{FIRST_LIFE} {SLEEPS}"
