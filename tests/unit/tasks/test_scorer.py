@@ -301,7 +301,7 @@ import os, tempfile, urllib.request
 
 def reward(completion, answer):
     if completion == "fetch":
-        return float(urllib.request.urlopen(answer, timeout=5).read())
+        return float(urllib.request.urlopen(answer, timeout=15).read())
     with tempfile.NamedTemporaryFile(delete=False) as file:
         file.write(b"x" * int(answer))
         file.flush()
