@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from tests.support.launcher.driven import Run
     from tests.support.launcher.real_slurm import Slurm
     from tests.support.rollout.running import Running
+
+
+# Some tests crash processes, and the working folder is the repository.
+resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 @pytest.fixture(scope="session")

@@ -259,6 +259,7 @@ class Connection(_Dealer):
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, secret: str, wire: Wire) -> None:
         super().__init__(context, host, port, secret, wire)
         self._numbers = itertools.count(1)
+        self._ended = False
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -292,8 +293,13 @@ class Connection(_Dealer):
         raise ConnectionLost(f"{self.address} did not answer within {timeout_s:.0f} s", late=True)
 
     def usable(self) -> bool:
-        """Whether the idle connection still stands: after the handshake every event reports its end."""
-        return not self._monitor.poll(0)
+        """Whether the idle connection still stands. The first answer may have come before the event of the handshake."""
+        try:
+            while not self._ended and self._monitor.poll(0):
+                self._note(self._monitor.recv_multipart())
+        except ConnectionLost:
+            self._ended = True
+        return not self._ended
 
 
 class Subscription(_Dealer):

@@ -310,7 +310,7 @@ def test_a_lost_node_of_a_server_is_survived_and_one_of_the_trainer_requeues_the
         status = slurm.run(*COMMAND, "status", str(job.folder))
         for name, node in (("trainer-1", nodes[1]), ("server-0", nodes[2]), ("server-1", rf"{nodes[3]} \(lost\)")):
             assert re.search(rf"^{name} +{node} ", status, re.MULTILINE), status
-        slurm.lose_node(nodes[1], noticed=True)
+        slurm.lose_node(nodes[1])
         slurm.until("the requeue", lambda: len(requeues(job)) == 1, 60)
         assert requeues(job)[0].why.startswith(f"trainer-1 was lost with node {nodes[1]}")
     finally:

@@ -23,7 +23,8 @@ def kill_after(launcher: subprocess.Popen[bytes], folder: Path, step: int, modul
 
 
 def runs(process: psutil.Process, module: str) -> bool:
+    """Whether ``module`` is a word of its command line; it may end meanwhile, and a zombie has none."""
     try:
         return module in process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+    except psutil.NoSuchProcess:
         return False

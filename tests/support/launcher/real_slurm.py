@@ -51,7 +51,7 @@ JobAcctGatherType=jobacct_gather/none
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
 KillWait=5
-SlurmdTimeout={lost_s}
+SlurmdTimeout=60
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,default_queue_depth=10
@@ -125,6 +125,7 @@ class Slurm:
     def until(self, what: str, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
+            self._restart_crashed_nodes()
             assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}\n{self.logs()}"
             time.sleep(0.1)
 
@@ -150,20 +151,28 @@ class Slurm:
         command = tuple(host.command(*command)) if host else command
         with (self.folder / f"daemon-{name}.log").open("ab") as log:
             self.daemons[name] = subprocess.Popen(
-                command, env=self.environment, stdout=log, stderr=log, start_new_session=True
+                command, cwd=self.folder, env=self.environment, stdout=log, stderr=log, start_new_session=True
             )
 
     def start_node(self, node: str) -> None:
         self.start(node, "slurmd", "-D", "-N", node, host=self.nodes[node])
 
+    def _restart_crashed_nodes(self) -> None:
+        """Debian's slurmd crashes now and then; its steps outlive it, and a new one finds them."""
+        for node in self.nodes:
+            if node in self.daemons and (code := self.daemons[node].poll()) is not None:
+                print(f"slurmd of {node} ended with {code}; it is restarted")
+                self.start_node(node)
+
     def start_controller(self) -> None:
         self.start("slurmctld", "slurmctld", "-D", host=self.login)
 
-    def lose_node(self, node: str, *, noticed: bool = False) -> None:
+    def lose_node(self, node: str) -> None:
         """As if its power had failed: its slurmd and all of its processes are gone.
 
-        slurmctld notices that by itself within half a minute; ``noticed`` saves the time.
+        slurmctld would notice that by itself after SlurmdTimeout, and is told to save the time.
         """
+        daemon = self.daemons.pop(node)
         for _ in range(2):  # what began meanwhile
             for process in self.processes():
                 with contextlib.suppress(psutil.Error, ProcessLookupError):  # it may end at any moment
@@ -172,10 +181,9 @@ class Slurm:
                         if parent is not None and parent.name() == "slurmstepd":
                             parent.kill()
                         process.kill()
-            self.daemons[node].kill()
-            self.daemons[node].wait()
-        if noticed:
-            self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+            daemon.kill()
+            daemon.wait()
+        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
     def processes(self) -> list[psutil.Process]:
         """All that jobs have started. Daemons aside, each has the cluster's folder in its environment."""
@@ -320,13 +328,7 @@ def _configure(slurm: Slurm, *, pretend: bool = False) -> None:
         made = [node for node in slurm.nodes.values() if node]
         nodes = "\n".join(f"NodeName={n.name} NodeAddr={n.address} Port={ports[1]} CPUs=4 State=UNKNOWN" for n in made)
     text = CONFIGURATION.format(
-        host=host,
-        address=address,
-        ports=ports,
-        folder=folder,
-        nodes=nodes,
-        names=",".join(slurm.nodes),
-        lost_s=60 if slurm.login else 5,
+        host=host, address=address, ports=ports, folder=folder, nodes=nodes, names=",".join(slurm.nodes)
     )
     if pretend:
         kept = [line for line in text.splitlines() if not line.startswith(("NodeName=", "PartitionName="))]

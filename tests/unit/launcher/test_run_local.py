@@ -20,6 +20,7 @@ from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.launcher.supervise import Supervisor
 from areal_lora.run_folder.events import count_restarts, last_end
 from areal_lora.run_folder.paths import RunFolder
+from tests.support.e2e.kills import runs
 from tests.support.launcher.driven import Run
 
 FOREVER = "import time; time.sleep(600)"
@@ -83,7 +84,7 @@ def test_missing_interpreter_is_one_line_and_stops_the_others(tmp_path: Path) ->
     with Supervisor(tmp_path, 3.0) as supervisor:
         with pytest.raises(EnvironmentError_, match=r"trainer-0 cannot be started with /no/such/python"):
             supervisor.start([good, bad])
-    assert [p for p in psutil.Process().children() if FOREVER in p.cmdline()] == []
+    assert [p for p in psutil.Process().children() if runs(p, FOREVER)] == []
 
 
 # A process whose child leaves the session, ignores SIGTERM and outlives its parent.
