@@ -18,7 +18,8 @@ from areal_lora.obs.console import duration, number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.report import svg
-from areal_lora.obs.report.parts import RunPlots, charts, figures_of, overview, samples, sections, table
+from areal_lora.obs.report.parts import boxes, charts, headlines, overview, samples, sections, table
+from areal_lora.obs.report.plots import RunPlots
 from areal_lora.obs.report.summary import AdapterSummary, Figures, RunFigures, read_summary
 from areal_lora.run_folder import events
 from areal_lora.run_folder.atomic import write_file
@@ -71,21 +72,24 @@ def report_page(folder: RunFolder, shown: Callable[[Config], str]) -> str:
         plots.add(record)
     name = escape(config.run.name)
     subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {digest[:12]}"
-    resolved = escape(shown(config))
     total = found.total
     several = len(runs) != 1 or any(run.endless for run in runs.values())
-    one = "" if several else f"{figures_of(total)}\n<h2>The run</h2>{charts(next(iter(plots.adapters.values())).all())}"
-    rollouts = f"<h2>Sample rollouts</h2>{samples(total.early, list(total.late))}"
+    if several:
+        run, rollouts = overview(folder, runs, found, plots), sections(runs, found, plots)
+    else:
+        drawn = charts(next(iter(plots.adapters.values())).draw())
+        run = f"{boxes(headlines(total))}\n<h2>The run</h2>{drawn}"
+        rollouts = f"<h2>Sample rollouts</h2>{samples(total.early, list(total.late))}"
     end = events.last_end(folder)
     failure = f'\n<p class="sub"><b>Ended with exit code {end.code}: {escape(str(end))}</b></p>' if end else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}</title><style>{svg.STYLE}{PAGE_STYLE}</style></head><body>
 <h1>{name}</h1><p class="sub">{escape(subtitle)}</p>{failure}
-{overview(folder, runs, found, plots) if several else one}
+{run}
 {_evals(total, several)}{_counts(total)}{_resumes(total)}{_restarts(folder)}
-{sections(runs, found, plots) if several else rollouts}
-<h2>Configuration</h2><details><summary>As resolved</summary><pre>{resolved}</pre></details>
+{rollouts}
+<h2>Configuration</h2><details><summary>As resolved</summary><pre>{escape(shown(config))}</pre></details>
 </body></html>
 """
 

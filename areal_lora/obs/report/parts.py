@@ -12,27 +12,13 @@ from html import escape
 
 from areal_lora.config.recorded import AdapterRun
 from areal_lora.obs.console import duration, eval_text, number, percent
-from areal_lora.obs.metrics.records import Record, RolloutSampleRecord
+from areal_lora.obs.metrics.records import RolloutSampleRecord
 from areal_lora.obs.metrics.writer import cut_middle
 from areal_lora.obs.report import svg
-from areal_lora.obs.report.plots import Plot, Plots, Shares, rewards_together
+from areal_lora.obs.report.plots import Plot, Plots, RunPlots
 from areal_lora.obs.report.summary import Figures, RunFigures
 from areal_lora.obs.run_view import newest_state
 from areal_lora.run_folder.paths import RunFolder
-
-
-class RunPlots:
-    """The plots of each adapter, and those of several together. ``add`` valid records (`iter_metrics`)."""
-
-    def __init__(self, adapters: Sequence[str]) -> None:
-        self.adapters = {name: Plots() for name in adapters}
-        self.shares = Shares(adapters)
-
-    def add(self, record: Record) -> None:
-        self.shares.add(record)
-        only = next(iter(self.adapters)) if len(self.adapters) == 1 else None
-        if (plots := self.adapters.get(only or record.adapter)) is not None:
-            plots.add(record)
 
 
 def overview(folder: RunFolder, runs: Mapping[str, AdapterRun], found: RunFigures, plots: RunPlots) -> str:
@@ -40,13 +26,10 @@ def overview(folder: RunFolder, runs: Mapping[str, AdapterRun], found: RunFigure
     states = Counter(str(_state(run, found.adapters[name])) for name, run in runs.items())
     counted = ", ".join(f"{n} {state}" for state, n in states.items())
     rows = [_row(folder, name, run, found) for name, run in runs.items()]
-    rewarded = {name: plots.adapters[name] for name, run in runs.items() if not run.endless}
-    together = [
-        ("Shares of trained tokens", "of each span of time", plots.shares.draw()),
-        ("Reward", "smoothed, over each adapter's own steps", rewards_together(rewarded)),
-    ]
-    boxes = figures([(f"adapters: {counted}", str(len(runs))), *headlines(found.total)])
-    return f"{boxes}{table('Adapters', rows)}<h2>The run</h2>{charts(together)}"
+    together = plots.together(name for name, run in runs.items() if not run.endless)
+    total = [(f"adapters: {counted}", str(len(runs)))]
+    total += [pair for pair in headlines(found.total) if not pair[0].startswith("held-out")]
+    return f"{boxes(total)}{table('Adapters', rows)}<h2>The run</h2>{charts(together)}"
 
 
 def sections(runs: Mapping[str, AdapterRun], found: RunFigures, plots: RunPlots) -> str:
@@ -55,17 +38,14 @@ def sections(runs: Mapping[str, AdapterRun], found: RunFigures, plots: RunPlots)
 
 
 def _section(name: str, run: AdapterRun, its: Figures, plots: Plots) -> str:
-    head = f'<section id="adapter-{escape(name)}"><h2>{escape(name)}</h2>'
     why = f": {its.recorded.reason}" if its.recorded and its.recorded.reason else ""
     about = f"{_state(run, its)} after {_made(run, its)} steps{why} · seed {run.seed} · weight {run.weight:g} · "
     about += "driven by a client" if run.endless else f"staleness up to {run.max_staleness}"
-    head += f'<p class="sub">{escape(about)}</p>'
-    if run.endless:
-        return f"{head}{figures(client_headlines(its))}<h3>Plots</h3>{charts(plots.of_client())}</section>"
-    shown = f"{len(its.early) + len(its.late)} sample rollouts"
+    shown = f"<summary>{len(its.early) + len(its.late)} sample rollouts</summary>{samples(its.early, list(its.late))}"
     return (
-        f"{head}{figures_of(its)}<h3>Plots</h3>{charts(plots.all())}"
-        f"<details><summary>{shown}</summary>{samples(its.early, list(its.late))}</details></section>"
+        f'<section id="adapter-{escape(name)}"><h2>{escape(name)}</h2><p class="sub">{escape(about)}</p>'
+        f"{boxes(headlines(its))}<h3>Plots</h3>{charts(plots.draw())}"
+        f"{'' if run.endless else f'<details>{shown}</details>'}</section>"
     )
 
 
@@ -94,18 +74,15 @@ def _state(run: AdapterRun, its: Figures) -> str:
     return newest_state(its.recorded, its.steps, run.end)
 
 
-def figures_of(metrics: Figures) -> str:
-    """The figures of one adapter."""
-    return figures([*eval_headlines(metrics), *headlines(metrics)])
-
-
-def figures(pairs: Iterable[tuple[str, str]]) -> str:
+def boxes(pairs: Iterable[tuple[str, str]]) -> str:
     """Boxes with a label and a value each."""
-    boxes = [f'<div class="figure"><b>{escape(v)}</b><span>{escape(label)}</span></div>' for label, v in pairs]
-    return f'<div class="figures">{"".join(boxes)}</div>'
+    found = [f'<div class="figure"><b>{escape(v)}</b><span>{escape(label)}</span></div>' for label, v in pairs]
+    return f'<div class="figures">{"".join(found)}</div>'
 
 
-def charts(plots: Iterable[Plot]) -> str:
+def charts(plots: Sequence[Plot]) -> str:
+    if not plots:
+        return '<p class="sub">Nothing recorded.</p>'
     figures = [
         f"<figure><figcaption>{escape(title)} <small>{escape(note)}</small></figcaption>{chart}</figure>"
         for title, note, chart in plots
@@ -113,34 +90,24 @@ def charts(plots: Iterable[Plot]) -> str:
     return f'<div class="plots">{"".join(figures)}</div>'
 
 
-def eval_headlines(metrics: Figures) -> list[tuple[str, str]]:
-    evals = metrics.evals
-    return [
+def headlines(metrics: Figures) -> list[tuple[str, str]]:
+    """The figures of a run or of one adapter, evaluations first; what was not measured is left out."""
+    last, totals, speeds, evals = metrics.last_step, metrics.publish_ms, metrics.speeds, metrics.evals
+    pairs = [
         ("held-out greedy accuracy", course(e.accuracy for e in evals)),
         ("held-out mean reward", course(e.reward_mean for e in evals)),
         ("held-out answers unscored", f"{evals[-1].unscored} of {evals[-1].n}" if evals else "-"),
         ("held-out prompts left out", str(evals[-1].left_out) if evals else "-"),
-    ]
-
-
-def headlines(metrics: Figures) -> list[tuple[str, str]]:
-    last, totals, speeds = metrics.last_step, metrics.publish_ms, metrics.speeds
-    return [
         ("optimizer steps", str(metrics.steps)),
+        ("trained tokens", svg.label(metrics.trained_tokens)),
+        ("loss of the last step", number(last.metrics.get("train/loss") if last else None)),
         ("wall time", duration(last.time_s) if last else "-"),
         ("publish, median", f"{statistics.median(totals):.1f} ms" if totals else "-"),
         ("largest mean probe error, nats", number(metrics.probe_mean_abs, 2)),
         ("staleness, versions: mean, largest", staleness(metrics)),
         ("rollout, median", f"{svg.label(round(statistics.median(speeds)))} tok/s" if speeds else "-"),
     ]
-
-
-def client_headlines(metrics: Figures) -> list[tuple[str, str]]:
-    """The figures of an adapter that a client drives: what is known of it."""
-    last = metrics.last_step
-    known = [pair for pair in headlines(metrics) if not pair[0].startswith(("staleness", "rollout"))]
-    known += [("loss of the last step", number(last.metrics.get("train/loss") if last else None))]
-    return [*known, ("trained tokens", svg.label(metrics.trained_tokens))]
+    return [(label, value) for label, value in pairs if value != "-"]
 
 
 def staleness(metrics: Figures) -> str:

@@ -1,4 +1,4 @@
-"""Plots as SVG text: lines and stacked bars, with no plotting library and no scripts.
+"""Plots as SVG text, with no plotting library and no scripts.
 
 Colours are CSS variables (``STYLE``), so a plot follows the reader's light or dark theme.
 """
@@ -6,7 +6,7 @@ Colours are CSS variables (``STYLE``), so a plot follows the reader's light or d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -49,12 +49,9 @@ class Axis:
     start_px: float
     end_px: float
     ticks: tuple[tuple[float, str], ...]
-    log: bool = False
 
     def px(self, value: float) -> float:
-        low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
-        place = math.log10(max(value, self.low)) if self.log else value
-        return self.start_px + (place - low) / (high - low) * (self.end_px - self.start_px)
+        return self.start_px + (value - self.low) / (self.high - self.low) * (self.end_px - self.start_px)
 
 
 def label(value: float) -> str:
@@ -73,25 +70,23 @@ def nice_step(span: float, count: int) -> float:
 
 
 def linear_axis(
-    low: float, high: float, start_px: float, end_px: float, *, count: int = 5, whole: bool = False
+    low: float,
+    high: float,
+    start_px: float,
+    end_px: float,
+    *,
+    count: int = 5,
+    whole: bool = False,
+    name: Callable[[float], str] = label,
 ) -> Axis:
-    """An axis that starts and ends on ticks at round numbers; ``whole`` keeps to integers."""
+    """Round ticks that cover [low, high]; ``whole``: only at whole numbers."""
     if high <= low:
         high = low + 1.0
     step = nice_step(high - low, count)
     step = max(1.0, step) if whole else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = tuple((i * step, label(round(i * step, 12))) for i in range(first, last + 1))
+    ticks = tuple((i * step, name(round(i * step, 12))) for i in range(first, last + 1))
     return Axis(first * step, last * step, start_px, end_px, ticks)
-
-
-def log_axis(low: float, high: float, start_px: float, end_px: float) -> Axis:
-    """A logarithmic axis over whole decades; ``low`` is positive."""
-    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
-    last = max(last, first + 1)
-    every = 1 + (last - first) // 7
-    ticks = tuple((10.0**e, f"1e{e}") for e in range(first, last + 1) if (e - first) % every == 0)
-    return Axis(10.0**first, 10.0**last, start_px, end_px, ticks, log=True)
 
 
 def line_chart(
@@ -107,56 +102,33 @@ def line_chart(
 
     ``marks`` are x at which something happened to the whole run: thin vertical lines.
 
-    A logarithmic axis omits values that are not positive. A chart without any point states that.
+    A logarithmic axis has whole decades and omits values that are not positive. A chart without any point states that.
     """
-    drawn = [(s, [p for p in s.points if math.isfinite(p[1]) and (p[1] > 0 or not log_y)]) for s in series]
+    drawn = [(s, [(x, y) for x, y in s.points if math.isfinite(y) and (y > 0 or not log_y)]) for s in series]
+    if log_y:
+        drawn = [(s, [(x, math.log10(y)) for x, y in kept]) for s, kept in drawn]
     points = [p for _, kept in drawn for p in kept]
     if not points:
-        return _frame([_nothing()])
+        return _frame([_text(WIDTH / 2, HEIGHT / 2, "nothing recorded", "middle", "none")])
     xs, ys = [p[0] for p in points], [p[1] for p in points]
     low, high = y_range or (min(ys) if floor is None else min(floor, *ys), max(ys))
     x_axis = _x_axis(min(xs), max(xs))
-    y_axis = (log_axis if log_y else linear_axis)(low, high, HEIGHT - BOTTOM, TOP)
+    name = (lambda exponent: f"1e{exponent:.0f}") if log_y else label
+    y_axis = linear_axis(low, high, HEIGHT - BOTTOM, TOP, whole=log_y, name=name)
     lines = [_line(s, [(x_axis.px(x), y_axis.px(y)) for x, y in kept]) for s, kept in drawn if kept]
-    legend = [(s.name, s.colour, s.faint) for s, kept in drawn if s.name and kept]
+    legend = [s for s, kept in drawn if s.name and kept]
     return _frame([_grid(x_axis, y_axis, x_label), _marks(x_axis, marks), *lines, _legend(legend)])
 
 
-def stacked_bars(
-    xs: Sequence[float], layers: Mapping[str, Sequence[float]], *, x_label: str, marks: Sequence[float] = ()
-) -> str:
-    """Bars at ``xs`` whose parts are the layers, bottom first."""
-    if not xs or not layers:
-        return _frame([_nothing()])
-    y_axis = linear_axis(0, max(map(sum, zip(*layers.values()))), HEIGHT - BOTTOM, TOP)
-    room = (WIDTH - LEFT - RIGHT) / len(xs)
-    # Half a bar of room on both sides keeps the first and the last inside the frame.
-    x_axis = _x_axis(xs[0], xs[-1], inset=room / 2)
-    parts = [_grid(x_axis, y_axis, x_label)]
-    below = [0.0] * len(xs)
-    for colour, values in enumerate(layers.values()):
-        for i, value in enumerate(values):
-            top, bottom = y_axis.px(below[i] + value), y_axis.px(below[i])
-            parts.append(_rect(x_axis.px(xs[i]) - room * 0.4, top, room * 0.8, bottom - top, colour))
-            below[i] += value
-    legend = _legend([(name, i, False) for i, name in enumerate(layers) if name])
-    return _frame([*parts, _marks(x_axis, marks), legend])
-
-
-def _x_axis(low: float, high: float, inset: float = 0.0) -> Axis:
+def _x_axis(low: float, high: float) -> Axis:
     """Steps or versions: ticks at whole numbers, the line fills the width."""
-    rounded = linear_axis(low, high, 0, 1, count=8, whole=True)
+    ticks = linear_axis(low, high, 0, 1, count=8, whole=True).ticks
     high = max(high, low + 1)
-    ticks = tuple(t for t in rounded.ticks if low <= t[0] <= high)
-    return Axis(low, high, LEFT + inset, WIDTH - RIGHT - inset, ticks)
+    return Axis(low, high, LEFT, WIDTH - RIGHT, tuple(t for t in ticks if low <= t[0] <= high))
 
 
 def _frame(parts: Sequence[str]) -> str:
     return f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
-
-
-def _nothing() -> str:
-    return _text(WIDTH / 2, HEIGHT / 2, "nothing recorded", "middle", "none")
 
 
 def _grid(x_axis: Axis, y_axis: Axis, x_label: str) -> str:
@@ -175,34 +147,29 @@ def _marks(x_axis: Axis, places: Sequence[float]) -> str:
     return "".join(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>' for x in inside)
 
 
-def _legend(entries: Sequence[tuple[str, int, bool]]) -> str:
-    widths = [17 + len(name) * CHARACTER_PX + 16 for name, _, _ in entries]
+def _legend(entries: Sequence[Series]) -> str:
+    widths = [17 + len(entry.name) * CHARACTER_PX + 16 for entry in entries]
     wraps = LEFT + sum(widths) > WIDTH
     parts, x, y = [], float(LEFT), 5 if wraps else 12
-    for (name, colour, faint), width in zip(entries, widths, strict=True):
+    for entry, width in zip(entries, widths, strict=True):
         if wraps and x > LEFT and x + width > WIDTH:
             x, y = float(LEFT), y + 14  # there is room for two lines
-        parts.append(_rect(x, y, 12, 4, colour, 0.4 if faint else 1.0))
-        parts.append(_text(x + 17, y + 6, name, "start", "legend"))
+        look = f"fill:var(--c{entry.colour % N_COLOURS})" + (";opacity:.4" if entry.faint else "")
+        parts.append(f'<rect x="{x:.1f}" y="{y}" width="12" height="4" style="{look}"/>')
+        parts.append(_text(x + 17, y + 6, entry.name, "start", "legend"))
         x += width
     return "".join(parts)
 
 
 def _line(series: Series, pixels: Sequence[tuple[float, float]]) -> str:
-    colour = f"stroke:var(--c{series.colour % N_COLOURS})"
+    colour = f"var(--c{series.colour % N_COLOURS})"
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
     look = "stroke-width:1;opacity:.4" if series.faint else "stroke-width:2"
     look += ";stroke-dasharray:5 4" if series.dashed else ""
-    parts = [f'<polyline points="{path}" style="fill:none;{colour};{look};stroke-linejoin:round"/>']
+    parts = [f'<polyline points="{path}" style="fill:none;stroke:{colour};{look};stroke-linejoin:round"/>']
     if series.dots or len(pixels) == 1:
-        fill = f"fill:var(--c{series.colour % N_COLOURS})"
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" style="{fill}"/>' for x, y in pixels]
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" style="fill:{colour}"/>' for x, y in pixels]
     return "".join(parts)
-
-
-def _rect(x: float, y: float, width: float, height: float, colour: int, opacity: float = 1.0) -> str:
-    style = f"fill:var(--c{colour % N_COLOURS})" + (f";opacity:{opacity}" if opacity < 1 else "")
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{max(0.0, height):.1f}" style="{style}"/>'
 
 
 def _text(x: float, y: float, content: str, anchor: str, kind: str = "") -> str:

@@ -19,11 +19,6 @@ def xy(chart: str) -> Iterator[list[tuple[float, float]]]:
         yield [(float(x), float(y)) for x, y in (p.split(",") for p in line.attrib["points"].split())]
 
 
-def bars(chart: str) -> list[tuple[float, float, float, float]]:
-    rects = [r for r in elements(chart, "rect") if float(r.get("y", 0)) >= svg.TOP]
-    return [tuple(float(r.attrib[k]) for k in ("x", "y", "width", "height")) for r in rects]  # type: ignore[misc]
-
-
 def test_a_line_maps_values_to_pixels_linearly() -> None:
     chart = svg.line_chart([svg.Series(name="a", points=[(0, 0.0), (5, 0.5), (10, 1.0)])], x_label="x", y_range=(0, 1))
     (points,) = xy(chart)
@@ -57,27 +52,9 @@ def test_random_lines_stay_inside_the_frame() -> None:
                 assert svg.TOP - 0.1 <= y <= svg.HEIGHT - svg.BOTTOM + 0.1
 
 
-def test_bars_are_as_high_as_their_values() -> None:
-    heights = [h for _, _, _, h in bars(svg.stacked_bars([0, 1, 2], {"": [30.0, 60.0, 10.0]}, x_label="lag"))]
-    assert heights[1] == pytest.approx(2 * heights[0], abs=0.2)
-    assert heights[1] == pytest.approx(6 * heights[2], abs=0.5)
-
-
-def test_stacked_layers_touch() -> None:
-    drawn = bars(svg.stacked_bars([0, 1], {"a": [1.0, 2.0], "b": [3.0, 1.0]}, x_label="x"))
-    lower, upper = drawn[0], drawn[2]
-    assert lower[0] == upper[0]
-    assert upper[1] + upper[3] == pytest.approx(lower[1], abs=0.2)
-    assert upper[3] == pytest.approx(3 * lower[3], abs=0.3)
-
-
 @pytest.mark.parametrize(
     "chart",
-    [
-        svg.line_chart([], x_label="x"),
-        svg.line_chart([svg.Series(name="a", points=[(0, math.nan)])], x_label="x"),
-        svg.stacked_bars([], {}, x_label="x"),
-    ],
+    [svg.line_chart([], x_label="x"), svg.line_chart([svg.Series(name="a", points=[(0, math.nan)])], x_label="x")],
 )
 def test_nothing_to_draw_says_so(chart: str) -> None:
     assert [t.text for t in elements(chart, "text")] == ["nothing recorded"]
@@ -112,10 +89,7 @@ def test_axes_end_on_round_ticks_that_cover_the_data() -> None:
 
 def test_marks_stand_at_their_step_and_only_inside_the_axis() -> None:
     series = [svg.Series(name="a", points=[(0, 0.0), (10, 1.0)])]
-    for chart in (
-        svg.line_chart(series, x_label="x", marks=[5, 12]),
-        svg.stacked_bars([0, 10], {"a": [1.0, 2.0]}, x_label="x", marks=[5, 12]),
-    ):
-        [mark] = [line for line in elements(chart, "line") if line.get("class") == "mark"]
-        assert float(mark.attrib["x1"]) == float(mark.attrib["x2"])
-        assert float(mark.attrib["x1"]) == pytest.approx((svg.LEFT + svg.WIDTH - svg.RIGHT) / 2, abs=0.1)
+    chart = svg.line_chart(series, x_label="x", marks=[5, 12])
+    [mark] = [line for line in elements(chart, "line") if line.get("class") == "mark"]
+    assert float(mark.attrib["x1"]) == float(mark.attrib["x2"])
+    assert float(mark.attrib["x1"]) == pytest.approx((svg.LEFT + svg.WIDTH - svg.RIGHT) / 2, abs=0.1)
