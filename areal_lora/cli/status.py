@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -12,9 +13,8 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
-from areal_lora.cli.find_run import Run, aligned, find_run
+from areal_lora.cli.find_run import Run, aligned, open_run
 from areal_lora.cli.look import AdapterStatus, ProcessStatus, Status, look
-from areal_lora.config.recorded import read_config_here
 from areal_lora.obs.console import duration, histogram, number, percent
 from areal_lora.obs.report.page import detail_lines
 from areal_lora.obs.run_view import counted
@@ -34,35 +34,26 @@ def status(
     details: Annotated[bool, typer.Option("--details", help="of a finished run also commands and all figures")] = False,
 ) -> None:
     """Show roles, step, reward, staleness, remaining time, checkpoints and the Slurm job of a run."""
-    folder = find_run(run)
-    config = read_config_here(folder)
-    if watch and not as_json and sys.stdout.isatty():
-        _watch_live(lambda: look(folder, config))
-        return
-    while True:
-        seen = look(folder, config)
-        print(msgspec.json.encode(seen).decode() if as_json else render(seen), flush=True)
-        if groups and not as_json:
-            print("", *aligned(group_rows(folder)), sep="\n", flush=True)
-        if details and not as_json and folder.summary.is_file():
-            print("", *detail_lines(folder), sep="\n", flush=True)
-        if not watch or not going(seen):
-            return
-        time.sleep(EVERY_S)
+    folder, config = open_run(run)
+    screen = Live(auto_refresh=False) if watch and not as_json and sys.stdout.isatty() else None
+    with screen or contextlib.nullcontext():
+        while True:
+            seen = look(folder, config)
+            if screen is not None:
+                screen.update(Text(render(seen)), refresh=True)
+            else:
+                print(msgspec.json.encode(seen).decode() if as_json else render(seen), flush=True)
+            if groups and not as_json and screen is None:
+                print("", *aligned(group_rows(folder)), sep="\n", flush=True)
+            if details and not as_json and screen is None and folder.summary.is_file():
+                print("", *detail_lines(folder), sep="\n", flush=True)
+            if not watch or not going(seen):
+                return
+            time.sleep(EVERY_S)
 
 
 def going(seen: Status) -> bool:
     return seen.state in ("running", "waiting", "ending", "unknown")
-
-
-def _watch_live(take: Callable[[], Status]) -> None:
-    with Live(auto_refresh=False) as live:
-        while True:
-            seen = take()
-            live.update(Text(render(seen)), refresh=True)
-            if not going(seen):
-                return
-            time.sleep(EVERY_S)
 
 
 def render(seen: Status) -> str:

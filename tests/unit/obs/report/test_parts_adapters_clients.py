@@ -28,8 +28,8 @@ def test_its_section_has_what_is_known_and_no_end(tmp_path: Path, beside: tuple[
     assert boxes["trained tokens"] == "400"
     assert not [label for label in boxes if "staleness" in label or "accuracy" in label or "rollout" in label]
     titles = re.findall(r"<figcaption>(.*?) <small>", section)
-    assert titles[:5] == ["Loss", "Entropy and gradient norm", "Learning rate", "Trained tokens", "Step time"]
-    assert "Publish by phase" in titles
+    assert titles[:5] == ["Loss", "Entropy and gradient norm", "Learning rate", "Tokens", "Step time"]
+    assert "Publish" in titles
     assert not {"Reward", "Staleness", "Groups in flight"} & set(titles)
     assert "sample rollouts" not in section
 
