@@ -23,7 +23,6 @@ from areal_lora.rollout.agent_api.chat import Turn
 from areal_lora.rollout.conversations import ConversationRecord, read_conversations
 
 POLL_S = 0.3
-BLOCK_BYTES = 1 << 16
 
 
 def logs(
@@ -67,16 +66,10 @@ class Tail:
     at: int = 0
 
     def start(self, count: int) -> None:
-        """Move to the beginning of the last ``count`` lines. Reads backwards, block by block."""
+        """Move to the beginning of the last ``count`` lines."""
         with self.path.open("rb") as file:
-            size = at = file.seek(0, 2)
-            found = b""
-            while at and found.count(b"\n") <= count:
-                start = max(0, at - BLOCK_BYTES)
-                file.seek(start)
-                found, at = file.read(at - start) + found, start
-            lines = found.splitlines(keepends=True)
-            self.at = size - sum(map(len, lines[len(lines) - min(count, len(lines)) :]))
+            last = deque(file, maxlen=count)
+            self.at = file.tell() - sum(map(len, last))
 
     def read_new(self, *, whole: bool) -> Iterator[str]:
         """Lines since the last call; with ``whole`` only those that end. A file that was cut starts again."""
