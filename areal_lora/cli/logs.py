@@ -60,7 +60,7 @@ def chosen(folder: Path, role: str | None) -> list[Path]:
 
 @dataclass(slots=True)
 class Tail:
-    """A log that is read from ``at`` on; a line that is not whole yet stays for the next call."""
+    """A log that is read from ``at`` on."""
 
     path: Path
     at: int = 0
@@ -71,15 +71,13 @@ class Tail:
             last = deque(file, maxlen=count)
             self.at = file.tell() - sum(map(len, last))
 
-    def read_new(self, *, whole: bool) -> Iterator[str]:
-        """Lines since the last call; with ``whole`` only those that end. A file that was cut starts again."""
+    def read_new(self) -> Iterator[str]:
+        """Lines since the last call. A file that was cut starts again."""
         with self.path.open("rb") as file:
             if self.path.stat().st_size < self.at:
                 self.at = 0
             file.seek(self.at)
             for line in file:
-                if whole and not line.endswith(b"\n"):
-                    return
                 self.at += len(line)
                 yield line.decode("utf-8", "replace").rstrip("\r\n")
 
@@ -88,7 +86,7 @@ def _show(tails: list[Tail]) -> None:
     width = max((len(tail.path.stem) for tail in tails), default=0)
     for tail in tails:
         prefix = f"{tail.path.stem:<{width}} | " if len(tails) > 1 else ""
-        for line in tail.read_new(whole=False):
+        for line in tail.read_new():
             print(prefix + line)
     sys.stdout.flush()
 

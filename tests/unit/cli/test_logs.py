@@ -53,7 +53,7 @@ def test_the_last_lines_are_found(tmp_path: Path, text: str, count: int) -> None
     path.write_text(text)
     tail = Tail(path)
     tail.start(count)
-    assert list(tail.read_new(whole=False)) == (text.splitlines()[-count:] if count else [])
+    assert list(tail.read_new()) == (text.splitlines()[-count:] if count else [])
 
 
 def test_following_shows_new_lines_also_of_new_processes(run: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from areal_lora.obs.metrics.records import StepRecord
-from areal_lora.obs.report import svg
-from areal_lora.obs.report.plots import RunPlots
+from areal_lora.obs.report.plots import BOTTOM, HEIGHT, TOP, RunPlots
 
 
 def drawn(*steps: tuple[float, str, int]) -> str:
@@ -22,8 +21,8 @@ def test_a_point_is_the_share_of_all_tokens_so_far() -> None:
     chart = drawn((60.0, "a", 30), (120.0, "b", 10), (180.0, "a", 60), (240.0, "b", 100))
     assert "minutes since the start" in chart
     lines = [[float(p.split(",")[1]) for p in line.split()] for line in re.findall(r'points="(.*?)"', chart)]
-    height = svg.HEIGHT - svg.BOTTOM - svg.TOP
-    shares = [[round((svg.HEIGHT - svg.BOTTOM - y) / height, 2) for y in line] for line in lines]
+    height = HEIGHT - BOTTOM - TOP
+    shares = [[round((HEIGHT - BOTTOM - y) / height, 2) for y in line] for line in lines]
     assert shares == [[1.0, 0.9], [0.25, 0.55]]
 
 

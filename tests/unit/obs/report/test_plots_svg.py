@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal_lora.obs.report import svg
+from areal_lora.obs.report import plots
 
 
 def elements(chart: str, tag: str) -> list[ET.Element]:
@@ -20,19 +20,21 @@ def xy(chart: str) -> Iterator[list[tuple[float, float]]]:
 
 
 def test_a_line_maps_values_to_pixels_linearly() -> None:
-    chart = svg.line_chart([svg.Series(name="a", points=[(0, 0.0), (5, 0.5), (10, 1.0)])], x_label="x", y_range=(0, 1))
+    chart = plots.line_chart(
+        [plots.Series(name="a", points=[(0, 0.0), (5, 0.5), (10, 1.0)])], x_label="x", y_range=(0, 1)
+    )
     (points,) = xy(chart)
-    bottom, top = svg.HEIGHT - svg.BOTTOM, svg.TOP
+    bottom, top = plots.HEIGHT - plots.BOTTOM, plots.TOP
     assert points == [
-        (svg.LEFT, bottom),
-        (pytest.approx((svg.LEFT + svg.WIDTH - svg.RIGHT) / 2, abs=0.1), (bottom + top) / 2),
-        (svg.WIDTH - svg.RIGHT, top),
+        (plots.LEFT, bottom),
+        (pytest.approx((plots.LEFT + plots.WIDTH - plots.RIGHT) / 2, abs=0.1), (bottom + top) / 2),
+        (plots.WIDTH - plots.RIGHT, top),
     ]
 
 
 def test_a_log_axis_puts_decades_at_equal_distances_and_drops_zero() -> None:
-    series = svg.Series(name="a", points=[(0, 0.0), (1, 1e-6), (2, 1e-5), (3, 1e-4)])
-    (points,) = xy(svg.line_chart([series], x_label="x", log_y=True))
+    series = plots.Series(name="a", points=[(0, 0.0), (1, 1e-6), (2, 1e-5), (3, 1e-4)])
+    (points,) = xy(plots.line_chart([series], x_label="x", log_y=True))
     heights = [y for _, y in points]
     assert len(heights) == 3
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
@@ -45,23 +47,26 @@ def test_random_lines_stay_inside_the_frame() -> None:
     for _ in range(200):
         n, scale = rng.randint(1, 30), 10 ** rng.uniform(-9, 9)
         points = [(float(i), rng.gauss(0, scale)) for i in range(n)]
-        chart = svg.line_chart([svg.Series(name="a", points=points)], x_label="x", log_y=rng.random() < 0.3)
+        chart = plots.line_chart([plots.Series(name="a", points=points)], x_label="x", log_y=rng.random() < 0.3)
         for line in xy(chart):
             for x, y in line:
-                assert svg.LEFT - 0.1 <= x <= svg.WIDTH - svg.RIGHT + 0.1
-                assert svg.TOP - 0.1 <= y <= svg.HEIGHT - svg.BOTTOM + 0.1
+                assert plots.LEFT - 0.1 <= x <= plots.WIDTH - plots.RIGHT + 0.1
+                assert plots.TOP - 0.1 <= y <= plots.HEIGHT - plots.BOTTOM + 0.1
 
 
 @pytest.mark.parametrize(
     "chart",
-    [svg.line_chart([], x_label="x"), svg.line_chart([svg.Series(name="a", points=[(0, math.nan)])], x_label="x")],
+    [
+        plots.line_chart([], x_label="x"),
+        plots.line_chart([plots.Series(name="a", points=[(0, math.nan)])], x_label="x"),
+    ],
 )
 def test_nothing_to_draw_says_so(chart: str) -> None:
     assert [t.text for t in elements(chart, "text")] == ["nothing recorded"]
 
 
 def test_names_are_escaped() -> None:
-    chart = svg.line_chart([svg.Series(name="<a&b>", points=[(0, 1.0)])], x_label="<x>")
+    chart = plots.line_chart([plots.Series(name="<a&b>", points=[(0, 1.0)])], x_label="<x>")
     assert {"<a&b>", "<x>"} <= {t.text for t in elements(chart, "text")}
 
 
@@ -70,7 +75,7 @@ def test_names_are_escaped() -> None:
     [(0, "0"), (0.25, "0.25"), (5000, "5000"), (15000, "15k"), (2.5e6, "2.5M"), (1e-6, "1e-06"), (3e9, "3G")],
 )
 def test_tick_labels(value: float, text: str) -> None:
-    assert svg.label(value) == text
+    assert plots.label(value) == text
 
 
 def test_axes_end_on_round_ticks_that_cover_the_data() -> None:
@@ -80,7 +85,7 @@ def test_axes_end_on_round_ticks_that_cover_the_data() -> None:
     for _ in range(500):
         low = rng.uniform(-1, 1) * 10 ** rng.uniform(-6, 6)
         high = low + 10 ** rng.uniform(-6, 6)
-        axis = svg.linear_axis(low, high, 0, 100)
+        axis = plots.linear_axis(low, high, 0, 100)
         unseen = 1e-8 * (axis.high - axis.low)
         assert axis.low <= low + unseen
         assert axis.high >= high - unseen
@@ -88,8 +93,8 @@ def test_axes_end_on_round_ticks_that_cover_the_data() -> None:
 
 
 def test_marks_stand_at_their_step_and_only_inside_the_axis() -> None:
-    series = [svg.Series(name="a", points=[(0, 0.0), (10, 1.0)])]
-    chart = svg.line_chart(series, x_label="x", marks=[5, 12])
+    series = [plots.Series(name="a", points=[(0, 0.0), (10, 1.0)])]
+    chart = plots.line_chart(series, x_label="x", marks=[5, 12])
     [mark] = [line for line in elements(chart, "line") if line.get("class") == "mark"]
     assert float(mark.attrib["x1"]) == float(mark.attrib["x2"])
-    assert float(mark.attrib["x1"]) == pytest.approx((svg.LEFT + svg.WIDTH - svg.RIGHT) / 2, abs=0.1)
+    assert float(mark.attrib["x1"]) == pytest.approx((plots.LEFT + plots.WIDTH - plots.RIGHT) / 2, abs=0.1)
