@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from areal_lora.checkpoint.recover import pick_version
 from areal_lora.cli.find_run import ADAPTER_HELP, VERSION_HELP, Adapter, Run, Version, open_run
-from areal_lora.cli.look import ended
+from areal_lora.cli.status import ended
 from areal_lora.config.models import json_schema
 from areal_lora.config.recorded import cached_snapshot
 from areal_lora.errors import ConfigError, EnvironmentError_

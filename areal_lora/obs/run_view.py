@@ -120,11 +120,6 @@ class AdapterView:
         return self._recorded.reason if self._recorded else ""
 
     @property
-    def place(self) -> str:
-        """``3/8``: steps made, of all; only the first where a client decides, or no record has it."""
-        return counted(self.steps_done, self.total)
-
-    @property
     def steps_left(self) -> int:
         return max(0, self.total - self.steps_done) if self.state.trains and self.total is not None else 0
 

@@ -109,15 +109,9 @@ def _evals(metrics: Figures, several: bool) -> str:
             "version": f"v{last.version}",
             "problems x answers": f"{last.n} x {last.n_samples}",
             "temperature": f"{last.temperature:g}",
-            "accuracy": number(last.accuracy),
-            "its 95 %": _range(last.accuracy_95) + (f" ({last.interval})" if last.interval else ""),
-            "mean reward": number(last.reward_mean),
-            "95 %": _range(last.reward_95),
-            "pass@k": "  ".join(f"@{k} {number(value)}" for k, value in last.pass_at.items()) or "-",
-            "majority": number(last.majority),
-            "tokens": number(last.answer_tokens, 1),
-            "truncated": number(last.truncated),
-            "unscored": str(last.unscored),
+            **{figure: number(value) for figure, value in last.scalars().items()},
+            "accuracy, 95 %": _range(last.accuracy_95) + (f" ({last.interval})" if last.interval else ""),
+            "reward, 95 %": _range(last.reward_95),
             "left out": str(last.left_out),
         }
         for last in lasts
@@ -285,9 +279,10 @@ def table(title: str, rows: Sequence[Mapping[str, str]]) -> str:
     """Rows of cells by the heads of their columns; nothing without rows."""
     if not rows:
         return ""
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row.values()) for row in rows]
+    heads = dict.fromkeys(head for row in rows for head in row)
+    lines = ["".join(f"<td>{escape(row.get(head, '-'))}</td>" for head in heads) for row in rows]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<h2>{title}</h2><table><tr>{''.join(f'<th>{name}</th>' for name in rows[0])}</tr>{body}</table>"
+    return f"<h2>{title}</h2><table><tr>{''.join(f'<th>{name}</th>' for name in heads)}</tr>{body}</table>"
 
 
 def samples(early: Sequence[RolloutSampleRecord], late: Sequence[RolloutSampleRecord]) -> str:

@@ -89,10 +89,10 @@ def test_an_adapter_that_joined_says_how_many_steps_it_is_to_make() -> None:
     for k in range(3):
         view.add(StepRecord(adapter="new.1", step=k, version=k, time_s=2.0 * k))
     new, sdk = view.adapters["new.1"], view.adapters["sdk.1"]
-    assert (new.place, new.steps_left, sdk.place, sdk.steps_left) == ("3/5", 2, "0", 0)
+    assert (new.steps_done, new.steps_left, sdk.steps_done, sdk.total, sdk.steps_left) == (3, 2, 0, None, 0)
     assert (view.total, view.remaining_s()) == (5, 4.0)
     view.add(ResumeRecord(adapter="new.1", version=2, time_s=9.0))
-    assert new.place == "2/5"
+    assert new.steps_done == 2
 
 
 def test_the_lines_of_adapters_that_joined_have_their_steps(tmp_path: Path) -> None:

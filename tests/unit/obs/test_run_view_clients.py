@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from areal_lora.cli.look import look
-from areal_lora.cli.status import render
+from areal_lora.cli.status import look, render
 from areal_lora.config.recorded import ENDLESS, adapter_runs, ends_of, more_steps, read_config
 from areal_lora.obs.console import LiveConsole
 from areal_lora.obs.metrics.reader import read_metrics

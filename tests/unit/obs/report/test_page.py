@@ -87,8 +87,24 @@ def test_each_set_of_an_evaluation_has_its_line_and_its_row(tmp_path: Path) -> N
             writer.write(EvalRecord(version=version, step=version, accuracy=accuracy, n=64, name="easy"))
             sampled = EvalRecord(version=version, step=version, accuracy=0.25, name="hard", order=1, **several)
             writer.write(msgspec.structs.replace(sampled, accuracy_95=(0.1, 0.4), interval="bootstrap", truncated=0.5))
-    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    page = Page(html)
     assert "0.125 → 0.500held-out greedy accuracy" in page.text, "the first set decides"
-    assert "hardv208 x 40.80.2500.100 to 0.400 (bootstrap)--@1 0.250  @4 0.7500.375" in page.text
+    table = html.partition("Evaluations, the last of each set")[2].partition("</table>")[0]
+    heads, _, hard = (re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table))
+    row = dict(zip(heads, hard, strict=True))
+    assert [row[name] for name in ("set", "version", "problems x answers", "temperature")] == [
+        "hard",
+        "v20",
+        "8 x 4",
+        "0.8",
+    ]
+    assert [row[name] for name in ("accuracy", "pass@4", "majority", "truncated")] == [
+        "0.250",
+        "0.750",
+        "0.375",
+        "0.500",
+    ]
+    assert row["accuracy, 95 %"] == "0.100 to 0.400 (bootstrap)"
     for line in ("hard/pass@4", "hard/majority", "easy"):
         assert line in page.text, line
