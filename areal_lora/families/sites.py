@@ -77,9 +77,9 @@ def _linears(shape: ModelShape, layer: int) -> dict[Scope, Sequence[str]]:
         own = [linear.path for linear in shape.checkpoint.linears if layer in linear.layers]
         found: dict[Scope, Sequence[str]] = {Scope.LINEAR: own}
     else:
-        found = {Scope.ATTENTION: ATTENTION_LINEARS} | ({} if sparse else {Scope.MLP: MLP_LINEARS})
+        found = {Scope.ATTENTION: ATTENTION_LINEARS, **({} if sparse else {Scope.MLP: MLP_LINEARS})}
     if sparse:
-        found |= ({Scope.SHARED_EXPERT: MLP_LINEARS} if shape.shared_ffn else {}) | {Scope.EXPERT: MLP_LINEARS}
+        found |= {**({Scope.SHARED_EXPERT: MLP_LINEARS} if shape.shared_ffn else {}), Scope.EXPERT: MLP_LINEARS}
     return found
 
 
