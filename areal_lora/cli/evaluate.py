@@ -100,14 +100,15 @@ def compare(
 ) -> None:
     """Print the keys in which two runs differ, and the figures of both; also while they work."""
     runs = [open_run(first), open_run(second)]
-    keys = list(differences(*(config.model_dump(mode="json") for _, config in runs)))
+    ours, theirs = (config.model_dump(mode="json") for _, config in runs)
+    keys = list(differences(ours, theirs))
     mine, others = (figures_of(*run, adapter) for run in runs)
     rows = [(name, mine.get(name), others.get(name)) for name in dict.fromkeys([*mine, *others])]
     if as_json:
         json.dump({"configuration": keys, "figures": rows}, sys.stdout)
         print()
         return
-    names = ("", *(str(folder) for folder, _ in runs))
+    names = ("", str(runs[0][0]), str(runs[1][0]))
     table = [names, *(keys or [("(no key differs)", "", "")]), ("", "", ""), *rows]
     print(*aligned([(name, _text(a), _text(b)) for name, a, b in table]), sep="\n")
 

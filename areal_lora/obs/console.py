@@ -207,8 +207,8 @@ class LiveConsole:
         parts: list[RenderableType] = [progress]
         problems = list(view.problems)
         for name, one in view.adapters.items():
-            newest = [*([one.steps[-1]] if one.steps else []), *([one.last_eval] if one.last_eval else [])]
-            parts += [Text(self._plain_line(record) or "") for record in newest]
+            newest: tuple[Record | None, ...] = (one.steps[-1] if one.steps else None, one.last_eval)
+            parts += [Text(self._plain_line(record) or "") for record in newest if record is not None]
             if one.state is AdapterPhase.FAILED:
                 problems.append(f"{view.prefix(name)}failed at v{one.steps_done}: {one.reason}")
         parts += [Text(problem, style="bold red") for problem in problems]
