@@ -27,17 +27,17 @@ LINES = {
     "": 657,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync
     "algorithms": 1178,
     "checkpoint": 1539,
-    "cli": 2224,
+    "cli": 2174,
     "config": 4517,
     "data": 594,
     "distributed": 433,
-    "doctor": 1095,
+    "doctor": 1044,
     "engine": 8297,
-    "families": 1378,
+    "families": 1376,
     "launcher": 3704,
     "library": 477,
     "network": 917,  # the types of /v1/tool_calls, once for client and server; usable() reads the events of the handshake
-    "obs": 3389,
+    "obs": 3035,
     "operations": 552,
     "platforms": 110,
     "processes": 386,  # shared_memory, which servers use, too: from launcher
