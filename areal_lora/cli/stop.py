@@ -86,7 +86,7 @@ def _wait_for_processes(folder: RunFolder) -> None:
 
 
 def _wait_until_over(works: Callable[[], object], left: Callable[[], str], most_s: float) -> bool:
-    """Whether it is over within ``most_s``. Meanwhile print what is ``left``."""
+    """Whether it is over within ``most_s``. Meanwhile print what ``left`` returns."""
     started = reminded = time.monotonic()
     while works():
         if (now := time.monotonic()) > started + most_s:

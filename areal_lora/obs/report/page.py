@@ -248,7 +248,7 @@ def charts(plots: Sequence[Plot]) -> str:
 
 
 def headlines(metrics: Figures) -> list[tuple[str, str]]:
-    """The figures of a run or of one adapter, evaluations first; what was not measured is left out."""
+    """The figures of a run or of one adapter, evaluations first, without those that were not measured."""
     last, totals, speeds, evals = metrics.last_step, metrics.publish_ms, metrics.speeds, metrics.evals
     pairs = [
         ("held-out greedy accuracy", course(e.accuracy for e in evals)),
