@@ -16,7 +16,7 @@ from pathlib import Path
 
 from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.obs.report.svg import HEIGHT, N_COLOURS, STYLE, WIDTH, Series, line_chart
+from areal_lora.obs.report.plots import HEIGHT, N_COLOURS, STYLE, WIDTH, Series, line_chart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,14 @@ EXAMPLES = ROOT / "examples" / "math"
 CONFIGS = (EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml")
 UNEVALUATED = ("eval.every_steps=0", 'adapters.0.evals=[{"name": "eval", "n": 1}]', "checkpoint.keep_last=1000")
 """Our runs answer one held-out problem at the start and one at the end. They keep every version, evaluated later."""
+PHASES = {
+    "wait": ("wait_batch",),
+    "annotate": ("annotate",),
+    "train": ("train",),
+    "checkpoint": ("checkpoint_join", "checkpoint_copy"),
+    "publish": ("publish_join", "publish_pack"),
+}
+"""Phases of one of our steps, and the spans that are part of each."""
 WARM_UP = 3
 """Steps at the start that rates and means leave out: kernels and buffers fill."""
 
@@ -136,7 +144,8 @@ def accuracy_by_version(folder: RunFolder, log: Path) -> dict[int, float]:
 
 def phases_of(step: StepRecord) -> dict[str, float]:
     """Where rank 0 spent the step. Sampling, scoring of answers and transfers run beside it in other processes."""
-    phases = step.phases_s()
+    phases = {name: sum(step.spans.get(span, 0.0) for span in spans) for name, spans in PHASES.items()}
+    phases["other"] = max(0.0, step.step_s - sum(phases.values()))
     return {"wait for samples": phases.pop("wait"), **phases}
 
 

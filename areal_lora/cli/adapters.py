@@ -220,37 +220,33 @@ class ServiceClient:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Idempotency-Key": str(uuid.uuid4()), "Content-Type": "application/json"}
         for tries_left in reversed(range(TRIES)):
-            url, key = self._place()
-            request = urllib.request.Request(f"{url}{path}", data, headers, method=method)
-            request.add_header("Authorization", f"Bearer {key}")
             try:
+                url, key = self._place()
+                headers["Authorization"] = f"Bearer {key}"
+                request = urllib.request.Request(f"{url}{path}", data, headers, method=method)
                 answer: IO[bytes] = urllib.request.urlopen(request, timeout=ANSWER_S)
                 return answer
             except urllib.error.HTTPError as error:
                 raise _refused(error) from None
             except (urllib.error.URLError, ConnectionError, http.client.HTTPException) as error:
                 if not tries_left:
-                    raise RolloutError(f"{url}: the service does not answer: {error} (fix: look at its log)") from None
+                    text = f"{self.where}: the service does not answer: {error} (fix: look at its log)"
+                    raise RolloutError(text) from None
                 time.sleep(AGAIN_S)
         raise AssertionError("the last try returns or raises")
 
     def _place(self) -> tuple[str, str]:
-        """URL and key."""
+        """URL and key. Raises ConnectionError while a service starts."""
         key = os.environ.get(KEY_VARIABLE, "")
         if self.where.startswith(("http://", "https://")):
             if not key:
                 raise ConfigError(KEY_VARIABLE, "it is not set", f"export {KEY_VARIABLE}=... with your key")
             return self.where.rstrip("/"), key
         folder = find_run(self.where)
-        return self._published(folder), key or _key_of(folder)
-
-    def _published(self, folder: RunFolder) -> str:
-        for tries_left in reversed(range(TRIES)):
-            if (endpoint := read_endpoint(folder, "service", 0)) is not None:
-                return f"http://{endpoint.host}:{endpoint.ports['api']}"
-            if not folder.service_tables.exists() or not tries_left:
-                break
-            time.sleep(AGAIN_S)
+        if (endpoint := read_endpoint(folder, "service", 0)) is not None:
+            return f"http://{endpoint.host}:{endpoint.ports['api']}", key or _key_of(folder)
+        if folder.service_tables.exists():
+            raise ConnectionError("it has published no address")
         raise ConfigError(str(folder), "no service works there", "start the run with --serve, or wait until it is up")
 
 

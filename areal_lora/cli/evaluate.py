@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from areal_lora.cli.find_run import RUN_HELP, Adapter, Run, Version, aligned, find_run, run_names
+from areal_lora.cli.find_run import RUN_HELP, Adapter, Run, Version, aligned, open_run, run_names
 from areal_lora.cli.serve import ServingEndpoint, served
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config
-from areal_lora.config.recorded import adapter_named, read_config_here
+from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import load_tokenizer
 from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.obs.metrics.reader import read_metrics
@@ -52,8 +52,7 @@ def evaluate(
     It prints the figures and writes nothing; the run may be finished or in progress. Texts, workflow and reward are
     those of the run.
     """
-    folder = find_run(run)
-    config = read_config_here(folder)
+    folder, config = open_run(run)
     chosen = _with_sets(adapter_named(config, adapter), names)
     sets = load_sets(config, chosen, load_tokenizer(config.model.folder))
     print(f"starting vLLM with {version} of {folder}", file=sys.stderr, flush=True)
@@ -100,17 +99,16 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
     """Print the keys in which two runs differ, and the figures of both; also while they work."""
-    folders = [find_run(first), find_run(second)]
-    configs = [read_config_here(folder) for folder in folders]
-    ours, theirs = (config.model_dump(mode="json") for config in configs)
+    runs = [open_run(first), open_run(second)]
+    ours, theirs = (config.model_dump(mode="json") for _, config in runs)
     keys = list(differences(ours, theirs))
-    mine, others = (figures_of(*pair, adapter) for pair in zip(folders, configs, strict=True))
+    mine, others = (figures_of(*run, adapter) for run in runs)
     rows = [(name, mine.get(name), others.get(name)) for name in dict.fromkeys([*mine, *others])]
     if as_json:
         json.dump({"configuration": keys, "figures": rows}, sys.stdout)
         print()
         return
-    names = ("", str(folders[0]), str(folders[1]))
+    names = ("", str(runs[0][0]), str(runs[1][0]))
     table = [names, *(keys or [("(no key differs)", "", "")]), ("", "", ""), *rows]
     print(*aligned([(name, _text(a), _text(b)) for name, a, b in table]), sep="\n")
 

@@ -11,10 +11,10 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from areal_lora.checkpoint.recover import pick_version
-from areal_lora.cli.find_run import ADAPTER_HELP, VERSION_HELP, Adapter, Run, Version, find_run
-from areal_lora.cli.look import ended
+from areal_lora.cli.find_run import ADAPTER_HELP, VERSION_HELP, Adapter, Run, Version, open_run
+from areal_lora.cli.status import ended
 from areal_lora.config.models import json_schema
-from areal_lora.config.recorded import cached_snapshot, read_config_here
+from areal_lora.config.recorded import cached_snapshot
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.families.registry import is_hub_name
@@ -44,8 +44,7 @@ def export(
     adapter: Adapter = None,
 ) -> None:
     """Write a version as a PEFT folder that stock peft, transformers and vLLM load; also while the run works."""
-    folder = find_run(run)
-    chosen = pick_version(folder, read_config_here(folder), version, adapter)
+    chosen = pick_version(*open_run(run), version, adapter)
     if out.exists():
         raise ConfigError(str(out), "it exists", "name a folder that does not")
     chosen.export(out)
@@ -91,8 +90,7 @@ def _adapter(
     if (path / CONFIG_FILE).is_file():
         spec, tensors = load_peft(path)
         return path.name, _model_folder(base or spec.base_model), tensors, spec
-    folder = find_run(source)
-    config = read_config_here(folder)
+    folder, config = open_run(source)
     chosen = pick_version(folder, config, version, adapter)
     spec = chosen.manifest.spec
     return str(chosen.ref), _model_folder(base or config.model.folder), chosen.tensors(), spec
@@ -124,8 +122,7 @@ def push(
     """
     if not is_hub_name(repo):
         raise ConfigError(repo, "it is no hub name", "give org/name")
-    folder = find_run(run)
-    config = read_config_here(folder)
+    folder, config = open_run(run)
     chosen = pick_version(folder, config, version, adapter)
     name = base or chosen.manifest.spec.base_model
     if not is_hub_name(name) or Path(name).exists():
@@ -161,10 +158,8 @@ def _send(folder: Path, files: list[str], repo: str, what: str, *, private: bool
 
 def report(run: Run) -> None:
     """Write report.html now, also while the run works."""
-    folder = find_run(run)
-    read_config_here(folder)
-    path: Path = write_report(folder)
-    print(path)
+    folder, _ = open_run(run)
+    print(write_report(folder))
 
 
 def schema(
@@ -197,8 +192,7 @@ def track(
     """
     if (wandb is None) == (mlflow is None):
         raise ConfigError("track", "it needs one tracker", "give --wandb PROJECT or --mlflow URI")
-    folder = find_run(run)
-    config = read_config_here(folder)
+    folder, config = open_run(run)
 
     with only_one(folder, "wandb" if wandb is not None else "mlflow"):
         tracked = tracked_run(folder, name, public_config(config))

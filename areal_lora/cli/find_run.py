@@ -13,6 +13,8 @@ from typing import Annotated
 import psutil
 import typer
 
+from areal_lora.config.models import Config
+from areal_lora.config.recorded import read_config_here
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.paths import RunFolder
 
@@ -45,7 +47,8 @@ def find_run(text: str) -> RunFolder:
 
     Raises ConfigError for anything that is not the folder of a started run.
     """
-    candidates = [Path(text).expanduser(), *(place / text for place in _places())]
+    here = Path.cwd()
+    candidates = [Path(text).expanduser(), *(folder / RUNS / text for folder in (here, *here.parents))]
     found = next((path for path in candidates if path.exists()), None)
     if found is None:
         raise ConfigError(text, "there is no such run", _which())
@@ -58,9 +61,10 @@ def find_run(text: str) -> RunFolder:
     raise ConfigError(str(folder), what, _which())
 
 
-def _places() -> Iterator[Path]:
-    here = Path.cwd()
-    yield from (folder / RUNS for folder in (here, *here.parents))
+def open_run(text: str) -> tuple[RunFolder, Config]:
+    """The folder as of `find_run`, and the configuration of the run at the place where it is now."""
+    folder = find_run(text)
+    return folder, read_config_here(folder)
 
 
 def run_names(incomplete: str = "") -> list[str]:
@@ -70,7 +74,8 @@ def run_names(incomplete: str = "") -> list[str]:
 
 def _runs() -> Iterator[tuple[Path, list[str]]]:
     """Each ``runs/`` with the names of its runs, newest first."""
-    for place in _places():
+    here = Path.cwd()
+    for place in (folder / RUNS for folder in (here, *here.parents)):
         if place.is_dir():
             runs = [path for path in place.iterdir() if (path / RunFolder(path).config.name).is_file()]
             yield place, [path.name for path in sorted(runs, key=lambda path: -path.stat().st_mtime)]
@@ -115,14 +120,3 @@ def local_processes(folder: RunFolder) -> dict[str, int]:
                 index = options.get("--index") or (process.environ().get("RANK", "0") if role == "trainer" else "0")
                 found[f"{role}-{index}"] = process.pid
     return found
-
-
-def descendants(pid: int) -> Iterator[str]:
-    """Names of the run's processes below ``pid`` that are alive, for a line about what a stop waits for."""
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(pid).children():
-            with contextlib.suppress(psutil.Error):
-                words = child.cmdline()
-                role = next((ROLES[word] for word in words if word in ROLES), None)
-                if role is not None and child.status() != psutil.STATUS_ZOMBIE:
-                    yield f"{role} {child.pid}"

@@ -23,7 +23,6 @@ from areal_lora.rollout.agent_api.chat import Turn
 from areal_lora.rollout.conversations import ConversationRecord, read_conversations
 
 POLL_S = 0.3
-BLOCK_BYTES = 1 << 16
 
 
 def logs(
@@ -61,32 +60,24 @@ def chosen(folder: Path, role: str | None) -> list[Path]:
 
 @dataclass(slots=True)
 class Tail:
-    """A log that is read from ``at`` on; a line that is not whole yet stays for the next call."""
+    """A log that is read from ``at`` on."""
 
     path: Path
     at: int = 0
 
     def start(self, count: int) -> None:
-        """Move to the beginning of the last ``count`` lines. Reads backwards, block by block."""
+        """Move to the beginning of the last ``count`` lines."""
         with self.path.open("rb") as file:
-            size = at = file.seek(0, 2)
-            found = b""
-            while at and found.count(b"\n") <= count:
-                start = max(0, at - BLOCK_BYTES)
-                file.seek(start)
-                found, at = file.read(at - start) + found, start
-            lines = found.splitlines(keepends=True)
-            self.at = size - sum(map(len, lines[len(lines) - min(count, len(lines)) :]))
+            last = deque(file, maxlen=count)
+            self.at = file.tell() - sum(map(len, last))
 
-    def read_new(self, *, whole: bool) -> Iterator[str]:
-        """Lines since the last call; with ``whole`` only those that end. A file that was cut starts again."""
+    def read_new(self) -> Iterator[str]:
+        """Lines since the last call. A file that was cut starts again."""
         with self.path.open("rb") as file:
             if self.path.stat().st_size < self.at:
                 self.at = 0
             file.seek(self.at)
             for line in file:
-                if whole and not line.endswith(b"\n"):
-                    return
                 self.at += len(line)
                 yield line.decode("utf-8", "replace").rstrip("\r\n")
 
@@ -95,7 +86,7 @@ def _show(tails: list[Tail]) -> None:
     width = max((len(tail.path.stem) for tail in tails), default=0)
     for tail in tails:
         prefix = f"{tail.path.stem:<{width}} | " if len(tails) > 1 else ""
-        for line in tail.read_new(whole=False):
+        for line in tail.read_new():
             print(prefix + line)
     sys.stdout.flush()
 

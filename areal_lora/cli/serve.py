@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import typer
 
 from areal_lora.checkpoint.recover import pick_version
-from areal_lora.cli.find_run import Adapter, Run, Version, find_run
+from areal_lora.cli.find_run import Adapter, Run, Version, open_run
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.recorded import adapter_named, read_config_here
+from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import Formatter, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessFailed, RolloutError
 from areal_lora.run_folder.paths import RunFolder
@@ -43,8 +43,7 @@ def serve(
 
     The version is exported to a temporary folder; neither the run nor its folder changes.
     """
-    folder = find_run(run)
-    config = read_config_here(folder)
+    folder, config = open_run(run)
     chosen = adapter_named(config, adapter)
     print(f"Starting vLLM with {version} of {folder}", flush=True)
     with served(folder, config, chosen, version, port) as server:
@@ -66,8 +65,7 @@ def chat(
 
     A chat task keeps the conversation; /new starts another one. Ctrl-D ends.
     """
-    folder = find_run(run)
-    config = read_config_here(folder)
+    folder, config = open_run(run)
     chosen = adapter_named(config, adapter)
     formatter = Formatter(tokenizer=load_tokenizer(config.model.folder), how=chosen.task.format)
     print(f"starting vLLM with {version} of {folder}", file=sys.stderr, flush=True)

@@ -6,13 +6,14 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from shlex import quote
 from typing import Annotated
 
 import psutil
 import typer
 
-from areal_lora.cli.find_run import Run, descendants, find_run, local_processes
+from areal_lora.cli.find_run import Run, find_run, local_processes
 from areal_lora.config.recorded import read_config_here
 from areal_lora.errors import ConfigError, ProcessFailed
 from areal_lora.launcher.slurm.job_query import cancel, look
@@ -60,32 +61,41 @@ def stop_launcher(folder: RunFolder, now: bool) -> None:
         time.sleep(3 * POLL_S)  # two signals at once would count as one
         with contextlib.suppress(ProcessLookupError):
             os.kill(held.pid, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_GRACE_S + SLACK_S
-    remind_at = time.monotonic() + REMIND_S
-    while holder(folder) == held and launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            raise ProcessFailed(
-                f"{folder}: launcher {held.pid} is still there (fix: areal-lora stop {quote(str(folder))} --now)"
-            )
-        if time.monotonic() > remind_at:
-            remind_at += REMIND_S
-            print(f"waiting for {', '.join(descendants(held.pid)) or 'the launcher itself'}", flush=True)
-        time.sleep(POLL_S)
+
+    def works() -> bool:
+        return holder(folder) == held and launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE
+
+    def left() -> str:
+        return ", ".join(local_processes(folder)) or "the launcher itself"
+
+    if not _wait_until_over(works, left, STOP_GRACE_S + SLACK_S):
+        fix = f"areal-lora stop {quote(str(folder))} --now"
+        raise ProcessFailed(f"{folder}: launcher {held.pid} is still there (fix: {fix})")
     _wait_for_processes(folder)
     print(f"Stopped. areal-lora resume {quote(str(folder))} continues from the newest checkpoint.")
 
 
 def _wait_for_processes(folder: RunFolder) -> None:
     """Wait for processes whose launcher has ended; its guardian ends them within seconds."""
-    deadline, remind_at = time.monotonic() + SLACK_S, time.monotonic() + REMIND_S
-    while here := local_processes(folder):
-        if time.monotonic() > deadline:
-            names = ", ".join(f"{name} (process {pid})" for name, pid in here.items())
-            raise ProcessFailed(f"{folder}: {names} still run without a launcher (fix: kill -KILL them)")
-        if time.monotonic() > remind_at:
-            remind_at += REMIND_S
-            print(f"waiting for {', '.join(here)}, whose launcher has ended", flush=True)
+
+    def left() -> str:
+        return ", ".join(f"{name} (process {pid})" for name, pid in local_processes(folder).items())
+
+    if not _wait_until_over(left, lambda: f"{left()}, whose launcher has ended", SLACK_S):
+        raise ProcessFailed(f"{folder}: {left()} still run without a launcher (fix: kill -KILL them)")
+
+
+def _wait_until_over(works: Callable[[], object], left: Callable[[], str], most_s: float) -> bool:
+    """Whether it is over within ``most_s``. Meanwhile print what ``left`` returns."""
+    started = reminded = time.monotonic()
+    while works():
+        if (now := time.monotonic()) > started + most_s:
+            return False
+        if now > reminded + REMIND_S:
+            reminded = now
+            print(f"waiting for {left()}", flush=True)
         time.sleep(POLL_S)
+    return True
 
 
 def stop_job(folder: RunFolder, now: bool) -> None:

@@ -43,20 +43,17 @@ SERVER_S = 120.0
 log = get_logger("areal_lora.doctor.canary")  # __name__ is __main__ in the trainer
 
 
-def canary_config(
-    root: Path,
-    device: str = "cpu",
-    trainer: str | None = None,
-    rollout: str | None = None,
-    *,
-    share_devices: bool = False,
-) -> Config:
-    """One trainer rank and one server with the tiny model, on CPUs and in this interpreter if nothing else is given."""
-    on_cpu = device == "cpu"
-    dtype = "float32" if on_cpu else "bfloat16"
+def canary_config(root: Path, like: Config | None = None) -> Config:
+    """One trainer rank and one server with the tiny model, with devices and interpreters ``like`` those of a run.
+
+    Without one they are on CPUs and in this interpreter.
+    """
+    cluster: dict[str, Any] = {"devices_per_node": 2, "bind": "127.0.0.1", "device": "cpu"}
+    if like is not None:
+        cluster |= {"device": like.cluster.device, "share_devices": like.cluster.share_devices}
     values: dict[str, Any] = {
         "run": {"name": NAME, "steps": 1, "root": str(root)},
-        "model": {"path": str(TINY_MODEL), "dtype": dtype},
+        "model": {"path": str(TINY_MODEL), "dtype": "float32" if cluster["device"] == "cpu" else "bfloat16"},
         "adapters": [
             {
                 "name": NAME,
@@ -69,9 +66,9 @@ def canary_config(
                 "sampling": {"prompts_per_step": 8, "n_samples": 8, "max_new_tokens": 20},
             }
         ],
-        "trainer": {"world_size": 1, "python": trainer},
+        "trainer": {"world_size": 1, "python": like and like.trainer.python},
         "rollout": {
-            "python": rollout,
+            "python": like and like.rollout.python,
             "max_lora_rank": 8,
             "max_model_len": 128,
             "max_num_seqs": 16,
@@ -79,7 +76,7 @@ def canary_config(
             "enforce_eager": True,
         },
         "weight_sync": {"timeout_s": 20.0},
-        "cluster": {"device": device, "devices_per_node": 2, "share_devices": share_devices, "bind": "127.0.0.1"},
+        "cluster": cluster,
     }
     return Config.model_validate(values)
 
@@ -91,8 +88,7 @@ def fly(config: Config, root: Path) -> CanaryFacts:
     folder = RunFolder(root / NAME, "")
     folder.logs.mkdir(parents=True)
     cluster, python = config.cluster, interpreters(config)
-    pythons = config.trainer.python, config.rollout.python
-    write_config(folder, canary_config(root, cluster.device, *pythons, share_devices=cluster.share_devices))
+    write_config(folder, canary_config(root, config))
     create_secret(folder)
     server = _process(folder, cluster, SERVER, python["rollout"], MODULES[SERVER], "--index", "0")
     trainer = _process(folder, cluster, TRAINER, python["trainer"], "areal_lora.doctor.canary")

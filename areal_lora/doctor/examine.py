@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,9 @@ from areal_lora.doctor.probes import (
     CanaryFacts,
     DoctorFacts,
     FolderFacts,
+    NoAnswer,
     NodeFacts,
+    answer_of,
     interpreters,
     probe_folder,
     probe_node,
@@ -93,7 +94,7 @@ def allocated_hosts() -> list[str]:
     return expanded(nodes)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _step(report: Report, what: str) -> Iterator[None]:
     """Progress lines with the seconds of a step."""
     started = time.monotonic()
@@ -102,7 +103,7 @@ def _step(report: Report, what: str) -> Iterator[None]:
     report(f"  {time.monotonic() - started:.1f} s")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _workplace(root: Path, folder: FolderFacts, keep: bool, report: Report) -> Iterator[Path | None]:
     """A folder of its own on the file system of the run root; None where it cannot be written."""
     if folder.write:
@@ -125,7 +126,8 @@ def _nodes(config: Config, folder: FolderFacts, place: Path | None, hosts: list[
         return [probe_node(config, folder, place)]
     command = ["srun", "--overlap", f"--nodes={len(hosts)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     module = [sys.executable, "-m", node_module.__name__, "--folder", str(place)]
-    _run([*command, *module], NODE_S)
+    with contextlib.suppress(NoAnswer):  # a node whose file is missing is a finding
+        answer_of([*command, *module], NODE_S, OMP_NUM_THREADS="1")
     return [msgspec.json.decode(path.read_bytes(), type=NodeFacts) for path in sorted(place.glob("node-*.json"))]
 
 
@@ -135,26 +137,17 @@ def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: st
     world = max(2, len(hosts))
     python = interpreters(config)["trainer"]
     module = [python, "-m", node_module.__name__, "--folder", str(place), "--backend", backend, "--world", str(world)]
+    commands = [[*module, "--rank", str(rank)] for rank in range(world)]
     if len(hosts) > 1:
-        command = ["srun", "--overlap", f"--nodes={world}", f"--ntasks={world}", "--ntasks-per-node=1"]
-        problem = _run([*command, "--cpus-per-task=1", *module], BANDWIDTH_S)
-    else:
+        srun = ["srun", "--overlap", f"--nodes={world}", f"--ntasks={world}", "--ntasks-per-node=1"]
+        commands = [[*srun, "--cpus-per-task=1", *module]]
+    problem = "no answer"
+    try:
         with ThreadPoolExecutor(world) as pool:
-            commands = [[*module, "--rank", str(rank)] for rank in range(world)]
-            problem = next(filter(None, pool.map(lambda command: _run(command, BANDWIDTH_S), commands)), "")
+            list(pool.map(lambda command: answer_of(command, BANDWIDTH_S, OMP_NUM_THREADS="1"), commands))
+    except NoAnswer as error:
+        problem = str(error)
     try:
         return msgspec.json.decode((place / f"bandwidth-{backend}.json").read_bytes(), type=BandwidthFacts)
     except FileNotFoundError:
-        return BandwidthFacts(backend=backend, hosts=hosts or ["this machine"], problem=problem or "no answer")
-
-
-def _run(command: list[str], timeout_s: float) -> str:
-    """Run a command to its end; returns the last line of its errors if it failed."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
-    except OSError as error:
-        return f"{command[0]}: {error.strerror}"
-    except subprocess.TimeoutExpired:
-        return f"{command[0]} gave no answer within {timeout_s:g} s"
-    return (done.stderr.strip().splitlines() or ["failed"])[-1] if done.returncode else ""
+        return BandwidthFacts(backend=backend, hosts=hosts or ["this machine"], problem=problem)

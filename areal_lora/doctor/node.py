@@ -46,37 +46,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def bandwidth(config: Config, folder: Path, backend: str, rank: int, world: int) -> BandwidthFacts:
-    """`measure` on the configured network; an error is a ``problem``."""
-    cluster = config.cluster
-    try:
-        set_variables(find_place(bind=cluster.bind, interface=cluster.interface, nodes=cluster.nodes, peers=()))
-        return measure(folder, backend, rank, world)
-    except (ConfigError, RuntimeError, OSError) as error:  # torch raises its errors of groups as RuntimeError
-        last = str(error).strip().splitlines()
-        return BandwidthFacts(backend=backend, hosts=[node_name()], problem=last[0] if last else "failed")
-
-
-def measure(folder: Path, backend: str, rank: int, world: int) -> BandwidthFacts:
-    """Broadcast from rank 0, several times. Raises RuntimeError where the ranks do not meet."""
+    """Broadcast from rank 0 on the configured network, several times; an error is a ``problem``."""
     import torch
     import torch.distributed as dist
 
-    store = dist.FileStore(str(folder / f"store-{backend}"), world)
-    store.set_timeout(timedelta(seconds=MEET_S))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=MEET_S))
-    data = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda" if backend == "nccl" else "cpu")
-    hosts: list[str] = [""] * world
-    dist.broadcast(data, 0)
-    started = time.monotonic()
-    for _ in range(TIMES):
+    cluster, limit = config.cluster, timedelta(seconds=MEET_S)
+    try:
+        set_variables(find_place(bind=cluster.bind, interface=cluster.interface, nodes=cluster.nodes, peers=()))
+        store = dist.FileStore(str(folder / f"store-{backend}"), world)
+        store.set_timeout(limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        data = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda" if backend == "nccl" else "cpu")
         dist.broadcast(data, 0)
-    dist.barrier()
-    took_s = time.monotonic() - started
-    for i in range(world):
+        started = time.monotonic()
+        for _ in range(TIMES):
+            dist.broadcast(data, 0)
+        dist.barrier()
+        took_s = time.monotonic() - started
         store.set(f"host-{rank}", node_name())
-        hosts[i] = store.get(f"host-{i}").decode()
-    dist.destroy_process_group()
-    return BandwidthFacts(backend=backend, hosts=hosts, gbit_s=8e-9 * NBYTES * TIMES / took_s)
+        hosts = [store.get(f"host-{i}").decode() for i in range(world)]
+        dist.destroy_process_group()
+        return BandwidthFacts(backend=backend, hosts=hosts, gbit_s=8e-9 * NBYTES * TIMES / took_s)
+    except (ConfigError, RuntimeError, OSError) as error:  # torch raises its errors of groups as RuntimeError
+        last = str(error).strip().splitlines()
+        return BandwidthFacts(backend=backend, hosts=[node_name()], problem=last[0] if last else "failed")
 
 
 if __name__ == "__main__":

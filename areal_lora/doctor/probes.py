@@ -113,36 +113,45 @@ SHARED_MEMORY = Path("/dev/shm")
 BLOCK_BYTES = 1 << 20
 
 
-def probe_role(role: str, python: str) -> RoleFacts:
-    """Read the versions of an interpreter, with the folder and the PYTHONPATH that the processes of a run get."""
-    script = str(Path(role_probe.__file__).resolve())
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+class NoAnswer(Exception):
+    """A command that could not be started, failed or took too long."""
+
+
+def answer_of(command: list[str], timeout_s: float = ANSWER_S, **variables: str) -> str:
+    """Run ``command`` to its end and return what it printed. Raises NoAnswer with the reason."""
+    environment = os.environ | variables
     try:
-        done = subprocess.run(
-            [python, script], capture_output=True, text=True, check=False, timeout=ANSWER_S, env=environment
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
     except OSError as error:
-        return RoleFacts(role=role, python=python, problem=f"it cannot be started: {error.strerror}")
+        raise NoAnswer(f"it cannot be started: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        return RoleFacts(role=role, python=python, problem=f"it gave no answer within {ANSWER_S:g} s")
+        raise NoAnswer(f"it gave no answer within {timeout_s:g} s") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1]
-        return RoleFacts(role=role, python=python, problem=f"it ended with code {done.returncode}: {last}")
+        raise NoAnswer(f"it ended with code {done.returncode}: {last}")
+    return done.stdout
+
+
+def probe_role(role: str, python: str) -> RoleFacts:
+    """Read the versions of an interpreter, with the folder and the PYTHONPATH that the processes of a run get."""
+    printed = ""
     try:
-        found = msgspec.json.decode(done.stdout)
-        return msgspec.convert({"role": role, "python": python, **found}, RoleFacts)
+        printed = answer_of([python, str(Path(role_probe.__file__).resolve())], PYTHONDONTWRITEBYTECODE="1")
+        return msgspec.convert({"role": role, "python": python, **msgspec.json.decode(printed)}, RoleFacts)
+    except NoAnswer as error:
+        problem = str(error)
     except (msgspec.DecodeError, msgspec.ValidationError, TypeError):
-        return RoleFacts(role=role, python=python, problem=f"it is not a Python: it printed {done.stdout[:80]!r}")
+        problem = f"it is not a Python: it printed {printed[:80]!r}"
+    return RoleFacts(role=role, python=python, problem=problem)
 
 
 def probe_gpus() -> list[GpuFacts]:
     """The GPUs that nvidia-smi lists; none where it is missing or fails."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=ANSWER_S)
-    except (OSError, subprocess.TimeoutExpired):
+        rows = [line.rsplit(", ", 2) for line in answer_of(query).splitlines() if line.count(", ") >= 2]
+    except NoAnswer:
         return []
-    rows = [line.rsplit(", ", 2) for line in done.stdout.splitlines() if line.count(", ") >= 2]
     return [GpuFacts(name=name, memory_mib=int(memory), driver=driver) for name, memory, driver in rows]
 
 
@@ -211,7 +220,11 @@ def probe_node(config: Config, folder: FolderFacts, shared: Path | None = None) 
     resolved: list[str] = []
     with contextlib.suppress(OSError):
         resolved = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)})
-    address, problem = _address(config)
+    cluster, address, problem = config.cluster, "", ""
+    try:
+        address = find_place(bind=cluster.bind, interface=cluster.interface, nodes=cluster.nodes, peers=()).address
+    except ConfigError as error:
+        problem = str(error)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return NodeFacts(
         host=node_name(),
@@ -236,15 +249,6 @@ def node_name() -> str:
 def interpreters(config: Config) -> dict[str, str]:
     """Interpreter of each role; that of the controller is the one which runs this."""
     return {"trainer": config.trainer.python or sys.executable, "rollout": config.rollout.python or sys.executable}
-
-
-def _address(config: Config) -> tuple[str, str]:
-    cluster = config.cluster
-    try:
-        place = find_place(bind=cluster.bind, interface=cluster.interface, nodes=cluster.nodes, peers=())
-    except ConfigError as error:
-        return "", str(error)
-    return place.address, ""
 
 
 def _loop(address: str) -> str:

@@ -70,23 +70,27 @@ class Piece:
         return sum(stop - start for start, stop in self.rows)
 
 
+def _linears(shape: ModelShape, layer: int) -> dict[Scope, Sequence[str]]:
+    """The linear layers of a layer by scope, in order."""
+    sparse = layer in shape.sparse_layers
+    if shape.checkpoint is not None:
+        own = [linear.path for linear in shape.checkpoint.linears if layer in linear.layers]
+        found: dict[Scope, Sequence[str]] = {Scope.LINEAR: own}
+    else:
+        found = {Scope.ATTENTION: ATTENTION_LINEARS, **({} if sparse else {Scope.MLP: MLP_LINEARS})}
+    if sparse:
+        found |= {**({Scope.SHARED_EXPERT: MLP_LINEARS} if shape.shared_ffn else {}), Scope.EXPERT: MLP_LINEARS}
+    return found
+
+
 def linear_sites(shape: ModelShape) -> list[SiteKey]:
     """One site for each linear layer, in the order of `sites_of`; the first expert stands for all of its layer."""
-    found = []
-    for layer in range(shape.layers):
-        if shape.checkpoint is not None:
-            own = [linear.path for linear in shape.checkpoint.linears if layer in linear.layers]
-            found += [SiteKey(linear=path, layer=layer, scope=Scope.LINEAR) for path in own]
-        scopes = [(Scope.ATTENTION, ATTENTION_LINEARS)] if shape.checkpoint is None else []
-        if layer not in shape.sparse_layers and shape.checkpoint is None:
-            scopes += [(Scope.MLP, MLP_LINEARS)]
-        elif layer in shape.sparse_layers:
-            scopes += [(Scope.SHARED_EXPERT, MLP_LINEARS)] if shape.shared_ffn else []
-            scopes += [(Scope.EXPERT, MLP_LINEARS)]
-        for scope, linears in scopes:
-            expert = 0 if scope is Scope.EXPERT else None
-            found += [SiteKey(linear=linear, layer=layer, scope=scope, expert=expert) for linear in linears]
-    return found
+    return [
+        SiteKey(linear=linear, layer=layer, scope=scope, expert=0 if scope is Scope.EXPERT else None)
+        for layer in range(shape.layers)
+        for scope, linears in _linears(shape, layer).items()
+        for linear in linears
+    ]
 
 
 def sites_of(shape: ModelShape, expert_layout: ExpertLayout) -> list[SiteKey]:
@@ -171,18 +175,12 @@ def _qkv_rows(shape: ModelShape) -> list[RowRanges]:
 
 
 def _check(shape: ModelShape, key: SiteKey) -> None:
-    where = f"layer {key.layer}: {key.scope}.{key.linear}"
-    sparse = key.layer in shape.sparse_layers
-    if key.linear not in (ATTENTION_LINEARS if key.scope is Scope.ATTENTION else MLP_LINEARS):
-        raise UnknownTensorError(f"{where} does not exist")
-    if key.scope is Scope.MLP and sparse:
-        raise UnknownTensorError(f"{where}: this layer has experts and no dense MLP")
-    if key.scope in (Scope.EXPERT, Scope.ALL_EXPERTS) and not sparse:
-        raise UnknownTensorError(f"{where}: this layer has no experts")
-    if key.scope is Scope.SHARED_EXPERT and not (shape.shared_ffn and sparse):
-        raise UnknownTensorError(f"{where}: this layer has no shared expert")
-    if (key.scope is Scope.EXPERT) != (key.expert is not None) or not 0 <= (key.expert or 0) < max(1, shape.experts):
-        raise UnknownTensorError(f"{where} of expert {key.expert}, there are {shape.experts}")
+    scope = Scope.EXPERT if key.scope is Scope.ALL_EXPERTS else key.scope
+    expert = shape.experts if key.expert is None else key.expert
+    numbered = (key.scope is Scope.EXPERT) == (0 <= expert < shape.experts)
+    if key.linear not in _linears(shape, key.layer).get(scope, ()) or not numbered:
+        which = "" if numbered else f" of expert {key.expert}, there are {shape.experts}"
+        raise UnknownTensorError(f"layer {key.layer}: {key.scope}.{key.linear} does not exist{which}")
 
 
 def wire_names(pieces: Sequence[Piece]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:

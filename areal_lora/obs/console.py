@@ -29,7 +29,6 @@ from areal_lora.obs.metrics.records import (
     ResumeRecord,
     RolloutSampleRecord,
     StepRecord,
-    mean_lag,
 )
 from areal_lora.obs.run_view import RunView, counted
 from areal_lora.run_folder.paths import RunFolder
@@ -38,19 +37,6 @@ from areal_lora.types import AdapterPhase
 
 QUIET_S = 15.0
 """Time without a record after which process statuses are shown again."""
-BARS = "▁▂▃▄▅▆▇█"
-ROW_BARS = 12
-"""Characters of the curve in the row of an adapter."""
-
-
-def sparkline(values: list[float], width: int = 32) -> str:
-    """The last ``width`` values as one character each, scaled to their minimum and maximum."""
-    shown = values[-width:]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((v - low) * scale)] for v in shown)
 
 
 def duration(seconds: float) -> str:
@@ -206,59 +192,30 @@ class LiveConsole:
             return client_line(record, view)
         parts = [f"step {counted(record.step + 1, adapter.total)}", f"reward {number(record.reward_mean)}"]
         parts += [f"loss {number(get('train/loss'))}", f"grad {number(get('train/grad_norm'))}"]
-        parts += [f"staleness {histogram(record.staleness)}", f"sync {number(sync[0], 1) if sync else '-'} ms"]
+        parts += [f"staleness {histogram(record.staleness)}", f"sync {number(sync, 1)} ms"]
         parts += [] if view.only else [f"share {percent(view.shares()[record.adapter])}"]
         parts += [sampling_rate(record), f"{record.step_s:.2f} s"]
         return "  ".join([*parts, f"ETA {duration(left)}" if left is not None else "ETA -"])
 
     def render(self) -> RenderableType:
-        """The panel for a terminal."""
-        view, rows = self.view, Table.grid(padding=(0, 2))
-        rows.add_column(style="dim", no_wrap=True)
-        rows.add_column()
+        """The panel for a terminal: progress, the newest lines of each adapter, and what is wrong or waited for."""
+        view, progress = self.view, Table.grid(padding=(0, 2))
         left, done, total = view.remaining_s(), view.steps_done, view.total
         bar = ProgressBar(total=total, completed=done if total is None else min(done, total), width=32)
         elapsed, eta = duration(self._clock() - self._started), "-" if left is None else duration(left)
-        progress = Table.grid(padding=(0, 2))
-        progress.add_row(bar, counted(done, total), f"elapsed {elapsed}", f"ETA {eta}")
-        rows.add_row("steps", progress)
-        if view.steps:
-            self._add_step_rows(rows)
-        if view.only and view.only.last_eval and view.only.first_eval:
-            first, last = view.only.first_eval, view.only.last_eval
-            text = f"v{last.version}: {last.figures()}"
-            before = first.reward_mean if last.accuracy is None else first.accuracy
-            rows.add_row("eval", text if first is last else f"{text}   (v{first.version}: {number(before)})")
-        sync = view.sync_p50()
-        if sync:
-            phases = "  ".join(f"{name} {number(ms, 1)}" for name, ms in sync[1].items())
-            rows.add_row("sync", f"{number(sync[0], 1)} ms p50   {phases}")
-        parts: list[RenderableType] = [rows] if view.only else [rows, Text(""), adapter_table(view)]
-        failed = {name: one for name, one in view.adapters.items() if one.state is AdapterPhase.FAILED}
-        reasons = [f"{view.prefix(name)}failed at v{one.steps_done}: {one.reason}" for name, one in failed.items()]
-        parts += [Text(problem, style="bold red") for problem in (*reasons, *view.problems)]
+        progress.add_row("steps", bar, counted(done, total), f"elapsed {elapsed}", f"ETA {eta}")
+        parts: list[RenderableType] = [progress]
+        problems = list(view.problems)
+        for name, one in view.adapters.items():
+            newest: tuple[Record | None, ...] = (one.steps[-1] if one.steps else None, one.last_eval)
+            parts += [Text(self._plain_line(record) or "") for record in newest if record is not None]
+            if one.state is AdapterPhase.FAILED:
+                problems.append(f"{view.prefix(name)}failed at v{one.steps_done}: {one.reason}")
+        parts += [Text(problem, style="bold red") for problem in problems]
         if not view.steps or self._clock() - self._changed > QUIET_S:
-            table = Table.grid(padding=(0, 2))
-            for process, text in self._statuses.items():
-                table.add_row(Text(process, style="cyan"), Text(text))
-            parts += [Text(""), table if self._statuses else Text("starting processes", style="dim")]
+            parts += [Text(f"{process}: {text}", style="dim") for process, text in self._statuses.items()]
+            parts += [] if self._statuses else [Text("starting processes", style="dim")]
         return Panel(Group(*parts), title=self._folder.name, title_align="left", border_style="dim")
-
-    def _add_step_rows(self, rows: Table) -> None:
-        view, last = self.view, self.view.steps[-1]
-        if view.only:
-            rewards = [s.reward_mean for s in view.steps if s.reward_mean is not None]
-            if rewards:
-                rows.add_row("reward", f"{number(last.reward_mean)}  {sparkline(rewards)}")
-            loss, grad, lr = (number(last.metrics.get(f"train/{name}")) for name in ("loss", "grad_norm", "lr"))
-            rows.add_row("loss", f"{loss}   grad {grad}   lr {lr}")
-        if view.staleness:
-            rows.add_row("staleness", f"{histogram(view.staleness)}   mean {number(mean_lag(view.staleness), 2)}")
-        if not last.by_client:
-            ready = last.metrics.get("train/groups_ready") or 0
-            rows.add_row("rollout", f"{sampling_rate(last)}   {ready:.0f} groups ready")
-        wait_s, train_s = (last.spans.get(name, 0.0) for name in ("wait_batch", "train"))
-        rows.add_row("step", f"{last.step_s:.2f} s: wait {wait_s:.2f}  train {train_s:.2f}")
 
 
 def client_line(record: StepRecord, view: RunView) -> str:
@@ -286,19 +243,3 @@ def eval_text(record: EvalRecord | None) -> str:
     if record is None:
         return "-"
     return f"{number(record.reward_mean if record.accuracy is None else record.accuracy)} (v{record.version})"
-
-
-def adapter_table(view: RunView) -> Table:
-    """A row per adapter: state, its own steps, newest reward, mean lag, last evaluation, share of trained tokens."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("adapter", "state", "step", "reward", "lag", "eval", "share"):
-        table.add_column(column, no_wrap=True)
-    table.add_column(overflow="crop")  # the curve: a narrow terminal does without it
-    shares = view.shares()
-    for name, one in view.adapters.items():
-        rewards = [step.reward_mean for step in one.steps if step.reward_mean is not None]
-        newest = number(rewards[-1] if rewards else None)
-        step, lag, share = one.place, number(one.mean_lag, 2), percent(shares[name])
-        curve = sparkline(rewards, ROW_BARS)
-        table.add_row(name, str(one.state), step, newest, lag, eval_text(one.last_eval), share, curve)
-    return table

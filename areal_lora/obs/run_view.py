@@ -66,7 +66,6 @@ class AdapterView:
     def __init__(self, total: int | None) -> None:
         self.total = total
         self.steps: deque[StepRecord] = deque(maxlen=KEPT)
-        self.first_eval: EvalRecord | None = None
         self.resumed_at = 0
         self.flat_steps = 0
         self._faults_shown = 0
@@ -79,7 +78,6 @@ class AdapterView:
                 self.steps.append(record)
                 self.flat_steps = self.flat_steps + 1 if record.flat else 0
             case EvalRecord(order=0):
-                self.first_eval = self.first_eval or record
                 self._evals.append(msgspec.structs.replace(record, samples=[]))
             case ResumeRecord(version=version):
                 self.resumed_at, self._recorded, self.flat_steps, self._faults_shown = version, None, 0, 0
@@ -120,11 +118,6 @@ class AdapterView:
     def reason(self) -> str:
         """Why it is in its state; empty where the state explains itself."""
         return self._recorded.reason if self._recorded else ""
-
-    @property
-    def place(self) -> str:
-        """``3/8``: steps made, of all; only the first where a client decides, or no record has it."""
-        return counted(self.steps_done, self.total)
 
     @property
     def steps_left(self) -> int:
@@ -234,11 +227,7 @@ class RunView:
         pace = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
         return sum(adapter.steps_left for adapter in self.adapters.values()) * max(0.0, pace)
 
-    def sync_p50(self) -> tuple[float, dict[str, float]] | None:
-        """Median total and median of each sequential phase over the last publishes, in ms."""
-        recent = list(self.publishes)[-WINDOW:]
-        totals = [p.total_ms for p in recent if p.total_ms is not None]
-        if not totals:
-            return None
-        rows = [p.sequence_ms() for p in recent]
-        return statistics.median(totals), {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    def sync_p50(self) -> float | None:
+        """Median total of the last publishes, in ms."""
+        totals = [p.total_ms for p in list(self.publishes)[-WINDOW:] if p.total_ms is not None]
+        return statistics.median(totals) if totals else None

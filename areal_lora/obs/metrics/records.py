@@ -16,18 +16,6 @@ import msgspec
 from areal_lora.config.sections.task import DEFAULT_SET
 from areal_lora.types import AdapterPhase
 
-SEQUENCE = ("wire", "verify", "write", "commit_wait")
-"""Sequential phases of a publish on the slowest server; ``wire`` includes waiting for the trainer to pack."""
-
-PHASES = {
-    "wait": ("wait_batch",),
-    "annotate": ("annotate",),
-    "train": ("train",),
-    "checkpoint": ("checkpoint_join", "checkpoint_copy"),
-    "publish": ("publish_join", "publish_pack"),
-}
-"""Phases of a step, and the spans that are part of each."""
-
 
 def mean_lag(staleness: Mapping[int, int]) -> float | None:
     """Return the mean of a staleness histogram (tokens by versions of lag); None if it is empty."""
@@ -75,16 +63,6 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     n_targets: int = 0
     metrics: dict[str, float | None] = {}
 
-    def named(self, prefix: str) -> dict[str, float]:
-        """The metrics whose tags start with ``prefix``, by the rest of the tag."""
-        found = self.metrics.items()
-        return {tag.removeprefix(prefix): x for tag, x in found if x is not None and tag.startswith(prefix)}
-
-    def phases_s(self) -> dict[str, float]:
-        """Phases that add up to ``step_s``; ``other`` is the time outside every phase."""
-        parts = {name: sum(self.spans.get(span, 0.0) for span in spans) for name, spans in PHASES.items()}
-        return {**parts, "other": max(0.0, self.step_s - sum(parts.values()))}
-
     @property
     def reward_mean(self) -> float | None:
         return self.metrics.get("train/reward_mean")
@@ -92,7 +70,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     @property
     def reward_components(self) -> dict[str, float]:
         """Means of the reward's named parts."""
-        return self.named("reward/")
+        prefix, found = "reward/", self.metrics.items()
+        return {tag.removeprefix(prefix): x for tag, x in found if x is not None and tag.startswith(prefix)}
 
     @property
     def flat(self) -> bool:
@@ -126,7 +105,7 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     """One adapter version that reached the servers.
 
     ``total_ms`` is the time from the start on the trainer to the last acknowledgement.
-    ``phases_ms`` may overlap; ``SEQUENCE`` names the sequential phases.
+    ``phases_ms`` are those of the slowest server; they may overlap.
     ``probe_*_abs`` is |logp trainer - logp server| over the probe tokens; None: not probed.
     ``servers`` counts the servers of the version; ``lost`` maps each server excluded by this publish to the reason.
     ``merge_*`` state what the cast to the serving dtype left of a merged adapter (`CastSums`); None if
@@ -146,11 +125,6 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     merge_survives: float | None = None
     merge_error: float | None = None
     merge_unmoved: float | None = None
-
-    def sequence_ms(self) -> dict[str, float]:
-        """Sequential phases that add up to ``total_ms``; ``other`` is the time outside every phase."""
-        parts = {name: self.phases_ms.get(name) or 0.0 for name in SEQUENCE}
-        return {**parts, "other": max(0.0, (self.total_ms or 0.0) - sum(parts.values()))}
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="checkpoint"):

@@ -11,7 +11,7 @@ A file has at most ``FILE_BYTES``, all files together at most ``TOTAL_BYTES`` (6
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -159,7 +159,8 @@ class MetricsWriter:
         self._encoder = msgspec.json.Encoder()
         self._jsonl = JsonlSink(run_folder.metrics)
         self._samples = SampleFiles(run_folder)
-        self._tensorboard = TensorBoardSink(run_folder.tensorboard)
+        self._tensorboard: SummaryWriter | None = None
+        self._tensorboard_folder = run_folder.tensorboard
         self._left_out = "" if only is None else f"{only}/"
 
     def write(self, record: Record) -> None:
@@ -170,13 +171,18 @@ class MetricsWriter:
         sink = self._samples if isinstance(record, RolloutSampleRecord) else self._jsonl
         sink.write(self._encoder.encode(shown))
         if values := scalars(record):
-            tags = {tag.removeprefix(self._left_out): value for tag, value in values.items()}
-            self._tensorboard.scalars(tags, position(record))
+            if self._tensorboard is None:
+                from torch.utils.tensorboard import SummaryWriter  # takes about a second
+
+                self._tensorboard = SummaryWriter(str(self._tensorboard_folder), flush_secs=10)
+            for tag, value in values.items():
+                self._tensorboard.add_scalar(tag.removeprefix(self._left_out), value, position(record))
 
     def close(self) -> None:
         self._jsonl.close()
         self._samples.close()
-        self._tensorboard.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -190,25 +196,3 @@ def _shortened(record: T) -> T:
         return msgspec.structs.replace(record, samples=[_shortened(sample) for sample in record.samples])
     texts = {name: getattr(record, name) for name in ("prompt", "completion", "gold")}
     return msgspec.structs.replace(record, **{name: text and cut_middle(text) for name, text in texts.items()})
-
-
-class TensorBoardSink:
-    """Writes scalars to ``folder``. The first scalar imports TensorBoard (about a second)."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._writer: SummaryWriter | None = None
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write ``{tag: value}`` at ``step``."""
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._folder), flush_secs=10)
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None

@@ -1,167 +1,325 @@
-"""Collect the plots of a run, one record at a time, in reading order. Memory does not grow with the number of records.
+"""The plots of a run, from the scalars that TensorBoard has, one record at a time.
 
-Points fall into buckets of equal width in x, one step or version wide at first. When there are too many buckets, the
-width doubles and neighbours are merged. A line shows the first, lowest, highest and last point of each bucket, so a
-spike of one step stays visible; bars and smoothed lines show the mean over all points of a bucket.
+Memory does not grow with the number of records: a line keeps the first, lowest, highest and last point of each
+stretch of its x axis, so a spike of one step stays visible. Drawings are SVG text, with no plotting library and no
+scripts; colours are CSS variables (``STYLE``), so a plot follows the reader's light or dark theme.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from fnmatch import fnmatchcase
+from functools import cache
+from html import escape
+from itertools import groupby
+from operator import itemgetter
+from statistics import fmean
 
-from areal_lora.obs.metrics.records import (
-    CheckpointRecord,
-    EvalRecord,
-    PublishRecord,
-    Record,
-    ResumeRecord,
-    StepRecord,
-    position,
-)
-from areal_lora.obs.report import svg
+from areal_lora.obs.metrics.records import Record, ResumeRecord, StepRecord, position, scalars
+
+WIDTH, HEIGHT = 640, 300
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 44
+N_COLOURS = 7
+CHARACTER_PX = 7.0
+"""Width of a legend character at 12 px, on the generous side."""
+
+STYLE = """
+:root { --c0: #2563eb; --c1: #d97706; --c2: #0f9d74; --c3: #b13d8e; --c4: #7c5cd6; --c5: #64748b; --c6: #b45309;
+  --ink: #1f2937; --soft: #6b7280; --grid: #e5e7eb; --paper: #ffffff; }
+@media (prefers-color-scheme: dark) {
+  :root { --c0: #6ea8fe; --c1: #f0ab4a; --c2: #4fd1a5; --c3: #e58bc7; --c4: #b09df2; --c5: #94a3b8; --c6: #f59e0b;
+    --ink: #e5e7eb; --soft: #9ca3af; --grid: #313a48; --paper: #161b22; } }
+.plot text { font: 12px system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif; fill: var(--soft); }
+.plot .legend { fill: var(--ink); } .plot .grid { stroke: var(--grid); stroke-width: 1; }
+.plot .none { fill: var(--soft); } .plot .mark { stroke: var(--c1); stroke-width: 1; stroke-dasharray: 2 3; }
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line. ``points`` are (x, y); ``faint`` draws it thin, ``dots`` marks each point."""
+
+    name: str
+    points: Iterable[tuple[float, float]]
+    colour: int = 0
+    faint: bool = False
+    dots: bool = False
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Maps values to pixels; ``ticks`` are (value, label)."""
+
+    low: float
+    high: float
+    start_px: float
+    end_px: float
+    ticks: tuple[tuple[float, str], ...]
+
+    def px(self, value: float) -> float:
+        return self.start_px + (value - self.low) / (self.high - self.low) * (self.end_px - self.start_px)
+
+
+def label(value: float) -> str:
+    """A tick label: ``0.25``, ``1.5k``, ``2M``, ``1e-06``."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            scale = 1e3 if suffix == "k" else limit
+            return f"{value / scale:.4g}{suffix}"
+    return f"{value:.0e}" if 0 < abs(value) < 1e-3 else f"{value:.6g}"
+
+
+def nice_step(span: float, count: int) -> float:
+    """The smallest of 1, 2, 5 x 10^k that covers ``span`` in at most ``count`` steps."""
+    power = 10.0 ** math.floor(math.log10(span / count))
+    return next((m * power for m in (1, 2, 5) if m * power * count >= span * (1 - 1e-9)), 10 * power)
+
+
+def linear_axis(
+    low: float,
+    high: float,
+    start_px: float,
+    end_px: float,
+    *,
+    count: int = 5,
+    whole: bool = False,
+    name: Callable[[float], str] = label,
+) -> Axis:
+    """Round ticks that cover [low, high]; ``whole``: only at whole numbers."""
+    if high <= low:
+        high = low + 1.0
+    step = nice_step(high - low, count)
+    step = max(1.0, step) if whole else step
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = tuple((i * step, name(round(i * step, 12))) for i in range(first, last + 1))
+    return Axis(first * step, last * step, start_px, end_px, ticks)
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_range: tuple[float, float] | None = None,
+    log_y: bool = False,
+    floor: float | None = None,
+    marks: Sequence[float] = (),
+) -> str:
+    """Lines over a shared x. ``y_range`` fixes the axis, ``floor`` is a lowest y that is always shown.
+
+    ``marks`` are x at which something happened to the whole run: thin vertical lines.
+
+    A logarithmic axis has whole decades and omits values that are not positive. A chart without any point states that.
+    """
+    drawn = [(s, [(x, y) for x, y in s.points if math.isfinite(y) and (y > 0 or not log_y)]) for s in series]
+    if log_y:
+        drawn = [(s, [(x, math.log10(y)) for x, y in kept]) for s, kept in drawn]
+    points = [p for _, kept in drawn for p in kept]
+    if not points:
+        return _frame([_text(WIDTH / 2, HEIGHT / 2, "nothing recorded", "middle", "none")])
+    xs, ys = [p[0] for p in points], [p[1] for p in points]
+    low, high = y_range or (min(ys) if floor is None else min(floor, *ys), max(ys))
+    x_axis = _x_axis(min(xs), max(xs))
+    name = (lambda exponent: f"1e{exponent:.0f}") if log_y else label
+    y_axis = linear_axis(low, high, HEIGHT - BOTTOM, TOP, whole=log_y, name=name)
+    lines = [_line(s, [(x_axis.px(x), y_axis.px(y)) for x, y in kept]) for s, kept in drawn if kept]
+    legend = [s for s, kept in drawn if s.name and kept]
+    return _frame([_grid(x_axis, y_axis, x_label), _marks(x_axis, marks), *lines, _legend(legend)])
+
+
+def _x_axis(low: float, high: float) -> Axis:
+    """Steps or versions: ticks at whole numbers, the line fills the width."""
+    ticks = linear_axis(low, high, 0, 1, count=8, whole=True).ticks
+    high = max(high, low + 1)
+    return Axis(low, high, LEFT, WIDTH - RIGHT, tuple(t for t in ticks if low <= t[0] <= high))
+
+
+def _frame(parts: Sequence[str]) -> str:
+    return f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
+
+
+def _grid(x_axis: Axis, y_axis: Axis, x_label: str) -> str:
+    parts = []
+    for value, name in y_axis.ticks:
+        y = y_axis.px(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(LEFT - 8, y + 4, name, "end"))
+    parts += [_text(x_axis.px(value), HEIGHT - BOTTOM + 16, name, "middle") for value, name in x_axis.ticks]
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x_label, "middle"))
+    return "".join(parts)
+
+
+def _marks(x_axis: Axis, places: Sequence[float]) -> str:
+    inside = [x_axis.px(place) for place in places if x_axis.low <= place <= x_axis.high]
+    return "".join(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>' for x in inside)
+
+
+def _legend(entries: Sequence[Series]) -> str:
+    widths = [17 + len(entry.name) * CHARACTER_PX + 16 for entry in entries]
+    wraps = LEFT + sum(widths) > WIDTH
+    parts, x, y = [], float(LEFT), 5 if wraps else 12
+    for entry, width in zip(entries, widths, strict=True):
+        if wraps and x > LEFT and x + width > WIDTH:
+            x, y = float(LEFT), y + 14  # there is room for two lines
+        look = f"fill:var(--c{entry.colour % N_COLOURS})" + (";opacity:.4" if entry.faint else "")
+        parts.append(f'<rect x="{x:.1f}" y="{y}" width="12" height="4" style="{look}"/>')
+        parts.append(_text(x + 17, y + 6, entry.name, "start", "legend"))
+        x += width
+    return "".join(parts)
+
+
+def _line(series: Series, pixels: Sequence[tuple[float, float]]) -> str:
+    colour = f"var(--c{series.colour % N_COLOURS})"
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
+    look = "stroke-width:1;opacity:.4" if series.faint else "stroke-width:2"
+    look += ";stroke-dasharray:5 4" if series.dashed else ""
+    parts = [f'<polyline points="{path}" style="fill:none;stroke:{colour};{look};stroke-linejoin:round"/>']
+    if series.dots or len(pixels) == 1:
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" style="fill:{colour}"/>' for x, y in pixels]
+    return "".join(parts)
+
+
+def _text(x: float, y: float, content: str, anchor: str, kind: str = "") -> str:
+    attribute = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{attribute}>{escape(content)}</text>'
+
 
 Plot = tuple[str, str, str]
 """Title, note, drawing."""
 Point = tuple[float, float]
-Values: TypeAlias = Mapping[str, float | None]
-BUCKETS = 320
-"""Half the width of a plot in pixels; more buckets would not be visible."""
-BARS = 80
+STRETCHES = 320
+"""Half the width of a plot in pixels; more would not be visible."""
 SHARE = (0.0, 1.0)
 
 
-@dataclass(slots=True)
-class _Bucket:
-    """Number and sums of its points; the first, lowest, highest and last one."""
-
-    n: int
-    sum_x: float
-    sum_y: float
-    first: Point
-    lowest: Point
-    highest: Point
-    last: Point
-
-
 class Curve:
-    """Points in at most ``buckets`` buckets; ``x`` may come in any order. Iterates over the kept points."""
-
-    def __init__(self, buckets: int = BUCKETS) -> None:
-        self._most, self._width, self._buckets = buckets, 1.0, dict[float, _Bucket]()
-
-    def add(self, x: float, y: float) -> None:
-        self._merge(x // self._width, _Bucket(1, x, y, *[(x, y)] * 4))
-        while len(self._buckets) > self._most:
-            self._width *= 2
-            old, self._buckets = self._buckets, {}
-            for place, bucket in old.items():
-                self._merge(place // 2, bucket)
-
-    def _merge(self, place: float, new: _Bucket) -> None:
-        old = self._buckets.setdefault(place, new)
-        if old is new:
-            return
-        old.n, old.sum_x, old.sum_y = old.n + new.n, old.sum_x + new.sum_x, old.sum_y + new.sum_y
-        old.first = new.first if new.first[0] < old.first[0] else old.first
-        old.lowest = new.lowest if new.lowest[1] < old.lowest[1] else old.lowest
-        old.highest = new.highest if new.highest[1] > old.highest[1] else old.highest
-        old.last = new.last if new.last[0] >= old.last[0] else old.last
-
-    def __iter__(self) -> Iterator[Point]:
-        for _, b in sorted(self._buckets.items()):
-            yield from sorted({b.first, b.lowest, b.highest, b.last})
-
-    def means(self) -> list[Point]:
-        return [(b.sum_x / b.n, b.sum_y / b.n) for _, b in sorted(self._buckets.items())]
-
-    def smoothed(self) -> list[Point]:
-        """The moving mean over a twelfth of the run, at least three buckets."""
-        means = self.means()
-        half = max(3, len(means) // 12) // 2
-        windows = [[y for _, y in means[max(0, i - half) : i + half + 1]] for i in range(len(means))]
-        return [(x, sum(window) / len(window)) for (x, _), window in zip(means, windows)]
-
-
-class Chart:
-    """One plot: a line, or a layer of bars, per name that ``read`` has for a record of ``kind``; None is skipped.
-
-    ``style`` is ``lines``, ``dots`` (a line that marks its points), ``smooth`` (a faint line and its moving mean),
-    ``counts`` (a name without a value is 0, also before its first one) or ``bars`` (stacked). ``unit``: the y axis is
-    0 to 1 if all values are, so that plots of runs are comparable. ``optional``: without a line there is no plot.
-    ``axis`` are arguments of `svg.line_chart`.
-    """
-
-    def __init__(
-        self,
-        title: str,
-        note: str,
-        read: Callable[[Any], Values],
-        *,
-        kind: type[Record] = StepRecord,
-        style: str = "lines",
-        unit: bool = False,
-        optional: bool = False,
-        **axis: Any,
-    ) -> None:
-        self.title, self.note, self.kind, self.optional = title, note, kind, optional
-        self._read, self._style, self._unit, self._axis = read, style, unit, axis
-        self._curves: dict[str, Curve] = {}
-        self._span: tuple[float, float] | None = None
-
-    def add(self, record: Record) -> None:
-        x, zeros = float(position(record)), dict.fromkeys(self._curves if self._style == "counts" else (), 0.0)
-        values: Values = {**zeros, **self._read(record)}
-        for name, value in values.items():
-            if value is None:
-                continue
-            if name not in self._curves:
-                self._curves[name] = Curve(BARS if self._style == "bars" else BUCKETS)
-                for before in (self._span or ()) if self._style == "counts" else ():
-                    self._curves[name].add(before, 0.0)
-            self._curves[name].add(x, float(value))
-        self._span = (self._span[0] if self._span else x, x)
-
-    def smoothed(self, name: str, colour: int) -> svg.Series:
-        points = [point for curve in self._curves.values() for point in curve.smoothed()]
-        return svg.Series(name=name, points=points, colour=colour)
-
-    def draw(self, marks: Sequence[float]) -> str:
-        x_label = "optimizer step" if self.kind in (StepRecord, EvalRecord) else "version"
-        if self._style == "bars":
-            layers = {name: curve.means() for name, curve in self._curves.items()}
-            xs = [x for x, _ in next(iter(layers.values()), [])]
-            bars = {name: [y for _, y in points] for name, points in layers.items()}
-            return svg.stacked_bars(xs, bars, x_label=x_label, marks=marks)
-        curves = sorted(self._curves.items()) if self._style == "counts" else self._curves.items()
-        faint, dots = self._style == "smooth", self._style == "dots"
-        series = [svg.Series(name=n, points=c, colour=i, faint=faint, dots=dots) for i, (n, c) in enumerate(curves)]
-        series += [self.smoothed("smoothed", 0)] if faint else []
-        axis = self._axis | ({"y_range": SHARE} if self._unit and _is_share(series) else {})
-        return svg.line_chart(series, x_label=x_label, marks=marks, **axis)
-
-    @property
-    def empty(self) -> bool:
-        return not self._curves
-
-
-class Staleness(Chart):
-    """A bar per lag: its share of the trained tokens."""
+    """Points of one line, in any order of x."""
 
     def __init__(self) -> None:
-        super().__init__("Staleness", "share of the trained tokens by versions of lag", lambda _: {})
-        self._tokens: Counter[int] = Counter()
+        self._points: list[Point] = []
 
-    def add(self, record: Record) -> None:
-        self._tokens.update(record.staleness if isinstance(record, StepRecord) else {})
+    def add(self, x: float, y: float) -> None:
+        self._points.append((x, y))
+        if len(self._points) > 8 * STRETCHES:
+            self._points = self.thinned()
 
-    def draw(self, marks: Sequence[float]) -> str:
-        lags, total = sorted(self._tokens), self._tokens.total()
-        shares = {"": [self._tokens[lag] / total for lag in lags]}
-        return svg.stacked_bars(lags, shares, x_label="versions behind at training")
+    def _stretches(self) -> Iterable[list[Point]]:
+        """The points by stretches of equal width, at least of one step or version."""
+        points = sorted(self._points)
+        width = max(1.0, (points[-1][0] - points[0][0]) / STRETCHES) if points else 1.0
+        return (list(found) for _, found in groupby(points, lambda point: point[0] // width))
+
+    def thinned(self) -> list[Point]:
+        y = itemgetter(1)
+        ends = ({part[0], min(part, key=y), max(part, key=y), part[-1]} for part in self._stretches())
+        return [point for kept in ends for point in sorted(kept)]
+
+    def smoothed(self, name: str, colour: int) -> Series:
+        """The moving mean over a twelfth of the run, at least three stretches."""
+        means = [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in self._stretches()]
+        half = max(3, len(means) // 12) // 2
+        windows = [means[max(0, i - half) : i + half + 1] for i in range(len(means))]
+        points = [(x, fmean(y for _, y in window)) for (x, _), window in zip(means, windows, strict=True)]
+        return Series(name=name, points=points, colour=colour)
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One plot: a line for each tag of TensorBoard that a pattern among ``tags`` matches (`fnmatchcase`).
+
+    ``unit``: the y axis is 0 to 1 if all values are, so that plots of runs are comparable.
+    """
+
+    title: str
+    note: str
+    tags: str
+    unit: bool = False
+    log: bool = False
+    smooth: bool = False
+
+    def draw(self, curves: Mapping[str, Curve], marks: Sequence[float]) -> str:
+        dots, x_label = self.tags.startswith("eval/"), "version" if self.of_versions else "optimizer step"
+        series = [
+            Series(name=name, points=curve.thinned(), colour=i, faint=self.smooth, dots=dots)
+            for i, (name, curve) in enumerate(curves.items())
+        ]
+        series += [curve.smoothed("smoothed", 0) for curve in curves.values() if self.smooth]
+        y_range = SHARE if self.unit and _is_share(series) else None
+        floor = None if self.log else 0.0
+        return line_chart(series, x_label=x_label, marks=marks, y_range=y_range, log_y=self.log, floor=floor)
+
+    @property
+    def of_versions(self) -> bool:
+        return self.tags.startswith(("publish/", "checkpoint/"))
+
+
+CALLS = "reward_cost/*/answers reward_cost/*/calls reward_cost/*/retries"
+PHASES = "time/wait_batch_s time/annotate_s time/train_s time/checkpoint_*_s time/publish_*_s time/step_s"
+CHARTS = (
+    Chart("Reward", "mean over the batch of a step", "train/reward_mean", unit=True, smooth=True),
+    Chart("Reward by part", "mean of each part that the reward names", "reward/*"),
+    Chart("Judge's calls", "of a step: answers, requests, repeated requests", CALLS),
+    Chart("Judge's tokens", "of a step", "reward_cost/*_tokens"),
+    Chart("Held-out accuracy", "unscored answers count as not correct", "eval/*/accuracy", unit=True),
+    Chart("Held-out reward", "mean over scored answers", "eval/*/reward_mean", unit=True),
+    Chart("Pass@k and majority", "sets with several answers", "eval/*/majority eval/*/pass@*", unit=True),
+    Chart("Held-out answer length", "mean of sampled tokens", "eval/*/answer_tokens"),
+    Chart("Held-out truncated", "share of answers", "eval/*/truncated", unit=True),
+    Chart("Staleness", "versions of lag of the trained tokens: mean and largest", "train/mean_lag train/max_staleness"),
+    Chart(
+        "Logprob mismatch",
+        "mean |trainer - rollout|, nats: of tokens of the same version (fresh, numerics only), older ones, all",
+        "train/mismatch_* train/behaviour_mean_abs",
+        log=True,
+    ),
+    Chart(
+        "Critic",
+        "value loss per token; share of the returns' variance explained",
+        "train/value_loss train/explained_variance",
+    ),
+    Chart("Clipped fraction", "of the trained tokens", "train/clip_fraction"),
+    Chart("Loss", "of a step", "train/loss"),
+    Chart(
+        "Entropy and gradient norm",
+        "nats; -log p of sampled tokens; before clipping",
+        "train/entropy train/sampled_nll train/grad_norm",
+    ),
+    Chart("Learning rate", "of a step", "train/lr"),
+    Chart("Tokens", "of a step", "train/n_tokens train/n_targets"),
+    Chart("Step time", "seconds by phase, and all", PHASES),
+    Chart("Idle", "fraction of the time without training, or without generation", "train/*_idle", unit=True),
+    Chart("Rollout speed", "tokens/s, all servers", "train/rollout_tokens_per_s"),
+    Chart(
+        "Groups in flight", "at the delivery of a batch", "train/groups_running train/groups_ready train/groups_leased"
+    ),
+    Chart(
+        "Pacing",
+        "seconds from a whole batch to its request, below 0: waited for; and the margin",
+        "time/batch_spare_s time/pacing_margin_s",
+    ),
+    Chart("Groups dropped", "by reason, since the start", "dropped/*"),
+    Chart(
+        "Groups retried",
+        "by fault, since the start; repeated requests, late answers",
+        "retried/* train/reissued train/late",
+    ),
+    Chart("Publish", "ms, by phase and in total; phases may overlap", "publish/*_ms"),
+    Chart("Parity probe", "|logp trainer - logp server|", "publish/probe_*", log=True),
+    Chart("Checkpoint", "seconds to write, in the background", "checkpoint/write_s"),
+)
+
+
+@cache
+def _line_of(tag: str) -> tuple[Chart, str] | None:
+    """The chart of a tag, and the name of its line: what distinguishes it from the chart's other tags."""
+    for chart in CHARTS:
+        if any(fnmatchcase(tag, pattern) for pattern in chart.tags.split()):
+            same = chart.tags.rpartition("*")[2]  # `/accuracy` of `eval/*/accuracy`
+            return chart, "" if tag == chart.tags else tag.partition("/")[2].removesuffix(same)
+    return None
 
 
 class Plots:
@@ -169,194 +327,64 @@ class Plots:
 
     def __init__(self) -> None:
         self._resumed: list[float] = []
-        self.reward = _reward()
-        weights = _weights()
-        self._all, self._of_client = [self.reward, *_training(), *weights], [*_client_steps(), *weights]
-        self._by_kind: dict[type[Record], list[Chart]] = {}
-        for chart in dict.fromkeys((*self._all, *self._of_client)):
-            self._by_kind.setdefault(chart.kind, []).append(chart)
+        self._by_client = False
+        self._curves: dict[str, dict[str, Curve]] = {chart.title: {} for chart in CHARTS}
 
     def add(self, record: Record) -> None:
         if isinstance(record, ResumeRecord):
             self._resumed.append(float(record.version))
-        for chart in self._by_kind.get(type(record), ()):
-            chart.add(record)
+        if isinstance(record, StepRecord):
+            self._by_client = record.by_client
+        for tag, value in scalars(record).items():
+            if (found := _line_of(tag.removeprefix(f"{record.adapter}/"))) is not None:
+                self._curves[found[0].title].setdefault(found[1], Curve()).add(float(position(record)), value)
 
-    def all(self) -> list[Plot]:
-        """Draw every plot, except empty optional ones. Dotted vertical lines mark resumed versions."""
-        return [(c.title, c.note, c.draw(self._resumed)) for c in self._all if not (c.optional and c.empty)]
+    def reward(self, name: str, colour: int) -> list[Series]:
+        return [curve.smoothed(name, colour) for curve in self._curves[CHARTS[0].title].values()]
 
-    def of_client(self) -> list[Plot]:
-        """Draw the plots of an adapter that a client drives.
+    def draw(self) -> list[Plot]:
+        """Draw every plot that has a line. Dotted vertical lines mark resumed versions.
 
-        Steps are without marks: versions, at which a run resumes, do not count a client's steps.
+        A client's steps are without marks: versions, at which a run resumes, do not count them.
         """
-        return [(c.title, c.note, c.draw(() if c.kind is StepRecord else self._resumed)) for c in self._of_client]
+        return [
+            (c.title, c.note, c.draw(curves, () if self._by_client and not c.of_versions else self._resumed))
+            for c in CHARTS
+            if (curves := self._curves[c.title])
+        ]
 
 
-def rewards_together(adapters: Mapping[str, Plots]) -> str:
-    """One line per adapter: its smoothed reward over its own steps."""
-    series = [plots.reward.smoothed(name, i) for i, (name, plots) in enumerate(adapters.items())]
-    y_range = SHARE if _is_share(series) else None
-    return svg.line_chart(series, x_label="optimizer step of the adapter", y_range=y_range)
-
-
-def _is_share(series: Sequence[svg.Series]) -> bool:
-    return all(0 <= y <= 1 for line in series for _, y in line.points)
-
-
-def _metrics(**lines: str) -> Callable[[StepRecord], Values]:
-    """Metrics of steps by the name of their line."""
-    return lambda step: {name.replace("_", " "): step.metrics.get(tag) for name, tag in lines.items()}
-
-
-def _parts(prefix: str, *endings: str) -> Callable[[StepRecord], Values]:
-    return lambda step: {name: x for name, x in step.named(prefix).items() if name.endswith(endings or "")}
-
-
-def _set(figure: str) -> Callable[[EvalRecord], Values]:
-    """A figure of every evaluation set."""
-    return lambda record: {record.name: getattr(record, figure)}
-
-
-def _several(record: EvalRecord) -> Values:
-    values = {f"{record.name} pass@{k}": value for k, value in record.pass_at.items() if k > 1}
-    return {**values, f"{record.name} majority@{record.n_samples}": record.majority}
-
-
-def _reward() -> Chart:
-    note = "mean over the batch of a step"
-    return Chart("Reward", note, lambda s: {"reward per step": s.reward_mean}, style="smooth", unit=True)
-
-
-def _training() -> list[Chart]:
-    mismatch = _metrics(
-        older_versions="train/mismatch_stale", all="train/behaviour_mean_abs", same_version="train/mismatch_fresh"
-    )
-    entropy = _metrics(entropy="train/entropy", sampled="train/sampled_nll", gradient="train/grad_norm")
-    groups = _metrics(running="train/groups_running", ready="train/groups_ready", leased="train/groups_leased")
-    critic = _metrics(value_loss="train/value_loss", explained_variance="train/explained_variance")
-    pacing = _metrics(spare="time/batch_spare_s", margin="time/pacing_margin_s")
-    paced = "seconds from a whole batch to its request, below 0: waited for; and the margin"
-    calls, tokens = _parts("reward_cost/", "/answers", "/calls", "/retries"), _parts("reward_cost/", "_tokens")
-    speed, clipped = "train/rollout_tokens_per_s", "train/clip_fraction"
-    held_out: dict[str, Any] = {"kind": EvalRecord, "style": "dots"}
-    optional: dict[str, Any] = {**held_out, "optional": True}
-
-    def idle(step: StepRecord) -> Values:
-        return {"trainer": step.trainer_idle, "servers": step.metrics.get("train/servers_idle")}
-
-    def retried(step: StepRecord) -> Values:
-        again = {"re-issued": "train/reissued", "late duplicates": "train/late"}
-        return {"retried": sum(step.retried.values())} | {name: step.metrics.get(tag) for name, tag in again.items()}
-
-    return [
-        Chart("Reward by part", "mean of each part that the reward names", _parts("reward/"), style="counts"),
-        Chart("Judge's calls", "of a step: answers, requests, repeated requests", calls, optional=True, floor=0),
-        Chart("Judge's tokens", "of a step", tokens, optional=True, floor=0),
-        Chart("Held-out accuracy", "unscored answers count as not correct", _set("accuracy"), unit=True, **held_out),
-        Chart("Held-out reward", "mean over scored answers", _set("reward_mean"), unit=True, **held_out),
-        Chart("Pass@k and majority", "sets with several answers", _several, y_range=SHARE, **optional),
-        Chart("Held-out answer length", "mean of sampled tokens", _set("answer_tokens"), floor=0, **optional),
-        Chart("Held-out truncated", "share of answers", _set("truncated"), y_range=SHARE, **optional),
-        Staleness(),
-        Chart("Mean lag", "versions, trained tokens", lambda s: {"": s.mean_lag}, floor=0),
-        Chart("Logprob mismatch", "mean |trainer - rollout|, nats; same version: numerics", mismatch, log_y=True),
-        Chart("Critic", "value loss per token; share of the returns' variance explained", critic, optional=True),
-        Chart("Clipped fraction", "of the trained tokens", lambda s: {"": s.metrics.get(clipped)}, floor=0),
-        Chart("Entropy and gradient norm", "nats; -log p of sampled tokens; before clipping", entropy, floor=0),
-        Chart("Step time", "seconds by phase", StepRecord.phases_s, style="bars"),
-        Chart("Idle", "fraction of the time without training, or without generation", idle, y_range=SHARE),
-        Chart("Rollout speed", "tokens/s, all servers", lambda s: {"": s.metrics.get(speed)}, floor=0),
-        Chart("Groups in flight", "at the delivery of a batch", groups, floor=0),
-        Chart("Pacing", paced, pacing),
-        Chart("Groups dropped", "by reason, since the start", lambda s: s.dropped, style="counts", floor=0),
-        Chart("Groups retried", "since the start", retried, floor=0),
-    ]
-
-
-def _client_steps() -> list[Chart]:
-    def times(step: StepRecord) -> Values:
-        return {"trainer": step.spans.get("train"), "all": step.step_s}
-
-    return [
-        Chart("Loss", "mean over the targets of a step", lambda s: {"": s.metrics.get("train/loss")}),
-        Chart("Gradient norm", "before clipping", lambda s: {"": s.metrics.get("train/grad_norm")}, floor=0),
-        Chart("Learning rate", "of the call", lambda s: {"": s.metrics.get("train/lr")}, floor=0),
-        Chart("Trained tokens", "of a step", lambda s: {"": s.trained_tokens}, floor=0),
-        Chart("Step time", "seconds since the step before: passes and step, and all", times),
-    ]
-
-
-def _weights() -> list[Chart]:
-    def probe(record: PublishRecord) -> Values:
-        return {"largest": record.probe_max_abs, "mean": record.probe_mean_abs}
-
-    def written(record: CheckpointRecord) -> Values:
-        return {"": None if record.failed else record.write_s}
-
-    published = PublishRecord
-    return [
-        Chart("Publish by phase", "ms", published.sequence_ms, kind=published, style="bars"),
-        Chart("Publish, total", "ms", lambda p: {"": p.total_ms}, kind=published, floor=0),
-        Chart("Parity probe", "|logp trainer - logp server|", probe, kind=published, log_y=True),
-        Chart("Checkpoint", "seconds to write, in the background", written, kind=CheckpointRecord, floor=0),
-    ]
-
-
-TURNS, MIN_BARS = 2, 4
-"""A bar holds so many steps of each adapter on average, unless there would be fewer bars than these."""
-DRAWN = 6
-"""Adapters with a colour of their own; the rest is drawn as one."""
-REST = "others"
-UNITS = ((36_000.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""From this many seconds on, the axis has this many seconds in a unit of this name."""
-
-
-class Shares:
-    """Sums trained tokens by adapter over equal spans of time, of a second at first; ``add`` valid records."""
+class RunPlots:
+    """The plots of each adapter, and those of several together. ``add`` valid records (`iter_metrics`)."""
 
     def __init__(self, adapters: Sequence[str]) -> None:
-        self._names, self._span_s, self._steps = list(adapters), 1.0, 0
-        self._tokens: dict[int, Counter[str]] = {}
-        self._resumed_s: list[float] = []
+        self.adapters = {name: Plots() for name in adapters}
+        self._tokens: Counter[str] = Counter()
+        self._shares = {name: Curve() for name in adapters}
 
     def add(self, record: Record) -> None:
-        if isinstance(record, ResumeRecord):
-            self._resumed_s.append(record.time_s)
-        if isinstance(record, StepRecord):
-            self._steps += 1
-            span = self._tokens.setdefault(int(record.time_s // self._span_s), Counter())
-            span[record.adapter] += record.trained_tokens
-            while max(self._tokens) >= BARS:
-                self._span_s *= 2
-                self._tokens = self._merged(2)
+        if isinstance(record, StepRecord) and record.adapter in self._shares:
+            self._tokens[record.adapter] += record.trained_tokens
+            share = self._tokens[record.adapter] / max(1, self._tokens.total())
+            self._shares[record.adapter].add(record.time_s, share)
+        only = next(iter(self.adapters)) if len(self.adapters) == 1 else None
+        if (plots := self.adapters.get(only or record.adapter)) is not None:
+            plots.add(record)
 
-    def _merged(self, width: int) -> dict[int, Counter[str]]:
-        merged: dict[int, Counter[str]] = {}
-        for place, tokens in self._tokens.items():
-            merged.setdefault(place // width, Counter()).update(tokens)
-        return merged
+    def together(self, rewarded: Iterable[str]) -> list[Plot]:
+        """Shares of all adapters over time, and the smoothed rewards of those that have some."""
+        shares = [
+            Series(name=name, points=[(t / 60, y) for t, y in curve.thinned()], colour=i)
+            for i, (name, curve) in enumerate(self._shares.items())
+        ]
+        rewards = [line for i, name in enumerate(rewarded) for line in self.adapters[name].reward(name, i)]
+        time, steps = "minutes since the start", "optimizer step of the adapter"
+        y_range = SHARE if _is_share(rewards) else None
+        return [
+            ("Shares of trained tokens", "of all so far", line_chart(shares, x_label=time, y_range=SHARE)),
+            ("Reward", "smoothed", line_chart(rewards, x_label=steps, y_range=y_range)),
+        ]
 
-    def rows(self) -> list[tuple[float, dict[str, float]]]:
-        """(middle of a bar in seconds, share by adapter), from the start to the last step; 0 where none was trained."""
-        spans = max(self._tokens, default=-1) + 1
-        bars = min(BARS, max(MIN_BARS, self._steps // (TURNS * len(self._names))))
-        width = max(1, math.ceil(spans / bars))
-        merged = self._merged(width)
-        tokens = [merged.get(i, Counter[str]()) for i in range(math.ceil(spans / width))]
-        shares = [{name: t[name] / max(1, t.total()) for name in self._names} for t in tokens]
-        return [((i + 0.5) * width * self._span_s, share) for i, share in enumerate(shares)]
 
-    def draw(self) -> str:
-        rows = self.rows()
-        last_s = rows[-1][0] if rows else 0.0
-        unit_s, unit = next((size, name) for limit, size, name in UNITS if last_s >= limit)
-        sums = sum(self._tokens.values(), Counter[str]())
-        largest = sorted(self._names, key=lambda name: -sums[name])
-        several = set(largest[DRAWN:] if len(largest) > DRAWN + 1 else ())
-        layers = {name: [share[name] for _, share in rows] for name in self._names if name not in several}
-        if several:
-            layers[REST] = [sum(share[name] for name in several) for _, share in rows]
-        times, marks = [at / unit_s for at, _ in rows], [at / unit_s for at in self._resumed_s]
-        return svg.stacked_bars(times, layers, x_label=f"{unit} since the start", marks=marks)
+def _is_share(series: Sequence[Series]) -> bool:
+    return all(0 <= y <= 1 for line in series for _, y in line.points)

@@ -158,14 +158,6 @@ def _ends(records: list[EvalRecord]) -> list[EvalRecord]:
     return [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered
 
 
-def read_figures(run_folder: RunFolder | Path | str, adapters: Sequence[str]) -> RunFigures:
-    """The figures of a run that trains ``adapters``."""
-    figures = RunFigures(adapters)
-    for record in iter_metrics(run_folder):
-        figures.add(record)
-    return figures
-
-
 class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one adapter of several. None: not measured.
 
@@ -262,7 +254,9 @@ def write_summary(
     """
     config = with_joined(read_config(run_folder), run_folder)
     runs = adapter_runs(config)
-    of_run = read_figures(run_folder, list(runs))
+    of_run = RunFigures(list(runs))
+    for record in iter_metrics(run_folder):
+        of_run.add(record)
     figures, several = of_run.total, len(runs) != 1
     dropped: Counter[str] = Counter()
     for step in figures.last_by_adapter.values():
@@ -348,18 +342,14 @@ def read_summary(run_folder: RunFolder | Path | str) -> Summary:
     summary = msgspec.json.decode(folder.summary.read_bytes(), type=Summary)
     written, here = Path(summary.report_path).parent, folder.path.absolute()
 
-    def moved(path: str) -> str:
-        return str(here / Path(path).relative_to(written)) if Path(path).is_relative_to(written) else path
+    def moved(path: str | None) -> str | None:
+        inside = path is not None and written.is_absolute() and Path(path).is_relative_to(written)
+        return str(here / Path(path).relative_to(written)) if path and inside else path
 
-    if not written.is_absolute() or written == here:
-        return summary
     replace = msgspec.structs.replace
-    return replace(
-        summary,
-        report_path=moved(summary.report_path),
-        adapter_path=summary.adapter_path and moved(summary.adapter_path),
-        adapters={name: replace(part, path=part.path and moved(part.path)) for name, part in summary.adapters.items()},
-    )
+    adapters = {name: replace(part, path=moved(part.path)) for name, part in summary.adapters.items()}
+    report = moved(summary.report_path)
+    return replace(summary, report_path=report, adapter_path=moved(summary.adapter_path), adapters=adapters)
 
 
 def model_card(folder: RunFolder, config: Config, ref: AdapterRef, base: str, repo: str) -> str:

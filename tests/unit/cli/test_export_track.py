@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.cli import app
-from areal_lora.cli.look import ended
+from areal_lora.cli.status import ended
 from areal_lora.config.recorded import read_config_here
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.fake_run import make_run

@@ -48,15 +48,12 @@ def test_several_logs_have_a_prefix_and_one_has_none(run: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5, 9])
 @pytest.mark.parametrize("text", ["", "a\n", "a\nb\nc\nd\ne\n", "a\nb\nc\nd\nno end"])
-def test_the_last_lines_are_found_across_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, count: int
-) -> None:
-    monkeypatch.setattr("areal_lora.cli.logs.BLOCK_BYTES", 3)
+def test_the_last_lines_are_found(tmp_path: Path, text: str, count: int) -> None:
     path = tmp_path / "x.log"
     path.write_text(text)
     tail = Tail(path)
     tail.start(count)
-    assert list(tail.read_new(whole=False)) == (text.splitlines()[-count:] if count else [])
+    assert list(tail.read_new()) == (text.splitlines()[-count:] if count else [])
 
 
 def test_following_shows_new_lines_also_of_new_processes(run: Path) -> None:

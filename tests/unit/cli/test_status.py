@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from areal_lora.cli.look import AdapterStatus, JobStatus, ProcessStatus, Status
-from areal_lora.cli.status import render
+from areal_lora.cli.status import AdapterStatus, JobStatus, ProcessStatus, Status, render
 from areal_lora.types import AdapterPhase
 
 SEEN = Status(

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from areal_lora.cli.look import look
-from areal_lora.cli.status import render
+from areal_lora.cli.status import look, render
 from areal_lora.config.recorded import ENDLESS, adapter_runs, ends_of, more_steps, read_config
 from areal_lora.obs.console import LiveConsole
 from areal_lora.obs.metrics.reader import read_metrics
@@ -102,13 +101,9 @@ def test_the_console_has_a_line_for_each_step_with_what_is_known(tmp_path: Path,
 def test_the_panel_shows_steps_without_an_end(tmp_path: Path, beside: tuple[str, ...]) -> None:
     last = shown(RunFolder(tmp_path), *beside, terminal=True).rpartition("╭")[2]
     assert str(ENDLESS) not in last
-    rows = [line.strip("│ ").split() for line in last.splitlines()]
-    if beside:
-        [row] = [row for row in rows if row[:1] == [CLIENT]]
-        assert row == [CLIENT, "active", "3", "-", "-", "-", "33%"]
-    else:
-        assert ["loss", "0.167", "grad", "1.250", "lr", "0.004"] in rows
-        assert not [row for row in rows if row[:1] in (["reward"], ["staleness"], ["rollout"])]
+    rows = [line.strip("│ ") for line in last.splitlines()]
+    [row] = [row for row in rows if "loss 0.167" in row]
+    assert row.startswith(f"{CLIENT}: step 3  loss" if beside else "step 3  loss")
 
 
 def test_the_status_of_a_run_has_steps_without_an_end(tmp_path: Path) -> None:

@@ -1,75 +1,75 @@
-"""Thinned curves keep every extreme, means are those of all values, and both stay small."""
+"""Thinned curves keep every extreme and stay small."""
 
 from __future__ import annotations
 
 import random
-import statistics
+import re
 
+import msgspec
 import pytest
 
-from areal_lora.obs.metrics.records import StepRecord
-from areal_lora.obs.report.plots import BUCKETS, Curve, Plots
+from areal_lora.obs.metrics.records import EvalRecord, StepRecord
+from areal_lora.obs.report.plots import CHARTS, STRETCHES, Curve, Plots
+from tests.support.paths import ROOT
 
 
 def test_few_points_stay_as_they_are() -> None:
-    curve, points = Curve(), [(float(i), float(i * i % 7)) for i in range(BUCKETS)]
+    curve, points = Curve(), [(float(i), float(i * i % 7)) for i in range(STRETCHES)]
     for point in points:
         curve.add(*point)
-    assert list(curve) == points
+    assert curve.thinned() == points
 
 
 def test_a_long_curve_keeps_its_spikes_and_its_ends() -> None:
     seed = random.SystemRandom().randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
-    for n in (BUCKETS + 1, 5000, 33_333):
+    for n in (STRETCHES + 1, 5000, 33_333):
         points = [(float(i), rng.gauss(0, 1)) for i in range(n)]
         spike, dip = rng.sample(range(n), 2)
         points[spike], points[dip] = (float(spike), 50.0), (float(dip), -50.0)
         curve = Curve()
         for point in rng.sample(points, n) if n == 5000 else points:
             curve.add(*point)
-        kept = list(curve)
-        assert len(kept) <= 4 * BUCKETS
+        kept = curve.thinned()
+        assert len(kept) <= 4 * (STRETCHES + 1)
         assert set(kept) <= set(points)
         assert kept == sorted(kept)
         assert {points[0], points[-1], points[spike], points[dip]} <= set(kept)
-        # Every stretch as wide as two buckets has its own extremes.
-        for begin in range(0, n, width := 4 * (n // BUCKETS + 1)):
+        # Every stretch as wide as two of the kept ones has its own extremes.
+        for begin in range(0, n, width := 4 * (n // STRETCHES + 1)):
             inside = [y for x, y in points if begin <= x < begin + width]
             near = [y for x, y in kept if begin - width <= x < begin + 2 * width]
             assert max(near) >= max(inside)
             assert min(near) <= min(inside)
 
 
-def test_means_are_those_of_all_values() -> None:
-    curves = [Curve(buckets=8), Curve(buckets=8)]
-    for i in range(1000):
-        curves[0].add(float(i), float(i))
-        curves[1].add(float(i), float(i % 2))
-    rows, others = (curve.means() for curve in curves)
-    assert 4 <= len(rows) == len(others) <= 8
-    assert rows[0] == (63.5, 63.5)  # 128 steps each
-    assert others[0] == (63.5, 0.5)
-    assert rows[-1][1] == statistics.fmean(range(896, 1000))
-
-
 def test_the_smoothed_line_of_a_short_run_is_the_moving_mean() -> None:
     curve = Curve()
     for i in range(6):
         curve.add(float(i), float(i * i))
-    smooth = curve.smoothed()
+    smooth = curve.smoothed("", 0).points
     assert smooth[0] == (0.0, 0.5)
     assert smooth[2] == (2.0, pytest.approx((1 + 4 + 9) / 3))
 
 
-def test_a_reason_counted_late_stands_at_zero_before() -> None:
+def test_a_tag_is_drawn_in_its_chart_under_what_distinguishes_it() -> None:
     plots = Plots()
-    for step in range(4):
-        dropped = {"stale": step} | ({"timeout": 2} if step == 3 else {})
-        plots.add(StepRecord(step=step, version=step, time_s=1.0, dropped=dropped))
-    [chart] = [chart for title, _, chart in plots.all() if title == "Groups dropped"]
-    stale, timeout = [part.split('"')[0] for part in chart.split('points="')[1:]]
-    levels = [float(point.split(",")[1]) for point in timeout.split()]
-    assert levels[0] == levels[1] == float(stale.split()[0].split(",")[1])
-    assert levels[2] < levels[1]
+    step = StepRecord(step=3, version=3, time_s=1.0, adapter="a", dropped={"stale": 2, "timeout": 1}, staleness={0: 3})
+    plots.add(msgspec.structs.replace(step, metrics={"train/loss": 0.5, "reward/brief": 0.25, "own/tag": 1.0}))
+    plots.add(EvalRecord(step=3, version=3, accuracy=0.5, n=8, name="hard", adapter="a", pass_at={4: 0.75}))
+    texts = {title: re.findall(r'class="legend">(.*?)<', chart) for title, _, chart in plots.draw()}
+    assert texts["Groups dropped"] == ["stale", "timeout"]
+    assert texts["Reward by part"] == ["brief"]
+    assert texts["Held-out accuracy"] == ["hard"]
+    assert texts["Pass@k and majority"] == ["hard/pass@4"]
+    assert texts["Loss"] == []
+    assert texts["Staleness"] == ["max_staleness", "mean_lag"]
+    assert all("own" not in chart for _, _, chart in plots.draw())
+
+
+def test_the_tags_of_the_charts_are_those_of_the_recorder() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "areal_lora").rglob("*.py") if path.name != "plots.py")
+    for chart in CHARTS:
+        for name in (part for tag in chart.tags.split() for part in tag.split("/")[1:] if "*" not in part):
+            assert name in sources or name.removesuffix("_s") in sources, f"{chart.title}: {name}"

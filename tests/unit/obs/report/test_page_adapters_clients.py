@@ -28,8 +28,8 @@ def test_its_section_has_what_is_known_and_no_end(tmp_path: Path, beside: tuple[
     assert boxes["trained tokens"] == "400"
     assert not [label for label in boxes if "staleness" in label or "accuracy" in label or "rollout" in label]
     titles = re.findall(r"<figcaption>(.*?) <small>", section)
-    assert titles[:5] == ["Loss", "Gradient norm", "Learning rate", "Trained tokens", "Step time"]
-    assert "Publish by phase" in titles
+    assert titles[:5] == ["Loss", "Entropy and gradient norm", "Learning rate", "Tokens", "Step time"]
+    assert "Publish" in titles
     assert not {"Reward", "Staleness", "Groups in flight"} & set(titles)
     assert "sample rollouts" not in section
 
@@ -46,6 +46,6 @@ def test_a_figure_has_a_point_for_each_step() -> None:
     plots = Plots()
     for record in (*client_records(beside=False), *repeated(), *written()):
         plots.add(record)
-    drawn = {title: chart for title, _, chart in plots.of_client()}
+    drawn = {title: chart for title, _, chart in plots.draw()}
     assert "Learning rate" in drawn
     assert len(set(drawn.values())) == len(drawn), "each is a plot of its own"

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.cli import look as module
-from areal_lora.cli.look import look
-from areal_lora.cli.status import adapter_rows
+from areal_lora.cli import status as module
+from areal_lora.cli.status import adapter_rows, look
 from areal_lora.config.models import Config, ServiceConfig
 from areal_lora.config.recorded import read_config_here
 from areal_lora.launcher.slurm.job_query import write_hosts
