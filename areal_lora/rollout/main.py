@@ -285,11 +285,8 @@ def build_evaluator(
             folder,
         )
         for each in sets
-        if not each.single_greedy
     }
     return Evaluator(
-        client=pinned,
-        scorer=scorer,
         reward_kind=adapter.rewards[0].kind,
         sets=sets,
         workflows=workflows,

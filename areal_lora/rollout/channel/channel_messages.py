@@ -15,13 +15,13 @@ import msgspec
 
 from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.network.rpc import Listener, Wire
-from areal_lora.obs.metrics.records import EvalRecord, SampleRecord
+from areal_lora.obs.metrics.records import EvalRecord, RolloutSampleRecord, SampleRecord
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.tasks.tally import Estimates
 from areal_lora.types import TrajectoryGroup
 
-PROTOCOL = 9
+PROTOCOL = 10
 WIRE = Wire(
     server="controller",
     client="trainer",
@@ -193,27 +193,6 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     faults: dict[str, str] = {}  # the last one of each kind in this process
 
 
-class RolloutSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A readable example for reports."""
-
-    uid: str
-    prompt: str
-    completion: str
-    answer: str
-    reward: float
-    version: int
-
-
-class EvalSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of an evaluation. ``reward`` is None if it could not be scored, ``correct`` too without a rule."""
-
-    prompt: str
-    completion: str
-    answer: str
-    reward: float | None
-    correct: bool | None
-
-
 class EvalSetResult(Estimates, frozen=True, kw_only=True):
     """Answers to ``n`` problems of one set, ``n_samples`` each; ``error`` is set, and ``n`` is 0, if there are none.
 
@@ -233,7 +212,7 @@ class EvalSetResult(Estimates, frozen=True, kw_only=True):
     unscored: int = 0
     left_out: int = 0
     left_out_first: tuple[str, ...] = ()
-    samples: tuple[EvalSample, ...] = ()
+    samples: tuple[SampleRecord, ...] = ()
     measured_with: str = ""
     error: str = ""
 
@@ -251,11 +230,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
         """Set number ``order``, which has no error, as it is recorded."""
         fields = msgspec.structs.asdict(self.sets[order])
         del fields["error"]
-        fields["left_out_first"] = list(fields["left_out_first"])
-        fields["samples"] = [
-            SampleRecord(prompt=s.prompt, completion=s.completion, gold=s.answer, reward=s.reward, correct=s.correct)
-            for s in self.sets[order].samples
-        ]
+        fields |= {name: list(fields[name]) for name in ("left_out_first", "samples")}
         at = self.version
         return EvalRecord(adapter=self.adapter, version=at, step=at, order=order, tag=self.tag, **fields)
 
@@ -272,7 +247,7 @@ class Batch(ChannelMessage, frozen=True):
     step: int
     groups: tuple[TrajectoryGroup, ...]
     stats: Stats
-    samples: tuple[RolloutSample, ...]
+    samples: tuple[RolloutSampleRecord, ...]
     events: tuple[EvalResult, ...]
     snapshot: bytes
     reward_components: dict[str, float] = {}

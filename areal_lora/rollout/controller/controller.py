@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from areal_lora.errors import ArealLoraError, RolloutError
+from areal_lora.obs.metrics.records import RolloutSampleRecord
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel import channel_messages as m
@@ -329,7 +330,7 @@ def _take(runtime: AdapterRuntime, wanted: m.StepRequest) -> m.Batch | m.Adapter
         step=wanted.step,
         groups=lease.groups,
         stats=runtime.feed.stats(),
-        samples=_examples(lease),
+        samples=_examples(lease, wanted.adapter),
         reward_components=_components(lease),
         reward_costs=runtime.take_costs(),
         events=(),
@@ -358,15 +359,16 @@ def _components(lease: Lease) -> dict[str, float]:
     return {name: statistics.fmean(c.get(name, 0.0) for c in samples.values()) for name in names}
 
 
-def _examples(lease: Lease) -> tuple[m.RolloutSample, ...]:
+def _examples(lease: Lease, adapter: str) -> tuple[RolloutSampleRecord, ...]:
     return tuple(
-        m.RolloutSample(
-            uid=trajectory.uid,
+        RolloutSampleRecord(
+            adapter=adapter,
+            step=lease.step,
             prompt=prompt.text,
             completion=finished.episode.texts[0],
-            answer=prompt.sample.gold,
+            gold=prompt.sample.gold,
             reward=trajectory.reward,
-            version=trajectory.adapter.version,
+            versions=[trajectory.adapter.version],
         )
         for finished in lease.finished[:N_SAMPLES]
         for prompt, trajectory in [(finished.ticket.prompt, finished.episode.group.trajectories[0])]

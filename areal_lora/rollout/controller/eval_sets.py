@@ -80,15 +80,6 @@ class EvalSet:
     def name(self) -> str:
         return self.config.name
 
-    @property
-    def single_greedy(self) -> bool:
-        """One greedy answer in one turn: many prompts go into one request."""
-        return (
-            isinstance(self.workflow, SingleTurnWorkflowConfig)
-            and self.config.temperature == 0
-            and self.config.n_samples == 1
-        )
-
 
 def load_sets(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> tuple[EvalSet, ...]:
     """Read the adapter's sets. Raises ConfigError, also for a set without a prompt that fits."""
@@ -138,6 +129,8 @@ def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | N
     if adapter.init_from is not None:
         return None
     model, held_out = config.model, chosen.held_out
+    single_turn = isinstance(chosen.workflow, SingleTurnWorkflowConfig)
+    greedy = single_turn and (chosen.config.temperature, chosen.config.n_samples) == (0, 1)
     problems = [
         (sample.uid, sample.prompt, sample.messages, sample.answer, dict(sample.columns), ids)
         for sample, ids in zip(held_out.samples, held_out.token_ids, strict=True)
@@ -152,7 +145,7 @@ def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | N
         "workflow": chosen.workflow.model_dump(mode="json"),
         "format": chosen.formatter.how.model_dump(mode="json"),
         "rewards": [reward.model_dump(mode="json") for reward in adapter.rewards],
-        "random": None if chosen.single_greedy else [chosen.name, adapter_run(config, adapter).seed],
+        "random": None if greedy else [chosen.name, adapter_run(config, adapter).seed],
     }
     text = json.dumps(parts, sort_keys=True, default=repr)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -1,8 +1,8 @@
 """Evaluate one version of an adapter on all its sets, in the background of training rollouts.
 
-A set of single greedy answers goes out in requests of ``CHUNK`` prompts. Any other set runs a workflow per problem, as
-training does, with a client that requests this version only. Sets follow each other; the result has all of them, so
-that an evaluation that is cut off is repeated whole, and no set is lost or counted twice.
+A set runs a workflow per problem, as training does, with a client that requests this version only. Sets follow each
+other; the result has all of them, so that an evaluation that is cut off is repeated whole, and no set is lost or
+counted twice.
 
 Half of what the servers take belongs to training rollouts, and seven eighths while the trainer waits for a batch. The
 evaluations in progress divide the rest equally; one alone has all of it. Each may always have one request in progress,
@@ -15,37 +15,27 @@ import asyncio
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
-from typing import TypeVar
+from itertools import groupby, islice
 
 import msgspec
 
 from areal_lora.config.models import MultiTurnWorkflowConfig
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ArealLoraError
+from areal_lora.obs.metrics.records import SampleRecord
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSample, EvalSetResult
-from areal_lora.rollout.completion_client import (
-    CompletionClient,
-    CompletionRequest,
-    FaultKind,
-    GenerationFault,
-    SampledChoice,
-)
+from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.eval_sets import N_NAMED, BaseEvals, EvalSet
-from areal_lora.rollout.workflow import Episode, Scorer, Workflow, all_samples, derived_seed
-from areal_lora.tasks.reward_calls import Score, ScoreItem
+from areal_lora.rollout.workflow import Episode, Workflow, all_samples, derived_seed
+from areal_lora.tasks.reward_calls import Score
 from areal_lora.tasks.tally import Answer, estimate, tally
 from areal_lora.types import AdapterRef, Outcome, Trajectory
 
-T = TypeVar("T")
-
-CHUNK = 32  # prompts of one request
-SCORED_AT_ONCE = 8  # answers; rollouts wait for the same scorers, and have their turn in between
 MAX_TRIES = 5
 BACK_OFF_S = 0.2
 USER_TRIES = 2
@@ -142,15 +132,13 @@ class Share:
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """Samples and scores for one adapter; its requests take ``places``, which the evaluations of all adapters share.
+    """Evaluates one adapter; its requests take ``places``, which the evaluations of all adapters share.
 
-    ``client`` is pinned, so all answers are of the version that is evaluated. ``workflows`` are by the name of a
-    set; those of single greedy answers need none. ``seed`` is the run's: a problem is sampled with the same seed at
-    every version. ``base`` has the results of versions 0 that equal the base.
+    ``workflows`` are by the name of a set; their client is pinned, so all answers are of the version that is evaluated.
+    ``seed`` is the run's: a problem is sampled with the same seed at every version. ``base`` has the results of
+    versions 0 that equal the base.
     """
 
-    client: CompletionClient
-    scorer: Scorer
     reward_kind: str
     sets: Sequence[EvalSet]
     workflows: dict[str, Workflow]
@@ -175,10 +163,7 @@ class Evaluator:
     async def _set(self, chosen: EvalSet, ref: AdapterRef) -> EvalSetResult:
         start = time.monotonic()
         try:
-            if chosen.single_greedy:
-                answers = await self._in_chunks(chosen, ref)
-            else:
-                answers = await self._one_by_one(chosen, ref)
+            answers = await self._answers(chosen, ref)
         except Exception as error:  # fault boundary: a user's workflow or reward; other adapters train on
             known = isinstance(error, ArealLoraError)
             if not known:
@@ -190,47 +175,7 @@ class Evaluator:
             result_of, chosen, ref, answers, self.reward_kind, wall_s=time.monotonic() - start
         )
 
-    # ------------------------------------------------------------ single greedy answers
-
-    async def _in_chunks(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Answer]]:
-        starts = range(0, len(chosen.held_out.samples), CHUNK)
-        with self.places.share() as share:
-            chunks = await all_samples(self._chunk(chosen, ref, slice(at, at + CHUNK), share) for at in starts)
-        return [[given] for chunk in chunks for given in chunk]
-
-    async def _chunk(self, chosen: EvalSet, ref: AdapterRef, part: slice, share: Share) -> list[Answer]:
-        sampling, prefill = chosen.sampling, chosen.formatter.prefill
-        prompts = chosen.held_out.token_ids[part]
-        request = CompletionRequest(
-            prompt=list(prompts),
-            max_tokens=sampling.max_new_tokens,
-            temperature=0.0,
-            top_p=1.0,
-            stop=sampling.stop or None,
-            return_token_ids=True,
-        )
-
-        async def measure() -> list[SampledChoice]:
-            async with share.take(len(prompts)):
-                return (await self.client.complete(ref, request, len(prompts), sampling.timeout_s))[1]
-
-        answers = [(a.text, len(a.token_ids or ()), a.finish_reason or "") for a in await _patiently(measure)]
-        items = [
-            ScoreItem.of(sample, text, n_tokens=n_tokens, finish_reason=how, prefill=prefill)
-            for sample, (text, n_tokens, how) in zip(chosen.held_out.samples[part], answers, strict=True)
-        ]
-        scores: list[Score] = []
-        for at in range(0, len(items), SCORED_AT_ONCE):
-            scores += await self.scorer.score(items[at : at + SCORED_AT_ONCE])
-        threshold = chosen.config.correct_threshold
-        return [
-            Answer(text=text, score=judged(score, threshold), n_tokens=n_tokens, finish_reason=how)
-            for (text, n_tokens, how), score in zip(answers, scores, strict=True)
-        ]
-
-    # ------------------------------------------------------------ workflows
-
-    async def _one_by_one(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Answer]]:
+    async def _answers(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Answer]]:
         held_out = zip(chosen.held_out.samples, chosen.held_out.token_ids, strict=True)
         prompts = [
             Prompt(uid=s.uid, position=i, sample=s, text=chosen.formatter.text(s), token_ids=ids)
@@ -240,35 +185,24 @@ class Evaluator:
             return await all_samples(self._problem(chosen, ref, prompt, share) for prompt in prompts)
 
     async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, share: Share) -> list[Answer]:
-        workflow = self.workflows[chosen.name]
+        """Repeats what may succeed later. Raises the last GenerationFault, but for what the workflow does wrong."""
+        workflow, n_samples = self.workflows[chosen.name], chosen.config.n_samples
         seed = derived_seed(self.seed, chosen.name, prompt.uid)
-
-        async def measure() -> list[Answer]:
-            async with share.take(chosen.config.n_samples):
-                return given_answers(chosen, prompt, ref, await workflow.run(prompt, ref, seed))
-
-        try:
-            return await _patiently(measure)
-        except GenerationFault as fault:
-            if fault.kind not in USER_FAULTS:
-                raise
-            return [Answer(text="", score=Score.fault(fault.outcome, str(fault)))] * chosen.config.n_samples
-
-
-async def _patiently(measure: Callable[[], Awaitable[T]]) -> T:
-    """Repeat what may succeed later; raises the last GenerationFault."""
-    failures = user_failures = 0
-    while True:
-        try:
-            return await measure()
-        except GenerationFault as fault:
-            # A dead server is restarted; a retired version is not restored.
-            failures += fault.kind is not FaultKind.CONNECTION
-            user_failures += fault.kind in USER_FAULTS and fault.kind is not FaultKind.TIMEOUT
-            final = fault.kind is FaultKind.RETIRED or not fault.retryable
-            if failures == MAX_TRIES or user_failures == USER_TRIES or final:
-                raise
-            await asyncio.sleep(BACK_OFF_S * 2**failures)
+        failures = user_failures = 0
+        while True:
+            try:
+                async with share.take(n_samples):
+                    return given_answers(chosen, prompt, ref, await workflow.run(prompt, ref, seed))
+            except GenerationFault as fault:
+                # A dead server is restarted; a retired version is not restored.
+                failures += fault.kind is not FaultKind.CONNECTION
+                user_failures += fault.kind in USER_FAULTS and fault.kind is not FaultKind.TIMEOUT
+                final = fault.kind is FaultKind.RETIRED or not fault.retryable
+                if failures == MAX_TRIES or user_failures == USER_TRIES or final:
+                    if fault.kind not in USER_FAULTS:
+                        raise
+                    return [Answer(text="", score=Score.fault(fault.outcome, str(fault)))] * n_samples
+                await asyncio.sleep(BACK_OFF_S * 2**failures)
 
 
 def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Episode) -> list[Answer]:
@@ -334,7 +268,6 @@ def result_of(
             figures.ungraded,
             scored,
         )
-    first = list(zip(chosen.held_out.samples, answers, strict=True))[:N_SAMPLES]
     return EvalSetResult(
         name=chosen.name,
         accuracy=figures.accuracy,
@@ -347,14 +280,14 @@ def result_of(
         left_out_first=chosen.held_out.left_out[:N_NAMED],
         wall_s=wall_s,
         samples=tuple(
-            EvalSample(
+            SampleRecord(
                 prompt=sample.prompt,
                 completion=problem[0].text,
-                answer=sample.gold,
+                gold=sample.gold,
                 reward=None if math.isnan(problem[0].score.reward) else problem[0].score.reward,
                 correct=problem[0].score.correct,
             )
-            for sample, problem in first
+            for sample, problem in islice(zip(chosen.held_out.samples, answers, strict=True), N_SAMPLES)
         ),
         **msgspec.structs.asdict(estimate(answers, reward_kind, ruled=figures.accuracy is not None)),
     )
