@@ -43,14 +43,12 @@ class Samples:
 class Advantage:
     """One row of the table.
 
-    ``grouped``: it compares the answers of one prompt, and is 0 for a group of one. ``whitened``: the advantages of
-    the batch's trained tokens are brought to mean 0 and standard deviation 1, after a KL divergence in the reward was
-    taken off each token. ``critic``: ``of`` is the reward of the last token, from which `gae` computes each token's
-    advantage with a critic's values.
+    ``whitened``: the advantages of the batch's trained tokens are brought to mean 0 and standard deviation 1, after a
+    KL divergence in the reward was taken off each token. ``critic``: ``of`` is the reward of the last token, from which
+    `gae` computes each token's advantage with a critic's values.
     """
 
     of: Callable[[Samples], Tensor]
-    grouped: bool = True
     whitened: bool = False
     critic: bool = False
 
@@ -167,12 +165,12 @@ ADVANTAGES: Mapping[str, Advantage] = {
     "rloo": Advantage(of=rloo),
     "opo": Advantage(of=opo),
     "gpg": Advantage(of=gpg),
-    "reinforce_pp": Advantage(of=reinforce_pp, grouped=False, whitened=True),
+    "reinforce_pp": Advantage(of=reinforce_pp, whitened=True),
     "reinforce_pp_baseline": Advantage(of=dr_grpo, whitened=True),
-    "batch": Advantage(of=batch, grouped=False),
+    "batch": Advantage(of=batch),
     "group_mean_batch_std": Advantage(of=group_mean_batch_std),
-    "remax": Advantage(of=remax, grouped=False),
-    "gae": Advantage(of=last_reward, grouped=False, whitened=True, critic=True),
+    "remax": Advantage(of=remax),
+    "gae": Advantage(of=last_reward, whitened=True, critic=True),
 }
 
 

@@ -33,7 +33,7 @@ from areal_lora.data.prompts import Prompt
 from areal_lora.network.http_server import BodyLimit, HttpServer, unless_disconnected
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.chat import SamplingRequest, parse_chat, parse_text, reply_body, reply_events, sse
-from areal_lora.rollout.agent_api.refusals import AgentRequestError, error_body
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, check_fields, error_body
 from areal_lora.rollout.agent_api.responses import parse_response, response_body, response_events
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
@@ -232,7 +232,8 @@ async def _checked_body(session: Session, request: Request) -> Body:
         body = msgspec.json.decode(await request.body(), type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise AgentRequestError(400, str(error)) from None
-    session.check(body)
+    # An evaluation has its own sampling.
+    check_fields(body, None if session.context.evaluating else session.context.sampling)
     return body
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config, SingleTurnWorkflowConfig
@@ -30,7 +30,7 @@ from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentGateway
 from areal_lora.rollout.channel.channel_messages import ControlSocket
 from areal_lora.rollout.completion_client import CompletionClient
-from areal_lora.rollout.controller.controller import Controller, JoinedAdapter
+from areal_lora.rollout.controller.controller import Controller
 from areal_lora.rollout.controller.eval_sets import BaseEvals, EvalSet, load_sets
 from areal_lora.rollout.controller.evaluation import EvalPlaces, Evaluator
 from areal_lora.rollout.controller.feed import AdapterFeed
@@ -39,7 +39,7 @@ from areal_lora.rollout.controller.pacing import StalenessBudget
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.workflow import Scorer, WorkflowContext
+from areal_lora.rollout.workflow import WorkflowContext
 from areal_lora.rollout.workflow_loading import build_training, build_workflow
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
@@ -135,16 +135,7 @@ class SharedResources:
             formatter=part.formatter,
             max_model_len=rollout.max_model_len,
         )
-        evaluator = build_evaluator(
-            self.config,
-            adapter,
-            part.sets,
-            self.client,
-            scorer,
-            self.sessions,
-            places=self.places,
-            folder=self.run_folder,
-        )
+        evaluator = build_evaluator(run.seed, adapter, part.sets, context, self.sessions, self.places, self.run_folder)
         evaluator.base = self.base
         tasks = dict[int, asyncio.Task[None]]()
 
@@ -172,21 +163,23 @@ class SharedResources:
             tasks=tasks,
             seed=run.seed,
             capacity=capacity,
+            weight=adapter.weight,
+            close=scorer.close,
             workflow=build_training(adapter, context, self.sessions, self.run_folder),
             evaluator=evaluator,
             take_costs=scorer.take_costs,
         )
 
-    async def open(self, raw: bytes) -> JoinedAdapter:
+    async def open(self, raw: bytes) -> AdapterRuntime:
         """Open an adapter that joins, from its entry of the configuration. Prompts are read in a thread."""
         adapter = AdapterConfig.model_validate_json(raw)
         # With a tokenizer of its own: that of the others is in use in the event loop.
         [part] = await asyncio.to_thread(load_data, alone(self.config, adapter), self.run_folder)
         async with AsyncExitStack() as stack:
             made = await self.runtime(part, stack)
-            kept = stack.pop_all()
+            stack.pop_all()  # they end with the adapter
         set_status(self.run_folder, ROLE, 0, "serving")
-        return JoinedAdapter(runtime=made, weight=adapter.weight, close=kept.aclose)
+        return made
 
 
 async def serve(
@@ -218,10 +211,7 @@ async def serve(
         stack.callback(socket.close)
         try:
             async with asyncio.TaskGroup() as tasks:
-                weights = {adapter.name: adapter.weight for adapter in config.adapters}
-                controller = Controller(
-                    runtimes, router, weights=weights, tasks=tasks, stop=stop, open_adapter=shared.open
-                )
+                controller = Controller(runtimes, router, tasks=tasks, stop=stop, open_adapter=shared.open)
                 stack.push_async_callback(controller.close)
                 watched_task("control-socket", partial(socket.serve, controller.handle, tasks), tasks)
                 watched_task("leases", controller.watch_leases, tasks)
@@ -256,43 +246,22 @@ def _first(errors: BaseExceptionGroup[ArealLoraError]) -> ArealLoraError:
 
 
 def build_evaluator(
-    config: Config,
+    seed: int,
     adapter: AdapterConfig,
     sets: Sequence[EvalSet],
-    client: CompletionClient,
-    scorer: Scorer,
+    context: WorkflowContext,
     sessions: Sessions,
-    *,
     places: EvalPlaces,
     folder: RunFolder | None = None,
 ) -> Evaluator:
-    """``client`` has been entered. Conversations of agents are kept in ``folder``.
+    """``context`` is that of training: the sets have their own sampling and format.
 
-    Raises ConfigError for a workflow that cannot be built.
+    Conversations of agents are kept in ``folder``. Raises ConfigError for a workflow that cannot be built.
     """
-    pinned = client.pinned()
-    workflows = {
-        each.name: build_workflow(
-            each.workflow,
-            WorkflowContext(
-                client=pinned,
-                scorer=scorer,
-                sampling=each.sampling,
-                formatter=each.formatter,
-                max_model_len=config.rollout.max_model_len,
-            ),
-            sessions,
-            folder,
-        )
-        for each in sets
-    }
-    return Evaluator(
-        reward_kind=adapter.rewards[0].kind,
-        sets=sets,
-        workflows=workflows,
-        places=places,
-        seed=adapter_run(config, adapter).seed,
-    )
+    pinned = replace(context, client=context.client.pinned())
+    contexts = {each.name: replace(pinned, sampling=each.sampling, formatter=each.formatter) for each in sets}
+    workflows = {each.name: build_workflow(each.workflow, contexts[each.name], sessions, folder) for each in sets}
+    return Evaluator(reward_kind=adapter.rewards[0].kind, sets=sets, workflows=workflows, places=places, seed=seed)
 
 
 if __name__ == "__main__":

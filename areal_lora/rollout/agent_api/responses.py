@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.rollout.agent_api.chat import (
+    ROLES,
     Call,
     CompletedRequest,
     SamplingRequest,
@@ -16,7 +17,6 @@ from areal_lora.rollout.agent_api.chat import (
     chat_tools,
     converted,
     plain,
-    role_of,
     token_logprobs,
 )
 from areal_lora.rollout.agent_api.refusals import refuse
@@ -68,8 +68,8 @@ def _turns(items: str | list[dict[str, Any]]) -> Iterator[Turn]:
         at = f"input[{i}]"
         match item.get("type", "message"):
             case "message":
-                content = plain(item.get("content"), f"{at}.content")
-                yield Turn(role=role_of(str(item.get("role", "user"))), content=content)
+                role = str(item.get("role", "user"))
+                yield Turn(role=ROLES.get(role, role), content=plain(item.get("content"), f"{at}.content"))
             case "function_call":
                 call = Call(
                     id=str(item.get("call_id", "")),

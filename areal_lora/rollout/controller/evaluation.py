@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, islice
@@ -33,7 +33,7 @@ from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.eval_sets import N_NAMED, BaseEvals, EvalSet
 from areal_lora.rollout.workflow import Episode, Workflow, all_samples, derived_seed
 from areal_lora.tasks.reward_calls import Score
-from areal_lora.tasks.tally import Answer, estimate, tally
+from areal_lora.tasks.tally import Answer, estimate
 from areal_lora.types import AdapterRef, Outcome, Trajectory
 
 MAX_TRIES = 5
@@ -56,44 +56,63 @@ N_SAMPLES = 4  # examples in a result
 log = get_logger(__name__)
 
 
+class Changes:
+    """Something that callers wait for has changed."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake all callers."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def next(self) -> None:
+        """Return at the next change."""
+        await self._event.wait()
+
+    async def wait(self, ready: Callable[[], bool], timeout_s: float) -> None:
+        """Return when ``ready()``, checked at every change, or after ``timeout_s``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not ready():
+                    await self._event.wait()
+
+
 class EvalPlaces:
-    """``sequences`` that evaluations may have at once; see `resize`."""
+    """``sequences`` that evaluations may have at once. Requests in progress are never cut off."""
 
     def __init__(self, sequences: int) -> None:
         self._sequences = sequences
         self._trainer_waits = False
-        self._shares: list[Share] = []
+        self._evaluations = 0
+        self.changes = Changes()
 
     @property
     def each(self) -> int:
         """Sequences of each evaluation in progress."""
         sequences = self._sequences // GIVES_WAY if self._trainer_waits else self._sequences
-        return sequences // max(1, len(self._shares))
+        return sequences // max(1, self._evaluations)
 
     def trainer_waits(self, waits: bool) -> None:
-        """Whether the trainer waits for a batch of rollouts. Requests in progress are not cut off."""
+        """Whether the trainer waits for a batch of rollouts."""
         self._trainer_waits = waits
-        self._admit()
+        self.changes.notify()
 
     def resize(self, sequences: int) -> None:
-        """The servers have changed. Requests in progress are not cut off."""
+        """The servers have changed."""
         self._sequences = sequences
-        self._admit()
+        self.changes.notify()
 
     @contextmanager
     def share(self) -> Iterator[Share]:
         """The part of one evaluation, while it is in progress."""
-        share = Share(self)
-        self._shares.append(share)
+        self._evaluations += 1
         try:
-            yield share
+            yield Share(self)
         finally:
-            self._shares.remove(share)
-            self._admit()
-
-    def _admit(self) -> None:
-        for share in self._shares:
-            share.admit()
+            self._evaluations -= 1
+            self.changes.notify()
 
 
 class Share:
@@ -102,32 +121,20 @@ class Share:
     def __init__(self, places: EvalPlaces) -> None:
         self._places = places
         self._taken = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._turn = asyncio.Lock()
 
     @asynccontextmanager
     async def take(self, sequences: int) -> AsyncIterator[None]:
         """Wait for the places of one request."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((sequences, turn))
-        self.admit()
+        async with self._turn:
+            while self._taken and self._taken + sequences > self._places.each:
+                await self._places.changes.next()
+            self._taken += sequences
         try:
-            await turn
             yield
         finally:
-            if turn.done() and not turn.cancelled():  # else it has taken none: it was cut off while it waited
-                self._taken -= sequences
-            self.admit()
-
-    def admit(self) -> None:
-        """Start what has a place now."""
-        while self._waiting:
-            sequences, turn = self._waiting[0]
-            if not turn.cancelled():
-                if self._taken and self._taken + sequences > self._places.each:
-                    return
-                self._taken += sequences
-                turn.set_result(None)
-            self._waiting.popleft()
+            self._taken -= sequences
+            self._places.changes.notify()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,11 +183,7 @@ class Evaluator:
         )
 
     async def _answers(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Answer]]:
-        held_out = zip(chosen.held_out.samples, chosen.held_out.token_ids, strict=True)
-        prompts = [
-            Prompt(uid=s.uid, position=i, sample=s, text=chosen.formatter.text(s), token_ids=ids)
-            for i, (s, ids) in enumerate(held_out)
-        ]
+        prompts = chosen.held_out.prompts
         with self.places.share() as share:
             return await all_samples(self._problem(chosen, ref, prompt, share) for prompt in prompts)
 
@@ -254,11 +257,10 @@ def result_of(
     chosen: EvalSet, ref: AdapterRef, answers: Sequence[Sequence[Answer]], reward_kind: str, wall_s: float
 ) -> EvalSetResult:
     """Summarize the ``answers`` to each problem of the set."""
-    scores = [answer.score for problem in answers for answer in problem]
-    figures = tally(scores)
+    figures = estimate(answers, reward_kind)
     if figures.reward_mean is None:
-        return failed(chosen, f"no answer could be scored: {scores[0].detail}", wall_s)
-    scored = figures.n - figures.unscored
+        return failed(chosen, f"no answer could be scored: {answers[0][0].score.detail}", wall_s)
+    scored = sum(map(len, answers)) - figures.unscored
     if 0 < figures.ungraded < scored:
         log.warning(
             "evaluation %s of %s has no accuracy: the reward does not grade %d of %d answers (fix: return "
@@ -270,28 +272,25 @@ def result_of(
         )
     return EvalSetResult(
         name=chosen.name,
-        accuracy=figures.accuracy,
-        reward_mean=figures.reward_mean,
         n=len(answers),
         n_samples=chosen.config.n_samples,
         temperature=chosen.config.temperature,
-        unscored=figures.unscored,
         left_out=len(chosen.held_out.left_out),
         left_out_first=chosen.held_out.left_out[:N_NAMED],
         wall_s=wall_s,
         samples=tuple(
             SampleRecord(
-                prompt=sample.prompt,
+                prompt=prompt.sample.prompt,
                 completion=problem[0].text,
-                gold=sample.gold,
+                gold=prompt.sample.gold,
                 reward=None if math.isnan(problem[0].score.reward) else problem[0].score.reward,
                 correct=problem[0].score.correct,
             )
-            for sample, problem in islice(zip(chosen.held_out.samples, answers, strict=True), N_SAMPLES)
+            for prompt, problem in islice(zip(chosen.held_out.prompts, answers, strict=True), N_SAMPLES)
         ),
-        **msgspec.structs.asdict(estimate(answers, reward_kind, ruled=figures.accuracy is not None)),
+        **msgspec.structs.asdict(figures),
     )
 
 
 def failed(chosen: EvalSet, error: str, wall_s: float) -> EvalSetResult:
-    return EvalSetResult(name=chosen.name, accuracy=None, reward_mean=None, n=0, wall_s=wall_s, error=error)
+    return EvalSetResult(name=chosen.name, n=0, wall_s=wall_s, error=error)

@@ -79,7 +79,7 @@ def test_several_answers_to_each_problem() -> None:
         [answer(True, "1"), answer(True, "1"), answer(False, "2"), answer(False, "3", 8, True)],
         [answer(False, "1"), answer(False, "1"), answer(None, None), answer(True, "5")],
     ]
-    found = estimate(problems, "function", ruled=True)
+    found = estimate(problems, "function")
     assert found.pass_at == {1: pytest.approx(3 / 8), 2: pytest.approx((5 / 6 + 1 / 2) / 2), 4: 1.0}
     assert found.majority == 0.5
     assert found.interval == "bootstrap"

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from areal_lora.data.prompts import Prompt
 from areal_lora.errors import PublishError
 from areal_lora.processes.watched import VARIABLE
 from areal_lora.rollout.channel.channel_messages import EvalResult
@@ -153,8 +154,9 @@ def test_slow_evaluations_one_after_the_other_find_their_version_and_hold_up_no_
     tiny_model: Path, tmp_path: Path, eta: int
 ) -> None:
     """Three rounds of requests one after the other each, while versions come faster than evaluations end."""
-    problems = [Sample(uid=str(i), prompt="", answer="") for i in range(2 * PLACES + 1)]
-    held_out = HeldOut(samples=problems, token_ids=[PROMPT] * len(problems))
+    samples = [Sample(uid=str(i), prompt="", answer="") for i in range(2 * PLACES + 1)]
+    problems = [Prompt(uid=s.uid, position=i, sample=s, text="", token_ids=PROMPT) for i, s in enumerate(samples)]
+    held_out = HeldOut(prompts=problems)
     with stand_in(tmp_path / "run", tiny_model, {TOKEN_S: "0.03"}, max_staleness=eta) as server:
 
         async def run() -> tuple[list[EvalResult], list[float]]:

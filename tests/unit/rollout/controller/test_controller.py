@@ -112,7 +112,9 @@ def test_evaluations_belong_to_the_trainer_that_asked(controller: Callable[..., 
         other.announce(ref, {"server-0": server.url})
         other.request_eval(ref, "e")
         assert other.wait_eval(ref, "e").sets[0].n == 40
-        assert sum(r.get("pin_version", False) for r in server.requests[before:]) >= 40  # not the result of what the other had asked
+        assert (
+            sum(r.get("pin_version", False) for r in server.requests[before:]) >= 40
+        )  # not the result of what the other had asked
         for _ in range(2):
             other.request_eval(ref, "again")
             time.sleep(0.3)  # it is over, and its result has not been fetched

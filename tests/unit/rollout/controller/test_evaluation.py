@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from areal_lora.data.prompts import Formatter, tokenize
+from areal_lora.data.prompts import Formatter, prompts_of
 from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.rollout import routing
 from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
@@ -72,7 +72,7 @@ def evaluate(
 
 
 def held_out_of(problems: Sequence[Sample], max_prompt_tokens: int) -> HeldOut:
-    return fitting(problems, tokenize(problems, Formatter(tokenizer=CharTokenizer())), max_prompt_tokens)
+    return fitting(prompts_of(problems, Formatter(tokenizer=CharTokenizer())), max_prompt_tokens)
 
 
 def test_accuracy_is_the_tasks_own_and_what_could_not_be_scored_counts_as_not_correct() -> None:
