@@ -27,7 +27,7 @@ from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.startup import collector_paused, die_with_parent
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.session import Sessions
-from areal_lora.rollout.agents import AgentGateway
+from areal_lora.rollout.agents import agent_gateway
 from areal_lora.rollout.channel.channel_messages import ControlSocket
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.controller import Controller
@@ -199,10 +199,9 @@ async def serve(
         ledger = LedgerFile(run_folder.ledger, config.run.name)
         stack.callback(ledger.close)
         client = await stack.enter_async_context(CompletionClient(router, secret))
-        gateway = None
+        sessions = Sessions()
         if config.service or any(isinstance(part.config.workflow, AgentWorkflowConfig) for part in data):
-            gateway = await stack.enter_async_context(AgentGateway())
-        sessions = gateway.sessions if gateway else Sessions()
+            sessions = await stack.enter_async_context(agent_gateway())
         places = EvalPlaces(0)  # until the first announcement
         shared = SharedResources(config, run_folder, client, sessions, ledger, BaseEvals(run_folder), places)
         runtimes = {part.config.name: await shared.runtime(part, stack) for part in data}
@@ -216,7 +215,7 @@ async def serve(
                 watched_task("control-socket", partial(socket.serve, controller.handle, tasks), tasks)
                 watched_task("leases", controller.watch_leases, tasks)
                 watched_task("event-loop-ticks", partial(_tick, config, run_folder), tasks)
-                ports = {"control": socket.port} | ({"agents": gateway.port} if gateway else {})
+                ports = {"control": socket.port} | ({"agents": sessions.port} if sessions.port else {})
                 publish_endpoint(run_folder, ROLE, 0, ports, host=host)
                 notes = [note for part in data for each in part.sets if (note := each.held_out.note())]
                 set_status(run_folder, ROLE, 0, "; ".join(["serving", *notes]))

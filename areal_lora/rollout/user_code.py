@@ -64,6 +64,7 @@ async def _in_thread(adapter: str, work: Callable[[], Any]) -> Any:
     future.set_running_or_notify_cancel()  # from here on a caller's cancellation leaves it as it is
 
     def run() -> None:
+        outcome: tuple[Any, BaseException | None]
         try:
             outcome = work(), None
         except BaseException as error:  # fault boundary: raised again where the future is awaited  # noqa: BLE001

@@ -292,10 +292,10 @@ class Session:
 
 
 class Sessions:
-    """The keys that are valid now. Keys are kept as digests."""
+    """The keys that are valid now. Keys are kept as digests. ``port`` is that of the gateway, 0 without one."""
 
     def __init__(self) -> None:
-        self.base_url = ""
+        self.port = 0
         self._open: dict[bytes, Session] = {}
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, islice
 
@@ -211,6 +211,8 @@ class Evaluator:
 def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Episode) -> list[Answer]:
     """One answer per sample of the episode; the trajectories of a sample have its one score.
 
+    Where nothing else decides what is correct, it is a reward that reaches the set's ``correct_threshold``.
+
     Raises GenerationFault if another version than ``ref`` has sampled a token.
     """
     samples: dict[int, list[tuple[Trajectory, str]]] = defaultdict(list)
@@ -224,23 +226,18 @@ def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Epi
         last, text = rows[-1]
         if isinstance(chosen.workflow, MultiTurnWorkflowConfig):
             text = _last_turn(chosen, chosen.workflow, last)
-        score = Score(reward=last.reward, outcome=last.outcome, detail=last.detail, correct=last.correct)
+        correct, threshold = last.correct, chosen.config.correct_threshold
+        if correct is None and threshold is not None and last.outcome is Outcome.OK:
+            correct = last.reward >= threshold
         answers.append(
             Answer(
                 text=text,
-                score=judged(score, chosen.config.correct_threshold),
+                score=Score(reward=last.reward, outcome=last.outcome, detail=last.detail, correct=correct),
                 n_tokens=sum(sum(trajectory.loss_mask) for trajectory, _ in rows),
                 finish_reason=last.finish_reason,
             )
         )
     return answers
-
-
-def judged(score: Score, threshold: float | None) -> Score:
-    """``score``, correct if it reaches ``threshold`` where nothing else decides what is correct."""
-    if score.outcome is not Outcome.OK or score.correct is not None or threshold is None:
-        return score
-    return replace(score, correct=score.reward >= threshold)
 
 
 def _last_turn(chosen: EvalSet, workflow: MultiTurnWorkflowConfig, trajectory: Trajectory) -> str:

@@ -187,10 +187,9 @@ class AdapterFeed:
             counters.late += 1
             return None
         unserved_s = self.failures.failed(failure, self._clock())
-        decision = groups.decide(failure, failed=ticket.failed, unserved_s=unserved_s)
-        ticket.failed = decision.failed
+        ticket.failed, wait_s = groups.decide(failure, failed=ticket.failed, unserved_s=unserved_s)
         ticket.resampled += failure.resample
-        if decision.wait_s is None:
+        if wait_s is None:
             self.groups.stop(ticket)
             self._ledger.drop(ticket.seq, failure.kind)
             self.failures.lost(failure, self.name, self.budget.prompts_per_step)
@@ -198,7 +197,7 @@ class AdapterFeed:
         self._ledger.requeue(ticket.seq, ticket.failed, ticket.resampled)
         ticket.version = None
         counters.retried[failure.kind] = counters.retried.get(failure.kind, 0) + 1
-        return decision.wait_s
+        return wait_s
 
     def expire_overdue(self) -> None:
         """Abandon requests that run beyond their lease; their groups are retried, as after a failure."""

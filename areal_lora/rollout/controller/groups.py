@@ -91,16 +91,8 @@ class Lease:
         return tuple(finished.episode.group for finished in self.finished)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retry:
-    """``failed`` is the new count of failed tries. ``wait_s`` precedes the next one; None: the group is dropped."""
-
-    failed: int
-    wait_s: float | None
-
-
-def decide(failure: GenerationFault, *, failed: int, unserved_s: float) -> Retry:
-    """Count ``failure`` after ``failed`` earlier ones and choose the wait before the next try.
+def decide(failure: GenerationFault, *, failed: int, unserved_s: float) -> tuple[int, float | None]:
+    """The failed tries after ``failed`` and ``failure``, and the wait before the next one; None: the group is dropped.
 
     A request that no server had does not count: the group waits for a server, which may load a model for hours; the
     launcher restarts servers, and ends the run when they cannot be. So it waits for what user code connects to, with a
@@ -111,11 +103,11 @@ def decide(failure: GenerationFault, *, failed: int, unserved_s: float) -> Retry
     failed += counts
     by_code = failure.cause is Cause.CODE
     if not failure.retryable or failed >= (CODE_TRIES if by_code else MAX_TRIES):
-        return Retry(failed=failed, wait_s=None)
+        return failed, None
     if counts:
-        return Retry(failed=failed, wait_s=BACK_OFF_S if by_code else back_off_s(failed))
+        return failed, BACK_OFF_S if by_code else back_off_s(failed)
     longer_s = unserved_s / 2 if failure.cause is Cause.UNREACHABLE else 0.0
-    return Retry(failed=failed, wait_s=min(max(UNSERVED_WAIT_S, longer_s), MAX_BACK_OFF_S))
+    return failed, min(max(UNSERVED_WAIT_S, longer_s), MAX_BACK_OFF_S)
 
 
 def back_off_s(failed: int) -> float:

@@ -85,7 +85,8 @@ def test_several_answers_to_each_problem() -> None:
     assert found.interval == "bootstrap"
     assert found.accuracy_95 == (0.25, 0.5), "two problems: all resamples lie between their shares"
     assert (found.answer_tokens, found.truncated) == (4.5, 1 / 8)
-    unruled = estimate(problems, "function", ruled=False)
+    ungraded = Answer(text="1", score=Score(reward=1.0, outcome=Outcome.OK))
+    unruled = estimate([*problems, [ungraded] * 4], "function")
     assert (unruled.accuracy_95, unruled.pass_at, unruled.majority, unruled.interval) == (None, {}, None, "")
     assert unruled.reward_95 is not None
 
