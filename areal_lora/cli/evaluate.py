@@ -17,7 +17,7 @@ import typer
 from areal_lora.cli.find_run import RUN_HELP, Adapter, Run, Version, aligned, find_run, run_names
 from areal_lora.cli.serve import ServingEndpoint, served
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config
-from areal_lora.config.recorded import adapter_named, adapter_run, read_config_here
+from areal_lora.config.recorded import adapter_named, read_config_here
 from areal_lora.data.prompts import load_tokenizer
 from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.obs.metrics.reader import read_metrics
@@ -30,7 +30,6 @@ from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets
 from areal_lora.rollout.controller.evaluation import EvalPlaces
 from areal_lora.rollout.main import build_evaluator
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.workflow import WorkflowContext
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.scorer import RewardSum
 from areal_lora.types import AdapterRef
@@ -90,15 +89,7 @@ async def _measured(
         if any(isinstance(each.workflow, AgentWorkflowConfig) for each in sets):
             sessions = await stack.enter_async_context(agent_gateway())
         places = EvalPlaces(config.rollout.max_num_seqs)
-        context = WorkflowContext(
-            client=client,
-            scorer=scorer,
-            sampling=adapter.sampling,
-            formatter=sets[0].formatter,
-            max_model_len=config.rollout.max_model_len,
-        )
-        seed = adapter_run(config, adapter).seed
-        evaluator = build_evaluator(seed, adapter, sets, context, sessions, places)
+        evaluator = build_evaluator(config, adapter, sets, client, scorer, sessions, places)
         return await evaluator.run(ref, "eval")
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config, SingleTurnWorkflowConfig
@@ -39,7 +39,7 @@ from areal_lora.rollout.controller.pacing import StalenessBudget
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.workflow import WorkflowContext
+from areal_lora.rollout.workflow import Scorer, WorkflowContext
 from areal_lora.rollout.workflow_loading import build_training, build_workflow
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
@@ -135,7 +135,9 @@ class SharedResources:
             formatter=part.formatter,
             max_model_len=rollout.max_model_len,
         )
-        evaluator = build_evaluator(run.seed, adapter, part.sets, context, self.sessions, self.places, self.run_folder)
+        evaluator = build_evaluator(
+            self.config, adapter, part.sets, self.client, scorer, self.sessions, self.places, self.run_folder
+        )
         evaluator.base = self.base
         tasks = dict[int, asyncio.Task[None]]()
 
@@ -245,22 +247,34 @@ def _first(errors: BaseExceptionGroup[ArealLoraError]) -> ArealLoraError:
 
 
 def build_evaluator(
-    seed: int,
+    config: Config,
     adapter: AdapterConfig,
     sets: Sequence[EvalSet],
-    context: WorkflowContext,
+    client: CompletionClient,
+    scorer: Scorer,
     sessions: Sessions,
     places: EvalPlaces,
     folder: RunFolder | None = None,
 ) -> Evaluator:
-    """``context`` is that of training: the sets have their own sampling and format.
+    """``client`` has been entered. Conversations of agents are kept in ``folder``.
 
-    Conversations of agents are kept in ``folder``. Raises ConfigError for a workflow that cannot be built.
+    Raises ConfigError for a workflow that cannot be built.
     """
-    pinned = replace(context, client=context.client.pinned())
-    contexts = {each.name: replace(pinned, sampling=each.sampling, formatter=each.formatter) for each in sets}
+    pinned, longest = client.pinned(), config.rollout.max_model_len
+    contexts = {
+        each.name: WorkflowContext(
+            client=pinned, scorer=scorer, sampling=each.sampling, formatter=each.formatter, max_model_len=longest
+        )
+        for each in sets
+    }
     workflows = {each.name: build_workflow(each.workflow, contexts[each.name], sessions, folder) for each in sets}
-    return Evaluator(reward_kind=adapter.rewards[0].kind, sets=sets, workflows=workflows, places=places, seed=seed)
+    return Evaluator(
+        reward_kind=adapter.rewards[0].kind,
+        sets=sets,
+        workflows=workflows,
+        places=places,
+        seed=adapter_run(config, adapter).seed,
+    )
 
 
 if __name__ == "__main__":

@@ -251,8 +251,8 @@ class AdapterFeed:
                 del self.groups.ready[finished.ticket.seq]
                 self.groups.reissue(finished.ticket, reason)
         for ticket in list(self.groups.running.values()):
-            asked = ticket.version
-            if asked is not None and (reason := self.budget.refusal(asked, asked, version)):
+            held = ticket.version
+            if held is not None and (reason := self.budget.refusal(held, held, version)):
                 self.groups.expire(ticket)
                 self.groups.reissue(ticket, reason)
 
