@@ -43,14 +43,12 @@ class Samples:
 class Advantage:
     """One row of the table.
 
-    ``grouped``: it compares the answers of one prompt, and is 0 for a group of one. ``whitened``: the advantages of
-    the batch's trained tokens are brought to mean 0 and standard deviation 1, after a KL divergence in the reward was
-    taken off each token. ``critic``: ``of`` is the reward of the last token, from which `gae` computes each token's
-    advantage with a critic's values.
+    ``whitened``: the advantages of the batch's trained tokens are brought to mean 0 and standard deviation 1, after a
+    KL divergence in the reward was taken off each token. ``critic``: ``of`` is the reward of the last token, from which
+    `gae` computes each token's advantage with a critic's values.
     """
 
     of: Callable[[Samples], Tensor]
-    grouped: bool = True
     whitened: bool = False
     critic: bool = False
 
@@ -121,8 +119,11 @@ def gpg(samples: Samples) -> Tensor:
     return dr_grpo(samples) * (n / (n - silent) if silent < n else 0.0)
 
 
-def reinforce_pp(samples: Samples) -> Tensor:
-    """``r``, normalised over the batch's tokens afterwards: REINFORCE++ (Hu et al., arXiv 2501.03262), section 3."""
+def reward(samples: Samples) -> Tensor:
+    """``r``, normalised over the batch's tokens afterwards: REINFORCE++ (Hu et al., arXiv 2501.03262), section 3.
+
+    For `gae`, the reward of an answer's last token: PPO (Schulman et al., arXiv 1707.06347), equation 11.
+    """
     return samples.rewards
 
 
@@ -149,11 +150,6 @@ def remax(samples: Samples) -> Tensor:
     return samples.rewards - samples.baselines
 
 
-def last_reward(samples: Samples) -> Tensor:
-    """``r`` at an answer's last token, for `gae`: PPO (Schulman et al., arXiv 1707.06347), equation 11."""
-    return samples.rewards
-
-
 def _over_batch_std(values: Tensor, rewards: Tensor) -> Tensor:
     """Divide [S] by the standard deviation of all rewards; 0 where these are all equal."""
     if bool((rewards == rewards[:1]).all()):
@@ -167,12 +163,12 @@ ADVANTAGES: Mapping[str, Advantage] = {
     "rloo": Advantage(of=rloo),
     "opo": Advantage(of=opo),
     "gpg": Advantage(of=gpg),
-    "reinforce_pp": Advantage(of=reinforce_pp, grouped=False, whitened=True),
+    "reinforce_pp": Advantage(of=reward, whitened=True),
     "reinforce_pp_baseline": Advantage(of=dr_grpo, whitened=True),
-    "batch": Advantage(of=batch, grouped=False),
+    "batch": Advantage(of=batch),
     "group_mean_batch_std": Advantage(of=group_mean_batch_std),
-    "remax": Advantage(of=remax, grouped=False),
-    "gae": Advantage(of=last_reward, grouped=False, whitened=True, critic=True),
+    "remax": Advantage(of=remax),
+    "gae": Advantage(of=reward, whitened=True, critic=True),
 }
 
 
@@ -236,9 +232,6 @@ def find_samples(sample_ids: Tensor) -> tuple[Tensor, Tensor]:
     return first.scatter_reduce(0, index, order, reduce="amin"), index
 
 
-UNDISCOUNTED = Discount(gamma=1.0, lam=1.0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shaping:
     """What is taken off a reward before advantages are computed.
@@ -252,7 +245,7 @@ class Shaping:
     overlong_from: float
     overlong_penalty: float
     max_new_tokens: int
-    discount: Discount = UNDISCOUNTED
+    discount: Discount
 
 
 def overlong_penalty(lengths: Tensor, shaping: Shaping) -> Tensor:

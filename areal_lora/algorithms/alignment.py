@@ -17,14 +17,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 TELLING = 0.5  # nats between neighbours, in records and present values; smaller differences can be rounding
-
-
 NEARER = 4.0  # times; a token that moved half of the way to its neighbour abstains
-
-
 FEWEST = 30  # votes
-
-
 SHIFTED = 2 / 3  # of the votes; aligned records get nearly none, shifted ones nearly all
 
 

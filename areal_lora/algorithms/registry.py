@@ -54,9 +54,8 @@ def build_algorithm(
 ) -> Algorithm:
     """Look the configuration's names up. ``given_steps``: so many versions are trained on given answers first.
 
-    With one minibatch per step the proximal policy is the current one, so its
-    log-probabilities are taken from the training forward pass and ``needs_prox`` is False. So it is where nothing
-    refers to the proximal policy.
+    With one minibatch per step the proximal policy is the current one, so its log-probabilities are taken from the
+    training forward pass and ``needs_prox`` is False. So it is where nothing refers to the proximal policy.
     """
     in_reward = config.kl_in == "reward"
     kl = ESTIMATORS[config.kl_estimator]

@@ -48,12 +48,8 @@ DEFAULTS: Mapping[Loss, Bounds] = {
 
 
 def bounds_of(loss: Loss, settings: LossSettings) -> Bounds:
-    usual = DEFAULTS[loss]
-    return Bounds(
-        low=usual.low if settings.clip_low is None else settings.clip_low,
-        high=usual.high if settings.clip_high is None else settings.clip_high,
-        beta=usual.beta if settings.beta is None else settings.beta,
-    )
+    chosen = {"low": settings.clip_low, "high": settings.clip_high, "beta": settings.beta}
+    return replace(DEFAULTS[loss], **{name: value for name, value in chosen.items() if value is not None})
 
 
 def cross_entropy(bounds: Bounds, t: Targets) -> Tensor:
@@ -128,13 +124,6 @@ def token_loss(loss: Loss, bounds: Bounds, targets: Targets) -> Tensor:
     """``- sum w * value`` over the targets with a weight; others do not count, whatever they are."""
     on = targets.weights != 0
 
-    def counted(values: Tensor) -> Tensor:
-        return torch.where(on, values, 0.0)
-
-    seen = replace(
-        targets,
-        logprobs=counted(targets.logprobs),
-        sampled=counted(targets.sampled),
-        advantages=counted(targets.advantages),
-    )
+    counted = {name: torch.where(on, getattr(targets, name), 0.0) for name in ("logprobs", "sampled", "advantages")}
+    seen = replace(targets, **counted)
     return -(targets.weights * VALUES[loss](bounds, seen)).sum()

@@ -23,7 +23,7 @@ from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import EvalRecord, StepRecord, mean_lag
 from areal_lora.rollout.agent_api.session import Sessions
-from areal_lora.rollout.agents import AgentGateway
+from areal_lora.rollout.agents import agent_gateway
 from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets
@@ -86,9 +86,9 @@ async def _measured(
         scorer = await stack.enter_async_context(RewardSum(adapter.rewards, hidden=folder.path))
         sessions = Sessions()
         if any(isinstance(each.workflow, AgentWorkflowConfig) for each in sets):
-            sessions = (await stack.enter_async_context(AgentGateway())).sessions
+            sessions = await stack.enter_async_context(agent_gateway())
         places = EvalPlaces(config.rollout.max_num_seqs)
-        evaluator = build_evaluator(config, adapter, sets, client, scorer, sessions, places=places)
+        evaluator = build_evaluator(config, adapter, sets, client, scorer, sessions, places)
         return await evaluator.run(ref, "eval")
 
 

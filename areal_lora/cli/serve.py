@@ -26,7 +26,7 @@ from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import Formatter, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessFailed, RolloutError
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.tasks.reward_calls import typed_sample
+from areal_lora.tasks.datasets import typed_sample
 
 START_S, STOP_S, POLL_S = 900.0, 20.0, 0.2
 ANSWER_S = 600.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -28,6 +28,8 @@ from areal_lora.data.trajectory_checks import check_alignment, check_rewards
 from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import TrainBatch, TrajectoryGroup
 
+PER_SEQUENCE = ("rewards", "group_ids", "sample_ids", "given", "baselines")
+"""Tensors [N] of a batch; all others but ``cu_seqlens`` are [T]."""
 HOST = torch.device("cpu")  # named wherever a batch is made: torch's default device may be another one
 
 
@@ -93,29 +95,15 @@ def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
     index = torch.from_numpy(runs(bounds[chosen], lengths)).to(device)
     rows = torch.from_numpy(chosen).to(device)
 
-    def tokens(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[index]
-
-    return replace(
-        batch,
-        token_ids=batch.token_ids[index],
-        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths.tolist()])).to(device),
-        loss_mask=batch.loss_mask[index],
-        rollout_logprobs=batch.rollout_logprobs[index],
-        versions=batch.versions[index],
-        rewards=batch.rewards[rows],
-        group_ids=batch.group_ids[rows],
-        sample_ids=batch.sample_ids[rows],
-        given=batch.given[rows],
-        adapters=tuple(batch.adapters[i] for i in sequences),
-        baselines=None if batch.baselines is None else batch.baselines[rows],
-        prox_logprobs=tokens(batch.prox_logprobs),
-        ref_logprobs=tokens(batch.ref_logprobs),
-        values=tokens(batch.values),
-        advantages=tokens(batch.advantages),
-        returns=tokens(batch.returns),
-        weights=tokens(batch.weights),
-    )
+    held = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    chosen_tensors = {
+        name: values[rows if name in PER_SEQUENCE else index]
+        for name, values in held.items()
+        if isinstance(values, Tensor) and name != "cu_seqlens"
+    }
+    cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths.tolist()])).to(device)
+    adapters = tuple(batch.adapters[i] for i in sequences)
+    return replace(batch, cu_seqlens=cu_seqlens, adapters=adapters, **chosen_tensors)
 
 
 def runs(first: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -134,20 +122,14 @@ def split_minibatches(batch: TrainBatch, n: int) -> list[TrainBatch]:
     return [select(batch, range(a, b)) for a, b in pairwise(cuts) if b > a]
 
 
-def staleness_histogram(batch: TrainBatch, version: int) -> dict[int, int]:
-    """Return the staleness histogram at ``version``: number of trained tokens by age in versions."""
-    ages = version - batch.versions[batch.loss_mask]
-    values, counts = torch.unique(ages, return_counts=True)
-    return {int(v): int(c) for v, c in zip(values, counts)}
-
-
 def assert_staleness(batch: TrainBatch, version: int, max_staleness: int) -> dict[int, int]:
-    """Check contract C7 at consumption; return the histogram.
+    """Check contract C7 at consumption; return the number of trained tokens by age in versions.
 
     Raises:
         StalenessError: a trained token is older than the budget, or from the future.
     """
-    histogram = staleness_histogram(batch, version)
+    values, counts = torch.unique(version - batch.versions[batch.loss_mask], return_counts=True)
+    histogram = {int(v): int(c) for v, c in zip(values, counts)}
     if histogram and (max(histogram) > max_staleness or min(histogram) < 0):
         raise StalenessError(
             f"batch consumed at version {version} holds tokens {histogram} versions old; "
@@ -179,9 +161,8 @@ def scoring_batch(rows: list[list[int]], adapter: str) -> TrainBatch:
 
 def split_rows(values: torch.Tensor, cu_seqlens: torch.Tensor) -> list[list[float]]:
     """A packed [T] tensor as one list per sequence."""
-    bounds = cu_seqlens.tolist()
     flat = values.tolist()
-    return [flat[a:b] for a, b in pairwise(bounds)]
+    return [flat[a:b] for a, b in pairwise(cu_seqlens.tolist())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,13 +80,15 @@ class Formatter:
 
     def token_ids(self, sample: Sample) -> list[int]:
         """The prompt's tokens [P]."""
-        return self.encode(sample, self.text(sample))
+        return self.prompt(sample, sample.uid, 0).token_ids
 
-    def encode(self, sample: Sample, text: str) -> list[int]:
-        """Tokens [P] of ``text``, which is the prompt of ``sample``."""
+    def prompt(self, sample: Sample, uid: str, position: int) -> Prompt:
+        text = self.text(sample)
         if sample.messages is not None:
-            return self.tokenizer.encode(text, add_special_tokens=False)
-        return self.tokenizer([text])["input_ids"][0]
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        else:
+            ids = self.tokenizer([text])["input_ids"][0]
+        return Prompt(uid=uid, position=position, sample=sample, text=text, token_ids=ids)
 
     def reply(self, text: str, role: str, answer_ids: list[int]) -> list[int]:
         """Tokens of an environment's reply [R], which continue a sequence that ends with ``answer_ids`` [A].
@@ -132,21 +134,10 @@ class Formatter:
         return text
 
 
-@dataclass(frozen=True, slots=True)
-class PromptOrder:
-    """The order in which ``n_samples`` samples are visited, epoch after epoch."""
-
-    seed: int
-    n_samples: int
-
-    def __post_init__(self) -> None:
-        if self.n_samples < 1:
-            raise ValueError(f"a prompt order needs at least one sample, got {self.n_samples}")
-
-    def locate(self, position: int) -> tuple[int, int]:
-        """``(epoch, sample index)`` of the ``position``-th prompt of the stream (from 0)."""
-        epoch, offset = divmod(position, self.n_samples)
-        return epoch, permute(offset, self.n_samples, seed=self.seed, epoch=epoch)
+def locate(position: int, n_samples: int, seed: int) -> tuple[int, int]:
+    """``(epoch, sample index)`` of the ``position``-th prompt (from 0) of a stream of ``n_samples`` an epoch."""
+    epoch, offset = divmod(position, n_samples)
+    return epoch, permute(offset, n_samples, seed=seed, epoch=epoch)
 
 
 def permute(index: int, n: int, *, seed: int, epoch: int) -> int:
@@ -198,12 +189,10 @@ class PromptStream:
         """Raises ConfigError for samples that share a uid, a blank prompt, or none that fits."""
         check_samples(samples)
         self._samples, self._formatter = samples, formatter
-        self._order = PromptOrder(seed, len(samples))
-        self._max_prompt_tokens = max_prompt_tokens
+        self._seed, self._max_prompt_tokens = seed, max_prompt_tokens
         self.digest = _digest(seed, samples)
-        for sample in samples:
-            if not sample.prompt.strip():
-                _token_ids([sample], formatter)
+        if blank := [sample for sample in samples if not sample.prompt.strip()]:
+            prompts_of(blank, formatter)
         if not any(self.refusal(self.at(position)) is None for position in range(len(samples))):
             raise ConfigError(
                 "rollout.max_model_len",
@@ -212,16 +201,9 @@ class PromptStream:
             )
 
     def at(self, position: int) -> Prompt:
-        epoch, index = self._order.locate(position)
+        epoch, index = locate(position, len(self._samples), self._seed)
         sample = self._samples[index]
-        text = self._formatter.text(sample)
-        return Prompt(
-            uid=f"{epoch}:{sample.uid}",
-            position=position,
-            sample=sample,
-            text=text,
-            token_ids=self._formatter.encode(sample, text),
-        )
+        return self._formatter.prompt(sample, f"{epoch}:{sample.uid}", position)
 
     def refusal(self, prompt: Prompt) -> str | None:
         """The reason for which the prompt cannot be sampled, as dropped groups name it; None if it can."""
@@ -238,18 +220,14 @@ def check_samples(samples: Sequence[Sample]) -> None:
         raise ConfigError("adapters.task", "two samples share a uid, exactly-once needs them apart", "make uids unique")
 
 
-def tokenize(samples: Sequence[Sample], formatter: Formatter) -> list[list[int]]:
-    """Token ids of every prompt of a small set; raises as `check_samples` and for a prompt without tokens."""
+def prompts_of(samples: Sequence[Sample], formatter: Formatter) -> list[Prompt]:
+    """The prompts of a small set; raises as `check_samples` and for a prompt without tokens."""
     check_samples(samples)
-    return _token_ids(samples, formatter)
-
-
-def _token_ids(samples: Sequence[Sample], formatter: Formatter) -> list[list[int]]:
-    token_ids = [formatter.token_ids(sample) for sample in samples]
-    for sample, ids in zip(samples, token_ids, strict=True):
-        if not ids:
-            raise ConfigError("adapters.task", f"sample {sample.uid} has a prompt without tokens", "remove it")
-    return token_ids
+    prompts = [formatter.prompt(sample, sample.uid, i) for i, sample in enumerate(samples)]
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise ConfigError("adapters.task", f"sample {prompt.uid} has a prompt without tokens", "remove it")
+    return prompts
 
 
 def _digest(seed: int, samples: Sequence[Sample]) -> str:

@@ -1,6 +1,6 @@
 """Agents: user code that calls an OpenAI-compatible endpoint; its completions are trained on.
 
-    agent(task) --/v1/chat/completions, /v1/responses; key of its own--> AgentGateway --Router--> rollout server
+    agent(task) --/v1/chat/completions, /v1/responses; key of its own--> agent_gateway --Router--> rollout server
                                                                               |
                                       Session: tokens, log-probabilities, versions of every completion
 
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from areal_lora.data.prompts import Prompt
 from areal_lora.network.http_server import BodyLimit, HttpServer, unless_disconnected
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.chat import SamplingRequest, parse_chat, parse_text, reply_body, reply_events, sse
-from areal_lora.rollout.agent_api.refusals import AgentRequestError, error_body
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, check_fields, error_body
 from areal_lora.rollout.agent_api.responses import parse_response, response_body, response_events
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
@@ -107,7 +107,7 @@ class AgentWorkflow:
         timeout_s = self.context.sampling.timeout_s
         with self.sessions.opened(session) as key:
             task = AgentTask(
-                base_url=self.sessions.base_url,
+                base_url=f"http://{HOST}:{self.sessions.port}/v1",
                 api_key=key,
                 model=session.ref.name,
                 sample=prompt.sample,
@@ -140,66 +140,57 @@ Body = dict[str, Any]
 _Handler = Callable[[Session, Request], Coroutine[Any, Any, Response]]
 
 
-class AgentGateway:
-    """``async with AgentGateway() as gateway``; then ``gateway.port``, and ``gateway.sessions`` for workflows."""
-
-    def __init__(self) -> None:
-        self.sessions = Sessions()
-        self.port = 0
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> AgentGateway:
-        posts: dict[str, _Handler] = {
-            "/v1/chat/completions": partial(_completions, parse=parse_chat),
-            "/v1/completions": partial(_completions, parse=parse_text),
-            "/v1/responses": _responses,
-        }
-        app = Starlette(
-            routes=[
-                *(Route(path, partial(self._answer, handler), methods=["POST"]) for path, handler in posts.items()),
-                *(Route(path, partial(self._answer, _models)) for path in ("/v1/models", "/v1/models/{name}")),
-            ]
-        )
-        sock = self._stack.enter_context(socket.create_server((HOST, 0)))
+@asynccontextmanager
+async def agent_gateway() -> AsyncIterator[Sessions]:
+    """Serve the agents of the sessions, at their ``port``, inside the block."""
+    sessions = Sessions()
+    posts: dict[str, _Handler] = {
+        "/v1/chat/completions": partial(_completions, parse=parse_chat),
+        "/v1/completions": partial(_completions, parse=parse_text),
+        "/v1/responses": _responses,
+    }
+    answer = partial(partial, _answer, sessions)
+    app = Starlette(
+        routes=[
+            *(Route(path, answer(handler), methods=["POST"]) for path, handler in posts.items()),
+            *(Route(path, answer(_models)) for path in ("/v1/models", "/v1/models/{name}")),
+        ]
+    )
+    with socket.create_server((HOST, 0)) as sock:
         server = HttpServer(BodyLimit(app, MAX_BODY_BYTES, _error), sock, None)
         serving = watched_task("agent-endpoint", server.serve)
-        self._stack.push_async_callback(_stop, server, serving)
-        self.port = sock.getsockname()[1]
-        self.sessions.base_url = f"http://{HOST}:{self.port}/v1"
-        return self
-
-    async def __aexit__(self, *exc_info: Any) -> None:
-        await self._stack.aclose()
-
-    async def _answer(self, handler: _Handler, request: Request) -> Response:
-        """Answer within the session of the request's key, with OpenAI's bodies for known errors.
-
-        An agent that disconnects ends its request, and the sequence on the server.
-        """
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self.sessions.of_key(key) if kind == "Bearer" else None
-        if session is None:
-            return _error(401, "the key is not, or no longer, valid")
+        sessions.port = sock.getsockname()[1]
         try:
-            await request.body()
-            task = asyncio.create_task(handler(session, request))
-            session.requests.add(task)
-            try:
-                return await unless_disconnected(request, task)
-            finally:
-                session.requests.discard(task)
-        except HTTPException as error:
-            return _error(error.status_code, error.detail)
-        except AgentRequestError as error:
-            return _error(error.status, str(error), error.param)
-        except GenerationFault as fault:
-            session.fail(fault)
-            return _error(503, str(fault))
+            yield sessions
+        finally:
+            server.should_exit = True
+            await serving
 
 
-async def _stop(server: HttpServer, serving: asyncio.Task[None]) -> None:
-    server.should_exit = True
-    await serving
+async def _answer(sessions: Sessions, handler: _Handler, request: Request) -> Response:
+    """Answer within the session of the request's key, with OpenAI's bodies for known errors.
+
+    An agent that disconnects ends its request, and the sequence on the server.
+    """
+    kind, _, key = request.headers.get("Authorization", "").partition(" ")
+    session = sessions.of_key(key) if kind == "Bearer" else None
+    if session is None:
+        return _error(401, "the key is not, or no longer, valid")
+    try:
+        await request.body()
+        task = asyncio.create_task(handler(session, request))
+        session.requests.add(task)
+        try:
+            return await unless_disconnected(request, task)
+        finally:
+            session.requests.discard(task)
+    except HTTPException as error:
+        return _error(error.status_code, error.detail)
+    except AgentRequestError as error:
+        return _error(error.status, str(error), error.param)
+    except GenerationFault as fault:
+        session.fail(fault)
+        return _error(503, str(fault))
 
 
 async def _completions(session: Session, request: Request, *, parse: Callable[[Body], SamplingRequest]) -> Response:
@@ -232,7 +223,8 @@ async def _checked_body(session: Session, request: Request) -> Body:
         body = msgspec.json.decode(await request.body(), type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise AgentRequestError(400, str(error)) from None
-    session.check(body)
+    # An evaluation has its own sampling.
+    check_fields(body, None if session.context.evaluating else session.context.sampling)
     return body
 
 

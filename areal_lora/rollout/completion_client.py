@@ -81,7 +81,7 @@ class HandedBack(Exception):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Body of ``POST /v1/completions``; ``prompt`` is one prompt's token ids, or those of several.
+    """Body of ``POST /v1/completions``; ``prompt`` is token ids.
 
     Only the ``top_k`` likeliest tokens are sampled (0: all), only those with at least ``min_p`` of the likeliest one's
     probability, and no end within ``min_tokens``. An answer that ends at one of ``stop`` has the stop's tokens, but not
@@ -89,7 +89,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     ``pin_version``.
     """
 
-    prompt: list[int] | list[list[int]]
+    prompt: list[int]
     max_tokens: int
     temperature: float
     top_p: float
@@ -169,14 +169,14 @@ class CompletionClient:
         return ref if self.pins else self.router.newest(ref)
 
     async def complete(
-        self, ref: AdapterRef, request: CompletionRequest, sequences: int, timeout_s: float
+        self, ref: AdapterRef, request: CompletionRequest, timeout_s: float
     ) -> tuple[AdapterRef, list[SampledChoice]]:
-        """The version that answered, and the answers to all prompts in their order; raises GenerationFault."""
+        """The version that answered, and the ``request.n`` answers in their order; raises GenerationFault."""
         body = msgspec.structs.replace(request, model=str(ref), pin_version=self.pins)
-        completion = await self._request(ref, "/v1/completions", body, Completion, sequences, timeout_s)
+        completion = await self._request(ref, "/v1/completions", body, Completion, request.n, timeout_s)
         choices = sorted(completion.choices, key=lambda choice: choice.index)
-        if [choice.index for choice in choices] != list(range(sequences)):
-            detail = f"{completion.model}: {len(choices)} answers for {sequences} requested"
+        if [choice.index for choice in choices] != list(range(request.n)):
+            detail = f"{completion.model}: {len(choices)} answers for {request.n} requested"
             raise GenerationFault(FaultKind.PROTOCOL, detail)
         if any(choice.finish_reason not in ("stop", "length") for choice in choices):
             raise GenerationFault(FaultKind.ABORTED, f"{completion.model}: generation was cut off")
@@ -185,7 +185,7 @@ class CompletionClient:
     async def sample(self, ref: AdapterRef, request: CompletionRequest, *, timeout_s: float) -> list[Generation]:
         """``request.n`` sampled answers with per-token logprobs; raises GenerationFault."""
         request = msgspec.structs.replace(request, logprobs=request.logprobs or 0, return_token_ids=True)
-        _, choices = await self.complete(ref, request, request.n, timeout_s)
+        _, choices = await self.complete(ref, request, timeout_s)
         return [_generation(choice, ref if self.pins else None) for choice in choices]
 
     async def score(
@@ -204,7 +204,7 @@ class CompletionClient:
             logprobs=0,
             echo=True,
         )
-        served, (choice,) = await self.complete(ref, request, 1, timeout_s)
+        served, (choice,) = await self.complete(ref, request, timeout_s)
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
         if len(logprobs) != len(token_ids) + 1:
             detail = f"{len(logprobs)} log-probabilities for {len(token_ids)} scored tokens and a sampled one"
@@ -241,7 +241,7 @@ class CompletionClient:
                         return msgspec.json.decode(payload, type=kind)
                 except HandedBack:
                     if server is not None:
-                        self.router.leaves(server)
+                        server.leaving = True
                     server = None
         except TimeoutError:
             if server is not None and server.lost:
@@ -274,7 +274,7 @@ class CompletionClient:
             raise HandedBack
         detail = f"{server.url}: HTTP {response.status}: {payload[:200].decode(errors='replace')}"
         if response.status == 404:
-            self.router.retired(server, ref)
+            server.versions.discard(ref)
             raise GenerationFault(FaultKind.RETIRED, detail)
         if response.status >= 500 or response.status == 429:
             self.router.failed(server)

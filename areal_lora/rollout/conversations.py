@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -182,12 +183,11 @@ class MultiTurnWorkflow:
         longest = self.context.max_model_len
         code = partial(call, FaultKind.ENVIRONMENT, ref.name)
         environment = await code(self.environment, **self.arguments)
-        reset, step = await code(_methods, environment)
+        reset, step = await code(_now, attrgetter("reset", "step"), environment)
         first = _checked("reset", await code(reset, prompt.sample), str, type(None))
         packed, rewards = PackedTurns(), list[float]()
-        packed.given(
-            prompt.token_ids + (await self._encoded(ref, partial(self.context.encode, first)) if first else [])
-        )
+        # Not every text that an environment makes can be tokenized: half a surrogate pair cannot.
+        packed.given(prompt.token_ids + (await code(_now, self.context.encode, first) if first else []))
         if len(packed.token_ids) >= longest:
             raise GenerationFault(FaultKind.REJECTED, "the environment's first text leaves no room for an answer")
         for turn in range(self.max_turns):
@@ -202,7 +202,7 @@ class MultiTurnWorkflow:
             if reply.done or answer.finish_reason == "length":
                 break
             text = _checked("step's text", reply.text, str)
-            added = await self._encoded(ref, partial(self.context.formatter.reply, text, reply.role, answer.token_ids))
+            added = await code(_now, self.context.formatter.reply, text, reply.role, answer.token_ids)
             if turn + 1 == self.max_turns:
                 packed.finish_reason = "max_turns"
             elif len(packed.token_ids) + len(added) >= longest:
@@ -212,18 +212,10 @@ class MultiTurnWorkflow:
                 packed.given(added)
         return _PlayedTurns(packed=packed, last=answer, reward=sum(rewards) if rewards else None)
 
-    async def _encoded(self, ref: AdapterRef, encode: Callable[[], list[int]]) -> list[int]:
-        """Not every text an environment makes can be tokenized: half a surrogate pair cannot."""
 
-        async def run() -> list[int]:
-            return encode()
-
-        ids: list[int] = await call(FaultKind.ENVIRONMENT, ref.name, run)
-        return ids
-
-
-async def _methods(environment: Environment) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return environment.reset, environment.step
+async def _now(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run in the event loop: `call` gives what is no coroutine function a thread."""
+    return function(*arguments)
 
 
 def _checked(what: str, value: Any, *kinds: type) -> Any:

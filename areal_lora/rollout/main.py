@@ -27,10 +27,10 @@ from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.startup import collector_paused, die_with_parent
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.session import Sessions
-from areal_lora.rollout.agents import AgentGateway
+from areal_lora.rollout.agents import agent_gateway
 from areal_lora.rollout.channel.channel_messages import ControlSocket
 from areal_lora.rollout.completion_client import CompletionClient
-from areal_lora.rollout.controller.controller import Controller, JoinedAdapter
+from areal_lora.rollout.controller.controller import Controller
 from areal_lora.rollout.controller.eval_sets import BaseEvals, EvalSet, load_sets
 from areal_lora.rollout.controller.evaluation import EvalPlaces, Evaluator
 from areal_lora.rollout.controller.feed import AdapterFeed
@@ -136,14 +136,7 @@ class SharedResources:
             max_model_len=rollout.max_model_len,
         )
         evaluator = build_evaluator(
-            self.config,
-            adapter,
-            part.sets,
-            self.client,
-            scorer,
-            self.sessions,
-            places=self.places,
-            folder=self.run_folder,
+            self.config, adapter, part.sets, self.client, scorer, self.sessions, self.places, self.run_folder
         )
         evaluator.base = self.base
         tasks = dict[int, asyncio.Task[None]]()
@@ -172,21 +165,23 @@ class SharedResources:
             tasks=tasks,
             seed=run.seed,
             capacity=capacity,
+            weight=adapter.weight,
+            close=scorer.close,
             workflow=build_training(adapter, context, self.sessions, self.run_folder),
             evaluator=evaluator,
             take_costs=scorer.take_costs,
         )
 
-    async def open(self, raw: bytes) -> JoinedAdapter:
+    async def open(self, raw: bytes) -> AdapterRuntime:
         """Open an adapter that joins, from its entry of the configuration. Prompts are read in a thread."""
         adapter = AdapterConfig.model_validate_json(raw)
         # With a tokenizer of its own: that of the others is in use in the event loop.
         [part] = await asyncio.to_thread(load_data, alone(self.config, adapter), self.run_folder)
         async with AsyncExitStack() as stack:
             made = await self.runtime(part, stack)
-            kept = stack.pop_all()
+            stack.pop_all()  # they end with the adapter
         set_status(self.run_folder, ROLE, 0, "serving")
-        return JoinedAdapter(runtime=made, weight=adapter.weight, close=kept.aclose)
+        return made
 
 
 async def serve(
@@ -206,10 +201,9 @@ async def serve(
         ledger = LedgerFile(run_folder.ledger, config.run.name)
         stack.callback(ledger.close)
         client = await stack.enter_async_context(CompletionClient(router, secret))
-        gateway = None
+        sessions = Sessions()
         if config.service or any(isinstance(part.config.workflow, AgentWorkflowConfig) for part in data):
-            gateway = await stack.enter_async_context(AgentGateway())
-        sessions = gateway.sessions if gateway else Sessions()
+            sessions = await stack.enter_async_context(agent_gateway())
         places = EvalPlaces(0)  # until the first announcement
         shared = SharedResources(config, run_folder, client, sessions, ledger, BaseEvals(run_folder), places)
         runtimes = {part.config.name: await shared.runtime(part, stack) for part in data}
@@ -218,15 +212,12 @@ async def serve(
         stack.callback(socket.close)
         try:
             async with asyncio.TaskGroup() as tasks:
-                weights = {adapter.name: adapter.weight for adapter in config.adapters}
-                controller = Controller(
-                    runtimes, router, weights=weights, tasks=tasks, stop=stop, open_adapter=shared.open
-                )
+                controller = Controller(runtimes, router, tasks=tasks, stop=stop, open_adapter=shared.open)
                 stack.push_async_callback(controller.close)
                 watched_task("control-socket", partial(socket.serve, controller.handle, tasks), tasks)
                 watched_task("leases", controller.watch_leases, tasks)
                 watched_task("event-loop-ticks", partial(_tick, config, run_folder), tasks)
-                ports = {"control": socket.port} | ({"agents": gateway.port} if gateway else {})
+                ports = {"control": socket.port} | ({"agents": sessions.port} if sessions.port else {})
                 publish_endpoint(run_folder, ROLE, 0, ports, host=host)
                 notes = [note for part in data for each in part.sets if (note := each.held_out.note())]
                 set_status(run_folder, ROLE, 0, "; ".join(["serving", *notes]))
@@ -262,7 +253,6 @@ def build_evaluator(
     client: CompletionClient,
     scorer: Scorer,
     sessions: Sessions,
-    *,
     places: EvalPlaces,
     folder: RunFolder | None = None,
 ) -> Evaluator:
@@ -270,26 +260,15 @@ def build_evaluator(
 
     Raises ConfigError for a workflow that cannot be built.
     """
-    pinned = client.pinned()
-    workflows = {
-        each.name: build_workflow(
-            each.workflow,
-            WorkflowContext(
-                client=pinned,
-                scorer=scorer,
-                sampling=each.sampling,
-                formatter=each.formatter,
-                max_model_len=config.rollout.max_model_len,
-            ),
-            sessions,
-            folder,
+    pinned, longest = client.pinned(), config.rollout.max_model_len
+    contexts = {
+        each.name: WorkflowContext(
+            client=pinned, scorer=scorer, sampling=each.sampling, formatter=each.formatter, max_model_len=longest
         )
         for each in sets
-        if not each.single_greedy
     }
+    workflows = {each.name: build_workflow(each.workflow, contexts[each.name], sessions, folder) for each in sets}
     return Evaluator(
-        client=pinned,
-        scorer=scorer,
         reward_kind=adapter.rewards[0].kind,
         sets=sets,
         workflows=workflows,

@@ -1,11 +1,10 @@
 """Which rollout server gets a request: the one with the fewest sequences outstanding.
 
-The trainer's announcements name the servers and the versions they hold. Only servers
-that hold the requested version and are not cooling down after a failure are considered. A server that
-failed gets no requests for a time that doubles with each failure; the first request after that is
-its trial. A server that the trainer has excluded gets no requests until it is announced again,
-and its running requests are cut off, so that another server can have them. A server that leaves gets no
-requests either, but ends those that run; what it hands back goes to another server.
+The trainer's announcements name the servers and the versions they hold. Only servers that hold the requested version
+and are not cooling down after a failure are considered. A server that failed gets no requests for a time that doubles
+with each failure; the first request after that is its trial. A server that the trainer has excluded gets no requests
+until it is announced again, and its running requests are cut off, so that another server can have them. A server that
+leaves gets no requests either, but ends those that run; what it hands back goes to another server.
 """
 
 from __future__ import annotations
@@ -31,7 +30,10 @@ class VersionRetired(RolloutError):
 
 @dataclass(slots=True)
 class Server:
-    """One session of a replica, under one URL."""
+    """One session of a replica, under one URL.
+
+    One that is ``leaving`` takes no more requests; it is known until the trainer announces a version without it.
+    """
 
     url: str
     outstanding: int = 0
@@ -80,13 +82,6 @@ class Router:
         """The newest version of ``ref``'s adapter that a server holds; ``ref`` where none holds any."""
         held = (r for server in self.servers.values() for r in server.versions if r.name == ref.name)
         return max(held, default=ref)
-
-    def retired(self, server: Server, ref: AdapterRef) -> None:
-        server.versions.discard(ref)
-
-    def leaves(self, server: Server) -> None:
-        """``server`` takes no more requests; it remains known until the trainer announces a version without it."""
-        server.leaving = True
 
     def failed(self, server: Server) -> None:
         """Start a cool-down; failures of requests sent before it do not lengthen it."""

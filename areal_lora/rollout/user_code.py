@@ -7,10 +7,10 @@ raises is a typed fault of its group, never the end of the controller.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -59,30 +59,25 @@ async def _in_thread(adapter: str, work: Callable[[], Any]) -> Any:
             f"{stuck} calls of user code of {adapter} hang in threads that nothing can stop "
             "(fix: give the environment's or agent's waits time-outs below sampling.timeout_s, or make it async)"
         )
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    # Pairs, because an asyncio future takes neither StopIteration nor SystemExit as its exception.
+    future = Future[tuple[Any, BaseException | None]]()
+    future.set_running_or_notify_cancel()  # from here on a caller's cancellation leaves it as it is
 
     def run() -> None:
+        outcome: tuple[Any, BaseException | None]
         try:
-            outcome = partial(_settle, future, work(), None)
+            outcome = work(), None
         except BaseException as error:  # fault boundary: raised again where the future is awaited  # noqa: BLE001
-            outcome = partial(_settle, future, None, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
-            loop.call_soon_threadsafe(outcome)
+            outcome = None, error
+        future.set_result(outcome)
 
     thread = threading.Thread(target=run, name="areal_lora-user-code", daemon=True)
     thread.start()
     try:
-        result, error = await future
+        result, error = await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         thread.name = abandoned
         raise
     if error is not None:
         raise error
     return result
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    # A pair, because a future takes neither StopIteration nor SystemExit as its exception.
-    if not future.done():
-        future.set_result((result, error))

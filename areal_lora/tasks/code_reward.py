@@ -13,11 +13,11 @@ import os
 import re
 import resource
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,13 +125,8 @@ class CodeRunner:
                 yield failed
 
     def _run(self, program: str, test: CodeTest, limit_s: float) -> Verdict:
-        folder = self._scratch / "test"
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / "work").mkdir(parents=True)
-        try:
-            return self._run_in(folder, program, test, limit_s)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=self._scratch, ignore_cleanup_errors=True) as folder:
+            return self._run_in(Path(folder), program, test, limit_s)
 
     def _run_in(self, folder: Path, program: str, test: CodeTest, limit_s: float) -> Verdict:
         seal = secrets.token_hex(16)
@@ -139,6 +134,7 @@ class CodeRunner:
         (folder / "main.py").write_text(program + ending, encoding="utf-8", errors="replace")
         (folder / "stdin").write_text(test.stdin, encoding="utf-8", errors="replace")
         work = folder / "work"
+        work.mkdir()
         with (
             (folder / "stdin").open("rb") as given,
             (folder / "stdout").open("wb") as out,

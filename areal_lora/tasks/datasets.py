@@ -17,11 +17,11 @@ import decimal
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, TaskConfig, WordProblemsTask
 from areal_lora.errors import ConfigError, EnvironmentError_
@@ -223,35 +223,26 @@ def load_samples(task: TaskConfig, split: Split) -> list[Sample]:
     Raises ConfigError for a missing file or column, a bad row (``file:line``), a bad template or an answer of the
     wrong kind; EnvironmentError_ if a hub data set or a package is not available.
     """
-    match task:
-        case WordProblemsTask():
-            size = task.n_train if split == "train" else task.n_eval
-            long = task.level == "three_step"
-            problems = (word_problem(0, split, index, long=long) for index in range(size))
-            return [_reformatted(problem, task.format) for problem in problems]
-        case DatasetTask():
-            return list(_problems(task, split))
-        case _:
-            assert_never(task)
+    if isinstance(task, DatasetTask):
+        return list(_problems(task, split))
+    size = task.n_train if split == "train" else task.n_eval
+    problems = (word_problem(0, split, index, long=task.level == "three_step") for index in range(size))
+    return [_reformatted(problem, task.format) for problem in problems]
 
 
 def hub_sources(task: TaskConfig) -> list[RowSource]:
     """The splits of ``task`` that are on the hub."""
-    match task:
-        case WordProblemsTask():
-            return []
-        case DatasetTask():
-            splits: tuple[Split, ...] = ("train", "eval") if task.eval else ("train",)
-            sources = [_source(task, split) for split in splits if split == "eval" or task.train]
-            return [source for source in sources if source.on_hub]
-        case _:
-            assert_never(task)
+    if isinstance(task, WordProblemsTask):
+        return []
+    splits: tuple[Split, ...] = ("train", "eval") if task.eval else ("train",)
+    sources = [_source(task, split) for split in splits if split == "eval" or task.train]
+    return [source for source in sources if source.on_hub]
 
 
 def _source(task: DatasetTask, split: Split) -> RowSource:
     held_out = split == "eval" and task.eval is not None
     return RowSource(
-        path=task.eval if held_out and task.eval is not None else task.train,
+        path=task.eval if split == "eval" and task.eval is not None else task.train,
         key="task.eval" if held_out else "task.train",
         subset=task.subset,
         split=task.eval_split if held_out else task.train_split,
@@ -381,6 +372,27 @@ def _messages(columns: Columns, row: Row) -> list[dict[str, Any]] | None:
         fix = "remove it, and name the gold answer's column in task.columns.answer"
         raise ConfigError(row.place, "the last message is the assistant's, so there is nothing to answer", fix)
     return messages
+
+
+def typed_sample(task: TaskConfig, text: str, before: Sequence[dict[str, Any]] = ()) -> Sample:
+    """The prompt of ``text`` in the task's format; ``before`` are earlier turns, which only a chat has.
+
+    Raises ConfigError for a template that needs other columns than the prompt.
+    """
+    how = task.format
+    if isinstance(task, DatasetTask):
+        names, own = _PLACEHOLDER.findall(how.template), {"prompt", task.columns.prompt}
+        if names and own.isdisjoint(names):
+            reason = f"the prompt needs the column {names[0]!r}, too"
+            raise ConfigError("task.format.template", reason, "use a server of `areal-lora serve` with whole prompts")
+        text = _PLACEHOLDER.sub(lambda match: text if match[1] in own else match[0], how.template)
+    elif not text.startswith("Q: "):
+        text = f"Q: {text}\nA:"  # a generated word problem
+    if not how.is_chat:
+        return Sample(uid="typed", prompt=text, answer=None)
+    system = [] if how.system_prompt is None else [{"role": "system", "content": how.system_prompt}]
+    messages = (*system, *before, {"role": "user", "content": text})
+    return Sample(uid="typed", prompt=text, answer=None, messages=messages)
 
 
 def given_answer(sample: Sample, column: str | None) -> str:

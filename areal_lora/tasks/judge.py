@@ -17,7 +17,6 @@ import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,44 +30,29 @@ FILE = "replies.sqlite"
 BUSY_S = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeReply:
-    """The text of a reply and what the API charges for."""
-
-    text: str
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
 class JudgeCache:
-    """Replies by the hash of the whole question. Raises sqlite3.Error if the file cannot be made."""
+    """Texts of replies by the hash of the whole question. Raises sqlite3.Error if the file cannot be made."""
 
     def __init__(self, folder: Path) -> None:
         self._file = sqlite3.connect(folder / FILE, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         self._file.execute("PRAGMA journal_mode=WAL")
         self._file.execute("PRAGMA synchronous=NORMAL")
         self._file.execute(
-            "CREATE TABLE IF NOT EXISTS replies (question TEXT PRIMARY KEY, text TEXT NOT NULL,"
-            " prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL) WITHOUT ROWID"
+            "CREATE TABLE IF NOT EXISTS texts (question TEXT PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID"
         )
 
-    def get(self, question: str) -> JudgeReply | None:
+    def get(self, question: str) -> str | None:
         """The reply, None if there is none or the file cannot be read."""
         try:
-            row = self._file.execute(
-                "SELECT text, prompt_tokens, completion_tokens FROM replies WHERE question = ?", (question,)
-            ).fetchone()
+            row = self._file.execute("SELECT text FROM texts WHERE question = ?", (question,)).fetchone()
         except sqlite3.Error:
             return None  # the judge is called instead
-        return None if row is None else JudgeReply(text=row[0], prompt_tokens=row[1], completion_tokens=row[2])
+        return None if row is None else str(row[0])
 
-    def put(self, question: str, reply: JudgeReply) -> bool:
+    def put(self, question: str, reply: str) -> bool:
         """Keep ``reply``; False if the disk does not take it: the score counts all the same."""
         try:
-            self._file.execute(
-                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
-                (question, reply.text, reply.prompt_tokens, reply.completion_tokens),
-            )
+            self._file.execute("INSERT OR REPLACE INTO texts VALUES (?, ?)", (question, reply))
         except sqlite3.Error:
             return False
         return True
@@ -147,7 +131,7 @@ class LlmJudge:
             self._headers["Authorization"] = f"Bearer {self._key}"
         self._cache = None if kept is None else JudgeCache(kept)
         self._slots = asyncio.Semaphore(max(1, settings.concurrency // settings.workers))
-        self._asked: dict[str, asyncio.Task[tuple[JudgeReply, float]]] = {}
+        self._asked: dict[str, asyncio.Task[tuple[str, float]]] = {}
         self._session: aiohttp.ClientSession | None = None
         self._costs: defaultdict[str, float] = defaultdict(float)
 
@@ -160,7 +144,7 @@ class LlmJudge:
         known = None if self._cache is None else self._cache.get(key)
         if known is not None:
             try:
-                score = read_score(known.text, self._settings)
+                score = read_score(known, self._settings)
             except ValueError:
                 pass  # it was read by another pattern
             else:
@@ -194,13 +178,13 @@ class LlmJudge:
         }
         return json.dumps(body, sort_keys=True)
 
-    async def _ask(self, body: str) -> tuple[JudgeReply, float]:
+    async def _ask(self, body: str) -> tuple[str, float]:
         s, reason = self._settings, ""
         for attempt in range(s.attempts):
             try:
                 async with self._slots:
                     reply = await self._attempt(body)
-                return reply, read_score(reply.text, s)
+                return reply, read_score(reply, s)
             except _TryAgain as error:
                 reason, wish_s = str(error), error.after_s
             except ValueError as error:
@@ -211,7 +195,7 @@ class LlmJudge:
                 await asyncio.sleep(min(max(pause_s, wish_s), LONGEST_PAUSE_S))
         raise JudgeFault(f"no score in {s.attempts} attempts, the last: {reason}")
 
-    async def _attempt(self, body: str) -> JudgeReply:
+    async def _attempt(self, body: str) -> str:
         """One request. Raises _TryAgain, JudgeFault."""
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=self._settings.attempt_s)
@@ -238,7 +222,7 @@ class LlmJudge:
             raise JudgeFault(f"HTTP {status}: {self._without_key(text)}")
         return self._read(text)
 
-    def _read(self, text: bytes) -> JudgeReply:
+    def _read(self, text: bytes) -> str:
         """Raises _TryAgain for what is no chat completion."""
         try:
             made = msgspec.json.decode(text, type=_Completion)
@@ -250,7 +234,7 @@ class LlmJudge:
         self._costs["completion_tokens"] += usage.completion_tokens
         if content is None:
             raise _TryAgain("the reply has no text")
-        return JudgeReply(text=content, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+        return content
 
     def _without_key(self, text: bytes) -> str:
         shown = " ".join(text[:2000].decode(errors="replace").split())

@@ -15,7 +15,6 @@ import errno
 import inspect
 import logging
 import math
-import re
 import socket
 import sysconfig
 import traceback
@@ -27,13 +26,13 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.config.sections.task import DatasetTask, TaskConfig
 from areal_lora.errors import ConfigError
 from areal_lora.types import Cause, Outcome, Sample
 
 log = logging.getLogger(__name__)
 
 _BATCHED = {"completions": "completion", "answers": "answer", "prompts": "prompt", "finish_reasons": "finish_reason"}
+_BATCHED |= {name: name for name in ("answer", "messages", "columns", "n_tokens")}
 _FIX = "name a function reward(completion, answer) that returns a number"
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -141,8 +140,6 @@ class RewardCall:
         """Score a batch. Raises what the function raises, ValueError for another number of rewards than answers."""
         each = [_fields(item) for item in items]
         fields = {name: [values[single] for values in each] for name, single in _BATCHED.items()}
-        fields |= {name: [values[name] for values in each] for name in ("messages", "columns", "n_tokens")}
-        fields["answer"] = fields["answers"]
         names = {name: None for item in items for name in item.columns}
         columns = {name: [item.columns.get(name) for item in items] for name in names}
         result = self._call(fields, columns)
@@ -263,34 +260,3 @@ def _defined(function: Any) -> str:
         return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
     except (OSError, TypeError):  # compiled, an object that is called, or the file has changed
         return ""
-
-
-_NAME = re.compile(r"\{(\w+)\}")
-
-
-def typed_sample(task: TaskConfig, text: str, before: Sequence[dict[str, Any]] = ()) -> Sample:
-    """The prompt of ``text`` in the task's format; ``before`` are earlier turns, which only a chat has.
-
-    Raises ConfigError for a template that needs other columns than the prompt.
-    """
-    if isinstance(task, DatasetTask):
-        text, names = _filled(task.format.template, text, {"prompt", task.columns.prompt})
-        if names:
-            reason = f"the prompt needs the column {names[0]!r}, too"
-            raise ConfigError("task.format.template", reason, "use a server of `areal-lora serve` with whole prompts")
-    elif not text.startswith("Q: "):
-        text = f"Q: {text}\nA:"  # a generated word problem
-    how = task.format
-    if not how.is_chat:
-        return Sample(uid="typed", prompt=text, answer=None)
-    system = [] if how.system_prompt is None else [{"role": "system", "content": how.system_prompt}]
-    messages = (*system, *before, {"role": "user", "content": text})
-    return Sample(uid="typed", prompt=text, answer=None, messages=messages)
-
-
-def _filled(template: str, text: str, known: set[str]) -> tuple[str, list[str]]:
-    """``template`` with ``text``, and the names in it that nothing fills. A template without names stays a frame."""
-    names = _NAME.findall(template)
-    if not known & set(names):
-        return template, names
-    return _NAME.sub(lambda m: text if m[1] in known else m[0], template), []

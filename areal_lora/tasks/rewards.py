@@ -74,10 +74,9 @@ _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 def parse_number(text: str) -> Fraction | None:
     r"""Parse the first number of ``text``, after any currency signs, units and words.
 
-    Accepts thousands commas, signs (also a unicode minus), decimals, exponents up to two
-    digits, ``a/b``, ``\frac{a}{b}`` and mixed numbers ``3 1/2``. A percent sign is a unit:
-    ``50%`` is 50. Returns None if the first token with a digit is malformed (``1,23``, ``10:30``),
-    divides by zero, or is longer than ``MAX_DIGITS``.
+    Accepts thousands commas, signs (also a unicode minus), decimals, exponents up to two digits, ``a/b``,
+    ``\frac{a}{b}`` and mixed numbers ``3 1/2``. A percent sign is a unit: ``50%`` is 50. Returns None if the first
+    token with a digit is malformed (``1,23``, ``10:30``), divides by zero, or is longer than ``MAX_DIGITS``.
     """
     token = _TOKEN.search(_normalize(text))
     return None if token is None else _value(token)
@@ -86,14 +85,12 @@ def parse_number(text: str) -> Fraction | None:
 def extract_answer(text: str) -> Fraction | None:
     r"""Return the stated answer of a worked solution, or None.
 
-    The order of precedence is: the first ``#### x``, the last ``\boxed{x}``, the last
-    ``answer is x`` (also ``answer: x``), the last number in the text. A marker without a number
-    after it gives None.
+    The order of precedence is: the first ``#### x``, the last ``\boxed{x}``, the last ``answer is x`` (also ``answer:
+    x``), the last number in the text. A marker without a number after it gives None.
     """
     text = _normalize(text)
-    _, marker, tail = text.partition("####")
-    if marker:
-        return parse_number(_first_line(tail))
+    if (final := marked_answer(text)) is not None:
+        return parse_number(final)
     _, marker, tail = text.rpartition(r"\boxed")
     if marker:
         content = braced(tail)
@@ -136,9 +133,8 @@ def math_verify(completion: str, gold: str) -> bool:
 
 def _expressions(text: str, *, whole: bool) -> list[Any]:
     """Return the expressions in ``text``, parsed by math-verify. ``whole``: all of it may be one bare expression."""
-    _, marker, tail = text.partition("####")
-    if marker:
-        text, whole = tail.lstrip(" ").partition("\n")[0], True
+    if (final := marked_answer(text)) is not None:
+        text, whole = final, True
     text = text.strip()
     forms = [text]
     if whole and not _DELIMITED.search(text):
@@ -263,6 +259,12 @@ def _normalize(text: str) -> str:
 
 def _first_line(text: str) -> str:
     return text.lstrip(" ").partition("\n")[0]
+
+
+def marked_answer(text: str) -> str | None:
+    """The rest of the line after the first ``####``, as in GSM8K; None without one."""
+    _, marker, tail = text.partition("####")
+    return _first_line(tail) if marker else None
 
 
 def braced(text: str) -> str | None:

@@ -26,11 +26,10 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import Process
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -124,9 +123,7 @@ class ScorerPool:
         self._idle.put_nowait(await self._patient_start())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
     async def _patient_start(self, *passing: type[Exception]) -> _Child:
@@ -172,9 +169,11 @@ class ScorerPool:
         await child.kill()
 
     def note(self, verdict: ScoreResult) -> None:
-        """Add up what the reward spent, and log what it printed."""
+        """Add up what the reward spent, and log what it printed and raised."""
         for name, value in verdict.costs.items():
             self._costs[name] = self._costs.get(name, 0.0) + value
+        if verdict.trace:
+            self.traces.log("the reward", verdict.score.detail, verdict.trace)
         if verdict.printed and self._prints < PRINTS_LOGGED:
             self._prints += 1
             last = " (no further output is logged)" if self._prints == PRINTS_LOGGED else ""
@@ -259,8 +258,6 @@ class _Child:
                 if verdict.index != index:
                     raise msgspec.DecodeError(f"verdict {verdict.index} in place of {index}")
                 self._pool.note(verdict)
-                if verdict.trace:
-                    self._pool.traces.log("the reward", verdict.score.detail, verdict.trace)
                 scores.append(verdict.score)
                 if verdict.tainted:
                     self.spent = True
@@ -268,7 +265,7 @@ class _Child:
                 began_s = verdict.ended_s
             return scores
         except TimeoutError:
-            scores.append(self._too_long())
+            scores.append(Score.fault(Outcome.TIMEOUT, too_long(self._timeout_s)))
         except msgspec.DecodeError:
             scores.append(Score.fault(Outcome.ERROR, "the reward wrote into the scorer's reply pipe"))
         except (OSError, EOFError):
@@ -276,16 +273,13 @@ class _Child:
         self.spent = True
         return scores
 
-    def _too_long(self) -> Score:
-        return Score.fault(Outcome.TIMEOUT, too_long(self._timeout_s))
-
     async def _ended(self, began_s: float) -> Score:
         """Return the score of the answer that was in progress since ``began_s`` when the process ended."""
         how = await self._end()
         # The deadline's, and that of CPU time; inside bubblewrap they are exit statuses.
         limits = (-signal.SIGKILL, -signal.SIGXCPU, 128 + signal.SIGKILL, 128 + signal.SIGXCPU)
         if self._process.returncode in limits and time.monotonic() - began_s >= self._timeout_s:
-            return self._too_long()
+            return Score.fault(Outcome.TIMEOUT, too_long(self._timeout_s))
         return Score.fault(Outcome.ERROR, f"scorer process {how}")
 
     async def _end(self) -> str:
@@ -369,10 +363,11 @@ class RewardSum:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
         await self._stack.aclose()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
 
 
 def weighted(scores: Sequence[Score], names: Sequence[str], weights: Sequence[float]) -> Score:
@@ -383,16 +378,11 @@ def weighted(scores: Sequence[Score], names: Sequence[str], weights: Sequence[fl
             return Score.fault(score.outcome, detail, score.cause)
     parts: dict[str, float] = {}
     for name, score in zip(names, scores, strict=True):
-        parts |= _parts(name, score.reward, score.components)
+        own = {name: score.reward} if name else {}
+        parts |= own | {f"{name}/{part}" if name else part: value for part, value in score.components.items()}
     return Score(
         reward=sum(weight * score.reward for weight, score in zip(weights, scores, strict=True)),
         outcome=Outcome.OK,
         correct=scores[0].correct,
         components=parts,
     )
-
-
-def _parts(name: str, value: float, components: Mapping[str, float]) -> dict[str, float]:
-    if not name:
-        return dict(components)
-    return {name: value} | {f"{name}/{part}": number for part, number in components.items()}

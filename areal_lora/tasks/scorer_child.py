@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -138,18 +137,18 @@ class Judge:
             case Style.EACH:
                 for index, item in enumerate(items):
                     with self._limited(1):
-                        verdict = self._verdict(index, partial(self.call.one, item))
+                        before = threads()
+                        verdict = self._verdict(index, _tried(self.call.one, item), before)
                     write_frame(self.replies, verdict)
+                return
             case Style.ASYNC:
-                self.runner.run(self._concurrently(items))
+                values = self.runner.run(self._concurrently(items))
             case Style.BATCH:
                 with self._limited(len(items)):
-                    try:
-                        values = [partial(_return, value) for value in self.call.many(items)]
-                    except Exception as error:  # fault boundary: a reward function may fail in any way  # noqa: BLE001
-                        values = [partial(_raise, error)] * len(items)
-                for index, value in enumerate(values):
-                    write_frame(self.replies, self._verdict(index, value))
+                    found = _tried(self.call.many, items)
+                values = [found] * len(items) if isinstance(found, Exception) else found
+        for index, value in enumerate(values):
+            write_frame(self.replies, self._verdict(index, value, threads()))
 
     @contextlib.contextmanager
     def _limited(self, answers: int) -> Iterator[None]:
@@ -161,29 +160,27 @@ class Judge:
         finally:
             self.deadline.stop()  # before writing, which waits for a parent that does not read
 
-    async def _concurrently(self, items: Sequence[ScoreItem]) -> None:
+    async def _concurrently(self, items: Sequence[ScoreItem]) -> list[Any]:
         """Each answer has its own time-out; the kernel's deadline ends a function that blocks the event loop."""
         limit_s = self.setup.timeout_s
         renew_cpu_limit(limit_s)
         self.deadline.start(limit_s + ASYNC_LATE_S)
 
-        async def one(item: ScoreItem) -> Callable[[], Any]:
-            try:
-                async with asyncio.timeout(limit_s):
-                    return partial(_return, await self.call.one(item))
-            except Exception as error:  # fault boundary: a reward function may fail in any way  # noqa: BLE001
-                return partial(_raise, error)
+        async def one(item: ScoreItem) -> Any:
+            async with asyncio.timeout(limit_s):
+                return await self.call.one(item)
 
-        values = await asyncio.gather(*map(one, items))
+        values = await asyncio.gather(*map(one, items), return_exceptions=True)
         self.deadline.stop()
-        for index, value in enumerate(values):
-            write_frame(self.replies, self._verdict(index, value))
+        return values
 
-    def _verdict(self, index: int, value: Callable[[], Any]) -> ScoreResult:
-        before = threads()
+    def _verdict(self, index: int, value: Any, before: set[int]) -> ScoreResult:
+        """Of what the reward returned, or the exception that it raised; ``before``: the threads that it may leave."""
         tainted, raised = False, ""
         try:
-            score = grade(value(), self.setup.correct_threshold)
+            if isinstance(value, BaseException):
+                raise value
+            score = grade(value, self.setup.correct_threshold)
         except Exception as error:  # fault boundary: a reward function may fail in any way  # noqa: BLE001
             tainted = isinstance(error, MemoryError)
             if isinstance(error, TimeoutError) and self.call.style is Style.ASYNC:
@@ -210,12 +207,12 @@ def too_long(timeout_s: float) -> str:
     return f"scoring took longer than {timeout_s:g} s"
 
 
-def _return(value: Any) -> Any:
-    return value
-
-
-def _raise(error: Exception) -> Any:
-    raise error
+def _tried(function: Callable[..., Any], argument: Any) -> Any:
+    """The result, or the exception that was raised."""
+    try:
+        return function(argument)
+    except Exception as error:  # fault boundary: a reward function may fail in any way  # noqa: BLE001
+        return error
 
 
 def threads() -> set[int]:
@@ -223,12 +220,13 @@ def threads() -> set[int]:
     return set(sys._current_frames())
 
 
-def load(setup: Setup) -> RewardCall | Ready:
+def load(setup: Setup, missing: Sequence[str]) -> RewardCall:
+    """Raises ConfigError, EnvironmentError_."""
     sys.path += [folder for folder in setup.search_path if folder not in sys.path]
-    try:
-        return reward_call(setup.kind, path=setup.path, settings=setup.settings, kept=setup.kept, scratch=setup.scratch)
-    except ArealLoraError as error:
-        return Ready(problem=str(error), exit_code=error.exit_code)
+    call = reward_call(setup.kind, path=setup.path, settings=setup.settings, kept=setup.kept, scratch=setup.scratch)
+    if setup.kind == "code" and missing and setup.processes is ProcessPolicy.MANY:
+        raise EnvironmentError_(f"reward code: this machine lacks {'; '.join(missing)}")
+    return call
 
 
 def limit_memory(extra_bytes: int) -> None:
@@ -289,12 +287,10 @@ def main() -> None:
     deadline = Deadline()
     if not deadline.kept:
         missing.append("POSIX timers (an answer that hangs is found later, by the controller)")
-    reward = load(setup)
-    if setup.kind == "code" and missing and setup.processes is ProcessPolicy.MANY:
-        what = "; ".join(missing)
-        reward = Ready(problem=f"reward code: this machine lacks {what}", exit_code=EnvironmentError_.exit_code)
-    if isinstance(reward, Ready):
-        write_frame(replies, reward)
+    try:
+        reward = load(setup, missing)
+    except ArealLoraError as error:
+        write_frame(replies, Ready(problem=str(error), exit_code=error.exit_code))
         return
     limit_memory(setup.memory_bytes)
     write_frame(replies, Ready(missing=missing, style=reward.style.value))

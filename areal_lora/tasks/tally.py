@@ -19,42 +19,13 @@ import msgspec
 import numpy as np
 
 from areal_lora.tasks.reward_calls import Score
-from areal_lora.tasks.rewards import braced, extract_answer
+from areal_lora.tasks.rewards import braced, extract_answer, marked_answer
 from areal_lora.types import Outcome
 
 Z_95 = 1.959963984540054
 RESAMPLES = 2000
 
 Interval = tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
-    """Summary of ``n`` answers: ``unscored`` could not be scored, ``ungraded`` have a reward but no grade.
-
-    ``accuracy`` is the fraction of all ``n`` answers that are correct; None if any is ungraded. ``reward_mean`` is the
-    mean over the scored answers; None if there are none.
-    """
-
-    n: int
-    unscored: int
-    ungraded: int
-    accuracy: float | None
-    reward_mean: float | None
-
-
-def tally(scores: Sequence[Score]) -> Tally:
-    """Summarize ``scores``. An unscored answer is not correct and has no reward (contract C8)."""
-    scored = [score for score in scores if score.outcome is Outcome.OK]
-    ungraded = sum(score.correct is None for score in scored)
-    correct = sum(score.correct is True for score in scored)
-    return Tally(
-        n=len(scores),
-        unscored=len(scores) - len(scored),
-        ungraded=ungraded,
-        accuracy=correct / len(scores) if scores and not ungraded else None,
-        reward_mean=sum(score.reward for score in scored) / len(scored) if scored else None,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +41,16 @@ class Answer:
 class Estimates(msgspec.Struct, frozen=True, kw_only=True):
     """Fractions are in [0, 1]. None where there is no rule for what is correct, or no reward.
 
+    ``accuracy`` is the fraction of all answers that are correct; None if any of those with a reward is ``ungraded``.
+    ``reward_mean`` is over the scored answers; ``unscored`` ones are not correct and have no reward (contract C8).
     ``pass_at`` is by k. ``interval`` is the method of ``accuracy_95``: ``wilson`` or ``bootstrap``. ``truncated`` is
     the share of answers that ended because of their length.
     """
 
+    accuracy: float | None = None
+    reward_mean: float | None = None
+    unscored: int = 0
+    ungraded: int = 0
     accuracy_95: Interval | None = None
     reward_95: Interval | None = None
     interval: str = ""
@@ -83,12 +60,12 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
     truncated: float = 0.0
 
 
-def estimate(problems: Sequence[Sequence[Answer]], reward_kind: str, *, ruled: bool) -> Estimates:
-    """Summarize the answers to each problem, of which there is one at least; ``ruled``: all with a reward have a grade.
-
-    An answer without a score is not correct and has no reward.
-    """
+def estimate(problems: Sequence[Sequence[Answer]], reward_kind: str) -> Estimates:
+    """Summarize the answers to each problem, of which there is one at least."""
     answers = [answer for problem in problems for answer in problem]
+    scored = [answer.score for answer in answers if answer.score.outcome is Outcome.OK]
+    ungraded = sum(score.correct is None for score in scored)
+    ruled = not ungraded
     n = min(len(problem) for problem in problems)
     scores = [[answer.score for answer in problem] for problem in problems]
     correct = [[score.correct is True for score in problem] for problem in scores]
@@ -107,6 +84,10 @@ def estimate(problems: Sequence[Sequence[Answer]], reward_kind: str, *, ruled: b
         ]
         most_frequent = _mean([majority(list(zip(*each, strict=True))) for each in zip(voted, correct, strict=True)])
     return Estimates(
+        accuracy=_mean([flag for flags in correct for flag in flags]) if ruled else None,
+        reward_mean=_mean([score.reward for score in scored]) if scored else None,
+        unscored=len(answers) - len(scored),
+        ungraded=ungraded,
         accuracy_95=accuracy_95,
         reward_95=bootstrap([_mean(values) for values in rewards if values]),
         interval=method,
@@ -171,9 +152,8 @@ def vote_of(reward_kind: str, text: str) -> str | None:
     if reward_kind == "numeric_match":
         number = extract_answer(text)
         return None if number is None else str(number)
-    _, marker, tail = text.partition("####")
-    if marker:
-        return tail.lstrip(" ").partition("\n")[0].strip() or None
+    if (final := marked_answer(text)) is not None:
+        return final.strip() or None
     _, marker, tail = text.rpartition(r"\boxed{")
     if marker and "}" in tail:
         content = braced("{" + tail)

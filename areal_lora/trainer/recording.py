@@ -103,18 +103,8 @@ class Recorder:
     def batch(self, batch: Batch) -> None:
         """Record samples of the batch that is consumed; the rest goes into the record of its step."""
         self._batches[batch.adapter] = batch.stats, step_metrics.of_rollouts(batch)
-        for s in batch.samples:
-            self._writer.write(
-                records.RolloutSampleRecord(
-                    adapter=batch.adapter,
-                    step=batch.step,
-                    prompt=s.prompt,
-                    completion=s.completion,
-                    gold=s.answer,
-                    reward=s.reward,
-                    versions=[s.version],
-                )
-            )
+        for sample in batch.samples:
+            self._writer.write(sample)
 
     def evaluation(self, result: EvalResult, order: int) -> None:
         """Record set number ``order`` of an evaluation."""

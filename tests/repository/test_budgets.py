@@ -25,11 +25,11 @@ WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 657,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync
-    "algorithms": 1178,
+    "algorithms": 1153,
     "checkpoint": 1539,
     "cli": 2224,
     "config": 4517,
-    "data": 594,
+    "data": 553,
     "distributed": 433,
     "doctor": 1095,
     "engine": 8297,
@@ -41,10 +41,10 @@ LINES = {
     "operations": 552,
     "platforms": 110,
     "processes": 386,  # shared_memory, which servers use, too: from launcher
-    "rollout": 6239,
+    "rollout": 5948,
     "run_folder": 1026,  # DesiredWatch logs a faulty file: from trainer
     "service": 6052,
-    "tasks": 3366,
+    "tasks": 3294,
     "trainer": 3795,
     "weight_sync": 4972,
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.rollout.controller.pacing import Freshness, StalenessBudget
+from areal_lora.rollout.controller.pacing import StalenessBudget
 from tests.support.rollout.simulation import SAMPLES, Simulation
 from tests.support.sizes import size
 
@@ -36,6 +36,6 @@ def test_without_the_freshness_check_stragglers_would_be_trained_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Admission alone does not hold the bound, and the judge sees it broken."""
-    monkeypatch.setattr(StalenessBudget, "freshness", lambda self, *, oldest, consume_version: Freshness.FRESH)
+    monkeypatch.setattr(StalenessBudget, "refusal", lambda self, oldest, newest, version: "")
     with pytest.raises(AssertionError):
         Simulation(eta=1, steps=60, seed=5, folder=tmp_path).run()

@@ -23,7 +23,7 @@ Spell: TypeAlias = Callable[[int], str]  # the text of one token
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit, and vLLM's
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-_ROLES = {"developer": "system", "function": "tool"}
+ROLES = {"developer": "system", "function": "tool"}
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,16 +98,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
             for call in self.tool_calls or ()
         )
         return Turn(
-            role=role_of(self.role),
+            role=ROLES.get(self.role, self.role),
             content=plain(self.content, f"{at}.content"),
             name=self.name or "",
             calls=calls,
             call_id=self.tool_call_id or "",
         )
-
-
-def role_of(role: str) -> str:
-    return _ROLES.get(role, role)
 
 
 def plain(content: Any, at: str) -> str:

@@ -8,17 +8,7 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.rollout.agent_api.chat import (
-    Call,
-    CompletedRequest,
-    SamplingRequest,
-    Turn,
-    chat_tools,
-    converted,
-    plain,
-    role_of,
-    token_logprobs,
-)
+from areal_lora.rollout.agent_api import chat
 from areal_lora.rollout.agent_api.refusals import refuse
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`
@@ -38,57 +28,59 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Any = None
 
 
-def parse_response(body: dict[str, Any], earlier: Mapping[str, tuple[Turn, ...]]) -> SamplingRequest:
+def parse_response(body: dict[str, Any], earlier: Mapping[str, tuple[chat.Turn, ...]]) -> chat.SamplingRequest:
     """``earlier`` has the turns up to and with each response of the session. Raises AgentRequestError."""
-    request = converted(body, ResponsesRequest)
-    before: tuple[Turn, ...] = ()
+    request = chat.converted(body, ResponsesRequest)
+    before: tuple[chat.Turn, ...] = ()
     if request.prompt:
         raise refuse("prompt", "there are no stored prompts here; give instructions and input")
     if request.previous_response_id is not None:
         if request.previous_response_id not in earlier:
             raise refuse("previous_response_id", f"this key has no response {request.previous_response_id!r}")
         before = earlier[request.previous_response_id]
-    system = (Turn(role="system", content=request.instructions),) if request.instructions else ()
+    system = (chat.Turn(role="system", content=request.instructions),) if request.instructions else ()
     wanted = LOGPROBS in (request.include or ())
-    return SamplingRequest(
+    return chat.SamplingRequest(
         model=request.model,
         turns=system + merged([*before, *_turns(request.input)]),
-        tools=[] if request.tool_choice == "none" else chat_tools(request.tools),
+        tools=[] if request.tool_choice == "none" else chat.chat_tools(request.tools),
         parallel_calls=request.parallel_tool_calls is not False,
         max_tokens=request.max_output_tokens,
         top_logprobs=(request.top_logprobs or 0) if wanted else None,
     )
 
 
-def _turns(items: str | list[dict[str, Any]]) -> Iterator[Turn]:
+def _turns(items: str | list[dict[str, Any]]) -> Iterator[chat.Turn]:
     if isinstance(items, str):
-        yield Turn(role="user", content=items)
+        yield chat.Turn(role="user", content=items)
         return
     for i, item in enumerate(items):
         at = f"input[{i}]"
         match item.get("type", "message"):
             case "message":
-                content = plain(item.get("content"), f"{at}.content")
-                yield Turn(role=role_of(str(item.get("role", "user"))), content=content)
+                role = str(item.get("role", "user"))
+                yield chat.Turn(
+                    role=chat.ROLES.get(role, role), content=chat.plain(item.get("content"), f"{at}.content")
+                )
             case "function_call":
-                call = Call(
+                call = chat.Call(
                     id=str(item.get("call_id", "")),
                     name=str(item.get("name", "")),
                     arguments=str(item.get("arguments", "{}")),
                 )
-                yield Turn(role="assistant", calls=(call,))
+                yield chat.Turn(role="assistant", calls=(call,))
             case "function_call_output":
-                content = plain(item.get("output"), f"{at}.output")
-                yield Turn(role="tool", content=content, call_id=str(item.get("call_id", "")))
+                content = chat.plain(item.get("output"), f"{at}.output")
+                yield chat.Turn(role="tool", content=content, call_id=str(item.get("call_id", "")))
             case "reasoning":
                 pass  # this endpoint makes none
             case kind:
                 raise refuse(at, f"an item of type {kind}; there are messages and function calls here")
 
 
-def merged(turns: list[Turn]) -> tuple[Turn, ...]:
+def merged(turns: list[chat.Turn]) -> tuple[chat.Turn, ...]:
     """An assistant's message and the calls that follow it are one turn, as in a chat."""
-    whole: list[Turn] = []
+    whole: list[chat.Turn] = []
     for turn in turns:
         last = whole[-1] if whole else None
         if turn.calls and last is not None and last.role == "assistant":
@@ -99,7 +91,7 @@ def merged(turns: list[Turn]) -> tuple[Turn, ...]:
 
 
 def response_body(
-    answered: CompletedRequest, model: str, body: Mapping[str, Any], spell: Callable[[int], str]
+    answered: chat.CompletedRequest, model: str, body: Mapping[str, Any], spell: Callable[[int], str]
 ) -> dict[str, Any]:
     """The response object. An answer that is cut off by its length is `incomplete`, as with OpenAI."""
     reply = answered.replies[0]
@@ -139,12 +131,12 @@ def response_body(
     }
 
 
-def _items(answered: CompletedRequest, status: str, spell: Callable[[int], str]) -> list[dict[str, Any]]:
+def _items(answered: chat.CompletedRequest, status: str, spell: Callable[[int], str]) -> list[dict[str, Any]]:
     reply, number = answered.replies[0], answered.number
     items: list[dict[str, Any]] = []
     if reply.turn.content or not reply.turn.calls:
         wanted = answered.request.top_logprobs
-        logprobs = [] if wanted is None else token_logprobs(reply.sampled, wanted, spell)
+        logprobs = [] if wanted is None else chat.token_logprobs(reply.sampled, wanted, spell)
         part = {"type": "output_text", "text": reply.turn.content, "annotations": [], "logprobs": logprobs}
         items.append(
             {"id": f"msg_{number}", "type": "message", "role": "assistant", "status": status, "content": [part]}

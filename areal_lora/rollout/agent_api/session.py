@@ -26,7 +26,7 @@ from areal_lora.data.prompts import Formatter, Prompt
 from areal_lora.errors import ConfigError
 from areal_lora.network.completions import ToolCallsBody
 from areal_lora.rollout.agent_api.chat import Call, CompletedRequest, SampledReply, SamplingRequest, Turn
-from areal_lora.rollout.agent_api.refusals import AgentRequestError, check_fields, refuse
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, derived_seed, join
 from areal_lora.tasks.reward_calls import Score, ScoreItem
@@ -178,10 +178,6 @@ class Session:
     def __post_init__(self) -> None:
         self.prompts = Prompts(self.context.formatter)
 
-    def check(self, body: dict[str, Any]) -> None:
-        """Raises AgentRequestError for a body that requests another policy."""
-        check_fields(body, None if self.context.evaluating else self.context.sampling)
-
     async def answer(self, request: SamplingRequest) -> CompletedRequest:
         """Raises AgentRequestError for what cannot be sampled, GenerationFault where there is no answer."""
         if request.model != self.ref.name:
@@ -296,10 +292,10 @@ class Session:
 
 
 class Sessions:
-    """The keys that are valid now. Keys are kept as digests."""
+    """The keys that are valid now. Keys are kept as digests. ``port`` is that of the gateway, 0 without one."""
 
     def __init__(self) -> None:
-        self.base_url = ""
+        self.port = 0
         self._open: dict[bytes, Session] = {}
 
     @contextlib.contextmanager

@@ -1,8 +1,7 @@
 """Messages between trainer and controller, tagged msgspec structs over zmq, and the controller's socket for them.
 
-Every request frame is ``[request id (8 bytes), payload]``; the reply repeats the request id.
-Each request has exactly one reply, ``ErrorReply`` if it could not be served. Every message about
-a policy names its adapter.
+Every request frame is ``[request id (8 bytes), payload]``; the reply repeats the request id. Each request has exactly
+one reply, ``ErrorReply`` if it could not be served. Every message about a policy names its adapter.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import msgspec
 
 from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.network.rpc import Listener, Wire
-from areal_lora.obs.metrics.records import EvalRecord, SampleRecord
+from areal_lora.obs.metrics.records import EvalRecord, RolloutSampleRecord, SampleRecord
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.tasks.tally import Estimates
 from areal_lora.types import TrajectoryGroup
 
-PROTOCOL = 9
+PROTOCOL = 10
 WIRE = Wire(
     server="controller",
     client="trainer",
@@ -42,11 +41,10 @@ class ChannelMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Hello(ChannelMessage, frozen=True):
     """Open a session. Reply: Welcome, whose ``session`` every later request carries.
 
-    ``versions`` are by adapter the next version to consume at. A ``trainer`` (random, one per process)
-    not seen before has loaded them from its checkpoints: what was consumed or leased at or after
-    them is undone. A known trainer greets a restarted controller: nothing is undone.
-    ``snapshots`` are the newest the trainer holds (``Batch.snapshot``), for a controller whose ledger is lost.
-    All are of the configuration's adapters; others join again after it.
+    ``versions`` are by adapter the next version to consume at. A ``trainer`` (random, one per process) not seen before
+    has loaded them from its checkpoints: what was consumed or leased at or after them is undone. A known trainer greets
+    a restarted controller: nothing is undone. ``snapshots`` are the newest the trainer holds (``Batch.snapshot``), for
+    a controller whose ledger is lost. All are of the configuration's adapters; others join again after it.
     """
 
     trainer: str
@@ -165,53 +163,24 @@ class ErrorReply(ChannelMessage, frozen=True):
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of one adapter since the start of the run; groups unless the name differs.
 
-    ``issued = consumed + leased + ready + running + waiting + sum(dropped)``; ``running`` includes
-    groups that wait for a retry, ``waiting`` are issued (again) and not admitted yet. ``rolled_back``
-    is part of ``reissued``, and both are of ``dropped``.
+    ``running`` includes groups that wait for a retry. ``reissued`` is part of ``dropped``.
     """
 
-    newest_version: int
-    waiting: int
     ready: int
     running: int
     leased: int
-    leased_steps: int  # handed over and not committed
     issued: int
     consumed: int
     dropped: dict[str, int]
     reissued: int  # issues of a prompt after its first
-    rolled_back: int
     retried: dict[str, int]
     late: int  # answers to requests that were abandoned or answered before
-    staleness: dict[int, int]  # consume version - oldest token version, at hand-over
     tokens_generated: int
     idle_s: float  # nothing in flight
-    generation_s: float  # summed over finished groups
     ahead: int  # this and the next two: see `controller.pacing.Pacer`
     margin_s: float
     spare_s: float | None
     faults: dict[str, str] = {}  # the last one of each kind in this process
-
-
-class RolloutSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A readable example for reports."""
-
-    uid: str
-    prompt: str
-    completion: str
-    answer: str
-    reward: float
-    version: int
-
-
-class EvalSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of an evaluation. ``reward`` is None if it could not be scored, ``correct`` too without a rule."""
-
-    prompt: str
-    completion: str
-    answer: str
-    reward: float | None
-    correct: bool | None
 
 
 class EvalSetResult(Estimates, frozen=True, kw_only=True):
@@ -224,16 +193,13 @@ class EvalSetResult(Estimates, frozen=True, kw_only=True):
     """
 
     name: str
-    accuracy: float | None
-    reward_mean: float | None
     n: int
     wall_s: float
     n_samples: int = 1
     temperature: float = 0.0
-    unscored: int = 0
     left_out: int = 0
     left_out_first: tuple[str, ...] = ()
-    samples: tuple[EvalSample, ...] = ()
+    samples: tuple[SampleRecord, ...] = ()
     measured_with: str = ""
     error: str = ""
 
@@ -250,12 +216,8 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     def record(self, order: int) -> EvalRecord:
         """Set number ``order``, which has no error, as it is recorded."""
         fields = msgspec.structs.asdict(self.sets[order])
-        del fields["error"]
-        fields["left_out_first"] = list(fields["left_out_first"])
-        fields["samples"] = [
-            SampleRecord(prompt=s.prompt, completion=s.completion, gold=s.answer, reward=s.reward, correct=s.correct)
-            for s in self.sets[order].samples
-        ]
+        del fields["error"], fields["ungraded"]
+        fields |= {name: list(fields[name]) for name in ("left_out_first", "samples")}
         at = self.version
         return EvalRecord(adapter=self.adapter, version=at, step=at, order=order, tag=self.tag, **fields)
 
@@ -272,7 +234,7 @@ class Batch(ChannelMessage, frozen=True):
     step: int
     groups: tuple[TrajectoryGroup, ...]
     stats: Stats
-    samples: tuple[RolloutSample, ...]
+    samples: tuple[RolloutSampleRecord, ...]
     events: tuple[EvalResult, ...]
     snapshot: bytes
     reward_components: dict[str, float] = {}

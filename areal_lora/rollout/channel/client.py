@@ -102,11 +102,6 @@ class Reminders:
             return hello, [*ended, *self._joined.values(), *self._announced.values(), *self._pending.values()]
 
 
-class _Local(threading.local):
-    connection: Connection | None = None
-    endpoint: Endpoint | None = None
-
-
 class ControllerSession:
     """Requests and replies, from any thread. ``adapters`` are the controller's, known after the first greeting.
 
@@ -119,9 +114,7 @@ class ControllerSession:
         self.replies_lost = False
         self._find_endpoint, self._secret, self._patience_s = find_endpoint, secret, patience_s
         self._context = zmq.Context()
-        self._local = _Local()
-        self._connections: list[Connection] = []
-        self._lock = threading.Lock()
+        self._connections: dict[int, tuple[Endpoint, Connection]] = {}  # by thread
         self._greeting = threading.Lock()
         self._session = ""
 
@@ -158,7 +151,7 @@ class ControllerSession:
 
     def close(self) -> None:
         """Close all connections. No other thread may be inside a method."""
-        for connection in self._connections:
+        for _, connection in self._connections.values():
             connection.close()
         self._context.term()
 
@@ -197,23 +190,16 @@ class ControllerSession:
 
     def _connection(self, endpoint: Endpoint) -> Connection:
         """This thread's connection to ``endpoint``."""
-        if self._local.endpoint != endpoint:
+        held, connection = self._connections.get(threading.get_ident(), (None, None))
+        if connection is None or held != endpoint:
             self._drop_connection()
-        if (connection := self._local.connection) is None:
-            port = endpoint.ports["control"]
-            connection = Connection(self._context, endpoint.host, port, self._secret, m.WIRE)
-            self._local.connection, self._local.endpoint = connection, endpoint
-            with self._lock:
-                self._connections.append(connection)
+            connection = Connection(self._context, endpoint.host, endpoint.ports["control"], self._secret, m.WIRE)
+            self._connections[threading.get_ident()] = endpoint, connection
         return connection
 
     def _drop_connection(self) -> None:
-        connection = self._local.connection
-        if connection is not None:
-            self._local.connection = None
-            with self._lock:
-                self._connections.remove(connection)
-            connection.close()
+        if (held := self._connections.pop(threading.get_ident(), None)) is not None:
+            held[1].close()
 
 
 def check_patience(what: str, problem: str, refusals: int, waited_s: float, patience_s: float) -> None:
@@ -250,9 +236,8 @@ class WaitingLines:
 class ControllerClient:
     """Requests of a trainer to the controller that ``find_endpoint`` names (None: there is none now).
 
-    All methods may be called from any thread, ``hello`` first. Every method raises RolloutError if
-    the controller refuses the request, does not answer for ``patience_s``, or does not accept the
-    run secret.
+    All methods may be called from any thread, ``hello`` first. Every method raises RolloutError if the controller
+    refuses the request, does not answer for ``patience_s``, or does not accept the run secret.
     """
 
     def __init__(self, find_endpoint: Callable[[], Endpoint | None], secret: str, *, patience_s: float = 300.0) -> None:

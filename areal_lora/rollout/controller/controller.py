@@ -10,18 +10,19 @@ import asyncio
 import secrets
 import statistics
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from areal_lora.errors import ArealLoraError, RolloutError
+from areal_lora.obs.metrics.records import RolloutSampleRecord
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel import channel_messages as m
+from areal_lora.rollout.controller.evaluation import Changes
 from areal_lora.rollout.controller.groups import Lease, Ticket
 from areal_lora.rollout.controller.pacing import Admission
-from areal_lora.rollout.controller.runtime import AdapterRuntime, Changes
+from areal_lora.rollout.controller.runtime import AdapterRuntime
 from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.rollout.routing import Router
 from areal_lora.types import AdapterRef
@@ -33,22 +34,12 @@ CUT_OFF_S = 5.0  # for requests that were cut off: a workflow may not let itself
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedAdapter:
-    """An adapter that joined, and how its scorers are closed."""
-
-    runtime: AdapterRuntime
-    weight: float
-    close: Callable[[], Awaitable[None]]
-
-
 class Controller:
     """Serves trainer requests and keeps the feeds' groups running inside ``tasks``.
 
-    ``weights`` are the adapters' parts of the servers while several want more than there is. A fault of one adapter's
-    rollouts ends that adapter. An error of what all share ends the task group, and with it the process. Adapters that
-    join are opened with ``open_adapter`` from their entry of the configuration, as JSON; it raises ArealLoraError
-    for one that cannot be rolled out. They are forgotten when they end, and when a trainer greets.
+    A fault of one adapter's rollouts ends that adapter. An error of what all share ends the task group, and with it the
+    process. Adapters that join are opened with ``open_adapter`` from their entry of the configuration, as JSON; it
+    raises ArealLoraError for one that cannot be rolled out. They are forgotten when they end and when a trainer greets.
     """
 
     def __init__(
@@ -56,13 +47,12 @@ class Controller:
         adapters: Mapping[str, AdapterRuntime],
         router: Router,
         *,
-        weights: Mapping[str, float],
         tasks: asyncio.TaskGroup,
         stop: asyncio.Event,
-        open_adapter: Callable[[bytes], Awaitable[JoinedAdapter]],
+        open_adapter: Callable[[bytes], Awaitable[AdapterRuntime]],
     ) -> None:
         self._adapters, self._router, self._tasks, self._stop = dict(adapters), router, tasks, stop
-        self._open, self._joined = open_adapter, dict[str, JoinedAdapter]()
+        self._open, self._joined = open_adapter, dict[str, AdapterRuntime]()
         self._turns = WeakValueDictionary[str, asyncio.Lock]()  # joins and ends of an adapter, one after the other
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._birth = secrets.token_hex(8)
@@ -71,9 +61,7 @@ class Controller:
         self._session = f"{self._birth}:"
         self._changes = Changes()
         self._evaluating: dict[tuple[str, int, str], asyncio.Task[None]] = {}
-        self._admission = Admission(
-            {name: runtime.claim(weights[name]) for name, runtime in adapters.items()}, adapters
-        )
+        self._admission = Admission({name: runtime.claim for name, runtime in adapters.items()}, adapters)
         for runtime in adapters.values():
             runtime.start = self._start
 
@@ -188,7 +176,7 @@ class Controller:
                 await asyncio.wait({self._leaving[name]})
             if name not in self._joined:
                 try:
-                    opened = await self._open(request.config)
+                    runtime = await self._open(request.config)
                 except LedgerError:
                     raise
                 except ArealLoraError as error:
@@ -197,27 +185,26 @@ class Controller:
                     log.exception("opening %s", name)
                     return m.AdapterFailed(adapter=name, reason=f"{type(error).__name__}: {error}")
                 if request.session != self._session:
-                    await opened.close()
+                    await runtime.close()
                     return m.StaleSession()
-                runtime = opened.runtime
                 runtime.hello(request.version, trainer=self._trainer, snapshot=request.snapshot)
                 if self._router.servers:
                     runtime.resize(len(self._router.servers))
                 runtime.start = self._start
-                self._joined[name], self._adapters[name] = opened, runtime
-                self._admission.add(name, runtime.claim(opened.weight), runtime)
+                self._joined[name] = self._adapters[name] = runtime
+                self._admission.add(name, runtime.claim, runtime)
                 log.info("%s joins at version %d", name, request.version)
-            self._joined[name].runtime.paused = request.paused
+            self._joined[name].paused = request.paused
         self._admission.admit()
         return m.Ack()
 
     def _forget(self, name: str) -> asyncio.Task[None]:
         """Cut off what runs for an adapter that joined; the task closes its scorers. Its rows of the ledger stay."""
-        opened = self._joined.pop(name)
+        runtime = self._joined.pop(name)
         del self._adapters[name]
         self._admission.leave(name)
-        running = list(opened.runtime.tasks.values())
-        opened.runtime.feed.end()
+        running = list(runtime.tasks.values())
+        runtime.feed.end()
         for key in [key for key in self._evaluating if key[0] == name]:
             running.append(evaluation := self._evaluating.pop(key))
             evaluation.cancel()
@@ -226,7 +213,7 @@ class Controller:
             try:
                 if running:
                     await asyncio.wait(running, timeout=CUT_OFF_S)
-                await opened.close()
+                await runtime.close()
             finally:
                 del self._leaving[name]
             log.info("%s has left", name)
@@ -236,8 +223,8 @@ class Controller:
 
     async def close(self) -> None:
         """Close the scorers of the adapters that joined."""
-        for opened in self._joined.values():
-            await opened.close()
+        for runtime in self._joined.values():
+            await runtime.close()
 
     async def _get_batch(self, request: m.GetBatch) -> m.Batch | m.AdapterFailed | m.NotReady | m.StaleSession:
         wanted = [(self.adapter(w.adapter), w) for w in request.wanted]
@@ -329,7 +316,7 @@ def _take(runtime: AdapterRuntime, wanted: m.StepRequest) -> m.Batch | m.Adapter
         step=wanted.step,
         groups=lease.groups,
         stats=runtime.feed.stats(),
-        samples=_examples(lease),
+        samples=_examples(lease, wanted.adapter),
         reward_components=_components(lease),
         reward_costs=runtime.take_costs(),
         events=(),
@@ -358,15 +345,16 @@ def _components(lease: Lease) -> dict[str, float]:
     return {name: statistics.fmean(c.get(name, 0.0) for c in samples.values()) for name in names}
 
 
-def _examples(lease: Lease) -> tuple[m.RolloutSample, ...]:
+def _examples(lease: Lease, adapter: str) -> tuple[RolloutSampleRecord, ...]:
     return tuple(
-        m.RolloutSample(
-            uid=trajectory.uid,
+        RolloutSampleRecord(
+            adapter=adapter,
+            step=lease.step,
             prompt=prompt.text,
             completion=finished.episode.texts[0],
-            answer=prompt.sample.gold,
+            gold=prompt.sample.gold,
             reward=trajectory.reward,
-            version=trajectory.adapter.version,
+            versions=[trajectory.adapter.version],
         )
         for finished in lease.finished[:N_SAMPLES]
         for prompt, trajectory in [(finished.ticket.prompt, finished.episode.group.trajectories[0])]

@@ -15,14 +15,14 @@ import msgspec
 from areal_lora.config.models import AdapterConfig, Config, SamplingConfig, SingleTurnWorkflowConfig, WorkflowConfig
 from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sections.task import EvalSetConfig
-from areal_lora.data.prompts import Formatter, TextTokenizer, tokenize
+from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer, prompts_of
 from areal_lora.errors import ConfigError
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel.channel_messages import EvalSetResult
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.datasets import load_samples
-from areal_lora.types import AdapterRef, Sample
+from areal_lora.types import AdapterRef
 
 N_NAMED = 5  # prompts left out that are named
 
@@ -31,10 +31,9 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """Held-out problems: ``samples`` with their ``token_ids`` [N][P]; ``left_out`` are the uids of omitted ones."""
+    """Held-out problems; ``left_out`` are the uids of omitted ones."""
 
-    samples: Sequence[Sample]
-    token_ids: Sequence[list[int]]
+    prompts: Sequence[Prompt]
     left_out: tuple[str, ...] = ()
 
     def note(self) -> str:
@@ -42,24 +41,21 @@ class HeldOut:
         if not self.left_out:
             return ""
         named = ", ".join(self.left_out[:N_NAMED]) + (", ..." if len(self.left_out) > N_NAMED else "")
-        total = len(self.left_out) + len(self.samples)
+        total = len(self.left_out) + len(self.prompts)
         return f"{len(self.left_out)} of {total} held-out prompts are too long and left out: {named}"
 
 
-def fitting(samples: Sequence[Sample], token_ids: Sequence[list[int]], max_prompt_tokens: int) -> HeldOut:
+def fitting(prompts: Sequence[Prompt], max_prompt_tokens: int) -> HeldOut:
     """The problems whose prompts leave room for an answer, as in training. Raises ConfigError if none does."""
-    fit = [len(ids) <= max_prompt_tokens for ids in token_ids]
-    if not any(fit):
+    fit = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+    if not fit:
         raise ConfigError(
             "rollout.max_model_len",
-            f"all {len(samples)} held-out prompts are longer than the {max_prompt_tokens} tokens left beside an answer",
+            f"all {len(prompts)} held-out prompts are longer than the {max_prompt_tokens} tokens left beside an answer",
             "raise it, or lower sampling.max_new_tokens",
         )
-    return HeldOut(
-        samples=[sample for sample, fits in zip(samples, fit, strict=True) if fits],
-        token_ids=[ids for ids, fits in zip(token_ids, fit, strict=True) if fits],
-        left_out=tuple(sample.uid for sample, fits in zip(samples, fit, strict=True) if not fits),
-    )
+    left_out = tuple(prompt.uid for prompt in prompts if len(prompt.token_ids) > max_prompt_tokens)
+    return HeldOut(prompts=fit, left_out=left_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +76,6 @@ class EvalSet:
     def name(self) -> str:
         return self.config.name
 
-    @property
-    def single_greedy(self) -> bool:
-        """One greedy answer in one turn: many prompts go into one request."""
-        return (
-            isinstance(self.workflow, SingleTurnWorkflowConfig)
-            and self.config.temperature == 0
-            and self.config.n_samples == 1
-        )
-
 
 def load_sets(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> tuple[EvalSet, ...]:
     """Read the adapter's sets. Raises ConfigError, also for a set without a prompt that fits."""
@@ -99,7 +86,7 @@ def load_sets(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) 
         samples = load_samples(task, "eval")[: chosen.n]
         sampling = sampling_of(adapter.sampling, chosen)
         room = config.rollout.max_model_len - sampling.max_new_tokens
-        held_out = fitting(samples, tokenize(samples, formatter), room)
+        held_out = fitting(prompts_of(samples, formatter), room)
         if held_out.left_out:
             log.warning("%s: %s: %s; %d tokens are room for a prompt", adapter.name, chosen.name, held_out.note(), room)
         loaded = EvalSet(
@@ -138,9 +125,12 @@ def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | N
     if adapter.init_from is not None:
         return None
     model, held_out = config.model, chosen.held_out
+    single_turn = isinstance(chosen.workflow, SingleTurnWorkflowConfig)
+    greedy = single_turn and (chosen.config.temperature, chosen.config.n_samples) == (0, 1)
     problems = [
-        (sample.uid, sample.prompt, sample.messages, sample.answer, dict(sample.columns), ids)
-        for sample, ids in zip(held_out.samples, held_out.token_ids, strict=True)
+        (s.uid, s.prompt, s.messages, s.answer, dict(s.columns), prompt.token_ids)
+        for prompt in held_out.prompts
+        for s in [prompt.sample]
     ]
     parts: dict[str, Any] = {
         "base": [model.path, model.commit, model.dtype],
@@ -152,7 +142,7 @@ def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | N
         "workflow": chosen.workflow.model_dump(mode="json"),
         "format": chosen.formatter.how.model_dump(mode="json"),
         "rewards": [reward.model_dump(mode="json") for reward in adapter.rewards],
-        "random": None if chosen.single_greedy else [chosen.name, adapter_run(config, adapter).seed],
+        "random": None if greedy else [chosen.name, adapter_run(config, adapter).seed],
     }
     text = json.dumps(parts, sort_keys=True, default=repr)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

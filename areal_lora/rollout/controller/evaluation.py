@@ -1,8 +1,8 @@
 """Evaluate one version of an adapter on all its sets, in the background of training rollouts.
 
-A set of single greedy answers goes out in requests of ``CHUNK`` prompts. Any other set runs a workflow per problem, as
-training does, with a client that requests this version only. Sets follow each other; the result has all of them, so
-that an evaluation that is cut off is repeated whole, and no set is lost or counted twice.
+A set runs a workflow per problem, as training does, with a client that requests this version only. Sets follow each
+other; the result has all of them, so that an evaluation that is cut off is repeated whole, and no set is lost or
+counted twice.
 
 Half of what the servers take belongs to training rollouts, and seven eighths while the trainer waits for a batch. The
 evaluations in progress divide the rest equally; one alone has all of it. Each may always have one request in progress,
@@ -14,38 +14,28 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from typing import TypeVar
+from itertools import groupby, islice
 
 import msgspec
 
 from areal_lora.config.models import MultiTurnWorkflowConfig
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ArealLoraError
+from areal_lora.obs.metrics.records import SampleRecord
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSample, EvalSetResult
-from areal_lora.rollout.completion_client import (
-    CompletionClient,
-    CompletionRequest,
-    FaultKind,
-    GenerationFault,
-    SampledChoice,
-)
+from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.eval_sets import N_NAMED, BaseEvals, EvalSet
-from areal_lora.rollout.workflow import Episode, Scorer, Workflow, all_samples, derived_seed
-from areal_lora.tasks.reward_calls import Score, ScoreItem
-from areal_lora.tasks.tally import Answer, estimate, tally
+from areal_lora.rollout.workflow import Episode, Workflow, all_samples, derived_seed
+from areal_lora.tasks.reward_calls import Score
+from areal_lora.tasks.tally import Answer, estimate
 from areal_lora.types import AdapterRef, Outcome, Trajectory
 
-T = TypeVar("T")
-
-CHUNK = 32  # prompts of one request
-SCORED_AT_ONCE = 8  # answers; rollouts wait for the same scorers, and have their turn in between
 MAX_TRIES = 5
 BACK_OFF_S = 0.2
 USER_TRIES = 2
@@ -66,44 +56,63 @@ N_SAMPLES = 4  # examples in a result
 log = get_logger(__name__)
 
 
+class Changes:
+    """Something that callers wait for has changed."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake all callers."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def next(self) -> None:
+        """Return at the next change."""
+        await self._event.wait()
+
+    async def wait(self, ready: Callable[[], bool], timeout_s: float) -> None:
+        """Return when ``ready()``, checked at every change, or after ``timeout_s``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not ready():
+                    await self._event.wait()
+
+
 class EvalPlaces:
-    """``sequences`` that evaluations may have at once; see `resize`."""
+    """``sequences`` that evaluations may have at once. Requests in progress are never cut off."""
 
     def __init__(self, sequences: int) -> None:
         self._sequences = sequences
         self._trainer_waits = False
-        self._shares: list[Share] = []
+        self._evaluations = 0
+        self.changes = Changes()
 
     @property
     def each(self) -> int:
         """Sequences of each evaluation in progress."""
         sequences = self._sequences // GIVES_WAY if self._trainer_waits else self._sequences
-        return sequences // max(1, len(self._shares))
+        return sequences // max(1, self._evaluations)
 
     def trainer_waits(self, waits: bool) -> None:
-        """Whether the trainer waits for a batch of rollouts. Requests in progress are not cut off."""
+        """Whether the trainer waits for a batch of rollouts."""
         self._trainer_waits = waits
-        self._admit()
+        self.changes.notify()
 
     def resize(self, sequences: int) -> None:
-        """The servers have changed. Requests in progress are not cut off."""
+        """The servers have changed."""
         self._sequences = sequences
-        self._admit()
+        self.changes.notify()
 
     @contextmanager
     def share(self) -> Iterator[Share]:
         """The part of one evaluation, while it is in progress."""
-        share = Share(self)
-        self._shares.append(share)
+        self._evaluations += 1
         try:
-            yield share
+            yield Share(self)
         finally:
-            self._shares.remove(share)
-            self._admit()
-
-    def _admit(self) -> None:
-        for share in self._shares:
-            share.admit()
+            self._evaluations -= 1
+            self.changes.notify()
 
 
 class Share:
@@ -112,45 +121,31 @@ class Share:
     def __init__(self, places: EvalPlaces) -> None:
         self._places = places
         self._taken = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._turn = asyncio.Lock()
 
     @asynccontextmanager
     async def take(self, sequences: int) -> AsyncIterator[None]:
         """Wait for the places of one request."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((sequences, turn))
-        self.admit()
+        async with self._turn:
+            while self._taken and self._taken + sequences > self._places.each:
+                await self._places.changes.next()
+            self._taken += sequences
         try:
-            await turn
             yield
         finally:
-            if turn.done() and not turn.cancelled():  # else it has taken none: it was cut off while it waited
-                self._taken -= sequences
-            self.admit()
-
-    def admit(self) -> None:
-        """Start what has a place now."""
-        while self._waiting:
-            sequences, turn = self._waiting[0]
-            if not turn.cancelled():
-                if self._taken and self._taken + sequences > self._places.each:
-                    return
-                self._taken += sequences
-                turn.set_result(None)
-            self._waiting.popleft()
+            self._taken -= sequences
+            self._places.changes.notify()
 
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """Samples and scores for one adapter; its requests take ``places``, which the evaluations of all adapters share.
+    """Evaluates one adapter; its requests take ``places``, which the evaluations of all adapters share.
 
-    ``client`` is pinned, so all answers are of the version that is evaluated. ``workflows`` are by the name of a
-    set; those of single greedy answers need none. ``seed`` is the run's: a problem is sampled with the same seed at
-    every version. ``base`` has the results of versions 0 that equal the base.
+    ``workflows`` are by the name of a set; their client is pinned, so all answers are of the version that is evaluated.
+    ``seed`` is the run's: a problem is sampled with the same seed at every version. ``base`` has the results of
+    versions 0 that equal the base.
     """
 
-    client: CompletionClient
-    scorer: Scorer
     reward_kind: str
     sets: Sequence[EvalSet]
     workflows: dict[str, Workflow]
@@ -175,10 +170,7 @@ class Evaluator:
     async def _set(self, chosen: EvalSet, ref: AdapterRef) -> EvalSetResult:
         start = time.monotonic()
         try:
-            if chosen.single_greedy:
-                answers = await self._in_chunks(chosen, ref)
-            else:
-                answers = await self._one_by_one(chosen, ref)
+            answers = await self._answers(chosen, ref)
         except Exception as error:  # fault boundary: a user's workflow or reward; other adapters train on
             known = isinstance(error, ArealLoraError)
             if not known:
@@ -190,89 +182,36 @@ class Evaluator:
             result_of, chosen, ref, answers, self.reward_kind, wall_s=time.monotonic() - start
         )
 
-    # ------------------------------------------------------------ single greedy answers
-
-    async def _in_chunks(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Answer]]:
-        starts = range(0, len(chosen.held_out.samples), CHUNK)
-        with self.places.share() as share:
-            chunks = await all_samples(self._chunk(chosen, ref, slice(at, at + CHUNK), share) for at in starts)
-        return [[given] for chunk in chunks for given in chunk]
-
-    async def _chunk(self, chosen: EvalSet, ref: AdapterRef, part: slice, share: Share) -> list[Answer]:
-        sampling, prefill = chosen.sampling, chosen.formatter.prefill
-        prompts = chosen.held_out.token_ids[part]
-        request = CompletionRequest(
-            prompt=list(prompts),
-            max_tokens=sampling.max_new_tokens,
-            temperature=0.0,
-            top_p=1.0,
-            stop=sampling.stop or None,
-            return_token_ids=True,
-        )
-
-        async def measure() -> list[SampledChoice]:
-            async with share.take(len(prompts)):
-                return (await self.client.complete(ref, request, len(prompts), sampling.timeout_s))[1]
-
-        answers = [(a.text, len(a.token_ids or ()), a.finish_reason or "") for a in await _patiently(measure)]
-        items = [
-            ScoreItem.of(sample, text, n_tokens=n_tokens, finish_reason=how, prefill=prefill)
-            for sample, (text, n_tokens, how) in zip(chosen.held_out.samples[part], answers, strict=True)
-        ]
-        scores: list[Score] = []
-        for at in range(0, len(items), SCORED_AT_ONCE):
-            scores += await self.scorer.score(items[at : at + SCORED_AT_ONCE])
-        threshold = chosen.config.correct_threshold
-        return [
-            Answer(text=text, score=judged(score, threshold), n_tokens=n_tokens, finish_reason=how)
-            for (text, n_tokens, how), score in zip(answers, scores, strict=True)
-        ]
-
-    # ------------------------------------------------------------ workflows
-
-    async def _one_by_one(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Answer]]:
-        held_out = zip(chosen.held_out.samples, chosen.held_out.token_ids, strict=True)
-        prompts = [
-            Prompt(uid=s.uid, position=i, sample=s, text=chosen.formatter.text(s), token_ids=ids)
-            for i, (s, ids) in enumerate(held_out)
-        ]
+    async def _answers(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Answer]]:
+        prompts = chosen.held_out.prompts
         with self.places.share() as share:
             return await all_samples(self._problem(chosen, ref, prompt, share) for prompt in prompts)
 
     async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, share: Share) -> list[Answer]:
-        workflow = self.workflows[chosen.name]
+        """Repeats what may succeed later. Raises the last GenerationFault, but for what the workflow does wrong."""
+        workflow, n_samples = self.workflows[chosen.name], chosen.config.n_samples
         seed = derived_seed(self.seed, chosen.name, prompt.uid)
-
-        async def measure() -> list[Answer]:
-            async with share.take(chosen.config.n_samples):
-                return given_answers(chosen, prompt, ref, await workflow.run(prompt, ref, seed))
-
-        try:
-            return await _patiently(measure)
-        except GenerationFault as fault:
-            if fault.kind not in USER_FAULTS:
-                raise
-            return [Answer(text="", score=Score.fault(fault.outcome, str(fault)))] * chosen.config.n_samples
-
-
-async def _patiently(measure: Callable[[], Awaitable[T]]) -> T:
-    """Repeat what may succeed later; raises the last GenerationFault."""
-    failures = user_failures = 0
-    while True:
-        try:
-            return await measure()
-        except GenerationFault as fault:
-            # A dead server is restarted; a retired version is not restored.
-            failures += fault.kind is not FaultKind.CONNECTION
-            user_failures += fault.kind in USER_FAULTS and fault.kind is not FaultKind.TIMEOUT
-            final = fault.kind is FaultKind.RETIRED or not fault.retryable
-            if failures == MAX_TRIES or user_failures == USER_TRIES or final:
-                raise
-            await asyncio.sleep(BACK_OFF_S * 2**failures)
+        failures = user_failures = 0
+        while True:
+            try:
+                async with share.take(n_samples):
+                    return given_answers(chosen, prompt, ref, await workflow.run(prompt, ref, seed))
+            except GenerationFault as fault:
+                # A dead server is restarted; a retired version is not restored.
+                failures += fault.kind is not FaultKind.CONNECTION
+                user_failures += fault.kind in USER_FAULTS and fault.kind is not FaultKind.TIMEOUT
+                final = fault.kind is FaultKind.RETIRED or not fault.retryable
+                if failures == MAX_TRIES or user_failures == USER_TRIES or final:
+                    if fault.kind not in USER_FAULTS:
+                        raise
+                    return [Answer(text="", score=Score.fault(fault.outcome, str(fault)))] * n_samples
+                await asyncio.sleep(BACK_OFF_S * 2**failures)
 
 
 def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Episode) -> list[Answer]:
     """One answer per sample of the episode; the trajectories of a sample have its one score.
+
+    Where nothing else decides what is correct, it is a reward that reaches the set's ``correct_threshold``.
 
     Raises GenerationFault if another version than ``ref`` has sampled a token.
     """
@@ -287,23 +226,18 @@ def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Epi
         last, text = rows[-1]
         if isinstance(chosen.workflow, MultiTurnWorkflowConfig):
             text = _last_turn(chosen, chosen.workflow, last)
-        score = Score(reward=last.reward, outcome=last.outcome, detail=last.detail, correct=last.correct)
+        correct, threshold = last.correct, chosen.config.correct_threshold
+        if correct is None and threshold is not None and last.outcome is Outcome.OK:
+            correct = last.reward >= threshold
         answers.append(
             Answer(
                 text=text,
-                score=judged(score, chosen.config.correct_threshold),
+                score=Score(reward=last.reward, outcome=last.outcome, detail=last.detail, correct=correct),
                 n_tokens=sum(sum(trajectory.loss_mask) for trajectory, _ in rows),
                 finish_reason=last.finish_reason,
             )
         )
     return answers
-
-
-def judged(score: Score, threshold: float | None) -> Score:
-    """``score``, correct if it reaches ``threshold`` where nothing else decides what is correct."""
-    if score.outcome is not Outcome.OK or score.correct is not None or threshold is None:
-        return score
-    return replace(score, correct=score.reward >= threshold)
 
 
 def _last_turn(chosen: EvalSet, workflow: MultiTurnWorkflowConfig, trajectory: Trajectory) -> str:
@@ -320,11 +254,10 @@ def result_of(
     chosen: EvalSet, ref: AdapterRef, answers: Sequence[Sequence[Answer]], reward_kind: str, wall_s: float
 ) -> EvalSetResult:
     """Summarize the ``answers`` to each problem of the set."""
-    scores = [answer.score for problem in answers for answer in problem]
-    figures = tally(scores)
+    figures = estimate(answers, reward_kind)
     if figures.reward_mean is None:
-        return failed(chosen, f"no answer could be scored: {scores[0].detail}", wall_s)
-    scored = figures.n - figures.unscored
+        return failed(chosen, f"no answer could be scored: {answers[0][0].score.detail}", wall_s)
+    scored = sum(map(len, answers)) - figures.unscored
     if 0 < figures.ungraded < scored:
         log.warning(
             "evaluation %s of %s has no accuracy: the reward does not grade %d of %d answers (fix: return "
@@ -334,31 +267,27 @@ def result_of(
             figures.ungraded,
             scored,
         )
-    first = list(zip(chosen.held_out.samples, answers, strict=True))[:N_SAMPLES]
     return EvalSetResult(
         name=chosen.name,
-        accuracy=figures.accuracy,
-        reward_mean=figures.reward_mean,
         n=len(answers),
         n_samples=chosen.config.n_samples,
         temperature=chosen.config.temperature,
-        unscored=figures.unscored,
         left_out=len(chosen.held_out.left_out),
         left_out_first=chosen.held_out.left_out[:N_NAMED],
         wall_s=wall_s,
         samples=tuple(
-            EvalSample(
-                prompt=sample.prompt,
+            SampleRecord(
+                prompt=prompt.sample.prompt,
                 completion=problem[0].text,
-                answer=sample.gold,
+                gold=prompt.sample.gold,
                 reward=None if math.isnan(problem[0].score.reward) else problem[0].score.reward,
                 correct=problem[0].score.correct,
             )
-            for sample, problem in first
+            for prompt, problem in islice(zip(chosen.held_out.prompts, answers, strict=True), N_SAMPLES)
         ),
-        **msgspec.structs.asdict(estimate(answers, reward_kind, ruled=figures.accuracy is not None)),
+        **msgspec.structs.asdict(figures),
     )
 
 
 def failed(chosen: EvalSet, error: str, wall_s: float) -> EvalSetResult:
-    return EvalSetResult(name=chosen.name, accuracy=None, reward_mean=None, n=0, wall_s=wall_s, error=error)
+    return EvalSetResult(name=chosen.name, n=0, wall_s=wall_s, error=error)

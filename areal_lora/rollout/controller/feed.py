@@ -13,7 +13,6 @@ The feed decides. `GroupPool` carries out, in memory and in the ledger.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 
 from areal_lora.data.prompts import PromptStream
@@ -25,7 +24,7 @@ from areal_lora.rollout.channel.channel_messages import Stats
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller import groups
 from areal_lora.rollout.controller.groups import FailureStreak, GroupPool, Lease, ScoredGroup, Ticket
-from areal_lora.rollout.controller.pacing import Freshness, Pacer, Pacing, StalenessBudget
+from areal_lora.rollout.controller.pacing import STALE, Pacer, Pacing, StalenessBudget
 from areal_lora.rollout.ledger.ledger import GroupState, Ledger
 from areal_lora.rollout.ledger.reconcile import ROLLED_BACK, apply, decode_snapshot, plan_for, take_snapshot
 from areal_lora.rollout.workflow import Episode
@@ -33,7 +32,7 @@ from areal_lora.types import AdapterRef
 
 NO_VERSION = -1
 NO_VARIANCE = "no_variance"
-REISSUED = (Freshness.STALE, Freshness.FROM_THE_FUTURE, ROLLED_BACK)
+REISSUED = (STALE, ROLLED_BACK)
 
 log = get_logger(__name__)
 
@@ -142,8 +141,7 @@ class AdapterFeed:
         """The version to request now; None while no version is announced."""
         if self.newest == NO_VERSION:
             return None
-        ticket.version, ticket.begun_s = self.newest, self._clock()
-        ticket.deadline = ticket.begun_s + self._lease_s
+        ticket.version, ticket.deadline = self.newest, self._clock() + self._lease_s
         self._ledger.run(ticket.seq, self.newest, ticket.deadline)
         return AdapterRef(name=self.name, version=self.newest)
 
@@ -162,17 +160,13 @@ class AdapterFeed:
             self.groups.on_expire(live)  # the answer belongs to an abandoned try: the next try is not needed
         self.failures.answered()
         counters.tokens += tokens
-        counters.generation_s += self._clock() - ticket.begun_s
         versions = [v for t in episode.group.trajectories for v in t.versions if v >= 0]
         finished = ScoredGroup(
             ticket=live, episode=episode, oldest=min(versions), newest=max(versions), ready_s=self._clock()
         )
         next_version = self._ledger.head.next_version
-        freshness = self.budget.freshness(oldest=finished.oldest, consume_version=next_version)
-        if finished.newest > next_version:
-            self.groups.reissue(live, ROLLED_BACK)
-        elif freshness is not Freshness.FRESH:
-            self.groups.reissue(live, freshness)
+        if reason := self.budget.refusal(finished.oldest, finished.newest, next_version):
+            self.groups.reissue(live, reason)
         elif self._drop_uniform and finished.uniform:
             self._ledger.drop(live.seq, NO_VARIANCE)
             self._uniform_in_a_row += 1
@@ -193,10 +187,9 @@ class AdapterFeed:
             counters.late += 1
             return None
         unserved_s = self.failures.failed(failure, self._clock())
-        decision = groups.decide(failure, failed=ticket.failed, unserved_s=unserved_s)
-        ticket.failed = decision.failed
+        ticket.failed, wait_s = groups.decide(failure, failed=ticket.failed, unserved_s=unserved_s)
         ticket.resampled += failure.resample
-        if decision.wait_s is None:
+        if wait_s is None:
             self.groups.stop(ticket)
             self._ledger.drop(ticket.seq, failure.kind)
             self.failures.lost(failure, self.name, self.budget.prompts_per_step)
@@ -204,7 +197,7 @@ class AdapterFeed:
         self._ledger.requeue(ticket.seq, ticket.failed, ticket.resampled)
         ticket.version = None
         counters.retried[failure.kind] = counters.retried.get(failure.kind, 0) + 1
-        return decision.wait_s
+        return wait_s
 
     def expire_overdue(self) -> None:
         """Abandon requests that run beyond their lease; their groups are retried, as after a failure."""
@@ -238,9 +231,6 @@ class AdapterFeed:
             chosen = [groups.ready[seq] for seq in sorted(by_age[: self.budget.prompts_per_step])]
             check_fresh(chosen, version, self.budget)
             groups.lease(chosen, step)
-            staleness = Counter(step - finished.oldest for finished in chosen)
-            counters = self._ledger.head.counters
-            counters.staleness = dict(Counter(counters.staleness) + staleness)
             self._ledger.head.next_version = step + 1
             self._drop_stale()
             groups.check_and_flush()
@@ -257,17 +247,14 @@ class AdapterFeed:
         """Drop groups that cannot be consumed at the next version or later, and issue their prompts again."""
         version = self._ledger.head.next_version
         for finished in list(self.groups.ready.values()):
-            freshness = self.budget.freshness(oldest=finished.oldest, consume_version=version)
-            if freshness is not Freshness.FRESH:
+            if reason := self.budget.refusal(finished.oldest, finished.newest, version):
                 del self.groups.ready[finished.ticket.seq]
-                self.groups.reissue(finished.ticket, freshness)
+                self.groups.reissue(finished.ticket, reason)
         for ticket in list(self.groups.running.values()):
-            if ticket.version is None:
-                continue
-            freshness = self.budget.freshness(oldest=ticket.version, consume_version=version)
-            if freshness is not Freshness.FRESH:
+            held = ticket.version
+            if held is not None and (reason := self.budget.refusal(held, held, version)):
                 self.groups.expire(ticket)
-                self.groups.reissue(ticket, freshness)
+                self.groups.reissue(ticket, reason)
 
     # ------------------------------------------------------------ reporting
 
@@ -288,23 +275,17 @@ class AdapterFeed:
         counts, dropped, counters = ledger.counts, dict(ledger.drop_reasons), ledger.head.counters
         idle_s = 0.0 if groups.idle_since_s is None else self._clock() - groups.idle_since_s
         return Stats(
-            newest_version=self.newest,
-            waiting=len(groups.waiting),
             ready=len(groups.ready),
             running=len(groups.running),
             leased=counts[GroupState.LEASED],
-            leased_steps=len(groups.leases),
             issued=ledger.head.issued,
             consumed=counts[GroupState.CONSUMED],
             dropped=dropped,
             reissued=sum(dropped.get(reason, 0) for reason in REISSUED),
-            rolled_back=dropped.get(ROLLED_BACK, 0),
             retried=dict(counters.retried),
             late=counters.late,
-            staleness=dict(counters.staleness),
             tokens_generated=counters.tokens,
             idle_s=counters.idle_s + idle_s,
-            generation_s=counters.generation_s,
             ahead=pacing.ahead,
             margin_s=pacing.margin_s,
             spare_s=pacing.spare_s,
@@ -315,10 +296,8 @@ class AdapterFeed:
 def check_fresh(chosen: list[ScoredGroup], version: int, budget: StalenessBudget) -> None:
     """Raise StalenessError if a group may not be consumed at ``version`` (contract C7)."""
     for finished in chosen:
-        oldest, newest = finished.oldest, finished.newest
-        fresh = budget.freshness(oldest=oldest, consume_version=version) is Freshness.FRESH
-        if not fresh or newest > version:
+        if budget.refusal(finished.oldest, finished.newest, version):
             raise StalenessError(
-                f"group {finished.ticket.prompt.uid} has tokens of v{oldest} to v{newest} and would be consumed "
-                f"at v{version}, max_staleness is {budget.max_staleness}"
+                f"group {finished.ticket.prompt.uid} has tokens of v{finished.oldest} to v{finished.newest} and would "
+                f"be consumed at v{version}, max_staleness is {budget.max_staleness}"
             )

@@ -19,7 +19,7 @@ from areal_lora.data.prompts import Prompt, PromptStream
 from areal_lora.errors import RolloutError, UserCodeError
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.controller.pacing import Freshness, GroupTally
+from areal_lora.rollout.controller.pacing import STALE, GroupTally
 from areal_lora.rollout.ledger.ledger import LIVE, GroupState, Ledger, LedgerRow
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import Cause, TrajectoryGroup
@@ -40,9 +40,8 @@ _decode = msgspec.msgpack.Decoder(Episode).decode
 class Ticket:
     """One issued group. ``version`` is None while the group waits for a retry.
 
-    ``failed`` tries count towards `MAX_TRIES`. ``resampled`` of them failed because of the answer itself, so
-    the next try samples another answer. ``birth`` counts the rebuilds of the ledger before the issue: keys repeat after
-    one.
+    ``failed`` tries count towards `MAX_TRIES`. ``resampled`` of them failed because of the answer itself, so the next
+    try samples another answer. ``birth`` counts the rebuilds of the ledger before the issue: keys repeat after one.
     """
 
     seq: int
@@ -53,7 +52,6 @@ class Ticket:
     failed: int = 0
     resampled: int = 0
     version: int | None = None
-    begun_s: float = 0.0
     deadline: float = 0.0
 
     @property
@@ -93,16 +91,8 @@ class Lease:
         return tuple(finished.episode.group for finished in self.finished)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retry:
-    """``failed`` is the new count of failed tries. ``wait_s`` precedes the next one; None: the group is dropped."""
-
-    failed: int
-    wait_s: float | None
-
-
-def decide(failure: GenerationFault, *, failed: int, unserved_s: float) -> Retry:
-    """Count ``failure`` after ``failed`` earlier ones and choose the wait before the next try.
+def decide(failure: GenerationFault, *, failed: int, unserved_s: float) -> tuple[int, float | None]:
+    """The failed tries after ``failed`` and ``failure``, and the wait before the next one; None: the group is dropped.
 
     A request that no server had does not count: the group waits for a server, which may load a model for hours; the
     launcher restarts servers, and ends the run when they cannot be. So it waits for what user code connects to, with a
@@ -113,11 +103,11 @@ def decide(failure: GenerationFault, *, failed: int, unserved_s: float) -> Retry
     failed += counts
     by_code = failure.cause is Cause.CODE
     if not failure.retryable or failed >= (CODE_TRIES if by_code else MAX_TRIES):
-        return Retry(failed=failed, wait_s=None)
+        return failed, None
     if counts:
-        return Retry(failed=failed, wait_s=BACK_OFF_S if by_code else back_off_s(failed))
+        return failed, BACK_OFF_S if by_code else back_off_s(failed)
     longer_s = unserved_s / 2 if failure.cause is Cause.UNREACHABLE else 0.0
-    return Retry(failed=failed, wait_s=min(max(UNSERVED_WAIT_S, longer_s), MAX_BACK_OFF_S))
+    return failed, min(max(UNSERVED_WAIT_S, longer_s), MAX_BACK_OFF_S)
 
 
 def back_off_s(failed: int) -> float:
@@ -247,10 +237,8 @@ class GroupPool:
     def stop(self, ticket: Ticket, tokens: int | None = None) -> None:
         """``ticket`` runs no longer; the caller moves its row. If it was answered there are ``tokens`` to train on."""
         del self.running[ticket.seq]
-        before, answered = self.tally, tokens is not None
-        self.tally = GroupTally(
-            ended=before.ended + 1, answered=before.answered + answered, tokens=before.tokens + (tokens or 0)
-        )
+        ended, answered, before = self.tally.ended + 1, self.tally.answered + (tokens is not None), self.tally.tokens
+        self.tally = GroupTally(ended=ended, answered=answered, tokens=before + (tokens or 0))
         if not self.running:
             self.idle_since_s = self._clock()
 
@@ -269,7 +257,7 @@ class GroupPool:
 
         Only staleness can repeat without end.
         """
-        stale = ticket.stale + (reason == Freshness.STALE)
+        stale = ticket.stale + (reason == STALE)
         if stale >= MAX_STALE:
             self.ledger.drop(ticket.seq, f"{reason}_given_up")
             return

@@ -1,18 +1,18 @@
 """Pacing: how many groups are issued ahead of the version that they could have been sampled with.
 
-The version of a group is fixed when its request starts, and the trainer takes the next batch before the version
-it has just made is on the servers. So a group for step ``k + 1`` is at its freshest, one version behind, from the
-moment version ``k`` is announced: beginning it later in that step gains nothing, beginning it earlier costs a
-version. A batch is therefore issued at the announcement, as far as it can be whole in time, and only the shortfall
+The version of a group is fixed when its request starts, and the trainer takes the next batch before the version it has
+just made is on the servers. So a group for step ``k + 1`` is at its freshest, one version behind, from the moment
+version ``k`` is announced: beginning it later in that step gains nothing, beginning it earlier costs a version. A batch
+is therefore issued at the announcement, as far as it can be whole in time, and only the shortfall
 is issued before it::
 
     consumed + ready + running <= (V + 2) * B + ahead
 
 ``ahead`` is measured. When the trainer requests a batch, each group that is not ready is one that should have been
 issued before. It is the most that any of the last ``WINDOW`` requests fell short of: a base stock in the sense of
-inventory theory, where the demand is B groups a step and the stock covers what is late. The count contains
-everything that makes groups late: sampling, queueing, scoring, retries, dropped groups, slow publishes, other
-adapters on the same servers.
+inventory theory, where the demand is B groups a step and the stock covers what is late. The count contains everything
+that makes groups late: sampling, queueing, scoring, retries, dropped groups, slow publishes, other adapters on the same
+servers.
 
 A batch that is whole only just in time may be late at the next step. Groups count as ready only if they were
 ``margin_s`` before the request. The margin grows with every wait of the trainer and shrinks slowly without one.
@@ -22,15 +22,14 @@ that of `StalenessBudget`. This is also where it starts. With ``max_staleness`` 
 
 The staleness budget: how many groups may be in progress, and which may still be trained on.
 
-A training step consumes at version ``k`` and publishes version ``k + 1``. A group issued at
-version ``V`` may be consumed at the latest by the step at version ``V + max_staleness``. With ``B``
+A training step consumes at version ``k`` and publishes version ``k + 1``. A group issued at version ``V`` may be
+consumed at the latest by the step at version ``V + max_staleness``. With ``B``
 groups a step, admission therefore keeps (AReaL, arXiv:2505.24298, "staleness-aware training", in groups)::
 
     consumed + ready + running <= (V + max_staleness + 1) * B
 
-where ``consumed = next_version * B``. Admission assumes that groups are consumed in the order of their
-issue, which stragglers break. The bound is enforced by :meth:`freshness`, applied to every group at
-hand-over (contract C7).
+where ``consumed = next_version * B``. Admission assumes that groups are consumed in the order of their issue, which
+stragglers break. The bound is enforced by :meth:`refusal`, applied to every group at hand-over (contract C7).
 
 Which adapter's group starts next: one fair queue over the sequences that the servers take at once.
 
@@ -47,26 +46,19 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Literal, Protocol, TypeAlias
 
 from areal_lora.algorithms.fair_queue import FairQueue
+from areal_lora.rollout.ledger.reconcile import ROLLED_BACK
 
-
-class Freshness(StrEnum):
-    """Whether a group may be trained on at a given version."""
-
-    FRESH = "fresh"
-    STALE = "stale"
-    FROM_THE_FUTURE = "from_the_future"
+STALE = "stale"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessBudget:
     """Pure arithmetic of one adapter's budget.
 
-    ``last_version`` is the version at which the last training step consumes: nothing is issued
-    for steps after it.
+    ``last_version`` is the version at which the last training step consumes: nothing is issued for steps after it.
     """
 
     max_staleness: int
@@ -82,11 +74,11 @@ class StalenessBudget:
         steps = min(newest + self.max_staleness, self.last_version) + 1 - next_version
         return max(0, steps * self.prompts_per_step - live)
 
-    def freshness(self, *, oldest: int, consume_version: int) -> Freshness:
-        """Compare a group whose oldest token was sampled at version ``oldest`` with the budget."""
-        if oldest > consume_version:
-            return Freshness.FROM_THE_FUTURE
-        return Freshness.FRESH if consume_version - oldest <= self.max_staleness else Freshness.STALE
+    def refusal(self, oldest: int, newest: int, version: int) -> str:
+        """Why tokens of versions ``oldest`` to ``newest`` may not be consumed at ``version``; empty if they may."""
+        if newest > version:
+            return ROLLED_BACK
+        return STALE if version - oldest > self.max_staleness else ""
 
 
 Pacing: TypeAlias = Literal["fresh", "full"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from areal_lora.errors import ArealLoraError, EnvironmentError_, ExitCode
@@ -39,38 +38,15 @@ class Capacity:
         return servers * self.sequences // 2
 
 
-class Changes:
-    """Something that callers wait for has changed, in any adapter."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def notify(self) -> None:
-        """Wake all callers."""
-        self._event.set()
-        self._event = asyncio.Event()
-
-    async def next(self) -> None:
-        """Return at the next change."""
-        await self._event.wait()
-
-    async def wait(self, ready: Callable[[], bool], timeout_s: float) -> None:
-        """Return when ``ready()``, checked at every change, or after ``timeout_s``."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not ready():
-                    await self._event.wait()
-
-
 @dataclass(slots=True, kw_only=True)
 class AdapterRuntime:
     """One adapter: its feed, its workflow, one task per running group, and results not yet fetched.
 
     ``start``, the controller's, creates the task of a group. ``tasks`` are by seq; the feed cancels those whose answers
-    are not needed any more. ``capacity`` follows the servers that the trainer announces.
-    ``one_evaluation``: an evaluation holds its version on the servers, which have room for one of each adapter beside
-    those that are rolled out. ``seed`` is the adapter's. ``take_costs`` returns what the rewards spent since its last
-    call. ``failure`` is why its rollouts have ended, None while they have not. While ``paused`` no group is issued.
+    are not needed any more. ``close`` ends its scorers. ``one_evaluation``: an evaluation holds its version on the
+    servers, which have room for one of each adapter beside those that are rolled out. ``seed`` is the adapter's.
+    ``take_costs`` returns what the rewards spent since its last call. ``failure`` is why its rollouts have ended, None
+    while they have not. While ``paused`` no group is issued.
     """
 
     feed: AdapterFeed
@@ -79,6 +55,8 @@ class AdapterRuntime:
     evaluator: Evaluator
     seed: int
     capacity: Capacity
+    weight: float
+    close: Callable[[], Awaitable[None]]
     events: list[m.EvalResult] = field(default_factory=list)
     one_evaluation: asyncio.Lock = field(default_factory=asyncio.Lock)
     failure: m.AdapterFailed | None = None
@@ -91,9 +69,10 @@ class AdapterRuntime:
         self.feed.max_running = self.capacity.groups(servers)
         self.evaluator.places.resize(self.capacity.evaluated(servers))
 
-    def claim(self, weight: float) -> Claim:
+    @property
+    def claim(self) -> Claim:
         """Its part of the servers while several adapters want more than there is."""
-        return Claim(sequences=self.capacity.n_samples, groups=self.feed.budget.prompts_per_step, weight=weight)
+        return Claim(sequences=self.capacity.n_samples, groups=self.feed.budget.prompts_per_step, weight=self.weight)
 
     @property
     def running(self) -> int:

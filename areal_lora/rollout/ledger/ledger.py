@@ -17,12 +17,13 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from areal_lora.errors import ConfigError, ExitCode, RolloutError
+from areal_lora.errors import ConfigError, ExitCode, RolloutError, undo_on_error
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.sqlite import connect
 
@@ -91,9 +92,7 @@ class LedgerCounters(msgspec.Struct):
     tokens: int = 0
     late: int = 0
     idle_s: float = 0.0
-    generation_s: float = 0.0
     retried: dict[str, int] = msgspec.field(default_factory=dict)
-    staleness: dict[int, int] = msgspec.field(default_factory=dict)
 
 
 class Head(msgspec.Struct, kw_only=True):
@@ -185,7 +184,7 @@ def _kind(error: sqlite3.Error) -> type[LedgerError]:
 
 def _open(path: str, run: str) -> sqlite3.Connection:
     db = connect(path, synchronous="NORMAL")
-    try:
+    with undo_on_error(db.close):
         if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
             db.executescript("BEGIN;" + SCHEMA)  # all of it or nothing, if this process ends here
             db.execute("INSERT INTO meta VALUES (?, ?)", (SCHEMA_VERSION, run))
@@ -196,23 +195,18 @@ def _open(path: str, run: str) -> sqlite3.Connection:
         if problem != "ok":
             raise sqlite3.DatabaseError(problem)
         version, owner = db.execute("SELECT schema_version, run FROM meta").fetchone() or (None, None)
-    except (sqlite3.Error, ConfigError):
-        db.close()
-        raise
-    if (version, owner) != (SCHEMA_VERSION, run):
-        db.close()
-        raise ConfigError(
-            path,
-            f"is the ledger of run {owner!r} in schema {version}, not of {run!r} in schema {SCHEMA_VERSION}",
-            "put the run's own ledger back, or remove the file: it is rebuilt from the checkpoint",
-        )
+        if (version, owner) != (SCHEMA_VERSION, run):
+            raise ConfigError(
+                path,
+                f"is the ledger of run {owner!r} in schema {version}, not of {run!r} in schema {SCHEMA_VERSION}",
+                "put the run's own ledger back, or remove the file: it is rebuilt from the checkpoint",
+            )
     return db
 
 
 def _move_aside(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
     path.rename(aside)
     for suffix in ("-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)

@@ -18,8 +18,8 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -106,10 +106,10 @@ class Reconciliation:
 
     version: int
     rebuild: str = ""
-    consumed: tuple[LedgerRow, ...] = ()  # leased before: their commit did not arrive
-    again: tuple[LedgerRow, ...] = ()  # done again, with the trajectories they have
-    reissued: tuple[LedgerRow, ...] = ()  # rolled back and issued again
-    continuing: tuple[LedgerRow, ...] = ()
+    consumed: list[LedgerRow] = field(default_factory=list)  # leased before: their commit did not arrive
+    again: list[LedgerRow] = field(default_factory=list)  # done again, with the trajectories they have
+    reissued: list[LedgerRow] = field(default_factory=list)  # rolled back and issued again
+    continuing: list[LedgerRow] = field(default_factory=list)
 
     def __str__(self) -> str:
         if self.rebuild:
@@ -139,25 +139,19 @@ def plan(
     if rebuild:
         _check_snapshot(head, version, snapshot, rebuild)
         return Reconciliation(version=version, rebuild=rebuild)
-    consumed, again, reissued, continuing = list[LedgerRow](), list[LedgerRow](), list[LedgerRow](), list[LedgerRow]()
+    made = Reconciliation(version=version)
     for row in rows:
         undone = row.step >= version and row.state in (GroupState.LEASED, GroupState.CONSUMED)
         if row.state is GroupState.CONSUMED:
             if undone:
-                reissued.append(row)
+                made.reissued.append(row)
         elif row.state is GroupState.LEASED and not undone:
-            consumed.append(row)
+            made.consumed.append(row)
         elif max(row.version, row.newest) > version and row.state is not GroupState.ISSUED:
-            reissued.append(row)
+            made.reissued.append(row)
         else:
-            (again if undone else continuing).append(row)
-    return Reconciliation(
-        version=version,
-        consumed=tuple(consumed),
-        again=tuple(again),
-        reissued=tuple(reissued),
-        continuing=tuple(continuing),
-    )
+            (made.again if undone else made.continuing).append(row)
+    return made
 
 
 def _check_snapshot(head: Head, version: int, snapshot: LedgerSnapshot | None, rebuild: str) -> None:
@@ -201,21 +195,15 @@ def reconciliations(
 
     Raises RolloutError where neither the ledger nor a snapshot states what was consumed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / run_folder.ledger.name
-        _copy(run_folder.ledger, copy)
-        file = LedgerFile(copy, run)
-        try:
-            plans = {}
-            for name, version in versions.items():
-                snapshot = decode_snapshot(snapshots.get(name, b""), name)
-                head = file.read_head(name)
-                # With the prompt order that was written: the present prompts are not read.
-                order = head.order if head is not None else snapshot.order if snapshot else ""
-                plans[name] = plan_for(Ledger(file, name, order), version, snapshot)
-            return plans
-        finally:
-            file.close()
+    with _copied(run_folder.ledger) as copy, contextlib.closing(LedgerFile(copy, run)) as file:
+        plans = {}
+        for name, version in versions.items():
+            snapshot = decode_snapshot(snapshots.get(name, b""), name)
+            head = file.read_head(name)
+            # With the prompt order that was written: the present prompts are not read.
+            order = head.order if head is not None else snapshot.order if snapshot else ""
+            plans[name] = plan_for(Ledger(file, name, order), version, snapshot)
+        return plans
 
 
 def group_counts(run_folder: RunFolder) -> dict[str, tuple[Counter[GroupState], Counter[str]]]:
@@ -227,32 +215,30 @@ def group_counts(run_folder: RunFolder) -> dict[str, tuple[Counter[GroupState], 
     """
     if not run_folder.ledger.is_file():
         return {}
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / run_folder.ledger.name
-        _copy(run_folder.ledger, copy)
-        with contextlib.closing(sqlite3.connect(copy)) as db:
-            try:
-                [version] = db.execute("SELECT schema_version FROM meta").fetchone()
-                if version != SCHEMA_VERSION:
-                    raise RolloutError(f"{run_folder.ledger} has schema {version}, not {SCHEMA_VERSION}")
-                heads = db.execute("SELECT adapter, head FROM adapters ORDER BY adapter").fetchall()
-                return {name: counted(db.execute, name, msgspec.json.decode(h, type=Head)) for name, h in heads}
-            except sqlite3.Error as error:
-                raise RolloutError(f"{run_folder.ledger} cannot be read: {error}") from error
+    with _copied(run_folder.ledger) as copy, contextlib.closing(sqlite3.connect(copy)) as db:
+        try:
+            [version] = db.execute("SELECT schema_version FROM meta").fetchone()
+            if version != SCHEMA_VERSION:
+                raise RolloutError(f"{run_folder.ledger} has schema {version}, not {SCHEMA_VERSION}")
+            heads = db.execute("SELECT adapter, head FROM adapters ORDER BY adapter").fetchall()
+            return {name: counted(db.execute, name, msgspec.json.decode(h, type=Head)) for name, h in heads}
+        except sqlite3.Error as error:
+            raise RolloutError(f"{run_folder.ledger} cannot be read: {error}") from error
 
 
-def _copy(ledger: Path, copy: Path) -> None:
-    """Copy file and log as of one moment. A running controller has the file locked, so SQLite cannot copy it."""
-    copies = {ledger.with_name(ledger.name + suffix): copy.with_name(copy.name + suffix) for suffix in ("", "-wal")}
+@contextlib.contextmanager
+def _copied(ledger: Path) -> Iterator[Path]:
+    """A copy of file and log as of one moment. A running controller has the file locked, so SQLite cannot copy it."""
+    files = [ledger.with_name(ledger.name + suffix) for suffix in ("", "-wal")]
     for _ in range(TRIES):
-        before = _stats(copies)
-        for path in before:
-            with contextlib.suppress(FileNotFoundError):
-                shutil.copy(path, copies[path])
-        if _stats(copies) == before:
-            return
-        for path in copies.values():
-            path.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            before = _stats(files)
+            for path in before:
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.copy(path, folder)
+            if _stats(files) == before:
+                yield Path(folder) / ledger.name
+                return
         time.sleep(PAUSE_S)
     raise RolloutError(f"{ledger} is being written: the run has not ended (fix: retry when it has)")
 

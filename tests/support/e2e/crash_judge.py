@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_lora.config.models import Config
-from areal_lora.data.prompts import PromptOrder
+from areal_lora.data.prompts import locate
 from areal_lora.tasks.datasets import load_samples
 from tests.support.e2e.crash_child import DIARY
 from tests.support.e2e.crash_run import CrashRun, Kill
 
 ISSUED, RUNNING, DONE, LEASED, CONSUMED, DROPPED = range(6)
-ISSUED_AGAIN = ("stale", "from_the_future", "rolled_back")
+ISSUED_AGAIN = ("stale", "rolled_back")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,10 @@ def check_ledger(run: CrashRun, config: Config, name: str, lineage: dict[int, se
         [(head,)] = book.execute("SELECT head FROM adapters WHERE adapter = ?", (name,)).fetchall()
     book.close()
     samples = load_samples(config.adapters[0].task, "train")
-    order = PromptOrder(run.seeds[name], len(samples))
     consumed = defaultdict(set)
     issues = defaultdict(list)
     for position, issue, state, version, step, reason in rows:
-        epoch, index = order.locate(position)
+        epoch, index = locate(position, len(samples), run.seeds[name])
         issues[position].append((issue, state, version, reason))
         if state == CONSUMED:
             consumed[step].add(f"{epoch}:{samples[index].uid}")

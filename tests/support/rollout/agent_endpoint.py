@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from areal_lora.data.prompts import Formatter
-from areal_lora.rollout.agents import AgentGateway, AgentTask, AgentWorkflow
+from areal_lora.rollout.agents import AgentTask, AgentWorkflow, agent_gateway
 from areal_lora.rollout.conversations import ConversationFile
 from areal_lora.rollout.workflow import Episode, WorkflowContext
 from tests.support.rollout.fake_server import FakeServer
@@ -76,13 +76,11 @@ def episode(
 
     async def main() -> Episode:
         sampling = SAMPLING.model_copy(update={"n_samples": 1, "timeout_s": 120.0})
-        async with served(server, Graded(), sampling) as context, AgentGateway() as gateway:
+        async with served(server, Graded(), sampling) as context, agent_gateway() as sessions:
             context: WorkflowContext = replace(
                 context, formatter=formatter or Formatter(tokenizer=ToolTokenizer()), max_model_len=max_model_len
             )
-            workflow = AgentWorkflow(
-                context=context, sessions=gateway.sessions, agent=agent, tool_parser=parser, kept=kept
-            )
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent, tool_parser=parser, kept=kept)
             return await workflow.run(prompt_of("1+1="), V1, seed=7)
 
     return asyncio.run(main())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ import msgspec
 from areal_lora.config.models import Config, SamplingConfig, SingleTurnWorkflowConfig, WorkflowConfig
 from areal_lora.config.sections.task import EvalSetConfig
 from areal_lora.data.prompts import Formatter, Prompt, PromptStream
+from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.eval_sets import EvalSet, HeldOut, sampling_of
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import Pacing, StalenessBudget
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.ledger.reconcile import LedgerSnapshot
-from areal_lora.rollout.workflow import Episode
+from areal_lora.rollout.workflow import Episode, Scorer, SingleTurnWorkflow, Workflow, WorkflowContext
 from areal_lora.types import AdapterRef, Sample, Trajectory, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.rollout.texts import CharTokenizer
@@ -134,6 +135,16 @@ def eval_set(
         formatter=Formatter(tokenizer=CharTokenizer()),
         held_out=held_out,
     )
+
+
+def single_turn_workflows(sets: Sequence[EvalSet], client: CompletionClient, scorer: Scorer) -> dict[str, Workflow]:
+    contexts = {
+        each.name: WorkflowContext(
+            client=client, scorer=scorer, sampling=each.sampling, formatter=each.formatter, max_model_len=64
+        )
+        for each in sets
+    }
+    return {name: SingleTurnWorkflow(context=context) for name, context in contexts.items()}
 
 
 def config(model: str, *, servers: int = 1, steps: int = 6, eta: int = 1, b: int = 4) -> Config:

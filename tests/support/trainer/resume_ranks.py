@@ -25,7 +25,7 @@ from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
 from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sections.adapter import AlgorithmConfig
 from areal_lora.data.collate import scoring_batch
-from areal_lora.data.prompts import PromptOrder
+from areal_lora.data.prompts import locate
 from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.processes import watched
@@ -128,7 +128,6 @@ class Controller:
         self._journal, self._engine = folder / f"journal-{engine.rank}", engine
         self._position = int(restored.controller.ledger or b"0")
         self._evals, self._steps = EvalTracker.restored(restored.controller), steps
-        self._order = PromptOrder(3, 13)
         self.note(f"session {restored.version}")
 
     def note(self, line: str) -> None:
@@ -144,7 +143,7 @@ class Controller:
 
     def batch_of(self, state: TrainingState, groups: object) -> tuple[TrainBatch, dict[int, int]]:
         """Answers depend on prompt, version and the random numbers of torch; called on every rank."""
-        asked = [self._order.locate(self._position + i) for i in range(PROMPTS)]
+        asked = [locate(self._position + i, 13, 3) for i in range(PROMPTS)]
         self._position += PROMPTS
         rows = []
         for epoch, sample in asked:

@@ -244,9 +244,9 @@ class World:
             if not host.leaving and host.alive:
                 break
             self.happened["handed back"] += 1
-            self.router.leaves(server)
+            server.leaving = True
         if ref not in host.refs:  # of a request that was handed back after a long time
-            self.router.retired(server, ref)
+            server.versions.discard(ref)
             self.failed(ticket, GenerationFault(FaultKind.RETIRED, "404"))
             return
         host.running += 1

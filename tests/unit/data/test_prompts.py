@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_lora.config.sections.task import DatasetTask, PromptFormat
-from areal_lora.data.prompts import Formatter, PromptStream, tokenize
+from areal_lora.data.prompts import Formatter, PromptStream, prompts_of
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import Sample
@@ -36,7 +36,7 @@ def test_epochs_hold_every_sample_once_under_their_own_uids() -> None:
 )
 def test_unusable_samples_are_named(bad: list[Sample], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        tokenize(bad, Formatter(tokenizer=CharTokenizer()))
+        prompts_of(bad, Formatter(tokenizer=CharTokenizer()))
 
 
 def test_prompts_must_leave_room_for_the_answer() -> None:

@@ -70,7 +70,7 @@ SHORT = {
     "engine/vllm_ext/server/sampling.py:all_of": "the answers of one request in a TaskGroup that is awaited",
     "engine/vllm_ext/server/sampling.py:_merged": "the streams of one request; they are awaited",
     "network/http_server.py:unless_disconnected": "one request; it is awaited",
-    "rollout/agents.py:AgentGateway._answer": "one request; it is awaited",
+    "rollout/agents.py:_answer": "one request; it is awaited",
     "engine/vllm_ext/server/leaving.py:Door.__call__": "one request; it is awaited",
 }
 """Where the package starts a thread or task that ends with one piece of work that a caller waits for."""

@@ -13,10 +13,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from areal_lora.algorithms.advantages import ADVANTAGES, Shaping, token_credit
+from areal_lora.algorithms.advantages import ADVANTAGES, Discount, Shaping, token_credit
 from areal_lora.algorithms.losses import k1
 from areal_lora.data.collate import collate
-from areal_lora.rollout.agents import MAX_BODY_BYTES, AgentGateway, AgentTask, AgentWorkflow
+from areal_lora.rollout.agents import MAX_BODY_BYTES, AgentTask, AgentWorkflow, agent_gateway
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.workflow import Episode
 from areal_lora.tasks.reward_calls import Score
@@ -46,8 +46,8 @@ def run(
     async def main() -> Episode:
         fake = server or FakeServer(models={str(V1)}, answer=answer)
         sampling = SAMPLING.model_copy(update={"timeout_s": timeout_s, "n_samples": n_samples})
-        async with served(fake, scorer or Graded(), sampling, SECRET) as context, AgentGateway() as gateway:
-            workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent)
+        async with served(fake, scorer or Graded(), sampling, SECRET) as context, agent_gateway() as sessions:
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent)
             return await workflow.run(PROMPT, V1, seed=7)
 
     return asyncio.run(main())
@@ -154,7 +154,9 @@ def test_samples_with_different_numbers_of_trajectories_weigh_the_same() -> None
 
     batch = collate([run(agent, n_samples=3).group])
     assert batch.n_sequences == 1 + 3 + 5
-    shaping = Shaping(kl=k1, kl_coef=0.0, overlong_from=8, overlong_penalty=0.0, max_new_tokens=8)
+    shaping = Shaping(
+        kl=k1, kl_coef=0.0, overlong_from=8, overlong_penalty=0.0, max_new_tokens=8, discount=Discount(gamma=1, lam=1)
+    )
     got = token_credit(ADVANTAGES["rloo"], shaping, batch).advantages
     firsts = [int(batch.loss_mask[a:b].nonzero()[0]) + a for a, b in pairwise(batch.cu_seqlens.tolist())]
     by_reward = {0.0: -1.5, 1.0: 0.0, 2.0: 1.5}  # reward minus the mean of the two others
@@ -201,7 +203,7 @@ def test_each_completion_is_of_the_newest_version() -> None:
     fake = FakeServer(models=models, answer=answer)
 
     async def main() -> Episode:
-        async with served(fake, Graded(), SAMPLING) as context, AgentGateway() as gateway:
+        async with served(fake, Graded(), SAMPLING) as context, agent_gateway() as sessions:
 
             async def agent(task: AgentTask) -> float:
                 first = await say(task, [user("hi")])
@@ -210,7 +212,7 @@ def test_each_completion_is_of_the_newest_version() -> None:
                 await say(task, [user("hi"), {"role": "assistant", "content": first}, user("go on")])
                 return 1.0
 
-            workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent)
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent)
             return await workflow.run(PROMPT, V1, seed=7)
 
     for made in asyncio.run(main()).group.trajectories:
@@ -234,8 +236,8 @@ def test_a_key_is_for_one_session_and_ends_with_it() -> None:
         return 1.0
 
     async def main() -> None:
-        async with served(fake, Graded(), SAMPLING, SECRET) as context, AgentGateway() as gateway:
-            workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent)
+        async with served(fake, Graded(), SAMPLING, SECRET) as context, agent_gateway() as sessions:
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent)
             await workflow.run(PROMPT, V1, seed=7)
             for task in tasks:
                 statuses.append((await post(task, messages=[user("late")]))[0])
@@ -258,8 +260,8 @@ def test_a_body_beyond_the_limit_is_413() -> None:
 
     async def main() -> None:
         fake = FakeServer(models={str(V1)}, answer=answer)
-        async with served(fake, Graded(), SAMPLING, SECRET) as context, AgentGateway() as gateway:
-            await AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent).run(PROMPT, V1, seed=7)
+        async with served(fake, Graded(), SAMPLING, SECRET) as context, agent_gateway() as sessions:
+            await AgentWorkflow(context=context, sessions=sessions, agent=agent).run(PROMPT, V1, seed=7)
 
     asyncio.run(main())
     assert statuses == [413, 413]
@@ -278,8 +280,8 @@ def test_what_a_session_still_asks_ends_with_it() -> None:
 
     async def main() -> None:
         async with served(fake, Graded(), SAMPLING.model_copy(update={"n_samples": 1})) as context:
-            async with AgentGateway() as gateway:
-                workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent)
+            async with agent_gateway() as sessions:
+                workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent)
                 await workflow.run(PROMPT, V1, seed=7)
                 async with asyncio.timeout(2.0):
                     while fake.open_requests:

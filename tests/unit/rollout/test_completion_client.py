@@ -189,20 +189,25 @@ def test_a_cancelled_request_ends_on_the_server_too() -> None:
     assert asyncio.run(run()) == 0
 
 
-def test_greedy_answers_come_in_the_order_of_the_prompts() -> None:
+def test_answers_come_in_the_order_of_their_numbers() -> None:
     async def run(server: FakeServer) -> list[SampledChoice]:
         async with server:
             router = Router()
             router.announce(V3, {"server-0": server.url})
             async with CompletionClient(router, "") as client:
                 request = CompletionRequest(
-                    prompt=[[1], [2, 3], [4]], max_tokens=8, temperature=0.0, top_p=1.0, return_token_ids=True
+                    prompt=[1], n=3, max_tokens=8, temperature=0.0, top_p=1.0, return_token_ids=True
                 )
-                return (await client.pinned().complete(V3, request, 3, timeout_s=5))[1]
+                return (await client.pinned().complete(V3, request, timeout_s=5))[1]
 
-    shuffled = FakeServer(models={str(V3)}, fault=lambda _: Fault(edit=lambda reply: reply["choices"].reverse()))
+    def numbered(_: list[int], k: int) -> tuple[list[int], str]:
+        return [7, 2], str(k)
+
+    shuffled = FakeServer(
+        models={str(V3)}, answer=numbered, fault=lambda _: Fault(edit=lambda reply: reply["choices"].reverse())
+    )
     answers = asyncio.run(run(shuffled))
-    assert [(a.text, len(a.token_ids or ()), a.finish_reason) for a in answers] == [(text, 2, "stop") for text in "154"]
+    assert [(a.text, len(a.token_ids or ()), a.finish_reason) for a in answers] == [(text, 2, "stop") for text in "012"]
     assert shuffled.requests[0]["temperature"] == 0.0
     assert "seed" not in shuffled.requests[0]
     with pytest.raises(GenerationFault, match="answered by math@v2"):
@@ -240,7 +245,7 @@ def test_a_leaving_server_that_breaks_off_hands_back_and_alone_it_is_no_server()
             async with CompletionClient(router, "secret") as client:
                 asked = asyncio.ensure_future(client.sample(V3, wanted([5], n=1), timeout_s=1.0))
                 await asyncio.sleep(0.05)
-                router.leaves(router.servers["server-0"])
+                router.servers["server-0"].leaving = True
                 with pytest.raises(GenerationFault, match="no server was available") as fault:
                     await asked
         assert fault.value.kind is FaultKind.CONNECTION, "counted as an outage, not as a failure of the group"

@@ -39,9 +39,9 @@ def test_only_servers_that_hold_the_version_are_asked() -> None:
     with pytest.raises(VersionRetired):
         chosen(router)
     router.announce(REF, BOTH)
-    router.retired(router.servers["server-0"], REF)
+    router.servers["server-0"].versions.discard(REF)
     assert chosen(router) == "b"
-    router.retired(router.servers["server-1"], REF)
+    router.servers["server-1"].versions.discard(REF)
     with pytest.raises(VersionRetired, match="math@v1"):
         chosen(router)
 
@@ -78,11 +78,11 @@ def test_a_server_that_is_not_announced_with_the_newest_version_gets_nothing_unt
     router.announce(REF, BOTH)
     router.announce(NEXT, {"server-1": "b"}, lost=["server-0"])
     assert chosen(router) == chosen(router, NEXT) == "b"
-    router.retired(router.servers["server-1"], REF)
+    router.servers["server-1"].versions.discard(REF)
     with pytest.raises(VersionRetired):
         chosen(router)  # the lost one held it, and is not asked
     router.announce(NEXT, BOTH)
-    router.retired(router.servers["server-1"], NEXT)
+    router.servers["server-1"].versions.discard(NEXT)
     assert chosen(router, NEXT) == "a"
 
 
@@ -145,7 +145,7 @@ def test_a_server_that_leaves_ends_what_it_runs_and_gets_no_more() -> None:
         router = Router()
         router.announce(REF, BOTH)
         async with asyncio.timeout(5.0) as clock, router.lease(REF, 4, clock) as server:
-            router.leaves(server)
+            server.leaving = True
             others = {(await router._choose(REF)).url for _ in range(4)}
             assert others == set(BOTH.values()) - {server.url}
             name = next(name for name, url in BOTH.items() if url == server.url)
@@ -163,7 +163,7 @@ def test_a_request_waits_while_all_that_hold_its_version_leave() -> None:
         router = Router()
         router.announce(REF, BOTH)
         for server in router.servers.values():
-            router.leaves(server)
+            server.leaving = True
         chosen = asyncio.ensure_future(router._choose(REF))
         await asyncio.sleep(0.15)
         assert not chosen.done()

@@ -23,7 +23,6 @@ from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks import scorer
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
-from areal_lora.tasks.tally import tally
 from areal_lora.types import Cause, Outcome, Sample
 from tests.support.docs import section
 from tests.support.paths import ROOT, SUPPORT
@@ -606,8 +605,8 @@ def test_the_shaped_rewards_of_the_docs_give_all_right_answers_an_accuracy_of_on
     right, wrong = [item(f"it is {k}", f"{k}") for k in range(64)], [item("I do not know", "7")] * 64
     [of_right, of_all] = score(right, right + wrong, reward=reward)
     assert all(0.9 < s.reward < 1.0 for s in of_right)
-    assert tally(of_right).accuracy == 1.0
-    assert tally(of_all).accuracy == 0.5
+    assert [s.correct for s in of_right] == [True] * 64
+    assert [s.correct for s in of_all] == [True] * 64 + [False] * 64
 
 
 @pytest.mark.parametrize("reward", [BuiltInReward(), BuiltInReward(kind="math_verify")])

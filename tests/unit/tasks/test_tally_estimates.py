@@ -79,13 +79,14 @@ def test_several_answers_to_each_problem() -> None:
         [answer(True, "1"), answer(True, "1"), answer(False, "2"), answer(False, "3", 8, True)],
         [answer(False, "1"), answer(False, "1"), answer(None, None), answer(True, "5")],
     ]
-    found = estimate(problems, "function", ruled=True)
+    found = estimate(problems, "function")
     assert found.pass_at == {1: pytest.approx(3 / 8), 2: pytest.approx((5 / 6 + 1 / 2) / 2), 4: 1.0}
     assert found.majority == 0.5
     assert found.interval == "bootstrap"
     assert found.accuracy_95 == (0.25, 0.5), "two problems: all resamples lie between their shares"
     assert (found.answer_tokens, found.truncated) == (4.5, 1 / 8)
-    unruled = estimate(problems, "function", ruled=False)
+    ungraded = Answer(text="1", score=Score(reward=1.0, outcome=Outcome.OK))
+    unruled = estimate([*problems, [ungraded] * 4], "function")
     assert (unruled.accuracy_95, unruled.pass_at, unruled.majority, unruled.interval) == (None, {}, None, "")
     assert unruled.reward_95 is not None
 

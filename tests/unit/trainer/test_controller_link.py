@@ -12,7 +12,8 @@ import pytest
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSample, EvalSetResult
+from areal_lora.obs.metrics.records import SampleRecord
+from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import ControllerState
 from areal_lora.trainer.controller_link import ControllerLink, evaluation_due
@@ -59,7 +60,7 @@ def make(folder: Path, made: Config) -> tuple[ControllerLink, Client]:
 
 
 def held_out(version: int, **figures: Any) -> EvalResult:
-    sample = EvalSample(prompt="1+1=", completion="?", answer="2", reward=None, correct=None)
+    sample = SampleRecord(prompt="1+1=", completion="?", gold="2", reward=None, correct=None)
     measured = {"accuracy": 0.5, "reward_mean": 0.4, "n": 8, **figures}
     found = EvalSetResult(name="held-out", wall_s=1.0, samples=(sample,), **measured)
     return EvalResult(adapter=NAME, version=version, tag="held-out", wall_s=1.0, sets=(found,))

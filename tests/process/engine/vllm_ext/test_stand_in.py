@@ -14,12 +14,13 @@ from typing import Any
 import aiohttp
 import pytest
 
+from areal_lora.data.prompts import Prompt
 from areal_lora.errors import PublishError
 from areal_lora.processes.watched import VARIABLE
 from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.eval_sets import HeldOut
-from areal_lora.rollout.controller.evaluation import CHUNK, EvalPlaces, Evaluator
+from areal_lora.rollout.controller.evaluation import EvalPlaces, Evaluator
 from areal_lora.rollout.routing import Router
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.rewards import numeric_match
@@ -28,8 +29,9 @@ from areal_lora.types import AdapterRef, Outcome, Sample
 from areal_lora.weight_sync.messages import RESTART_EXIT
 from tests.support.engine.vllm_ext.serving import HIDDEN, PROMPT, RunningServer, connect, start
 from tests.support.engine.vllm_ext.stand_in import TOKEN_S, base_modules, dice, interpreter, solution
-from tests.support.rollout.helpers import eval_set
+from tests.support.rollout.helpers import eval_set, single_turn_workflows
 
+PLACES = 32
 MODULE = "tests.support.engine.vllm_ext.stand_in"
 
 
@@ -151,9 +153,10 @@ class Counting:
 def test_slow_evaluations_one_after_the_other_find_their_version_and_hold_up_no_publish(
     tiny_model: Path, tmp_path: Path, eta: int
 ) -> None:
-    """Three requests one after the other each, while versions come faster than evaluations end."""
-    problems = [Sample(uid=str(i), prompt="", answer="") for i in range(2 * CHUNK + 1)]
-    held_out = HeldOut(samples=problems, token_ids=[PROMPT] * len(problems))
+    """Three rounds of requests one after the other each, while versions come faster than evaluations end."""
+    samples = [Sample(uid=str(i), prompt="", answer="") for i in range(2 * PLACES + 1)]
+    problems = [Prompt(uid=s.uid, position=i, sample=s, text="", token_ids=PROMPT) for i, s in enumerate(samples)]
+    held_out = HeldOut(prompts=problems)
     with stand_in(tmp_path / "run", tiny_model, {TOKEN_S: "0.03"}, max_staleness=eta) as server:
 
         async def run() -> tuple[list[EvalResult], list[float]]:
@@ -168,13 +171,12 @@ def test_slow_evaluations_one_after_the_other_find_their_version_and_hold_up_no_
                 return ref
 
             async with CompletionClient(router, "") as client:
+                sets = [eval_set(held_out, server.config.adapters[0].sampling)]
                 evaluator = Evaluator(
-                    client=client.pinned(),
-                    scorer=Counting(),
                     reward_kind="numeric_match",
-                    sets=[eval_set(held_out, server.config.adapters[0].sampling)],
-                    workflows={},
-                    places=EvalPlaces(CHUNK),
+                    sets=sets,
+                    workflows=single_turn_workflows(sets, client.pinned(), Counting()),
+                    places=EvalPlaces(PLACES),
                 )
                 for _ in range(2):
                     evaluation = asyncio.create_task(evaluator.run(await publish(), "held-out"))

@@ -18,7 +18,7 @@ from areal_lora.config.models import SamplingConfig
 from areal_lora.data.collate import collate
 from areal_lora.data.prompts import Formatter, Prompt
 from areal_lora.network.completions import ParsedCall, ParsedText, ToolCallsBody
-from areal_lora.rollout.agents import AgentGateway, AgentTask, AgentWorkflow
+from areal_lora.rollout.agents import AgentTask, AgentWorkflow, agent_gateway
 from areal_lora.rollout.completion_client import CompletionClient, GenerationFault
 from areal_lora.rollout.conversations import MultiTurnWorkflow, Reply
 from areal_lora.rollout.routing import Router
@@ -156,8 +156,8 @@ def test_an_agents_conversation_is_packed_from_the_tokens_it_sampled(server: Run
         return 1.0
 
     async def main() -> Episode:
-        async with context_of(server, ref) as context, AgentGateway() as gateway:
-            workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent)
+        async with context_of(server, ref) as context, agent_gateway() as sessions:
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent)
             return await workflow.run(prompt_of(context), ref, seed=6)
 
     episode = asyncio.run(main())
@@ -188,8 +188,8 @@ def test_an_agent_gets_log_probabilities_and_parsed_tool_calls(server: RunningSe
         return rows[0].top_logprobs[2].logprob
 
     async def main() -> tuple[Episode, list[ParsedText]]:
-        async with context_of(server, ref) as context, AgentGateway() as gateway:
-            workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent, tool_parser="hermes")
+        async with context_of(server, ref) as context, agent_gateway() as sessions:
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent, tool_parser="hermes")
             text = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": [1, "é"]}}\n</tool_call>'
             request = ToolCallsBody(parser="hermes", tools=tools, texts=[text, "no call", "<tool_call>{broken"])
             parsed = await context.client.tool_calls(ref, request, timeout_s=30.0)

@@ -23,23 +23,17 @@ from tests.support.rollout.helpers import NAME, episode, stream
 
 SECRET = "5" * 64
 STATS = m.Stats(
-    newest_version=1,
-    waiting=0,
     ready=0,
     running=3,
     leased=0,
-    leased_steps=0,
     issued=3,
     consumed=0,
     dropped={"stale": 1},
     reissued=0,
-    rolled_back=0,
     retried={},
     late=0,
-    staleness={0: 2},
     tokens_generated=0,
     idle_s=0.0,
-    generation_s=0.0,
     ahead=0,
     margin_s=0.0,
     spare_s=None,

@@ -102,7 +102,7 @@ def test_evaluations_belong_to_the_trainer_that_asked(controller: Callable[..., 
     ref = AdapterRef(name=NAME, version=0)
     run.client.request_eval(ref, "e")
     run.activate(0)
-    while not any(isinstance(request["prompt"][0], list) for request in server.requests):
+    while not any(request.get("pin_version") for request in server.requests):
         time.sleep(0.01)
     before = len(server.requests)
     other = PatientClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
@@ -112,14 +112,14 @@ def test_evaluations_belong_to_the_trainer_that_asked(controller: Callable[..., 
         other.announce(ref, {"server-0": server.url})
         other.request_eval(ref, "e")
         assert other.wait_eval(ref, "e").sets[0].n == 40
-        evaluated = [r for r in server.requests[before:] if isinstance(r["prompt"][0], list)]
-        assert sum(len(r["prompt"]) for r in evaluated) >= 40  # not the result of what the other had asked
+        assert (
+            sum(r.get("pin_version", False) for r in server.requests[before:]) >= 40
+        )  # not the result of what the other had asked
         for _ in range(2):
             other.request_eval(ref, "again")
             time.sleep(0.3)  # it is over, and its result has not been fetched
         assert other.wait_eval(ref, "again").sets[0].n == 40
-        evaluated = [r for r in server.requests if isinstance(r["prompt"][0], list)]
-        assert sum(len(r["prompt"]) for r in evaluated) <= 3 * 40
+        assert sum(r.get("pin_version", False) for r in server.requests) <= 3 * 40
     finally:
         other.close()
 
@@ -131,13 +131,13 @@ def test_evaluations_come_one_after_the_other_and_hold_up_no_rollouts(controller
 
     def delay(k: int) -> float:
         request = server.requests[k]
-        if not isinstance(request["prompt"][0], list):
+        if not request.get("pin_version"):
             return 0.0
         begun.append((time.monotonic(), request["model"]))
         return slow_s
 
     server = FakeServer(delay_s=delay)
-    run = controller(server, steps=6, eta=0)
+    run = controller(server, steps=6, eta=0, evals=[{"name": "held-out", "n": 2}])
     start = time.monotonic()
     for step in range(6):
         if step in (1, 2):  # asked before it is announced
@@ -149,7 +149,7 @@ def test_evaluations_come_one_after_the_other_and_hold_up_no_rollouts(controller
             run.client.request_eval(AdapterRef(name=NAME, version=step), "e")
     assert time.monotonic() - start < 2 * slow_s, "training waited for evaluations"
     results = [run.client.wait_eval(AdapterRef(name=NAME, version=v), "e") for v in (0, 1, 2, 5)]
-    assert [(found.n, found.error) for r in results for found in r.sets] == [(40, "")] * 4
+    assert [(found.n, found.error) for r in results for found in r.sets] == [(2, "")] * 4
     assert [model for _, model in begun] == [f"{NAME}@v{v}" for v in (0, 0, 1, 1, 2, 2, 5, 5)]
     ends = {model: at + slow_s for at, model in begun}
     for (at, model), (_, before) in zip(begun[2::2], begun[::2], strict=False):
@@ -177,7 +177,7 @@ def test_held_out_prompts_that_are_too_long_are_left_out_and_named_before_anythi
     run.client.request_eval(AdapterRef(name=NAME, version=0), "e")
     (result,) = run.client.wait_eval(AdapterRef(name=NAME, version=0), "e").sets
     assert (result.n, result.left_out, list(result.left_out_first), result.error) == (38, 2, named, "")
-    assert max(len(p) for r in server.requests for p in r["prompt"] if isinstance(p, list)) < 4096
+    assert max(len(r["prompt"]) for r in server.requests) < 4096
 
 
 def test_a_wrong_secret_is_an_error_not_a_hang(controller: Callable[..., Running]) -> None:

@@ -17,7 +17,7 @@ from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller import controller as controller_module
 from areal_lora.rollout.controller import groups
-from areal_lora.rollout.controller.controller import Controller, JoinedAdapter
+from areal_lora.rollout.controller.controller import Controller
 from areal_lora.rollout.controller.pacing import Claim, GroupTally
 from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.run_folder.paths import RunFolder
@@ -212,11 +212,11 @@ def test_a_ledger_that_cannot_be_written_is_no_fault_of_the_adapter_whose_lease_
     runtime: Any = SimpleNamespace(
         feed=SimpleNamespace(expire_overdue=expire_overdue),
         tally=GroupTally(),
-        claim=lambda weight: Claim(sequences=1, groups=1, weight=weight),
+        claim=Claim(sequences=1, groups=1, weight=1.0),
         fail=lambda reason: pytest.fail(reason),
     )
     unused: Any = None
-    watching = Controller({NAME: runtime}, unused, weights={NAME: 1.0}, tasks=unused, stop=unused, open_adapter=unused)
+    watching = Controller({NAME: runtime}, unused, tasks=unused, stop=unused, open_adapter=unused)
     with pytest.raises(LedgerError, match="disk is full"):
         asyncio.run(watching.watch_leases())
 
@@ -240,13 +240,13 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
             failure=None,
             evaluator=SimpleNamespace(places=places),
             hello=lambda *_, **__: None,
-            claim=lambda weight: Claim(sequences=1, groups=1, weight=weight),
+            claim=Claim(sequences=1, groups=1, weight=1.0),
         )
 
     async def run() -> None:
         stuck, closed = asyncio.Event(), list[str]()
 
-        async def open_adapter(raw: bytes) -> JoinedAdapter:
+        async def open_adapter(raw: bytes) -> Any:
             name = raw.decode()
             if name == "slow":
                 await stuck.wait()
@@ -257,11 +257,12 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
             async def close() -> None:
                 closed.append(name)
 
-            return JoinedAdapter(runtime=made, weight=1.0, close=close)
+            made.close = close
+            return made
 
         async with asyncio.TaskGroup() as tasks:
             router: Any = SimpleNamespace(servers=())
-            one = Controller({}, router, weights={}, tasks=tasks, stop=asyncio.Event(), open_adapter=open_adapter)
+            one = Controller({}, router, tasks=tasks, stop=asyncio.Event(), open_adapter=open_adapter)
             session = (await one.handle(m.Hello(trainer="t", versions={}, snapshots={}))).session  # type: ignore[union-attr]
 
             async def join(name: str) -> m.Reply:

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from areal_lora.data.prompts import Formatter, tokenize
+from areal_lora.data.prompts import Formatter, prompts_of
 from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.rollout import routing
 from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.eval_sets import HeldOut, fitting
-from areal_lora.rollout.controller.evaluation import CHUNK, MAX_TRIES, SCORED_AT_ONCE, EvalPlaces, Evaluator
+from areal_lora.rollout.controller.evaluation import MAX_TRIES, EvalPlaces, Evaluator
 from areal_lora.rollout.routing import Router
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.types import AdapterRef, Outcome, Sample
 from tests.support.rollout.fake_server import FakeServer, Fault
-from tests.support.rollout.helpers import CharTokenizer, eval_set, samples
+from tests.support.rollout.helpers import CharTokenizer, eval_set, samples, single_turn_workflows
 
 V2 = AdapterRef(name="math", version=2)
 PROBLEMS = samples(100)
@@ -30,11 +30,8 @@ class ExactMatch:
 
     def __init__(self, rule: str = "all") -> None:
         self._rule = rule
-        self.calls: list[int] = []
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
-        self.calls.append(len(items))
-        await asyncio.sleep(0)
         return [self._score(item) for item in items]
 
     def _score(self, item: ScoreItem) -> Score:
@@ -52,20 +49,19 @@ def solve(prompt: list[int], _: int) -> tuple[list[int], str]:
 
 
 def evaluate(
-    server: FakeServer, max_chunks: int = 2, scorer: ExactMatch | None = None, held_out: HeldOut | None = None
+    server: FakeServer, places: int = 64, scorer: ExactMatch | None = None, held_out: HeldOut | None = None
 ) -> EvalSetResult:
     async def main() -> EvalResult:
         async with server:
             router = Router()
             router.announce(V2, {"server-0": server.url})
             async with CompletionClient(router, "") as client:
+                sets = [eval_set(held_out or held_out_of(PROBLEMS, 64), n_samples=1)]
                 evaluator = Evaluator(
-                    client=client.pinned(),
-                    scorer=scorer or ExactMatch(),
                     reward_kind="function",
-                    sets=[eval_set(held_out or held_out_of(PROBLEMS, 64), n_samples=1)],
-                    workflows={},
-                    places=EvalPlaces(max_chunks * CHUNK),
+                    sets=sets,
+                    workflows=single_turn_workflows(sets, client.pinned(), scorer or ExactMatch()),
+                    places=EvalPlaces(places),
                 )
                 return await evaluator.run(V2, "after")
 
@@ -76,7 +72,7 @@ def evaluate(
 
 
 def held_out_of(problems: Sequence[Sample], max_prompt_tokens: int) -> HeldOut:
-    return fitting(problems, tokenize(problems, Formatter(tokenizer=CharTokenizer())), max_prompt_tokens)
+    return fitting(prompts_of(problems, Formatter(tokenizer=CharTokenizer())), max_prompt_tokens)
 
 
 def test_accuracy_is_the_tasks_own_and_what_could_not_be_scored_counts_as_not_correct() -> None:
@@ -88,8 +84,8 @@ def test_accuracy_is_the_tasks_own_and_what_could_not_be_scored_counts_as_not_co
     assert (result.answer_tokens, result.truncated, result.pass_at, result.majority) == (2.0, 0.0, {}, None)
     assert (result.interval, result.accuracy_95) == ("wilson", pytest.approx((0.2189, 0.3958), abs=1e-4))
     assert [s.completion for s in result.samples] == ["1", "2", "3", "4"]
-    assert [len(r["prompt"]) for r in server.requests] == [CHUNK, CHUNK, CHUNK, 100 - 3 * CHUNK]
-    assert all(r["pin_version"] for r in server.requests)
+    assert len(server.requests) == 100
+    assert all(r["pin_version"] and (r["temperature"], r.get("n", 1)) == (0, 1) for r in server.requests)
 
 
 def test_without_a_rule_there_is_a_mean_reward_and_no_accuracy(caplog: pytest.LogCaptureFixture) -> None:
@@ -118,16 +114,9 @@ def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_named() -> No
     assert (result.accuracy, result.n, result.left_out) == (30 / 70, 70, 2)
     assert result.left_out_first == ("long0", "long1")
     assert held_out.note() == "2 of 72 held-out prompts are too long and left out: long0, long1"
-    assert max(len(p) for r in server.requests for p in r["prompt"]) <= 39
+    assert max(len(r["prompt"]) for r in server.requests) <= 39
     with pytest.raises(ConfigError, match="all 2 held-out prompts are longer than the 39 tokens"):
         held_out_of(long, 39)
-
-
-def test_scoring_takes_turns_with_that_of_rollouts() -> None:
-    scorer = ExactMatch()
-    evaluate(FakeServer(models={str(V2)}, answer=solve), scorer=scorer)
-    assert max(scorer.calls) <= SCORED_AT_ONCE
-    assert sum(scorer.calls) == 100
 
 
 def test_it_leaves_room_for_training_rollouts() -> None:
@@ -139,8 +128,8 @@ def test_it_leaves_room_for_training_rollouts() -> None:
         return 0.05
 
     server = FakeServer(models={str(V2)}, answer=solve, delay_s=watch)
-    evaluate(server, max_chunks=2)
-    assert busiest == 2
+    evaluate(server, places=20)
+    assert busiest == 20
 
 
 def test_a_passing_fault_is_asked_again() -> None:
@@ -152,7 +141,7 @@ def test_a_server_that_is_gone_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(routing, "COOL_DOWN_S", 0.01)
     gone = MAX_TRIES + 3
     server = FakeServer(models={str(V2)}, answer=solve, fault=lambda k: Fault(disconnect=True) if k < gone else None)
-    assert evaluate(server, max_chunks=1).n == 100
+    assert evaluate(server, places=1).n == 100
 
 
 def test_a_retired_version_is_an_error_and_not_accuracy_zero() -> None:

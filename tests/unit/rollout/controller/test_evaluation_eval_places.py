@@ -44,7 +44,7 @@ class Requests:
 
 
 async def settle() -> None:
-    for _ in range(5):
+    for _ in range(50):
         await asyncio.sleep(0)
 
 

@@ -14,7 +14,6 @@ from areal_lora.rollout.controller.groups import (
     UNSERVED_S,
     UNSERVED_WAIT_S,
     FailureStreak,
-    Retry,
     back_off_s,
     decide,
 )
@@ -44,27 +43,24 @@ def test_every_fault_has_its_policy(
 @pytest.mark.parametrize(
     ("failure", "failed", "unserved_s", "expected"),
     [
-        (GenerationFault(K.SERVER_ERROR, ""), 0, 0.0, Retry(failed=1, wait_s=0.1)),
-        (GenerationFault(K.SERVER_ERROR, ""), 1, 0.0, Retry(failed=2, wait_s=0.2)),
-        (GenerationFault(K.SERVER_ERROR, ""), MAX_TRIES - 1, 0.0, Retry(failed=MAX_TRIES, wait_s=None)),
-        (GenerationFault(K.REJECTED, ""), 0, 0.0, Retry(failed=1, wait_s=None)),
-        (GenerationFault(K.CONNECTION, ""), 3, 0.0, Retry(failed=3, wait_s=UNSERVED_WAIT_S)),
-        (GenerationFault(K.CONNECTION, ""), 7, 7200.0, Retry(failed=7, wait_s=UNSERVED_WAIT_S)),
-        (GenerationFault(K.RETIRED, ""), 7, 7200.0, Retry(failed=7, wait_s=UNSERVED_WAIT_S)),
-        (GenerationFault(K.SCORER, "", cause=Cause.CODE), 0, 0.0, Retry(failed=1, wait_s=0.1)),
-        (
-            GenerationFault(K.SCORER, "", cause=Cause.CODE),
-            CODE_TRIES - 2,
-            0.0,
-            Retry(failed=CODE_TRIES - 1, wait_s=0.1),
-        ),
-        (GenerationFault(K.SCORER, "", cause=Cause.CODE), CODE_TRIES - 1, 0.0, Retry(failed=CODE_TRIES, wait_s=None)),
-        (GenerationFault(K.AGENT, "", cause=Cause.UNREACHABLE), 5, 0.0, Retry(failed=5, wait_s=UNSERVED_WAIT_S)),
-        (GenerationFault(K.AGENT, "", cause=Cause.UNREACHABLE), 5, 25.0, Retry(failed=5, wait_s=MAX_BACK_OFF_S)),
-        (GenerationFault(K.AGENT, "", cause=Cause.UNREACHABLE), 0, UNSERVED_S + 1, Retry(failed=1, wait_s=0.1)),
+        (GenerationFault(K.SERVER_ERROR, ""), 0, 0.0, (1, 0.1)),
+        (GenerationFault(K.SERVER_ERROR, ""), 1, 0.0, (2, 0.2)),
+        (GenerationFault(K.SERVER_ERROR, ""), MAX_TRIES - 1, 0.0, (MAX_TRIES, None)),
+        (GenerationFault(K.REJECTED, ""), 0, 0.0, (1, None)),
+        (GenerationFault(K.CONNECTION, ""), 3, 0.0, (3, UNSERVED_WAIT_S)),
+        (GenerationFault(K.CONNECTION, ""), 7, 7200.0, (7, UNSERVED_WAIT_S)),
+        (GenerationFault(K.RETIRED, ""), 7, 7200.0, (7, UNSERVED_WAIT_S)),
+        (GenerationFault(K.SCORER, "", cause=Cause.CODE), 0, 0.0, (1, 0.1)),
+        (GenerationFault(K.SCORER, "", cause=Cause.CODE), CODE_TRIES - 2, 0.0, (CODE_TRIES - 1, 0.1)),
+        (GenerationFault(K.SCORER, "", cause=Cause.CODE), CODE_TRIES - 1, 0.0, (CODE_TRIES, None)),
+        (GenerationFault(K.AGENT, "", cause=Cause.UNREACHABLE), 5, 0.0, (5, UNSERVED_WAIT_S)),
+        (GenerationFault(K.AGENT, "", cause=Cause.UNREACHABLE), 5, 25.0, (5, MAX_BACK_OFF_S)),
+        (GenerationFault(K.AGENT, "", cause=Cause.UNREACHABLE), 0, UNSERVED_S + 1, (1, 0.1)),
     ],
 )
-def test_what_is_retried_and_when(failure: GenerationFault, failed: int, unserved_s: float, expected: Retry) -> None:
+def test_what_is_retried_and_when(
+    failure: GenerationFault, failed: int, unserved_s: float, expected: tuple[int, float | None]
+) -> None:
     assert decide(failure, failed=failed, unserved_s=unserved_s) == expected
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_lora.rollout.controller.pacing import Freshness, StalenessBudget
+from areal_lora.rollout.controller.pacing import STALE, StalenessBudget
+from areal_lora.rollout.ledger.reconcile import ROLLED_BACK
 
 
 @pytest.mark.parametrize(
@@ -27,5 +28,5 @@ def test_capacity(eta: int, newest: int, next_version: int, live: int, expected:
 
 def test_freshness() -> None:
     budget = StalenessBudget(max_staleness=2, prompts_per_step=4, last_version=99)
-    judged = [budget.freshness(oldest=v, consume_version=5) for v in (2, 3, 5, 6)]
-    assert judged == [Freshness.STALE, Freshness.FRESH, Freshness.FRESH, Freshness.FROM_THE_FUTURE]
+    judged = [budget.refusal(oldest, newest, 5) for oldest, newest in ((2, 3), (3, 4), (5, 5), (4, 6), (6, 6))]
+    assert judged == [STALE, "", "", ROLLED_BACK, ROLLED_BACK]

@@ -6,7 +6,7 @@ import pytest
 
 from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, WordProblemsTask
 from areal_lora.errors import ConfigError
-from areal_lora.tasks.reward_calls import typed_sample
+from areal_lora.tasks.datasets import typed_sample
 from areal_lora.tasks.word_problems import draw_problem
 
 
