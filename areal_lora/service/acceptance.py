@@ -86,7 +86,7 @@ def _code(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
         if text not in offered.code:
             choices = ", ".join(offered.code) or "none"
             fix = f"use a built-in one, or what the operator offers ({choices})"
-            yield RequestError(422, key, "user code runs as the user of the run, and this code is not offered", fix)
+            yield RequestError(key, "user code runs as the user of the run, and this code is not offered", fix)
 
 
 def _named_code(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
@@ -115,10 +115,10 @@ def _judges(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError
             continue
         if reward.url not in offered.judges:
             choices = ", ".join(offered.judges) or "none"
-            yield RequestError(422, f"{key}.url", "this judge is not offered", f"use one that is: {choices}")
+            yield RequestError(f"{key}.url", "this judge is not offered", f"use one that is: {choices}")
         elif reward.key_env is not None and reward.key_env != offered.judges[reward.url]:
             fix = "leave it out, or use the variable that the operator offers for this judge"
-            yield RequestError(422, f"{key}.key_env", "this variable is not offered for the judge", fix)
+            yield RequestError(f"{key}.key_env", "this variable is not offered for the judge", fix)
 
 
 def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
@@ -134,7 +134,7 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
         ),
     ):
         if found > most:
-            yield RequestError(422, key, f"{found} is above the quota of {most}", f"use at most {most}")
+            yield RequestError(key, f"{found} is above the quota of {most}", f"use at most {most}")
     for key, names in (
         ("target_modules", adapter.target_modules),
         ("exclude_modules", adapter.exclude_modules),
@@ -145,11 +145,11 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
     ):
         if len(names) > MAX_NAMES or any(len(name) > MAX_LENGTH for name in names):
             reason = f"more than {MAX_NAMES} entries, or one longer than {MAX_LENGTH} characters"
-            yield RequestError(422, key, reason, "use fewer and shorter ones")
+            yield RequestError(key, reason, "use fewer and shorter ones")
     for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
         if wrong := next((pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)), None):
             reason = f"{wrong[:64]!r} is more than a plain name, and expressions can take hours to compare"
-            yield RequestError(422, key, reason, "name modules by letters, digits, _ and .")
+            yield RequestError(key, reason, "name modules by letters, digits, _ and .")
 
 
 def _rewards(rewards: sections.RewardsConfig) -> list[tuple[str, sections.RewardConfig]]:
@@ -160,9 +160,7 @@ def _task(task: sections.TaskConfig, key: str, offered: ApiConfig, quota: Quota,
     """``task`` with whole paths. Raises RequestError for another's file, and a hub data set that is not offered."""
     if isinstance(task, sections.WordProblemsTask):
         if max(task.n_train, task.n_eval) > quota.problems:
-            raise RequestError(
-                422, key, f"more than {quota.problems} generated problems", f"use at most {quota.problems}"
-            )
+            raise RequestError(key, f"more than {quota.problems} generated problems", f"use at most {quota.problems}")
         return task
     named = {"train": task.train, "eval": task.eval}
     if key != "task":
@@ -177,12 +175,8 @@ def _task(task: sections.TaskConfig, key: str, offered: ApiConfig, quota: Quota,
 
 def _file(text: str, key: str, offered: ApiConfig, tenant: str) -> Path:
     """The whole path of a file or folder that ``tenant`` may name, with no link to anywhere else."""
-    refused = RequestError(
-        422,
-        key,
-        f"{text[:MAX_LENGTH]!r} is neither one of your files nor an offered data set",
-        f"name a file of your folder, or one of {', '.join([f'{SHARED}/...', *offered.data_sets])}",
-    )
+    fix = f"name a file of your folder, or one of {', '.join([f'{SHARED}/...', *offered.data_sets])}"
+    refused = RequestError(key, f"{text[:MAX_LENGTH]!r} is neither one of your files nor an offered data set", fix)
     if offered.data is None or "\0" in text or not text.strip():
         raise refused
     try:
@@ -248,9 +242,9 @@ class Acceptance:
             adapter = joined(self._config, DesiredAdapter(name=name, incarnation=1, adapter=settings), submitted=True)
         except ConfigError as error:
             reason = error.reason.replace(f" in the settings of {name}.1", "")
-            raise RequestError(422, error.path, reason, error.fix) from None
+            raise RequestError(error.path, reason, error.fix) from None
         except RecursionError:
-            raise RequestError(422, "adapter", "it is nested too deeply", "flatten it") from None
+            raise RequestError("adapter", "it is nested too deeply", "flatten it") from None
         named = adapter.model_copy(update={"name": name})
         return self._checked(allowed(named, self._offered, quota, tenant), name)
 
@@ -274,7 +268,7 @@ class Acceptance:
         except ConfigError as error:
             raise RequestError.of(own_path(error)) from None
         except ArealLoraError as error:
-            raise RequestError(422, "task", str(error), "turn to the operator of the run") from None
+            raise RequestError("task", str(error), "turn to the operator of the run") from None
         settings = resolved.model_dump(mode="json", exclude={"name"}, exclude_unset=True)
         return AdapterRequest(name=name, rank=resolved.spec("").max_rank, weight=resolved.weight, settings=settings)
 
@@ -291,13 +285,13 @@ def _check_driver(section: Mapping[str, Any]) -> None:
     workflow = section.get("workflow")
     if isinstance(workflow, Mapping) and workflow.get("kind") == "client":
         reason = "only models of SDK clients have it"
-        raise RequestError(422, "workflow.kind", reason, "make a model with the SDK, or leave it out")
+        raise RequestError("workflow.kind", reason, "make a model with the SDK, or leave it out")
 
 
 def _name(section: Mapping[str, Any]) -> str:
     name = section.get("name")
     if not isinstance(name, str):
-        raise RequestError(422, "name", "the adapter has no name", "add name: NAME")
+        raise RequestError("name", "the adapter has no name", "add name: NAME")
     check_name(name)
     return name
 
@@ -351,9 +345,8 @@ class FolderInbox:
         error = path.with_name(path.name + ERROR)
         try:
             if mark[2] > MAX_BYTES:
-                raise RequestError(
-                    413, path.name, f"it is longer than {MAX_BYTES} bytes", "an adapter's section is short"
-                )
+                reason = f"it is longer than {MAX_BYTES} bytes"
+                raise RequestError(path.name, reason, "an adapter's section is short", status=413)
             section = read_source(path).data
             sign = hashlib.sha256(repr((path.name, mark)).encode()).hexdigest()
             await self._take_in(section, f"inbox {sign}")

@@ -133,10 +133,10 @@ class Api:
         body = http.as_object(await http.body_of(request, caller))
         model = body.get("model")
         if not isinstance(model, str):
-            raise RequestError(422, "model", "it names no adapter", "set model to the name of one of your adapters")
+            raise RequestError("model", "it names no adapter", "set model to the name of one of your adapters")
         row = self._writer.tables.adapters.get((caller.tenant, split(model)))
         if row is None:
-            raise RequestError(404, "model", f"there is no adapter {model[:64]!r}", "name one of your adapters")
+            raise RequestError("model", f"there is no adapter {model[:64]!r}", "name one of your adapters", status=404)
         tokens = n_tokens(body, self._config.rollout.max_model_len)
         with ExitStack() as held:
             self._meter.start(caller.tenant, tokens, caller.quota)
@@ -153,14 +153,14 @@ class Api:
         body = http.decoded(await http.body_of(request, caller), http.TenantRequest)
         if not TENANT.fullmatch(body.tenant):
             reason = f"{body.tenant[:64]!r} is not a valid tenant name"
-            raise RequestError(422, "tenant", reason, "use up to 16 of a-z and 0-9, the first a letter")
+            raise RequestError("tenant", reason, "use up to 16 of a-z and 0-9, the first a letter")
         before = self._writer.tables.quotas.get(body.tenant, self._quota)
         try:
             quota = msgspec.convert(msgspec.to_builtins(before) | body.quota, Quota)
         except msgspec.ValidationError as error:
-            raise RequestError(422, "quota", str(error), "name limits of a tenant, with numbers above 0") from None
+            raise RequestError("quota", str(error), "name limits of a tenant, with numbers above 0") from None
         if any(value <= 0 for value in msgspec.structs.astuple(quota)):
-            raise RequestError(422, "quota", "a limit is not above 0", "give numbers above 0")
+            raise RequestError("quota", "a limit is not above 0", "give numbers above 0")
         await self._writer.administer(lambda store: store.put_tenant(body.tenant, quota))
         return http.answer(_tenant_body(self._writer.tables, body.tenant), 201)
 
@@ -169,9 +169,8 @@ class Api:
         tenant = _tenant(self._writer.tables, request)
         label = http.decoded(await http.body_of(request, caller) or b"{}", http.KeyRequest).label
         if not TENANT.fullmatch(label):
-            raise RequestError(
-                422, "label", f"{label[:64]!r} is no label", "use up to 16 of a-z and 0-9, the first a letter"
-            )
+            reason = f"{label[:64]!r} is no label"
+            raise RequestError("label", reason, "use up to 16 of a-z and 0-9, the first a letter")
         key = new_key()
         row = Key(digest=digest_of(key), tenant=tenant, label=label)
         await self._writer.administer(lambda store: store.put_key(row))
@@ -182,7 +181,7 @@ class Api:
         tenant, label = _tenant(self._writer.tables, request), request.path_params["label"]
         mine = (key for key in self._writer.tables.keys.values() if (key.tenant, key.label) == (tenant, label))
         if (key := next(mine, None)) is None or key.operator:
-            raise RequestError(404, "label", "there is no such key", "list the keys with GET /v1/tenants")
+            raise RequestError("label", "there is no such key", "list the keys with GET /v1/tenants", status=404)
         await self._writer.administer(lambda store: store.drop_key(tenant, label))
         return {"tenant": tenant, "label": label}
 
@@ -214,7 +213,7 @@ def _row(tables: Tables, request: Request, caller: http.Caller) -> AdapterRow:
 def _tenant(tables: Tables, request: Request) -> str:
     tenant: str = request.path_params["tenant"]
     if tenant not in tables.quotas:
-        raise RequestError(404, "tenant", f"there is no tenant {tenant[:64]!r}", "make it with POST /v1/tenants")
+        raise RequestError("tenant", f"there is no tenant {tenant[:64]!r}", "make it with POST /v1/tenants", status=404)
     return tenant
 
 
@@ -225,7 +224,7 @@ def _tenant_body(tables: Tables, tenant: str) -> dict[str, Any]:
 
 def _check_operator(caller: http.Caller) -> None:
     if not caller.key.operator:
-        raise RequestError(404, "path", "there is no such path", "see the service page for the paths")
+        raise RequestError("path", "there is no such path", "see the service page for the paths", status=404)
 
 
 def _shown(row: AdapterRow, seen: ObservedAdapter) -> dict[str, Any]:
@@ -254,4 +253,4 @@ def _shown(row: AdapterRow, seen: ObservedAdapter) -> dict[str, Any]:
 async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     reason = "this path does not take the method" if status == 405 else "there is no such path"
-    return RequestError(status, "path", reason, "see the service page for the paths").response()
+    return RequestError("path", reason, "see the service page for the paths", status=status).response()

@@ -87,10 +87,11 @@ def open_download(run_folder: RunFolder, config: Config, desired: DesiredAdapter
         return Download(files=_exported(run_folder, picked, f"{name}/"))
     except ConfigError as error:
         if error.path.startswith("--version"):
-            raise RequestError(422, "version", "this version is not on the disk", error.fix) from None
-        raise RequestError(404, "version", "no version is on the disk yet", "try again after the first step") from None
+            raise RequestError("version", "this version is not on the disk", error.fix) from None
+        reason = "no version is on the disk yet"
+        raise RequestError("version", reason, "try again after the first step", status=404) from None
     except (CheckpointError, AdapterError, FileNotFoundError):  # another one has taken its place meanwhile
-        raise RequestError(503, "version", "the version cannot be read now", "try again") from None
+        raise RequestError("version", "the version cannot be read now", "try again", status=503) from None
 
 
 def open_archive(run_folder: RunFolder, config: Config, adapter: str, label: str) -> Download:
@@ -98,7 +99,7 @@ def open_archive(run_folder: RunFolder, config: Config, adapter: str, label: str
     try:
         files = _exported(run_folder, saved_version(run_folder, config, adapter, label), "")
     except (CheckpointError, AdapterError, OSError):  # it is dropped meanwhile, or the disk is full
-        raise RequestError(503, "path", "the saved state cannot be read now", "try again") from None
+        raise RequestError("path", "the saved state cannot be read now", "try again", status=503) from None
     return Download(files=(*files, (COMPLETE, io.BytesIO())))
 
 
@@ -111,7 +112,8 @@ class Downloads:
     def hold(self, tenant: str) -> ExitStack:
         """A place of ``tenant`` until the stack closes. Raises RequestError (429) where all are taken."""
         if self._open[tenant] >= MAX_DOWNLOADS:
-            raise RequestError(429, "download", f"{MAX_DOWNLOADS} downloads are in progress", "wait for one", retry_s=5)
+            reason = f"{MAX_DOWNLOADS} downloads are in progress"
+            raise RequestError("download", reason, "wait for one", status=429, retry_s=5)
         self._open[tenant] += 1
         held = ExitStack()
         held.callback(self._leave, tenant)
@@ -165,9 +167,7 @@ _LETTERS = "qpzry9x8gf2tvdw0s3jn54khce6mua7l"
 
 def recipient_key(text: str) -> X25519PublicKey:
     """The key that ``age1...`` names, in Bech32 (BIP 173). Raises RequestError."""
-    wrong = RequestError(
-        422, "age_encryption_recipients", f"{text[:80]!r} is no age key", "give keys that start with age1"
-    )
+    wrong = RequestError("age_encryption_recipients", f"{text[:80]!r} is no age key", "give keys that start with age1")
     if not text.startswith("age1") or len(text) != _LENGTH:
         raise wrong
     digits = [_LETTERS.find(letter) for letter in text.removeprefix("age1")]

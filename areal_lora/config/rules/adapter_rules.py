@@ -72,11 +72,9 @@ def targets_exist(config: Config, facts: Facts) -> Iterator[Finding]:
         except ConfigError as error:
             yield Finding(f"adapters.{i}.{error.path}", error.reason, error.fix)
         if unserved and covers(found, "linear_fc1", Scope.MLP):
-            yield Finding(
-                f"adapters.{i}.target_modules",
-                f"vLLM adapts the dense layers of {shape.family.model_type} only if config.json has {needed}",
-                "set rollout.adapter_mode=merged (no LoRA in vLLM), or add mlp.linear_fc1 to exclude_modules",
-            )
+            reason = f"vLLM adapts the dense layers of {shape.family.model_type} only if config.json has {needed}"
+            fix = "set rollout.adapter_mode=merged (no LoRA in vLLM), or add mlp.linear_fc1 to exclude_modules"
+            yield Finding(f"adapters.{i}.target_modules", reason, fix)
 
 
 def ranks_fit(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -100,11 +98,9 @@ def rates_suit_lora(config: Config, facts: Facts) -> Iterator[Finding]:
         whole = adapter.model_copy(update={"rank_pattern": {}, "alpha_pattern": {}})
         optimizer, scale = adapter.optimizer, whole.spec("").scale_of("")
         if scale <= 1 and optimizer.lr * optimizer.lora_plus_ratio < LOW_RATE and not adapter.is_client:
-            yield warning(
-                f"adapters.{i}.optimizer.lr",
-                f"{optimizer.lr:g} is low for LoRA whose product is scaled by {scale:g}: little may be learned",
-                "use 1e-5 to 5e-5, or a higher alpha (docs/en/models.md)",
-            )
+            reason = f"{optimizer.lr:g} is low for LoRA whose product is scaled by {scale:g}: little may be learned"
+            fix = "use 1e-5 to 5e-5, or a higher alpha (docs/en/models.md)"
+            yield warning(f"adapters.{i}.optimizer.lr", reason, fix)
 
 
 def unserved(config: Config, adapter: AdapterConfig, facts: Facts) -> Finding | None:

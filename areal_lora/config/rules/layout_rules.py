@@ -35,8 +35,7 @@ def engine_fits(config: Config, facts: Facts) -> Iterator[Finding]:
     if t.pp_layers is not None:
         yield Finding("trainer.pp_layers", "trainer.engine = fsdp has no stages", "leave it out")
     if t.cpu_offload and config.cluster.device == "cpu":
-        reason = "on CPUs the shards are in host memory anyway"
-        yield Finding("trainer.cpu_offload", reason, "set it to false")
+        yield Finding("trainer.cpu_offload", "on CPUs the shards are in host memory anyway", "set it to false")
 
 
 def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -167,11 +166,9 @@ def deterministic(config: Config, facts: Facts) -> Iterator[Finding]:
     )
     wrong = [(key, value, want) for key, value, want in required if value != want]
     if wrong:
-        yield Finding(
-            "rollout.deterministic",
-            f"answers cannot be repeated with {', '.join(f'{key} = {value}' for key, value, _ in wrong)}",
-            f"set {', '.join(f'{key}={want}' for key, _, want in wrong)}, or rollout.deterministic=false",
-        )
+        reason = f"answers cannot be repeated with {', '.join(f'{key} = {value}' for key, value, _ in wrong)}"
+        fix = f"set {', '.join(f'{key}={want}' for key, _, want in wrong)}, or rollout.deterministic=false"
+        yield Finding("rollout.deterministic", reason, fix)
 
 
 def merged_rollouts(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -231,8 +228,7 @@ def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding("model.path", f"no engine trains it; {'; '.join(reasons)}", fix)
     elif config.trainer.engine not in possible:
         reason = "; ".join(support.engine_problems(config.trainer.engine, facts.hf_config))
-        fix = f"set trainer.engine={possible[0]}, or use another model"
-        yield Finding("model.path", reason, fix)
+        yield Finding("model.path", reason, f"set trainer.engine={possible[0]}, or use another model")
 
 
 def servers_can_serve(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -251,11 +247,9 @@ def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
     for i, adapter in enumerate(config.adapters):
         new = adapter.sampling.max_new_tokens
         if new >= longest:
-            yield Finding(
-                f"adapters.{i}.sampling.max_new_tokens",
-                f"{new} new tokens leave no room for a prompt in rollout.max_model_len = {longest}",
-                f"lower it, or raise rollout.max_model_len above {new}",
-            )
+            reason = f"{new} new tokens leave no room for a prompt in rollout.max_model_len = {longest}"
+            fix = f"lower it, or raise rollout.max_model_len above {new}"
+            yield Finding(f"adapters.{i}.sampling.max_new_tokens", reason, fix)
         sizes = [(f"adapters.{i}.sampling", adapter.sampling.n_samples)]
         sizes += [(f"adapters.{i}.evals.{j}", chosen.n_samples) for j, chosen in enumerate(adapter.evals)]
         for at, n in sizes:

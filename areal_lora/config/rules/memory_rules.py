@@ -67,11 +67,9 @@ def shared_base_fits(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     need = base_bytes(shape, config.model.dtype)
     if need > have:
-        yield Finding(
-            "model.shared_memory",
-            f"the base takes {need / GIB:.1f} GiB and /dev/shm holds {have / GIB:.1f}",
-            "mount it larger (docker run --shm-size, or mount -o remount,size=...), or set it to false",
-        )
+        reason = f"the base takes {need / GIB:.1f} GiB and /dev/shm holds {have / GIB:.1f}"
+        fix = "mount it larger (docker run --shm-size, or mount -o remount,size=...), or set it to false"
+        yield Finding("model.shared_memory", reason, fix)
 
 
 def _hosts(config: Config, facts: Facts, memory: JobMemory) -> Iterator[Finding]:
@@ -191,11 +189,9 @@ def devices_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding(error.path, error.reason, error.fix)
         return
     if facts.devices is not None and facts.devices < needed:
-        yield Finding(
-            "cluster.device",
-            f"{needed} {cluster.device} devices are needed and {facts.devices} are visible here",
-            "lower trainer.world_size or rollout.servers, or set cluster.device=cpu",
-        )
+        reason = f"{needed} {cluster.device} devices are needed and {facts.devices} are visible here"
+        fix = "lower trainer.world_size or rollout.servers, or set cluster.device=cpu"
+        yield Finding("cluster.device", reason, fix)
 
 
 def cluster_is_reachable(config: Config, facts: Facts) -> Iterator[Finding]:

@@ -79,8 +79,7 @@ def own_directives(config: Config, facts: Facts) -> Iterator[Finding]:
         for line in lines:
             option = _option(line)
             if not line.startswith("-"):
-                reason = f"{line!r} is not an option of sbatch"
-                yield Finding(path, reason, "start it with - or --, without #SBATCH")
+                yield Finding(path, f"{line!r} is not an option of sbatch", "start it with - or --, without #SBATCH")
             elif option in _KEYS:
                 yield Finding(path, f"{line!r} has a key of its own", f"use {_KEYS[option]}")
             elif option in _OURS:
@@ -89,11 +88,9 @@ def own_directives(config: Config, facts: Facts) -> Iterator[Finding]:
         for line in lines:
             option, _, value = line.replace("=", " ").partition(" ")
             if option == "--gpu-bind" and value.strip().split(",")[-1] != "none":
-                yield Finding(
-                    f"cluster.slurm.srun_extra.{role}",
-                    f"{line!r} hides devices that the plan gives to a process",
-                    "leave it out, or set --gpu-bind=none or --gpu-bind=verbose,none",
-                )
+                reason = f"{line!r} hides devices that the plan gives to a process"
+                fix = "leave it out, or set --gpu-bind=none or --gpu-bind=verbose,none"
+                yield Finding(f"cluster.slurm.srun_extra.{role}", reason, fix)
     if slurm.gres_type and config.cluster.device == "cpu":
         reason = f"{slurm.gres_type} GPUs contradict cluster.device = cpu"
         yield Finding("cluster.slurm.gres_type", reason, "leave it out, or set cluster.device=cuda")

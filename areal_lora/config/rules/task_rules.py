@@ -158,11 +158,9 @@ def _rank(at: str, adapter: AdapterConfig, folder: PeftFolder) -> Finding | None
     for module, ranks in _distinct(folder, adapter.expert_layout).items():
         if sum(ranks) > (room := spec.rank_of(module)):
             layers = f" and Megatron's fused layers hold {len(ranks)} of its lora_A" if len(ranks) > 1 else ""
-            return Finding(
-                f"{at}.rank" if room == adapter.rank else f"{at}.rank_pattern",
-                f"{room} is too small for {adapter.init_from}: at {module} it has rank {ranks[0]}{layers}",
-                f"set it to at least {sum(ranks)}",
-            )
+            reason = f"{room} is too small for {adapter.init_from}: at {module} it has rank {ranks[0]}{layers}"
+            fix = f"set it to at least {sum(ranks)}"
+            return Finding(f"{at}.rank" if room == adapter.rank else f"{at}.rank_pattern", reason, fix)
     return None
 
 

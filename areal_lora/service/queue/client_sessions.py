@@ -24,7 +24,8 @@ UNFETCHED_S = 86400.0
 
 def open_session(tx: Transaction, tenant: str, about: bytes) -> str:
     if tx.count("sessions WHERE tenant = ? AND ended = 0", tenant) >= MAX_SESSIONS:
-        raise RequestError(429, "session_id", f"{MAX_SESSIONS} sessions are open", "end some, or wait until they end")
+        reason = f"{MAX_SESSIONS} sessions are open"
+        raise RequestError("session_id", reason, "end some, or wait until they end", status=429)
     session = f"s{secrets.token_hex(6)}"
     SESSIONS.insert(tx.db, rows.ClientSession(session=session, tenant=tenant, about=about, created_s=tx.now_s))
     return session
@@ -115,18 +116,18 @@ def _insert(
 def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str | None) -> str:
     tx.session(tenant, session)
     if not 0 <= seq < 1 << 53:
-        raise RequestError(422, "sampling_session_seq_id", f"{seq} is no number of a sampling session", "count from 0")
+        raise RequestError("sampling_session_seq_id", f"{seq} is no number of a sampling session", "count from 0")
     if path is not None:
         tx.state(tenant, path)
     sampler = rows.sampler_id(session, seq)
     row = tx.row("SELECT path, model FROM samplers WHERE sampler = ?", sampler)
     if row is not None and row != (path, None):
         reason = "another sampling session came with this number before"
-        raise RequestError(422, "sampling_session_seq_id", reason, "use a new number for every session")
+        raise RequestError("sampling_session_seq_id", reason, "use a new number for every session")
     if row is None:
         if tx.count("samplers WHERE tenant = ?", tenant) >= MAX_SAMPLERS:
             reason = f"{MAX_SAMPLERS} sampling sessions are open"
-            raise RequestError(422, "sampling_session_seq_id", reason, "open another session, and end this one")
+            raise RequestError("sampling_session_seq_id", reason, "open another session, and end this one")
         made = rows.SamplingSession(
             sampler=sampler, tenant=tenant, session=session, path=path, model=None, created_s=tx.now_s
         )
@@ -156,7 +157,7 @@ def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -
     for snapshot in tx.models("of_state = ? AND removed = 0", state.path):
         if snapshot.broken:
             leave(tx, snapshot, snapshot.broken)
-            raise RequestError(422, "sampling_session_id", snapshot.broken, "save the weights again")
+            raise RequestError("sampling_session_id", snapshot.broken, "save the weights again")
         name = f"{snapshot.adapter}@v{snapshot.published}"
         if snapshot.published is not None and name != missing:
             return Serve(model=name)
@@ -208,7 +209,7 @@ def keep_sample(tx: Transaction, tenant: str, sampler: str, sample: str, fingerp
         )
         SAMPLES.insert(tx.db, new)
     elif row[0] != fingerprint:
-        raise RequestError(422, "seq_id", "another request came under this number", "use a new number")
+        raise RequestError("seq_id", "another request came under this number", "use a new number")
 
 
 def kept_samples(tx: Transaction) -> list[rows.PendingSample]:
@@ -251,7 +252,7 @@ class AdapterRequest:
 def check_name(name: str) -> None:
     if not rows.NAME.fullmatch(name):
         reason = f"{name[:64]!r} is no name"
-        raise RequestError(422, "name", reason, "use up to 47 of a-z, 0-9, _ and -, the first a letter or a digit")
+        raise RequestError("name", reason, "use up to 47 of a-z, 0-9, _ and -, the first a letter or a digit")
 
 
 def create(tables: rows.Tables, tenant: str, request: AdapterRequest, *, now_s: float) -> rows.AdapterRow:
@@ -259,18 +260,14 @@ def create(tables: rows.Tables, tenant: str, request: AdapterRequest, *, now_s: 
     check_name(request.name)
     quota, mine = tables.quotas[tenant], tables.of(tenant)
     if (tenant, request.name) in tables.adapters:
-        raise RequestError(
-            422, "name", f"there is an adapter {request.name!r}", "choose another name, or delete it first"
-        )
+        raise RequestError("name", f"there is an adapter {request.name!r}", "choose another name, or delete it first")
     if request.rank > quota.rank:
-        raise RequestError(
-            422, "rank", f"{request.rank} is above the quota of {quota.rank}", f"use at most {quota.rank}"
-        )
+        raise RequestError("rank", f"{request.rank} is above the quota of {quota.rank}", f"use at most {quota.rank}")
     if request.weight > quota.weight:
         reason = f"{request.weight:g} is above the quota of {quota.weight:g}"
-        raise RequestError(422, "weight", reason, f"use at most {quota.weight:g}")
+        raise RequestError("weight", reason, f"use at most {quota.weight:g}")
     if len(mine) >= quota.adapters:
-        raise RequestError(429, "name", f"the quota is {quota.adapters} adapters", "delete one first")
+        raise RequestError("name", f"the quota is {quota.adapters} adapters", "delete one first", status=429)
     _check_queue(tables, tenant)
     return rows.AdapterRow(
         tenant=tenant,
@@ -290,7 +287,7 @@ def changed(tables: rows.Tables, phases: Phases, tenant: str, name: str, verb: r
     if verb is not rows.Verb.DELETE:
         _check_queue(tables, tenant)  # what takes work away is always taken
         if (phase := phases.get(row.key)) in OVER:
-            raise RequestError(422, "name", f"{name!r} is {phase}: it takes no further steps", "create another adapter")
+            raise RequestError("name", f"{name!r} is {phase}: it takes no further steps", "create another adapter")
     return replace(row, wanted=WANTED[verb])
 
 
@@ -298,7 +295,7 @@ def _check_queue(tables: rows.Tables, tenant: str) -> None:
     limit = tables.quotas[tenant].operations
     if sum(each.tenant == tenant for each in tables.open) >= limit:
         reason = f"{limit} operations wait for the run, and that is the quota"
-        raise RequestError(429, "operations", reason, "wait until the run has carried some out")
+        raise RequestError("operations", reason, "wait until the run has carried some out", status=429)
 
 
 def carried_out(tables: rows.Tables, phases: Phases) -> list[rows.OpenOperation]:

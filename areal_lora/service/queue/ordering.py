@@ -73,15 +73,15 @@ def admit(quota: Quota, waiting: QueueUsage, next_seq: int, held: Collection[int
     """
     if seq < next_seq:
         reason = f"{seq} was passed over, or answered long ago; the next one is {next_seq}"
-        raise RequestError(422, "seq_id", reason, "count requests of a model from 1, and send each one within minutes")
+        raise RequestError("seq_id", reason, "count requests of a model from 1, and send each one within minutes")
     if seq >= next_seq + quota.queued:
         reason = f"{seq} is too far ahead of {next_seq}, the next one that can be carried out"
-        raise RequestError(429, "seq_id", reason, "send the ones before it first")
+        raise RequestError("seq_id", reason, "send the ones before it first", status=429)
     if waiting.queued >= quota.queued and not any(seq < later for later in held):
         reason = f"{quota.queued} requests wait, and that is the quota"
-        raise RequestError(429, "requests", reason, "wait until some are answered")
+        raise RequestError("requests", reason, "wait until some are answered", status=429)
     if waiting.queued and (reason := too_long(quota, waiting, n_bytes)):
-        raise RequestError(429, "requests", reason, "wait until some are answered")
+        raise RequestError("requests", reason, "wait until some are answered", status=429)
 
 
 def too_long(quota: Quota, waiting: QueueUsage, n_bytes: int) -> str:

@@ -172,7 +172,7 @@ class Placement:
         if len(own) >= quota or sum(phases.get(each.adapter) not in OVER for each in own) >= self._around.capacity:
             reason = f"the {len(own)} models of this session have every place that it can have"
             fix = f"delete the adapter of one that is done (areal-lora adapters delete RUN {own[0].name})"
-            raise RequestError(422, "model_seq_id", reason, fix)
+            raise RequestError("model_seq_id", reason, fix)
 
     def own(self, tenant: str) -> str:
         """The tenant's adapters that have a place or are new, and how to free one; empty if it has none."""

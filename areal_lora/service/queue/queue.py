@@ -126,7 +126,7 @@ class RequestQueue:
     ) -> str:
         """Make the model ``SESSION:train:MODEL_SEQ``; returns the request, answered once the trainer has it."""
         if not 0 <= model_seq < 1 << 31:
-            raise RequestError(422, "model_seq_id", f"{model_seq} is no number of a model", "count from 0")
+            raise RequestError("model_seq_id", f"{model_seq} is no number of a model", "count from 0")
         request = f"{model_id(session, model_seq)}:create"
 
         def lora_of(tx: Transaction) -> Lora | None:
@@ -135,7 +135,7 @@ class RequestQueue:
                 return None
             lora = tx.state(tenant, action.load.path).lora if action.load is not None else action.lora
             if lora is None:
-                raise RequestError(422, "lora_config", "it is missing", "give the settings of the model")
+                raise RequestError("lora_config", "it is missing", "give the settings of the model")
             self.placement.check_own(tx, tenant, session)
             return lora
 

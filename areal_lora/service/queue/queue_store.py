@@ -141,7 +141,7 @@ class Transaction:
         if not found:
             raise unknown("session_id", "session", session)
         if found[0].ended and not ended:
-            raise RequestError(410, "session_id", f"session {session!r} has ended", "open another one")
+            raise RequestError("session_id", f"session {session!r} has ended", "open another one", status=410)
         return found[0]
 
     def model(self, tenant: str, model: str, *, removed: bool = False) -> Model:
@@ -185,7 +185,8 @@ class Transaction:
 
 def unknown(path: str, what: str, name: str) -> RequestError:
     """Also for rows of another tenant: that they exist is not shown."""
-    return RequestError(404, path, f"there is no {what} {name[:128]!r}", "use an id that the service gave to this key")
+    reason = f"there is no {what} {name[:128]!r}"
+    return RequestError(path, reason, "use an id that the service gave to this key", status=404)
 
 
 class Store:

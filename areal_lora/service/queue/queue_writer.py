@@ -195,7 +195,7 @@ class Writer:
         known = self._store.answered(tenant, request)
         if known is not None and known[0] != fingerprint:
             reason = "this key came with another request before"
-            raise RequestError(422, "Idempotency-Key", reason, "use a new key for every operation")
+            raise RequestError("Idempotency-Key", reason, "use a new key for every operation")
         return None if known is None else known[1]
 
     def _settle(self) -> None:

@@ -270,7 +270,7 @@ def submit(
     if known(tx, request, fingerprint):
         return request
     if model.broken:
-        raise RequestError(422, "model_id", model.broken, "make another model")
+        raise RequestError("model_id", model.broken, "make another model")
     try:
         _check(tx, model, action)
     except RequestError as refused:
@@ -297,7 +297,7 @@ def known(tx: Transaction, request: str, fingerprint: str) -> bool:
     row = tx.row("SELECT fingerprint FROM requests WHERE request = ?", request)
     if row is not None and row[0] != fingerprint:
         reason = "another request came with this number before"
-        raise RequestError(422, "seq_id", reason, "use a new number for every request")
+        raise RequestError("seq_id", reason, "use a new number for every request")
     return row is not None
 
 
@@ -353,7 +353,7 @@ def _check(tx: Transaction, model: Model, action: requests.Action) -> None:
         case requests.SaveForSampler(name=name, sampler_seq=seq, ttl_s=ttl_s):
             check_ttl(ttl_s)
             if (name is None) == (seq is None) or (seq is not None and not 0 <= seq < 1 << 53):
-                raise RequestError(422, "path", "it needs a path or a sampling_session_seq_id", "give one of the two")
+                raise RequestError("path", "it needs a path or a sampling_session_seq_id", "give one of the two")
             if name is not None:
                 _check_name(tx, model, Kind.SAMPLER, name, overwrite=True)
 
@@ -361,13 +361,13 @@ def _check(tx: Transaction, model: Model, action: requests.Action) -> None:
 def _check_name(tx: Transaction, model: Model, kind: Kind, name: str, overwrite: bool) -> None:
     if not STATE_NAME.fullmatch(name):
         fix = "use up to 100 of A-Z, a-z, 0-9, ., _ and -, the first a letter or a digit"
-        raise RequestError(422, "path", f"{name[:64]!r} is no name", fix)
+        raise RequestError("path", f"{name[:64]!r} is no name", fix)
     states = tx.states("tenant = ?", model.tenant)
     if sum(state.named for state in states) >= (limit := tx.quota(model.tenant).saved):
-        raise RequestError(422, "path", f"the quota is {limit} saved states", "delete some first")
+        raise RequestError("path", f"the quota is {limit} saved states", "delete some first")
     taken = any((state.model, state.kind, state.name) == (model.model, kind, name) for state in states)
     if taken and not overwrite:
-        raise RequestError(422, "path", f"there is a saved state {name!r}", "choose another name, or overwrite it")
+        raise RequestError("path", f"there is a saved state {name!r}", "choose another name, or overwrite it")
 
 
 def set_ttl(tx: Transaction, tenant: str, path: str, ttl_s: float | None) -> None:
@@ -379,6 +379,4 @@ def set_ttl(tx: Transaction, tenant: str, path: str, ttl_s: float | None) -> Non
 
 def check_ttl(ttl_s: float | None) -> None:
     if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
-        raise RequestError(
-            422, "ttl_seconds", f"{ttl_s:g} is not between 0 and ten years", "leave it out to keep the state"
-        )
+        raise RequestError("ttl_seconds", f"{ttl_s:g} is not between 0 and ten years", "leave it out to keep the state")

@@ -94,7 +94,7 @@ def keys_of(given: Sequence[str] | None) -> tuple[str, ...]:
     """Raises RequestError for what is no key of age."""
     keys = tuple(given or ())
     if len(keys) > download.MAX_RECIPIENTS:
-        raise RequestError(422, KEYS, f"there are {len(keys)}", f"give up to {download.MAX_RECIPIENTS}")
+        raise RequestError(KEYS, f"there are {len(keys)}", f"give up to {download.MAX_RECIPIENTS}")
     for key in keys:
         download.recipient_key(key)
     return keys
@@ -307,7 +307,7 @@ class Archives:
         state = await self._queue.change(lambda tx: tx.state(may.tenant, may.path))
         if state.label != may.label:
             reason = "another state was saved under this name since"
-            raise RequestError(410, "token", reason, "request its address again")
+            raise RequestError("token", reason, "request its address again", status=410)
         with self._downloads.hold(may.tenant) as held:
             async with self._heavy:
                 opened = await asyncio.to_thread(
@@ -328,7 +328,7 @@ class Archives:
 
     def _permitted(self, token: str) -> Permission:
         """Raises RequestError: 404 for an address that this run has not given, 410 for one whose time is over."""
-        unknown = RequestError(404, "token", "there is no such archive", "request its address again")
+        unknown = RequestError("token", "there is no such archive", "request its address again", status=404)
         if len(token) > MAX_TOKEN or not token.isascii():
             raise unknown
         try:
@@ -340,7 +340,7 @@ class Archives:
             raise unknown
         may = msgspec.msgpack.decode(data, type=Permission)
         if may.until_s < time.time():
-            raise RequestError(410, "token", "the time of this address is over", "request it again")
+            raise RequestError("token", "the time of this address is over", "request it again", status=410)
         return may
 
     def _mac(self, data: bytes) -> bytes:

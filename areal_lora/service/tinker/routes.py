@@ -144,9 +144,7 @@ class Routes:
     async def forward_backward(self, request: Request, caller: http.Caller) -> http.Answered:
         body = await http.body_of(request, caller, long=True)
         if "protobuf" not in request.headers.get("content-type", ""):
-            raise RequestError(
-                422, "Content-Type", "passes are read as protobuf, as client/config has it", http.SDK_FIX
-            )
+            raise RequestError("Content-Type", "passes are read as protobuf, as client/config has it", http.SDK_FIX)
         found = read_pass(body)
         wrong = found.wanted
         what = Poison(reason=str(wrong), by_client=True) if isinstance(wrong, RequestError) else wrong
@@ -163,7 +161,7 @@ class Routes:
     async def load(self, caller: http.Caller, body: sdk_bodies.LoadWeights, mark: str) -> http.Answered:
         """Into a model that there is, or into a new one with the settings of the model that saved the state."""
         if body.weights_access_token is not None:
-            raise RequestError(422, "weights_access_token", "states of other accounts cannot be read", "leave it out")
+            raise RequestError("weights_access_token", "states of other accounts cannot be read", "leave it out")
         check_optimizer(body.optimizer_config)
         self._base.check(body.base_model)
         action = requests.Load(path=body.path, optimizer=body.optimizer)
@@ -171,7 +169,7 @@ class Routes:
             return _future(await self._queue.submit(caller.tenant, body.model_id, body.seq_id, mark, action))
         if body.session_id is None or body.model_seq_id is None:
             fix = "send model_id and seq_id, or session_id and model_seq_id"
-            raise RequestError(422, "model_id", "it names no model", fix)
+            raise RequestError("model_id", "it names no model", fix)
         made = requests.CreateModel(lora=None, load=action, notes=http.notes_of(body.user_metadata))
         if self._exports.wanted(made.notes):
             await self._queue.heartbeat(caller.tenant, body.session_id)
@@ -219,12 +217,12 @@ async def _constant(
 
 def _step(body: sdk_bodies.OptimStepBody) -> OptimStep:
     if body.optimizer_params is not None or body.adam_params is None:
-        raise RequestError(422, "optimizer_params", "only AdamW is supported", "send adam_params")
+        raise RequestError("optimizer_params", "only AdamW is supported", "send adam_params")
     values = msgspec.structs.asdict(http.sdk_decoded(body.adam_params, sdk_bodies.AdamParams))
     for name, value in values.items():
         below = 1.0 if name.startswith("beta") else math.inf
         if not 0.0 <= value < below:
-            raise RequestError(422, f"adam_params.{name}", f"{value} is not from 0.0 to {below}", "correct it")
+            raise RequestError(f"adam_params.{name}", f"{value} is not from 0.0 to {below}", "correct it")
     return OptimStep(lr=values.pop("learning_rate"), **values)
 
 
@@ -318,4 +316,4 @@ class Sdk:
 
 async def _refuse(name: str, reason: str, fix: str, request: Request, caller: http.Caller) -> http.Answered:
     await http.body_of(request, caller, long=True)
-    raise RequestError(422, name, reason, fix)
+    raise RequestError(name, reason, fix)

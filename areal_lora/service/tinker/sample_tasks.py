@@ -65,18 +65,17 @@ class Base:
     def check(self, given: str | None) -> None:
         """Raises RequestError for the name of another base."""
         if given not in {None, self.name, self.tokenizer, *self.aliases}:
-            reason = f"{str(given)[:64]!r} is not the base of this run"
-            raise RequestError(422, "base_model", reason, f"use {self.name}")
+            raise RequestError("base_model", f"{str(given)[:64]!r} is not the base of this run", f"use {self.name}")
 
     def lora(self, given: sdk_bodies.LoraConfig | None, optimizer: sdk_bodies.OptimizerBody | None) -> Lora:
         """The settings of a model. Raises RequestError."""
         if given is None:
-            raise RequestError(422, "lora_config", "there is none: only adapters are trained", "send lora_config")
+            raise RequestError("lora_config", "there is none: only adapters are trained", "send lora_config")
         check_optimizer(optimizer)
         targets = tuple(t for t in self.targets if (given.train_attn if _of_attention(t) else given.train_mlp))
         if not targets:
             reason = f"none of the modules that it names can be adapted here: {', '.join(self.targets)} can"
-            raise RequestError(422, "lora_config", reason, "set train_attn or train_mlp")
+            raise RequestError("lora_config", reason, "set train_attn or train_mlp")
         return Lora(rank=given.rank, alpha=ALPHA, target_modules=targets, seed=given.seed)
 
     def shown(self, lora: Lora) -> tuple[bool, bool]:
@@ -100,7 +99,7 @@ def _names(folder: Path) -> tuple[str, frozenset[str]]:
 
 def check_optimizer(optimizer: sdk_bodies.OptimizerBody | None) -> None:
     if optimizer is not None and optimizer.type != "adamw":
-        raise RequestError(422, "optimizer_config", f"{optimizer.type[:64]!r} is not supported", "use AdamW")
+        raise RequestError("optimizer_config", f"{optimizer.type[:64]!r} is not supported", "use AdamW")
 
 
 def _of_attention(target: str) -> bool:
@@ -171,9 +170,7 @@ class Sampling:
         parsed = sdk_decoded(await body_of(request, caller), sdk_bodies.CreateSampler)
         self._base.check(parsed.base_model)
         if parsed.base_model is None and parsed.model_path is None:
-            raise RequestError(
-                422, "model_path", "neither a state nor a base is named", "send model_path or base_model"
-            )
+            raise RequestError("model_path", "neither a state nor a base is named", "send model_path or base_model")
         session, seq, path = parsed.session_id, parsed.sampling_session_seq_id, parsed.model_path
         sampler = await self._queue.change(lambda tx: open_sampler(tx, caller.tenant, session, seq, path))
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
@@ -196,7 +193,7 @@ class Sampling:
             self._meter.start(caller.tenant, tokens, caller.quota)
             sample = self._samples[name] = _Sample(tenant=caller.tenant, mark=mark, n_bytes=len(body), tokens=tokens)
         if sample.mark != mark:
-            raise RequestError(422, "seq_id", "another request came under this number", "use a new number")
+            raise RequestError("seq_id", "another request came under this number", "use a new number")
         if sample.task is None:
             try:
                 await self._queue.keep_sample(caller.tenant, sampler, name, mark, body)
@@ -214,7 +211,7 @@ class Sampling:
         sample = self._samples.get(name)
         if sample is None or sample.tenant != caller.tenant:
             if ":sample:" in name:
-                raise RequestError(410, "request_id", "this sample is no longer kept", "sample again")
+                raise RequestError("request_id", "this sample is no longer kept", "sample again", status=410)
             return None
         if sample.task is not None:
             await asyncio.wait({sample.task}, timeout=wait_s)
@@ -246,7 +243,7 @@ class Sampling:
             self._forget(name, mine[name])
         if in_progress >= caller.quota.queued or total > most_bytes or count >= most:
             reason = f"{caller.quota.queued} samples, or {caller.quota.queued_mib} MiB of them, are the quota"
-            raise RequestError(429, "asample", reason, "fetch some, or wait for those in progress", retry_s=1)
+            raise RequestError("asample", reason, "fetch some, or wait for those in progress", status=429, retry_s=1)
 
     def _keep(self, name: str, sample: _Sample, for_s: float) -> None:
         if sample.leaves is not None:

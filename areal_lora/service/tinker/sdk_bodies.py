@@ -240,22 +240,22 @@ def read_sample(body: dict[str, Any]) -> SampleRequest:
     """Raises RequestError; a field that nothing here serves is refused by its name, unless it is empty."""
     unknown = sorted(key for key in body.keys() - set(SampleRequest.__struct_fields__) if body[key])
     if unknown:
-        raise RequestError(422, unknown[0], "samples have no such field here", "leave it out")
+        raise RequestError(unknown[0], "samples have no such field here", "leave it out")
     try:
         request = msgspec.convert(body, SampleRequest)
     except msgspec.ValidationError as error:
-        raise RequestError(422, "sample", str(error)[:200], "correct the request") from None
+        raise RequestError("sample", str(error)[:200], "correct the request") from None
     if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
-        raise RequestError(422, "prompt", "images and sounds are not supported", "send text as tokens")
+        raise RequestError("prompt", "images and sounds are not supported", "send text as tokens")
     if not 1 <= request.num_samples <= MAX_SAMPLES:
-        raise RequestError(422, "num_samples", f"it is not from 1 to {MAX_SAMPLES}", "correct it")
+        raise RequestError("num_samples", f"it is not from 1 to {MAX_SAMPLES}", "correct it")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if not 0 <= getattr(request, name) <= MAX_TOP:
-            raise RequestError(422, name, f"it is not from 0 to {MAX_TOP}", "correct it")
+            raise RequestError(name, f"it is not from 0 to {MAX_TOP}", "correct it")
     last = request.prompt_logprobs_last_n
     if last is not None and not (request.prompt_logprobs and 1 <= last < len(request.token_ids)):
         reason = "it is not from 1 to the length of the prompt - 1, or prompt_logprobs is not set"
-        raise RequestError(422, "prompt_logprobs_last_n", reason, "correct it")
+        raise RequestError("prompt_logprobs_last_n", reason, "correct it")
     return request
 
 
@@ -309,7 +309,7 @@ def sampled_body(request: SampleRequest, payload: bytes) -> bytes:
     for choice in sorted(answer.choices, key=lambda each: each.index):
         reasons = {"stop": passes.STOP, "length": passes.LENGTH}
         if choice.finish_reason not in reasons:
-            raise RequestError(503, "sample", "a server ended the sample early", "sample again")
+            raise RequestError("sample", "a server ended the sample early", "sample again", status=503)
         sequence = message.sequences.add(stop_reason=reasons[choice.finish_reason])
         sequence.tokens = np.array(choice.token_ids[n_prompt:], "<i4").tobytes()
         sequence.logprobs = np.array(choice.logprobs.token_logprobs[n_prompt:], "<f4").tobytes()
