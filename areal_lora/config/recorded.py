@@ -24,9 +24,8 @@ from typing import Any, Literal
 from huggingface_hub import try_to_load_from_cache
 from pydantic import ValidationError
 
-from areal_lora.config.load import to_config_errors, without_tags
+from areal_lora.config.load import Source, to_config_errors, without_tags
 from areal_lora.config.models import AdapterConfig, Config, ModelConfig, value_at
-from areal_lora.config.sources import Source
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.desired import DesiredAdapter, read_desired

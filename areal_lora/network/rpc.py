@@ -293,7 +293,7 @@ class Connection(_Dealer):
         raise ConnectionLost(f"{self.address} did not answer within {timeout_s:.0f} s", late=True)
 
     def usable(self) -> bool:
-        """Whether the idle connection still stands. The first answer may have come before the event of the handshake."""
+        """Whether the idle connection still stands. The first answer may come before the event of the handshake."""
         try:
             while not self._ended and self._monitor.poll(0):
                 self._note(self._monitor.recv_multipart())

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.config.load import load_config
+from areal_lora.config.load import load_config, read_source
 from areal_lora.config.models import (
     AdapterConfig,
     AgentWorkflowConfig,
@@ -39,7 +39,6 @@ from areal_lora.config.models import (
 from areal_lora.config.recorded import joined, own_path
 from areal_lora.config.sections import task as sections
 from areal_lora.config.sections.run import CODE_REWARD, ApiConfig
-from areal_lora.config.sources import read_source
 from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached

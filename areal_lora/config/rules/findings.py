@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from areal_lora.config.facts import Facts
-from areal_lora.config.models import Config
+from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 from areal_lora.families.shape import ModelShape
@@ -41,6 +41,16 @@ def warning(path: str, reason: str, fix: str) -> Finding:
 
 
 Rule = Callable[[Config, Facts], Iterator[Finding]]
+
+
+def of_each_adapter(rule: Callable[[Config, Facts, AdapterConfig], Iterator[Finding]]) -> Rule:
+    """``rule`` for every entry of ``adapters``; it names keys of the entry."""
+
+    def of_all(config: Config, facts: Facts) -> Iterator[Finding]:
+        for i, adapter in enumerate(config.adapters):
+            yield from (replace(found, path=f"adapters.{i}.{found.path}") for found in rule(config, facts, adapter))
+
+    return of_all
 
 
 def shape_of(facts: Facts) -> ModelShape | None:

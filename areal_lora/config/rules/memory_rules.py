@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity, canonical, shape_of, warning
-from areal_lora.config.rules.layout_rules import trainer_layout
-from areal_lora.config.rules.slurm import components_agree, most_devices
+from areal_lora.config.rules.layout_rules import components_agree, most_devices, trainer_layout
 from areal_lora.config.sizing import memory as sizing
 from areal_lora.config.sizing.memory import GIB, JobMemory, Memory
 from areal_lora.config.sizing.slots import has_tenants, pools_of, seats_of, shared_devices

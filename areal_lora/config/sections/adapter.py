@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, TypeAdapter, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from areal_lora.config.sections.section import NAME, NonNegFloat, NonNegInt, PositiveInt, Section
 from areal_lora.config.sections.task import (
@@ -210,11 +210,6 @@ class SamplingConfig(Section):
     )
 
 
-CLIENT_KEYS = frozenset(
-    {"name", "rank", "alpha", "rslora", "target_modules", "exclude_modules", "expert_layout", "weight", "seed"}
-    | {"workflow"}
-)
-"""What the adapter of a client may set."""
 CLIENT_SECTIONS: Mapping[str, Any] = {
     "task": {"kind": "word_problems", "n_train": 1, "n_eval": 1},
     "algorithm": {"kind": "grpo"},
@@ -277,22 +272,6 @@ class AdapterConfig(Section):
         workflow = data.get("workflow") if isinstance(data, Mapping) else None
         kind = workflow.get("kind") if isinstance(workflow, Mapping) else getattr(workflow, "kind", None)
         return {**CLIENT_SECTIONS, **data} if kind == "client" else data
-
-    @model_validator(mode="after")
-    def _only_what_a_client_uses(self) -> Self:
-        if self.is_client:
-            unused = sorted(key for key in type(self).model_fields.keys() - CLIENT_KEYS if self._deviates(key))
-            if unused:
-                raise ValueError(f"an adapter of a client has no {unused[0]}: leave it out")
-        return self
-
-    def _deviates(self, key: str) -> bool:
-        """Whether the value at ``key`` is another one than that of an adapter that leaves it out."""
-        field = type(self).model_fields[key]
-        value = getattr(self, key)
-        if key in CLIENT_SECTIONS:
-            return bool(value != TypeAdapter(field.rebuild_annotation()).validate_python(CLIENT_SECTIONS[key]))
-        return bool(value != field.get_default(call_default_factory=True))
 
     @property
     def is_client(self) -> bool:
