@@ -23,6 +23,7 @@ import os
 import re
 import stat
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -213,11 +214,7 @@ class Acceptance:
                 adapter = await asyncio.to_thread(self.of_operator, section)
             else:
                 adapter = await asyncio.to_thread(self.of_tenant, section, tenant, quota)
-        return await self._writer.operate(
-            AdapterChange(
-                tenant=tenant, name=adapter.name, verb=Verb.CREATE, fingerprint=mark, request=request, new=adapter
-            )
-        )
+        return await self._writer.operate(AdapterChange(tenant=tenant, fingerprint=mark, request=request, new=adapter))
 
     def of_client(self, name: str, tenant: str, lora: Lora, quota: Quota) -> AdapterRequest:
         """The adapter of an SDK client's model, or one that serves a saved state of it. Raises RequestError."""
@@ -251,25 +248,26 @@ class Acceptance:
         """A section of the operator's own, caller may name any code and file. Raises RequestError."""
         name = _name(section)
         base = self._config.model_dump(mode="json") | {"adapters": []}
-        try:
+        with _as_request_errors():
             (adapter,) = load_config([base, {"adapters": [dict(section)]}]).adapters  # paths from the working folder
-        except ConfigErrors as refused:
-            raise RequestError.of(own_path(refused.errors[0])) from None
-        except ConfigError as error:
-            raise RequestError.of(own_path(error)) from None
         return self._checked(adapter, name)
 
     def _checked(self, adapter: AdapterConfig, name: str) -> AdapterRequest:
-        try:
+        with _as_request_errors():
             resolved = joining(self._config, adapter, online=False)
-        except ConfigErrors as refused:
-            raise RequestError.of(refused.errors[0]) from None
-        except ConfigError as error:
-            raise RequestError.of(own_path(error)) from None
-        except ArealLoraError as error:
-            raise RequestError("task", str(error), "turn to the operator of the run") from None
         settings = resolved.model_dump(mode="json", exclude={"name"}, exclude_unset=True)
         return AdapterRequest(name=name, rank=resolved.spec("").max_rank, weight=resolved.weight, settings=settings)
+
+
+@contextmanager
+def _as_request_errors() -> Iterator[None]:
+    """Raise the first error about the only entry of ``adapters`` as a RequestError with a key of the entry."""
+    try:
+        yield
+    except (ConfigError, ConfigErrors) as error:
+        raise RequestError.of(own_path(error if isinstance(error, ConfigError) else error.errors[0])) from None
+    except ArealLoraError as error:
+        raise RequestError("task", str(error), "turn to the operator of the run") from None
 
 
 def api_of(config: Config) -> ApiConfig:

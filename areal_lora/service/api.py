@@ -159,8 +159,6 @@ class Api:
             quota = msgspec.convert(msgspec.to_builtins(before) | body.quota, Quota)
         except msgspec.ValidationError as error:
             raise RequestError("quota", str(error), "name limits of a tenant, with numbers above 0") from None
-        if any(value <= 0 for value in msgspec.structs.astuple(quota)):
-            raise RequestError("quota", "a limit is not above 0", "give numbers above 0")
         await self._writer.administer(lambda store: store.put_tenant(body.tenant, quota))
         return http.answer(_tenant_body(self._writer.tables, body.tenant), 201)
 

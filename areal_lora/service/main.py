@@ -126,17 +126,11 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
 
 def bound(port: int) -> socket.socket:
     """The API's socket. Raises ConfigError for a port that is taken."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((HOST, port))
+        return socket.create_server((HOST, port), backlog=socket.SOMAXCONN)
     except OSError as error:
-        sock.close()
         reason = f"port {port} of {HOST} cannot be bound: {os.strerror(error.errno or 0)}"
         raise ConfigError("service.api.port", reason, "choose another, or 0") from None
-    sock.listen(socket.SOMAXCONN)
-    sock.set_inheritable(False)
-    return sock
 
 
 async def _tick(heart: Heart) -> None:

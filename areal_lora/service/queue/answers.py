@@ -27,12 +27,12 @@ def give(tx: Transaction, request: str, answer: requests.Answer) -> None:
 def settle(tx: Transaction, model: Model, request: str, newest: protocol.Outcome | None) -> None:
     """Answer ``request`` if all its operations have ended; ``newest`` is the outcome of the last of them."""
     ops = tx.rows(
-        "SELECT number, fate, outcome FROM client_operations WHERE adapter = ? AND request = ? ORDER BY number",
+        "SELECT number, failed, outcome FROM client_operations WHERE adapter = ? AND request = ? ORDER BY number",
         model.adapter,
         request,
     )
     row = tx.row("SELECT action FROM requests WHERE request = ? AND answer IS NULL", request)
-    if row is None or any(fate is None for _, fate, _ in ops):
+    if row is None or any(failed is None for _, failed, _ in ops):
         return
     known = [newest if outcome is None else protocol.decode_outcome(outcome) for _, _, outcome in ops]
     outcomes, numbers = [outcome for outcome in known if outcome is not None], [number for number, _, _ in ops]
@@ -64,15 +64,15 @@ def _answer(
 ) -> requests.Answer:
     match action:
         case requests.CreateModel(load=load):
-            return requests.CreatedModel(model=model.model, path=load.path if load else None)
+            return requests.ActionResult(model=model.model, path=load.path if load else None)
         case requests.Train():
             return cast(protocol.PassResult | protocol.StepResult, outcomes[0])
         case requests.Load(path=path):
-            return requests.LoadedModel(model=model.model, path=path)
+            return requests.ActionResult(model=model.model, path=path)
         case requests.Save(name=name):
-            return requests.StoredState(path=_save(tx, model, Kind.WEIGHTS, name, action, numbers[0], outcomes))
+            return requests.ActionResult(path=_save(tx, model, Kind.WEIGHTS, name, action, numbers[0], outcomes))
         case requests.SaveForSampler(name=str(name)):
-            return requests.StoredState(path=_save(tx, model, Kind.SAMPLER, name, action, numbers[0], outcomes))
+            return requests.ActionResult(path=_save(tx, model, Kind.SAMPLER, name, action, numbers[0], outcomes))
         case requests.SaveForSampler(sampler_seq=int(seq), in_flight=in_flight):
             name = unnamed(numbers[0])
             made = SamplingSession(
@@ -84,7 +84,7 @@ def _answer(
                 created_s=tx.now_s,
             )
             SAMPLERS.insert(tx.db, made, "ON CONFLICT DO NOTHING")
-            return requests.OpenedSampler(sampler=made.sampler)
+            return requests.ActionResult(sampler=made.sampler)
     raise AssertionError(f"{type(action).__name__} is answered elsewhere")
 
 

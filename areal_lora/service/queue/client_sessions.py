@@ -12,7 +12,7 @@ from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue import queue_rows as rows
 from areal_lora.service.queue.answers import forget, give
 from areal_lora.service.queue.queue_store import MODELS, SAMPLERS, SAMPLES, SESSIONS, Transaction
-from areal_lora.service.queue.requests import CreateModel, Lora, Pending, Serve, UnloadedModel, encode
+from areal_lora.service.queue.requests import ActionResult, CreateModel, Lora, Pending, Serve, encode
 from areal_lora.service.queue.sequencer import append, fail_open, insert, load
 from areal_lora.service.refused import RequestError, unknown_adapter
 from areal_lora.types import AdapterPhase
@@ -55,7 +55,7 @@ def unload(tx: Transaction, tenant: str, model_id: str) -> str:
     if not tx.count("requests WHERE request = ? AND tenant = ?", request, tenant):
         leave(tx, tx.model(tenant, model_id), "the model was unloaded")
         insert(tx, tenant, request, model_id, 0, "", b"", held=False)
-        give(tx, request, UnloadedModel(model=model_id))
+        give(tx, request, ActionResult(model=model_id, unloaded=True))
     return request
 
 
@@ -65,58 +65,27 @@ def name_of(session: str, model_seq: int) -> str:
 
 
 def insert_model(
-    tx: Transaction,
-    row: rows.AdapterRow,
-    session: str,
-    model_seq: int,
-    request: str,
-    fingerprint: str,
-    action: CreateModel,
-    lora: Lora,
+    tx: Transaction, row: rows.AdapterRow, session: str, model_seq: int, mark: str, action: CreateModel, lora: Lora
 ) -> None:
-    """The model whose adapter is ``row``, and the request that made it."""
+    """The model whose adapter is ``row``, and the request that made it, with its fingerprint."""
     model = rows.model_id(session, model_seq)
-    _insert(tx, row, model, session, lora, None, action.notes)
-    insert(tx, row.tenant, request, model, 0, fingerprint, encode(action), held=False)
+    request = f"{model}:create"
+    MODELS.insert(tx.db, rows.Model.of(row, model=model, session=session, lora=lora, notes=action.notes))
+    insert(tx, row.tenant, request, model, 0, mark, encode(action), held=False)
     if action.load is not None:
         append(tx, row.key, request, load(tx, row.tenant, action.load))
 
 
 def insert_snapshot(tx: Transaction, row: rows.AdapterRow, state: rows.SavedState) -> None:
     """The model that serves ``state``."""
-    _insert(tx, row, f"{row.name}:snapshot", "", state.lora, state.path, {})
+    made = rows.Model.of(row, model=f"{row.name}:snapshot", session="", lora=state.lora, of_state=state.path)
+    MODELS.insert(tx.db, made)
     append(tx, row.key, "", LoadState(adapter=state.adapter, label=state.label, optimizer=False))
     append(tx, row.key, "", Publish())
 
 
-def _insert(
-    tx: Transaction,
-    row: rows.AdapterRow,
-    model: str,
-    session: str,
-    lora: Lora,
-    of_state: str | None,
-    notes: dict[str, str],
-) -> None:
-    made = rows.Model(
-        model=model,
-        tenant=row.tenant,
-        session=session,
-        name=row.name,
-        incarnation=row.incarnation,
-        adapter=row.key,
-        lora=lora,
-        created_s=row.created_s,
-        of_state=of_state,
-        notes=notes,
-    )
-    MODELS.insert(tx.db, made)
-
-
 def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str | None) -> str:
     tx.session(tenant, session)
-    if not 0 <= seq < 1 << 53:
-        raise RequestError("sampling_session_seq_id", f"{seq} is no number of a sampling session", "count from 0")
     if path is not None:
         tx.state(tenant, path)
     sampler = rows.sampler_id(session, seq)

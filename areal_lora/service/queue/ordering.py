@@ -10,10 +10,10 @@ A save for a sampler is two operations of one seq; a sealed gap is one `Poison`,
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
-from areal_lora.operations.protocol import OperationFailure, Outcome, Pass, Poison, What, ends_window
+from areal_lora.operations.protocol import Pass, Poison, What, ends_window
 from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.refused import RequestError
 
@@ -29,22 +29,15 @@ class OpKind(StrEnum):
     OTHER = "other"
 
 
-class Fate(StrEnum):
-    DONE = "done"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
-    """An operation that the trainer may still expect, without its body."""
+class Op(NamedTuple):
+    """An operation that the trainer may still expect, without its body; ``failed`` None: it has no outcome."""
 
     number: int
     kind: OpKind
-    fate: Fate | None
+    failed: bool | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueUsage:
+class QueueUsage(NamedTuple):
     """What a tenant has in its queue: unanswered requests, and bytes that the queue has to keep."""
 
     queued: int
@@ -54,15 +47,7 @@ class QueueUsage:
 def kind_of(what: What) -> OpKind:
     if ends_window(what):
         return OpKind.CLOSE
-    match what:
-        case Pass() | Poison():
-            return OpKind.PASS
-        case _:
-            return OpKind.OTHER
-
-
-def fate_of(outcome: Outcome) -> Fate:
-    return Fate.FAILED if isinstance(outcome, OperationFailure) else Fate.DONE
+    return OpKind.PASS if isinstance(what, Pass | Poison) else OpKind.OTHER
 
 
 def admit(quota: Quota, waiting: QueueUsage, next_seq: int, held: Collection[int], seq: int, n_bytes: int) -> None:
@@ -119,4 +104,4 @@ def spoiled(ops: Sequence[Op], number: int) -> bool:
     if later[0].kind is not OpKind.PASS:
         return False
     close = next((op for op in later if op.kind is OpKind.CLOSE), None)
-    return later[0].fate is Fate.FAILED or (close is not None and close.fate is Fate.FAILED)
+    return bool(later[0].failed or (close and close.failed))

@@ -26,7 +26,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue import client_sessions, queue_writer, sequencer
 from areal_lora.service.queue.client_sessions import AdapterRequest
 from areal_lora.service.queue.placement import SILENT_S, Change, Heartbeats, Placement, Surroundings, fits
-from areal_lora.service.queue.queue_rows import AdapterRow, Quota, SavedState, Verb, model_id
+from areal_lora.service.queue.queue_rows import AdapterRow, Quota, SavedState, model_id
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending, Serve
@@ -125,8 +125,6 @@ class RequestQueue:
         self, tenant: str, session: str, model_seq: int, fingerprint: str, action: CreateModel
     ) -> str:
         """Make the model ``SESSION:train:MODEL_SEQ``; returns the request, answered once the trainer has it."""
-        if not 0 <= model_seq < 1 << 31:
-            raise RequestError("model_seq_id", f"{model_seq} is no number of a model", "count from 0")
         request = f"{model_id(session, model_seq)}:create"
 
         def lora_of(tx: Transaction) -> Lora | None:
@@ -145,11 +143,19 @@ class RequestQueue:
         adapter = await asyncio.to_thread(self._accept, name, tenant, lora, quota)
 
         def also(tx: Transaction, row: AdapterRow) -> None:
-            client_sessions.insert_model(tx, row, session, model_seq, request, fingerprint, action, lora)
+            client_sessions.insert_model(tx, row, session, model_seq, fingerprint, action, lora)
 
         async with self.placement.lock:
             await self.placement.make_room(tenant)
-            await self._create(tenant, adapter, also, request=f"\n{request}", fingerprint=fingerprint)
+            change = AdapterChange(
+                tenant=tenant,
+                fingerprint=fingerprint,
+                request=f"\n{request}",
+                new=adapter,
+                at_s=self._now_s(),
+                also=also,
+            )
+            await self._writer.operate(change)
         return request
 
     async def unload(self, tenant: str, model: str) -> str:
@@ -238,7 +244,11 @@ class RequestQueue:
                 return Pending(reason="no server has a place for the weights at present", capacity=True)
             name, quota = f"snapshot-{secrets.token_hex(6)}", self._writer.tables.quotas[tenant]
             adapter = await asyncio.to_thread(self._accept, name, tenant, state.lora, quota)
-            await self._create(tenant, adapter, lambda tx, row: client_sessions.insert_snapshot(tx, row, state))
+
+            def also(tx: Transaction, row: AdapterRow) -> None:
+                client_sessions.insert_snapshot(tx, row, state)
+
+            await self._writer.operate(AdapterChange(tenant=tenant, new=adapter, at_s=self._now_s(), also=also))
         return loading
 
     async def keep_sample(self, tenant: str, sampler: str, sample: str, fingerprint: str, body: bytes) -> None:
@@ -283,29 +293,6 @@ class RequestQueue:
         dropped, self.dropped_samples = self.dropped_samples, set()
         await self.change(partial(client_sessions.drop_samples, samples=dropped))
         await self.placement.make_room_for_waiting()
-
-    # ------------------------------------------------------------ inside
-
-    async def _create(
-        self,
-        tenant: str,
-        adapter: AdapterRequest,
-        also: Callable[[Transaction, AdapterRow], None],
-        request: str = "",
-        fingerprint: str = "",
-    ) -> None:
-        await self._writer.operate(
-            AdapterChange(
-                tenant=tenant,
-                name=adapter.name,
-                verb=Verb.CREATE,
-                fingerprint=fingerprint,
-                request=request,
-                new=adapter,
-                at_s=self._now_s(),
-                also=also,
-            )
-        )
 
 
 class Outbox:

@@ -7,12 +7,11 @@ or an input/output error is `Unavailable`, and the file is used again afterwards
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar, get_origin, get_type_hints
 
 import msgspec
@@ -23,7 +22,6 @@ from areal_lora.run_folder.sqlite import connect
 from areal_lora.service.queue.queue_rows import (
     SCHEMA,
     SCHEMA_VERSION,
-    AdapterOperation,
     AdapterRow,
     ClientSession,
     Key,
@@ -70,10 +68,7 @@ class Table(Generic[R]):
 
     def insert(self, db: sqlite3.Connection, row: R, conflict: str = "") -> int:
         """The rowid."""
-        names, marks = ", ".join(self._columns), ", ".join("?" * len(self._columns))
-        values = [_stored(getattr(row, name)) for name in self._columns]
-        cursor = db.execute(f"INSERT INTO {self._name} ({names}) VALUES ({marks}) {conflict}", values)
-        return int(cursor.lastrowid or 0)
+        return _insert(db, self._name, {name: _stored(getattr(row, name)) for name in self._columns}, conflict)
 
     def _read(self, name: str, value: Any) -> Any:
         hint = self._hints[name]
@@ -84,14 +79,19 @@ class Table(Generic[R]):
         return hint(value) if hint is bool or (isinstance(hint, type) and issubclass(hint, StrEnum)) else value
 
 
+def _insert(db: sqlite3.Connection, table: str, values: Mapping[str, object], conflict: str = "") -> int:
+    marks = ", ".join("?" * len(values))
+    cursor = db.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks}) {conflict}", [*values.values()])
+    return int(cursor.lastrowid or 0)
+
+
 def _stored(value: object) -> object:
     if isinstance(value, dict):
         return msgspec.json.encode(value).decode()
     return msgspec.msgpack.encode(value) if isinstance(value, msgspec.Struct) else value
 
 
-KEYS, ADAPTERS, OPERATIONS = Table("keys", Key), Table("adapters", AdapterRow), Table("operations", AdapterOperation)
-OPEN = Table("operations", OpenOperation)
+KEYS, ADAPTERS, OPEN = Table("keys", Key), Table("adapters", AdapterRow), Table("operations", OpenOperation)
 SESSIONS, MODELS, STATES = Table("sessions", ClientSession), Table("models", Model), Table("saved_states", SavedState)
 SAMPLERS, SAMPLES = Table("samplers", SamplingSession), Table("samples", PendingSample)
 
@@ -128,10 +128,9 @@ class Transaction:
     def count(self, sql: str, *values: object) -> int:
         return int(self.db.execute(f"SELECT COUNT(*) FROM {sql}", values).fetchone()[0])
 
-    def insert(self, table: str, **values: object) -> None:
-        names = ", ".join(values)
-        marks = ", ".join("?" * len(values))
-        self.do(f"INSERT INTO {table} ({names}) VALUES ({marks})", *values.values())
+    def insert(self, table: str, **values: object) -> int:
+        """The rowid."""
+        return _insert(self.db, table, values)
 
     # ------------------------------------------------------------ rows of one tenant; others' are unknown
 
@@ -235,11 +234,11 @@ class Store:
             highest = db.execute("SELECT tenant, name, MAX(incarnation) FROM adapters GROUP BY tenant, name")
             adapters = ADAPTERS.select(db, "wanted != 'deleted'")
             return Tables(
-                quotas=MappingProxyType({name: msgspec.json.decode(quota, type=Quota) for name, quota in quotas}),
-                keys=MappingProxyType({key.digest: key for key in KEYS.select(db, "1")}),
-                adapters=MappingProxyType({(row.tenant, row.name): row for row in adapters}),
-                highest=MappingProxyType({(tenant, name): incarnation for tenant, name, incarnation in highest}),
-                forgotten=MappingProxyType(dict(db.execute("SELECT tenant, incarnation FROM forgotten"))),
+                quotas={name: msgspec.json.decode(quota, type=Quota) for name, quota in quotas},
+                keys={key.digest: key for key in KEYS.select(db, "1")},
+                adapters={(row.tenant, row.name): row for row in adapters},
+                highest={(tenant, name): incarnation for tenant, name, incarnation in highest},
+                forgotten=dict(db.execute("SELECT tenant, incarnation FROM forgotten")),
                 open=tuple(OPEN.select(db, "carried_out = 0")),
                 generation=db.execute("SELECT generation FROM meta").fetchone()[0],
             )
@@ -252,16 +251,18 @@ class Store:
         return found
 
     def record(
-        self, row: AdapterRow, operation: AdapterOperation, also: Callable[[sqlite3.Connection], None] = lambda _: None
+        self, row: AdapterRow, also: Callable[[sqlite3.Connection], None] = lambda _: None, **operation: object
     ) -> int:
-        """Make the adapter ``row``, remember the operation, and do ``also``; all or nothing. Returns the operation's
-        number.
+        """Make the adapter ``row``, remember the operation (columns of its table), and do ``also``; all or nothing.
+
+        Returns the operation's number.
         """
         with self._transaction():
             conflict = "ON CONFLICT (tenant, name, incarnation) DO UPDATE SET wanted = excluded.wanted"
             ADAPTERS.insert(self._db, row, conflict)
             reached("service.half_recorded")
-            number = OPERATIONS.insert(self._db, operation)
+            of_row = {"tenant": row.tenant, "name": row.name, "incarnation": row.incarnation}
+            number = _insert(self._db, "operations", of_row | operation)
             self._db.execute("UPDATE meta SET generation = generation + 1")
             also(self._db)
             reached("service.recorded")

@@ -31,7 +31,7 @@ from areal_lora.processes.watched import reached, watched_thread
 from areal_lora.run_folder.desired import read_desired, write_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue.client_sessions import AdapterRequest, Phases, carried_out, changed, create, expire, leave
-from areal_lora.service.queue.queue_rows import AdapterOperation, AdapterRow, Verb
+from areal_lora.service.queue.queue_rows import AdapterRow, Verb
 from areal_lora.service.queue.queue_store import Store, Transaction
 from areal_lora.service.queue.sequencer import append, fail_open, promote
 from areal_lora.service.refused import RequestError, Unavailable, internal_error
@@ -43,15 +43,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterChange:
-    """One operation of a tenant on its adapter ``name``; ``new`` is the one to create.
+    """One operation of a tenant on its adapter ``name``, or on the ``new`` one that it creates.
 
     ``request`` is the idempotency key, or empty; the same key with another ``fingerprint`` is refused. ``also`` is done
     in the same transaction.
     """
 
     tenant: str
-    name: str
-    verb: Verb
+    name: str = ""
+    verb: Verb = Verb.CREATE
     fingerprint: str = ""
     request: str = ""
     new: AdapterRequest | None = None
@@ -158,17 +158,12 @@ class Writer:
         reached("service.decided")
         number = self._store.record(
             row,
-            AdapterOperation(
-                tenant=row.tenant,
-                name=row.name,
-                incarnation=row.incarnation,
-                verb=change.verb,
-                request=change.request or None,
-                fingerprint=change.fingerprint,
-                answer=answer,
-                at_s=change.at_s,
-            ),
             lambda db: change.also(Transaction(db=db, now_s=change.at_s, tables=self.tables), row),
+            verb=change.verb,
+            request=change.request or None,
+            fingerprint=change.fingerprint,
+            answer=answer,
+            at_s=change.at_s,
         )
         reached("service.committed")
         self.tables, self._undesired = self.tables.after(row, number), True

@@ -126,7 +126,7 @@ def completed(tx: Transaction, adapter: str, number: int, outcome: protocol.Outc
     if model is None:
         return
     lost = tx.rows(
-        "SELECT number FROM client_operations WHERE adapter = ? AND number < ? AND fate IS NULL", adapter, number
+        "SELECT number FROM client_operations WHERE adapter = ? AND number < ? AND failed IS NULL", adapter, number
     )
     for (earlier,) in lost:
         _record(tx, model, earlier, LOST)
@@ -144,7 +144,7 @@ def fail_open(tx: Transaction, model: Model, reason: str) -> None:
     """
     failed = protocol.OperationFailure(reason=reason, by_client=False)
     for number, what in tx.rows(
-        "SELECT number, what FROM client_operations WHERE adapter = ? AND fate IS NULL AND what IS NOT NULL",
+        "SELECT number, what FROM client_operations WHERE adapter = ? AND failed IS NULL AND what IS NOT NULL",
         model.adapter,
     ):
         match _what(what):
@@ -159,8 +159,8 @@ def fail_open(tx: Transaction, model: Model, reason: str) -> None:
             case protocol.DropState(label=label):
                 drop_label(tx, model.adapter, label)
     tx.do(
-        "UPDATE client_operations SET fate = ?, outcome = ? WHERE adapter = ? AND fate IS NULL",
-        ordering.Fate.FAILED,
+        "UPDATE client_operations SET failed = ?, outcome = ? WHERE adapter = ? AND failed IS NULL",
+        True,
         requests.encode(failed),
         model.adapter,
     )
@@ -201,7 +201,7 @@ def _as_sent(what: bytes | None, action: bytes | None, is_spoiled: bool) -> prot
 
 def _record(tx: Transaction, model: Model, number: int, outcome: protocol.Outcome) -> None:
     row = tx.row(
-        "SELECT request, what FROM client_operations WHERE adapter = ? AND number = ? AND fate IS NULL",
+        "SELECT request, what FROM client_operations WHERE adapter = ? AND number = ? AND failed IS NULL",
         model.adapter,
         number,
     )
@@ -210,8 +210,8 @@ def _record(tx: Transaction, model: Model, number: int, outcome: protocol.Outcom
     request, what = row
     stored = None if isinstance(outcome, protocol.PassResult) else requests.encode(outcome)
     tx.do(
-        "UPDATE client_operations SET fate = ?, outcome = ? WHERE adapter = ? AND number = ?",
-        ordering.fate_of(outcome),
+        "UPDATE client_operations SET failed = ?, outcome = ? WHERE adapter = ? AND number = ?",
+        isinstance(outcome, protocol.OperationFailure),
         stored,
         model.adapter,
         number,
@@ -250,11 +250,8 @@ def _close(tx: Transaction, model: Model, number: int, outcome: protocol.Outcome
 
 
 def _ops(tx: Transaction, adapter: str) -> list[ordering.Op]:
-    found = tx.rows("SELECT number, kind, fate FROM client_operations WHERE adapter = ? ORDER BY number", adapter)
-    return [
-        ordering.Op(number=number, kind=ordering.OpKind(kind), fate=ordering.Fate(fate) if fate else None)
-        for number, kind, fate in found
-    ]
+    found = tx.rows("SELECT number, kind, failed FROM client_operations WHERE adapter = ? ORDER BY number", adapter)
+    return [ordering.Op(number, ordering.OpKind(kind), failed) for number, kind, failed in found]
 
 
 def submit(
@@ -352,7 +349,7 @@ def _check(tx: Transaction, model: Model, action: requests.Action) -> None:
             _check_name(tx, model, Kind.WEIGHTS, name, overwrite)
         case requests.SaveForSampler(name=name, sampler_seq=seq, ttl_s=ttl_s):
             check_ttl(ttl_s)
-            if (name is None) == (seq is None) or (seq is not None and not 0 <= seq < 1 << 53):
+            if (name is None) == (seq is None):
                 raise RequestError("path", "it needs a path or a sampling_session_seq_id", "give one of the two")
             if name is not None:
                 _check_name(tx, model, Kind.SAMPLER, name, overwrite=True)

@@ -39,7 +39,7 @@ from areal_lora.service.http import Answered, Caller, Guard, body_of, notes_of, 
 from areal_lora.service.queue import client_sessions
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import SCHEME, Kind, Model, SavedState, model_id
-from areal_lora.service.queue.requests import CreatedModel, StoredState
+from areal_lora.service.queue.requests import ActionResult
 from areal_lora.service.queue.sequencer import set_ttl
 from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import sdk_bodies
@@ -82,12 +82,12 @@ class Exports:
             return None
         return f"{SCHEME}{state.model}/{EXTERNAL}/{BETWEEN.join((state.name, *keys_of(keys)))}"
 
-    def answer(self, tenant: str, request: str) -> CreatedModel | StoredState | None:
+    def answer(self, tenant: str, request: str) -> ActionResult | None:
         """None for a request that is not one of these."""
         model = request.removesuffix(":export")
         if (tenant, model) in self._states:
-            return CreatedModel(model=model)
-        return StoredState(path=request) if request.startswith(SCHEME) else None
+            return ActionResult(model=model)
+        return ActionResult(path=request) if request.startswith(SCHEME) else None
 
 
 def keys_of(given: Sequence[str] | None) -> tuple[str, ...]:

@@ -17,15 +17,13 @@ from areal_lora.service.queue.queue import SHARED_S
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import UNUSED_S
 from areal_lora.service.queue.requests import (
+    ActionResult,
     CreateModel,
     Load,
-    LoadedModel,
-    OpenedSampler,
     Pending,
     Save,
     SaveForSampler,
     Serve,
-    StoredState,
     Train,
 )
 from areal_lora.service.queue.sequencer import set_ttl
@@ -84,10 +82,10 @@ def test_save_load_and_begin_from_what_was_saved(tmp_path: Path) -> None:
             await it.asked(model, 1, tokens(1, 2))
             await it.asked(model, 2, STEP)
             stored = await it.asked(model, 3, Save(name="one"))
-            assert stored == StoredState(path=f"tinker://{model}/weights/one")
+            assert stored == ActionResult(path=f"tinker://{model}/weights/one")
             await it.asked(model, 4, tokens(1, 2))
             assert await it.asked(model, 5, STEP) == StepResult(step=2, grad_norm=1.0, skipped=False)
-            assert await it.asked(model, 6, Load(path=stored.path, optimizer=True)) == LoadedModel(
+            assert await it.asked(model, 6, Load(path=stored.path, optimizer=True)) == ActionResult(
                 model=model, path=stored.path
             )
             await it.asked(model, 7, tokens(1, 2))
@@ -122,12 +120,12 @@ def test_sampling_sessions(tmp_path: Path) -> None:
             base = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 50, None))
             assert await it.queue.serve("acme", base) == Serve(model=None)
             opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
-            assert isinstance(opened, OpenedSampler)
+            assert isinstance(opened, ActionResult)
             assert await it.queue.serve("acme", opened.sampler) == Serve(model=f"{adapter}@v0")
             await it.asked(model, 2, tokens(1, 2))
             await it.asked(model, 3, STEP)
             flying = await it.asked(model, 4, SaveForSampler(sampler_seq=1, in_flight=True))
-            assert isinstance(flying, OpenedSampler)
+            assert isinstance(flying, ActionResult)
             assert await it.queue.serve("acme", flying.sampler) == Serve(model=adapter)
             await asyncio.sleep(2 * SHARED_S)
             first = await it.queue.serve("acme", opened.sampler)
@@ -154,7 +152,7 @@ def test_a_snapshot_leaves_for_a_model_and_is_loaded_again(tmp_path: Path) -> No
             model = await it.model()
             session = model.partition(":")[0]
             stored = await it.asked(model, 1, Save(name="one"))
-            assert isinstance(stored, StoredState)
+            assert isinstance(stored, ActionResult)
             sampler = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 0, stored.path))
 
             async def served() -> bool:
@@ -220,7 +218,7 @@ def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
             model = await it.model()
             session = model.partition(":")[0]
             stored = await it.asked(model, 1, Save(name="one"))
-            assert isinstance(stored, StoredState)
+            assert isinstance(stored, ActionResult)
             sampler = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 0, stored.path))
             own = await it.queue.open_session("bolt")
             mine = await it.model("bolt", own)
@@ -277,7 +275,7 @@ def test_a_silent_session_ends_and_its_states_stay(tmp_path: Path) -> None:
         async with town(tmp_path / "run") as it:
             model, other = await it.model(), await it.model()
             stored = await it.asked(model, 1, Save(name="one"))
-            assert isinstance(stored, StoredState)
+            assert isinstance(stored, ActionResult)
             it.now_s += SILENT_S - 10
             await it.queue.heartbeat("acme", other.partition(":")[0])
             it.now_s += 20
@@ -421,7 +419,7 @@ def test_sessions_that_end_leave_nothing_that_grows(tmp_path: Path, monkeypatch:
                 model = await it.model()
                 session = model.partition(":")[0]
                 opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
-                assert isinstance(opened, OpenedSampler)
+                assert isinstance(opened, ActionResult)
                 await it.queue.serve("acme", opened.sampler)
                 await it.queue.end_session("acme", session)
                 if n % 4 == 3:
@@ -439,7 +437,7 @@ def test_samples_that_wait_share_one_look_up(tmp_path: Path) -> None:
         async with town(tmp_path / "run", capacity=1) as it:
             model = await it.model()
             stored = await it.asked(model, 1, Save(name="one"))
-            assert isinstance(stored, StoredState)
+            assert isinstance(stored, ActionResult)
             sampler = await it.queue.change(
                 lambda tx: open_sampler(tx, "acme", model.partition(":")[0], 0, stored.path)
             )
