@@ -47,10 +47,12 @@ def write_config(run_folder: RunFolder, config: Config) -> None:
 
 
 def read_config(run_folder: RunFolder) -> Config:
-    """Inverse of :func:`write_config`. Raises ConfigError for a missing file and for one of another version."""
-    data = _without_old_keys(json.loads(_content(run_folder)))
+    """Inverse of :func:`write_config`. Raises ConfigError for a file that is missing, cut short or of another version."""
     try:
-        return Config.model_validate(data)
+        return Config.model_validate(_without_old_keys(json.loads(_content(run_folder))))
+    except json.JSONDecodeError as error:
+        reason = f"it is not JSON ({error}): it was cut short or edited"
+        raise ConfigError(str(run_folder.config), reason, "restore the file, or start over with --fresh") from None
     except ValidationError as error:
         reason = f"this version cannot read it ({error.error_count()} keys differ), so the run cannot be resumed"
         raise ConfigError(str(run_folder.config), reason, "set another run.name, or start over with --fresh") from None
@@ -69,15 +71,7 @@ def _without_old_keys(data: Any, names: Container[Any] | None = None) -> Any:
 
 
 def read_config_here(run_folder: RunFolder) -> Config:
-    """The configuration of the run, at the place where its folder is now, with the adapters that have joined.
-
-    Raises ConfigError for a file that is half-written or of another version of areal_lora.
-    """
-    try:
-        json.loads(_content(run_folder))
-    except ValueError as error:
-        reason = f"it is not JSON ({error}): it was cut short or edited"
-        raise ConfigError(str(run_folder.config), reason, "restore the file, or start over with --fresh") from None
+    """As `read_config`, at the place where the run's folder is now, with the adapters that have joined."""
     return moved_here(with_joined(read_config(run_folder), run_folder), run_folder)
 
 

@@ -29,14 +29,9 @@ from typing import Any
 
 import msgspec
 
+from areal_lora.config.facts import named_code
 from areal_lora.config.load import load_config, read_source
-from areal_lora.config.models import (
-    AdapterConfig,
-    AgentWorkflowConfig,
-    Config,
-    CustomWorkflowConfig,
-    MultiTurnWorkflowConfig,
-)
+from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import joined, own_path
 from areal_lora.config.sections import task as sections
 from areal_lora.config.sections.run import CODE_REWARD, ApiConfig
@@ -90,18 +85,10 @@ def _code(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
 
 
 def _named_code(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
-    for key, reward in _rewards(adapter.reward):
-        if isinstance(reward, sections.FunctionReward):
-            yield f"{key}.path", reward.path
-        elif isinstance(reward, sections.CodeReward):
+    yield from named_code(adapter)
+    for key, reward in sections.reward_keys("", adapter.reward):
+        if isinstance(reward, sections.CodeReward):
             yield f"{key}.kind", CODE_REWARD  # the tests are programs in the tenant's rows
-    workflow = adapter.workflow
-    if isinstance(workflow, MultiTurnWorkflowConfig):
-        yield "workflow.environment", workflow.environment
-    elif isinstance(workflow, CustomWorkflowConfig | AgentWorkflowConfig):
-        yield "workflow.path", workflow.path
-    if isinstance(workflow, AgentWorkflowConfig) and workflow.tool_parser and not workflow.tool_parser.isidentifier():
-        yield "workflow.tool_parser", workflow.tool_parser
     tasks = [("task", adapter.task), *((f"evals.{i}.task", each.task) for i, each in enumerate(adapter.evals))]
     for key, task in tasks:
         if isinstance(task, sections.DatasetTask) and task.keep is not None:
@@ -110,7 +97,7 @@ def _named_code(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
 
 def _judges(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
     """Addresses that scorers would ask, and keys that they would send there."""
-    for key, reward in _rewards(adapter.reward):
+    for key, reward in sections.reward_keys("", adapter.reward):
         if not isinstance(reward, sections.JudgeReward):
             continue
         if reward.url not in offered.judges:
@@ -122,7 +109,7 @@ def _judges(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError
 
 
 def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
-    rewards = _rewards(adapter.reward)
+    rewards = sections.reward_keys("", adapter.reward)
     for key, found, most in (
         ("reward", sum(reward.workers for _, reward in rewards), quota.workers),
         ("sampling", adapter.sampling.prompts_per_step * adapter.sampling.n_samples, quota.sequences),
@@ -150,10 +137,6 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
         if wrong := next((pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)), None):
             reason = f"{wrong[:64]!r} is more than a plain name, and expressions can take hours to compare"
             yield RequestError(key, reason, "name modules by letters, digits, _ and .")
-
-
-def _rewards(rewards: sections.RewardsConfig) -> list[tuple[str, sections.RewardConfig]]:
-    return [(key.removeprefix("."), reward) for key, reward in sections.reward_keys("", rewards)]
 
 
 def _task(task: sections.TaskConfig, key: str, offered: ApiConfig, quota: Quota, tenant: str) -> sections.TaskConfig:
@@ -208,7 +191,10 @@ class Acceptance:
         mark = fingerprint(Verb.CREATE, msgspec.json.encode(section, order="sorted"))
         if request and (known := await self._writer.answered(tenant, request, mark)) is not None:
             return known
-        _check_driver(section)
+        workflow = section.get("workflow")
+        if isinstance(workflow, Mapping) and workflow.get("kind") == "client":
+            fix = "make a model with the SDK, or leave it out"
+            raise RequestError("workflow.kind", "only models of SDK clients have it", fix)
         async with self._heavy:
             if quota is None:
                 adapter = await asyncio.to_thread(self.of_operator, section)
@@ -275,14 +261,6 @@ def api_of(config: Config) -> ApiConfig:
     if config.service is None or config.service.api is None:
         raise ConfigError("service.api", "the run has no such section", "start it with --serve")
     return config.service.api
-
-
-def _check_driver(section: Mapping[str, Any]) -> None:
-    """Raises RequestError for the workflow that only models of SDK clients have."""
-    workflow = section.get("workflow")
-    if isinstance(workflow, Mapping) and workflow.get("kind") == "client":
-        reason = "only models of SDK clients have it"
-        raise RequestError("workflow.kind", reason, "make a model with the SDK, or leave it out")
 
 
 def _name(section: Mapping[str, Any]) -> str:

@@ -17,8 +17,8 @@ import secrets
 import shutil
 import tarfile
 from collections import Counter
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -41,38 +41,34 @@ COMPLETE = "checkpoint_complete"
 """An empty file at the end of an archive; the SDK's command line requires it."""
 READ_BYTES = 1 << 20
 MAX_DOWNLOADS = 8
+EXPORTS = 2
+"""Versions that are exported at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Download:
-    """Open files by their names in the tar. ``chunks`` closes them."""
+    """Open files by their names in the tar, which the opener closes."""
 
     files: tuple[tuple[str, BinaryIO], ...]
 
     def one(self, name: str, keys: Sequence[str]) -> Generator[bytes, None, None]:
-        """The bytes of one file alone, encrypted to ``keys`` if there are any; all are closed."""
-        try:
-            file = dict(self.files)[name]
-            if keys:
-                yield from encrypted(file, keys)
-            while chunk := file.read(READ_BYTES):
-                yield chunk
-        finally:
-            self.close()
+        """The bytes of one file alone, encrypted to ``keys`` if there are any."""
+        file = dict(self.files)[name]
+        if keys:
+            yield from encrypted(file, keys)
+        while chunk := file.read(READ_BYTES):
+            yield chunk
 
     def chunks(self) -> Generator[bytes, None, None]:
-        try:
-            for name, file in self.files:
-                info = tarfile.TarInfo(name)
-                info.size, info.mode = file.seek(0, 2), 0o644
-                file.seek(0)
-                yield info.tobuf()
-                while chunk := file.read(READ_BYTES):
-                    yield chunk
-                yield b"\0" * (-info.size % tarfile.BLOCKSIZE)
-            yield b"\0" * 2 * tarfile.BLOCKSIZE
-        finally:
-            self.close()
+        for name, file in self.files:
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = file.seek(0, 2), 0o644
+            file.seek(0)
+            yield info.tobuf()
+            while chunk := file.read(READ_BYTES):
+                yield chunk
+            yield b"\0" * (-info.size % tarfile.BLOCKSIZE)
+        yield b"\0" * 2 * tarfile.BLOCKSIZE
 
     def close(self) -> None:
         for _, file in self.files:
@@ -108,21 +104,29 @@ class Downloads:
 
     def __init__(self) -> None:
         self._open: Counter[str] = Counter()
+        self._heavy = asyncio.Semaphore(EXPORTS)
+
+    @asynccontextmanager
+    async def opened(self, tenant: str, work: Callable[[], Download]) -> AsyncIterator[tuple[Download, ExitStack]]:
+        """What ``work`` opens in another thread; it is closed with the stack, at the latest with the block.
+
+        Raises RequestError (429) where the tenant has too many.
+        """
+        with self.hold(tenant) as held:
+            async with self._heavy:
+                opened = await asyncio.to_thread(work)
+            held.callback(opened.close)
+            yield opened, held
 
     def hold(self, tenant: str) -> ExitStack:
         """A place of ``tenant`` until the stack closes. Raises RequestError (429) where all are taken."""
         if self._open[tenant] >= MAX_DOWNLOADS:
             reason = f"{MAX_DOWNLOADS} downloads are in progress"
             raise RequestError("download", reason, "wait for one", status=429, retry_s=5)
-        self._open[tenant] += 1
         held = ExitStack()
-        held.callback(self._leave, tenant)
+        self._open[tenant] += 1
+        held.callback(self._open.subtract, [tenant])
         return held
-
-    def _leave(self, tenant: str) -> None:
-        self._open[tenant] -= 1
-        if not self._open[tenant]:
-            del self._open[tenant]
 
 
 def downloaded(
@@ -150,11 +154,6 @@ def _exported(run_folder: RunFolder, version: Version, prefix: str) -> tuple[tup
         return tuple((f"{prefix}{file}", (scratch / file).open("rb")) for file in FILES)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def forget_exports(run_folder: RunFolder) -> None:
-    """Remove what downloads of an earlier process have put down."""
-    shutil.rmtree(run_folder.service_exports, ignore_errors=True)
 
 
 SUFFIX = ".age"

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -35,7 +36,6 @@ from areal_lora.run_folder.status import EVENT_LOOP, Heart, set_status
 from areal_lora.run_folder.status import EVERY_S as BEAT_S
 from areal_lora.service.acceptance import EVERY_S, Acceptance, FolderInbox, admit_operator, api_of
 from areal_lora.service.api import Api
-from areal_lora.service.download import forget_exports
 from areal_lora.service.gateway import Gateway, Meter
 from areal_lora.service.observed import RunObserver
 from areal_lora.service.queue.placement import Surroundings
@@ -77,7 +77,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     sock = bound(api_config.port)
     async with AsyncExitStack() as stack:
-        forget_exports(run_folder)
+        shutil.rmtree(run_folder.service_exports, ignore_errors=True)  # of downloads of an earlier process
         observed = RunObserver(run_folder)
         while observed.look():
             pass

@@ -11,19 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from areal_lora.config.sections import task as tasks
 from areal_lora.config.sections.section import NAME, NonNegFloat, NonNegInt, PositiveInt, Section
-from areal_lora.config.sections.task import (
-    DEFAULT_SET,
-    BuiltInReward,
-    ClientWorkflowConfig,
-    EvalSetConfig,
-    RewardConfig,
-    RewardsConfig,
-    SingleTurnWorkflowConfig,
-    TaskConfig,
-    WorkflowConfig,
-    labels,
-)
 from areal_lora.types import AdapterSpec, ExpertLayout
 
 # fmt: off
@@ -250,16 +239,16 @@ class AdapterConfig(Section):
     steps: PositiveInt | None = Field(None, description="Training steps of this adapter; `run.steps` if unset.")
     seed: NonNegInt | None = Field(None, description="Seed of this adapter; `run.seed` if unset.")
     max_staleness: NonNegInt | None = Field(None, description="Largest staleness; `rollout.max_staleness` if unset.")
-    task: TaskConfig
-    workflow: WorkflowConfig = SingleTurnWorkflowConfig()
-    reward: RewardsConfig = Field(
-        BuiltInReward(), description="One reward, or a list: their weighted sum; the first one states `correct`."
+    task: tasks.TaskConfig
+    workflow: tasks.WorkflowConfig = tasks.SingleTurnWorkflowConfig()
+    reward: tasks.RewardsConfig = Field(
+        tasks.BuiltInReward(), description="One reward, or a list: their weighted sum; the first one states `correct`."
     )
     algorithm: AlgorithmConfig
     sft: SftConfig = SftConfig()
     optimizer: OptimizerConfig
     sampling: SamplingConfig
-    evals: list[EvalSetConfig] = Field(
+    evals: list[tasks.EvalSetConfig] = Field(
         [],
         description="Sets of an evaluation; the first one decides the best checkpoint. If empty, one set `held-out`: "
         "greedy single answers to the held-out split.",
@@ -276,24 +265,24 @@ class AdapterConfig(Section):
     @property
     def is_client(self) -> bool:
         """Whether a client of the service drives it."""
-        return isinstance(self.workflow, ClientWorkflowConfig)
+        return isinstance(self.workflow, tasks.ClientWorkflowConfig)
 
     @property
-    def rewards(self) -> list[RewardConfig]:
+    def rewards(self) -> list[tasks.RewardConfig]:
         """The rewards, at least one; the first one states what is correct."""
         return self.reward if isinstance(self.reward, list) else [self.reward]
 
     @model_validator(mode="after")
     def _reward_names(self) -> Self:
-        names = labels(self.rewards)
+        names = tasks.labels(self.rewards)
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two rewards are called {twice[0]!r}: give each a name of its own")
         return self
 
     @property
-    def eval_sets(self) -> list[EvalSetConfig]:
+    def eval_sets(self) -> list[tasks.EvalSetConfig]:
         """The sets of an evaluation, at least one."""
-        return self.evals or [EvalSetConfig(name=DEFAULT_SET, workflow="single_turn")]
+        return self.evals or [tasks.EvalSetConfig(name=tasks.DEFAULT_SET, workflow="single_turn")]
 
     def spec(self, base_model: str) -> AdapterSpec:
         return AdapterSpec(

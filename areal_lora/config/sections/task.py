@@ -297,13 +297,9 @@ class CodeReward(RewardSection):
 RewardConfig = Annotated[BuiltInReward | FunctionReward | JudgeReward | CodeReward, Field(discriminator="kind")]
 
 
-def _spelling(value: Any) -> str:
-    return SEVERAL if isinstance(value, list) else ONE
-
-
 RewardsConfig = Annotated[
     Annotated[RewardConfig, Tag(ONE)] | Annotated[list[RewardConfig], Field(min_length=1), Tag(SEVERAL)],
-    Discriminator(_spelling),
+    Discriminator(lambda value: SEVERAL if isinstance(value, list) else ONE),
 ]
 
 
@@ -323,7 +319,7 @@ def _is_loopback(url: str) -> bool:
 
 
 def reward_keys(at: str, rewards: RewardsConfig) -> list[tuple[str, RewardConfig]]:
-    """The rewards of the adapter at key ``at`` with the key of each, as the configuration spells it."""
+    """The rewards of the adapter below ``at`` (empty, or with a dot at the end) with the key of each."""
     if isinstance(rewards, list):
-        return [(f"{at}.reward.{i}", reward) for i, reward in enumerate(rewards)]
-    return [(f"{at}.reward", rewards)]
+        return [(f"{at}reward.{i}", reward) for i, reward in enumerate(rewards)]
+    return [(f"{at}reward", rewards)]

@@ -81,10 +81,6 @@ class JobMemory:
     def host_of(self, node: int) -> int:
         return sum(memory.host * memory.nodes.count(node) for memory in self.processes)
 
-    @property
-    def host(self) -> int:
-        return sum(memory.host * memory.count for memory in self.processes)
-
 
 def job_memory(config: Config, shape: ModelShape) -> JobMemory:
     """Estimate all processes of a job. Raises ConfigError where they have no place on its nodes."""

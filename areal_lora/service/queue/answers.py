@@ -74,7 +74,7 @@ def _answer(
         case requests.SaveForSampler(name=str(name)):
             return requests.ActionResult(path=_save(tx, model, Kind.SAMPLER, name, action, numbers[0], outcomes))
         case requests.SaveForSampler(sampler_seq=int(seq), in_flight=in_flight):
-            name = unnamed(numbers[0])
+            name = f".{numbers[0]}"  # clients' names do not start like it
             made = SamplingSession(
                 sampler=sampler_id(model.session, seq),
                 tenant=model.tenant,
@@ -86,11 +86,6 @@ def _answer(
             SAMPLERS.insert(tx.db, made, "ON CONFLICT DO NOTHING")
             return requests.ActionResult(sampler=made.sampler)
     raise AssertionError(f"{type(action).__name__} is answered elsewhere")
-
-
-def unnamed(number: int) -> str:
-    """Name of a state that a sampling session keeps; clients' names do not start like it."""
-    return f".{number}"
 
 
 def _save(

@@ -59,11 +59,6 @@ def unload(tx: Transaction, tenant: str, model_id: str) -> str:
     return request
 
 
-def name_of(session: str, model_seq: int) -> str:
-    """Name of a model's adapter among those of its tenant."""
-    return f"{session}-{model_seq}"
-
-
 def insert_model(
     tx: Transaction, row: rows.AdapterRow, session: str, model_seq: int, mark: str, action: CreateModel, lora: Lora
 ) -> None:
@@ -143,16 +138,6 @@ def expire(tx: Transaction, state: rows.SavedState) -> None:
 
 
 # ---------------------------------------------------------------- lists, also of what has ended
-
-
-def sessions(tx: Transaction, tenant: str) -> list[str]:
-    """Newest first."""
-    return [each.session for each in reversed(tx.sessions("tenant = ?", tenant))]
-
-
-def models(tx: Transaction, tenant: str) -> list[rows.Model]:
-    """Newest first."""
-    return tx.models("tenant = ? AND of_state IS NULL", tenant)[::-1]
 
 
 def saved(tx: Transaction, tenant: str, model: str | None = None) -> list[rows.SavedState]:

@@ -139,7 +139,7 @@ class RequestQueue:
 
         if (lora := await self.change(lora_of)) is None:
             return request
-        name, quota = client_sessions.name_of(session, model_seq), self._writer.tables.quotas[tenant]
+        name, quota = f"{session}-{model_seq}", self._writer.tables.quotas[tenant]
         adapter = await asyncio.to_thread(self._accept, name, tenant, lora, quota)
 
         def also(tx: Transaction, row: AdapterRow) -> None:

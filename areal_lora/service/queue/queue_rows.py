@@ -205,8 +205,8 @@ class Model:
     @classmethod
     def of(cls, row: AdapterRow, **values: Any) -> Model:
         """A new model whose adapter is ``row``."""
-        names = {"tenant": row.tenant, "name": row.name, "incarnation": row.incarnation, "adapter": row.key}
-        return cls(**names, created_s=row.created_s, **values)
+        values |= {"tenant": row.tenant, "name": row.name, "incarnation": row.incarnation, "adapter": row.key}
+        return cls(created_s=row.created_s, **values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ class SavedState:
 
     @property
     def path(self) -> str:
-        return path_of(self.model, self.kind, self.name)
+        return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,10 +258,6 @@ class PendingSample:
     fingerprint: str
     body: bytes
     at_s: float
-
-
-def path_of(model: str, kind: Kind, name: str) -> str:
-    return f"{SCHEME}{model}/{kind}/{name}"
 
 
 def parse_path(path: str) -> tuple[str, Kind, str] | None:

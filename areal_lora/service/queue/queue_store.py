@@ -19,21 +19,7 @@ import msgspec
 from areal_lora.errors import ConfigError, RecordError, undo_on_error
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.sqlite import connect
-from areal_lora.service.queue.queue_rows import (
-    SCHEMA,
-    SCHEMA_VERSION,
-    AdapterRow,
-    ClientSession,
-    Key,
-    Model,
-    OpenOperation,
-    PendingSample,
-    Quota,
-    SamplingSession,
-    SavedState,
-    Tables,
-    parse_path,
-)
+from areal_lora.service.queue import queue_rows
 from areal_lora.service.refused import RequestError, Unavailable
 
 MAX_DELETED, MAX_OPERATIONS = 1024, 1 << 14
@@ -91,9 +77,10 @@ def _stored(value: object) -> object:
     return msgspec.msgpack.encode(value) if isinstance(value, msgspec.Struct) else value
 
 
-KEYS, ADAPTERS, OPEN = Table("keys", Key), Table("adapters", AdapterRow), Table("operations", OpenOperation)
-SESSIONS, MODELS, STATES = Table("sessions", ClientSession), Table("models", Model), Table("saved_states", SavedState)
-SAMPLERS, SAMPLES = Table("samplers", SamplingSession), Table("samples", PendingSample)
+KEYS, ADAPTERS = Table("keys", queue_rows.Key), Table("adapters", queue_rows.AdapterRow)
+OPEN, SESSIONS = Table("operations", queue_rows.OpenOperation), Table("sessions", queue_rows.ClientSession)
+MODELS, STATES = Table("models", queue_rows.Model), Table("saved_states", queue_rows.SavedState)
+SAMPLERS, SAMPLES = Table("samplers", queue_rows.SamplingSession), Table("samples", queue_rows.PendingSample)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,13 +93,13 @@ class Transaction:
 
     db: sqlite3.Connection
     now_s: float
-    tables: Tables
+    tables: queue_rows.Tables
     answered: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     forgotten: set[str] = field(default_factory=set)
 
-    def quota(self, tenant: str) -> Quota:
+    def quota(self, tenant: str) -> queue_rows.Quota:
         return self.tables.quotas[tenant]
 
     def do(self, sql: str, *values: object) -> None:
@@ -134,7 +121,7 @@ class Transaction:
 
     # ------------------------------------------------------------ rows of one tenant; others' are unknown
 
-    def session(self, tenant: str, session: str, *, ended: bool = False) -> ClientSession:
+    def session(self, tenant: str, session: str, *, ended: bool = False) -> queue_rows.ClientSession:
         """Raises RequestError for one that is not the tenant's, and for one that has ended unless ``ended``."""
         found = self.sessions("session = ? AND tenant = ?", session, tenant)
         if not found:
@@ -143,22 +130,22 @@ class Transaction:
             raise RequestError("session_id", f"session {session!r} has ended", "open another one", status=410)
         return found[0]
 
-    def model(self, tenant: str, model: str, *, removed: bool = False) -> Model:
+    def model(self, tenant: str, model: str, *, removed: bool = False) -> queue_rows.Model:
         """Raises RequestError for one that is not the tenant's, and for one that has left unless ``removed``."""
         found = self.models("model = ? AND tenant = ? AND of_state IS NULL", model, tenant)
         if not found or (found[0].removed and not removed):
             raise unknown("model_id", "model", model)
         return found[0]
 
-    def sampler(self, tenant: str, sampler: str) -> SamplingSession:
+    def sampler(self, tenant: str, sampler: str) -> queue_rows.SamplingSession:
         found = self.samplers("sampler = ? AND tenant = ?", sampler, tenant)
         if not found:
             raise unknown("sampling_session_id", "sampling session", sampler)
         return found[0]
 
-    def state(self, tenant: str, path: str) -> SavedState:
+    def state(self, tenant: str, path: str) -> queue_rows.SavedState:
         """The saved state at ``path``, unless it has expired."""
-        parts = parse_path(path)
+        parts = queue_rows.parse_path(path)
         found = parts and self.states("tenant = ? AND model = ? AND kind = ? AND name = ?", tenant, *parts)
         if not found or (found[0].expires_s is not None and found[0].expires_s <= self.now_s):
             raise unknown("path", "saved state", path)
@@ -166,19 +153,19 @@ class Transaction:
 
     # ------------------------------------------------------------ lists
 
-    def sessions(self, where: str, *values: object) -> list[ClientSession]:
+    def sessions(self, where: str, *values: object) -> list[queue_rows.ClientSession]:
         return SESSIONS.select(self.db, where, *values)
 
-    def models(self, where: str, *values: object) -> list[Model]:
+    def models(self, where: str, *values: object) -> list[queue_rows.Model]:
         return MODELS.select(self.db, where, *values)
 
-    def states(self, where: str, *values: object) -> list[SavedState]:
+    def states(self, where: str, *values: object) -> list[queue_rows.SavedState]:
         return STATES.select(self.db, where, *values)
 
-    def samplers(self, where: str, *values: object) -> list[SamplingSession]:
+    def samplers(self, where: str, *values: object) -> list[queue_rows.SamplingSession]:
         return SAMPLERS.select(self.db, where, *values)
 
-    def of_adapter(self, adapter: str) -> Model | None:
+    def of_adapter(self, adapter: str) -> queue_rows.Model | None:
         return next(iter(self.models("adapter = ?", adapter)), None)
 
 
@@ -205,13 +192,14 @@ class Store:
     def _begin(self, run: str) -> None:
         self._db.execute("BEGIN EXCLUSIVE")
         if not self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            for statement in SCHEMA.split(";\n"):
+            for statement in queue_rows.SCHEMA.split(";\n"):
                 self._db.execute(statement)
-            self._db.execute("INSERT INTO meta VALUES (?, ?, 0)", (SCHEMA_VERSION, run))
+            self._db.execute("INSERT INTO meta VALUES (?, ?, 0)", (queue_rows.SCHEMA_VERSION, run))
         found = self._db.execute("SELECT schema_version, run FROM meta").fetchone()
         self._db.execute("COMMIT")
-        if found != (SCHEMA_VERSION, run):
-            reason = f"it is of run {found[1]!r} in schema {found[0]}, not of {run!r} in schema {SCHEMA_VERSION}"
+        if found != (queue_rows.SCHEMA_VERSION, run):
+            wanted = f"{run!r} in schema {queue_rows.SCHEMA_VERSION}"
+            reason = f"it is of run {found[1]!r} in schema {found[0]}, not of {wanted}"
             self._db.close()
             raise ConfigError(str(self.path), reason, "put the run's own file back")
 
@@ -226,15 +214,15 @@ class Store:
         reached("queue.committed")
         return result
 
-    def load(self) -> Tables:
+    def load(self) -> queue_rows.Tables:
         """Everything that decisions need."""
         db = self._db
         with self._reading():
             quotas = db.execute("SELECT tenant, quota FROM tenants ORDER BY tenant")
             highest = db.execute("SELECT tenant, name, MAX(incarnation) FROM adapters GROUP BY tenant, name")
             adapters = ADAPTERS.select(db, "wanted != 'deleted'")
-            return Tables(
-                quotas={name: msgspec.json.decode(quota, type=Quota) for name, quota in quotas},
+            return queue_rows.Tables(
+                quotas={name: msgspec.json.decode(quota, type=queue_rows.Quota) for name, quota in quotas},
                 keys={key.digest: key for key in KEYS.select(db, "1")},
                 adapters={(row.tenant, row.name): row for row in adapters},
                 highest={(tenant, name): incarnation for tenant, name, incarnation in highest},
@@ -251,7 +239,10 @@ class Store:
         return found
 
     def record(
-        self, row: AdapterRow, also: Callable[[sqlite3.Connection], None] = lambda _: None, **operation: object
+        self,
+        row: queue_rows.AdapterRow,
+        also: Callable[[sqlite3.Connection], None] = lambda _: None,
+        **operation: object,
     ) -> int:
         """Make the adapter ``row``, remember the operation (columns of its table), and do ``also``; all or nothing.
 
@@ -290,11 +281,11 @@ class Store:
                 self._db.execute(f"DELETE FROM adapters WHERE {adapters}", old)
                 self._db.execute(f"DELETE FROM operations WHERE {operations}", (tenant, tenant, MAX_OPERATIONS))
 
-    def put_tenant(self, tenant: str, quota: Quota) -> None:
+    def put_tenant(self, tenant: str, quota: queue_rows.Quota) -> None:
         sql = "INSERT INTO tenants VALUES (?, ?) ON CONFLICT (tenant) DO UPDATE SET quota = excluded.quota"
         self._write([(sql, (tenant, msgspec.json.encode(quota).decode()))])
 
-    def put_key(self, key: Key) -> None:
+    def put_key(self, key: queue_rows.Key) -> None:
         """Admit the key; another one of the tenant with this label is no longer valid."""
         self._write(
             [

@@ -77,7 +77,8 @@ def to_send(tx: Transaction, adapter: str, start: int, limit: int) -> list[proto
     model = tx.of_adapter(adapter)
     if model is None or model.removed or model.broken:
         return []
-    ops = _ops(tx, adapter)
+    kinds = tx.rows("SELECT number, kind, failed FROM client_operations WHERE adapter = ? ORDER BY number", adapter)
+    ops = [ordering.Op(number, ordering.OpKind(kind), failed) for number, kind, failed in kinds]
     found = tx.db.execute(
         "SELECT o.number, o.what, r.action FROM client_operations o LEFT JOIN requests r ON r.request = o.request"
         " WHERE o.adapter = ? AND o.number >= ? ORDER BY o.number LIMIT ?",
@@ -247,11 +248,6 @@ def _close(tx: Transaction, model: Model, number: int, outcome: protocol.Outcome
         return
     tx.do("DELETE FROM client_operations WHERE adapter = ? AND number <= ?", model.adapter, number)
     tx.do("UPDATE models SET closed = MAX(closed, ?) WHERE adapter = ?", number, model.adapter)
-
-
-def _ops(tx: Transaction, adapter: str) -> list[ordering.Op]:
-    found = tx.rows("SELECT number, kind, failed FROM client_operations WHERE adapter = ? ORDER BY number", adapter)
-    return [ordering.Op(number, ordering.OpKind(kind), failed) for number, kind, failed in found]
 
 
 def submit(

@@ -17,12 +17,12 @@ what may be read, and until when; a state that was dropped or replaced meanwhile
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hmac
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -130,8 +130,10 @@ class Checkpoints:
         ]
 
     async def list_sessions(self, request: Request, caller: Caller) -> Answered:
-        page, _ = _page(request, await self._queue.change(lambda tx: client_sessions.sessions(tx, caller.tenant)))
-        return {"sessions": page}
+        """Newest first."""
+        found = await self._queue.change(lambda tx: tx.sessions("tenant = ?", caller.tenant))
+        page, _ = _page(request, found[::-1])
+        return {"sessions": [each.session for each in page]}
 
     async def session(self, request: Request, caller: Caller) -> Answered:
         """Also one that has ended."""
@@ -148,10 +150,10 @@ class Checkpoints:
         }
 
     async def runs(self, request: Request, caller: Caller) -> Answered:
-        """Also those that have left, for as long as the queue has them."""
-        found = await self._queue.change(lambda tx: client_sessions.models(tx, caller.tenant))
+        """Newest first; also those that have left, for as long as the queue has them."""
+        found = await self._queue.change(lambda tx: tx.models("tenant = ? AND of_state IS NULL", caller.tenant))
         saved = await self._saved(caller)
-        page, cursor = _page(request, found)
+        page, cursor = _page(request, found[::-1])
         return {"training_runs": [self._run(caller, model, saved) for model in page], "cursor": cursor}
 
     async def run(self, request: Request, caller: Caller) -> Answered:
@@ -253,7 +255,6 @@ def _time(seconds: float) -> str:
 
 
 OPEN_S = 900.0
-AT_ONCE = 2
 MAX_TOKEN = 2048
 
 
@@ -275,7 +276,6 @@ class Archives:
     def __init__(self, queue: RequestQueue, config: Config, run_folder: RunFolder) -> None:
         self._queue, self._config, self._folder = queue, config, run_folder
         self._key = derived_key(read_secret(run_folder), "archive addresses")
-        self._heavy = asyncio.Semaphore(AT_ONCE)
         self._downloads = download.Downloads()
 
     def routes(self, guard: Guard) -> list[Route]:
@@ -308,12 +308,8 @@ class Archives:
         if state.label != may.label:
             reason = "another state was saved under this name since"
             raise RequestError("token", reason, "request its address again", status=410)
-        with self._downloads.hold(may.tenant) as held:
-            async with self._heavy:
-                opened = await asyncio.to_thread(
-                    download.open_archive, self._folder, self._config, state.adapter, state.label
-                )
-            held.callback(opened.close)
+        work = partial(download.open_archive, self._folder, self._config, state.adapter, state.label)
+        async with self._downloads.opened(may.tenant, work) as (opened, held):
             if may.file:
                 return download.downloaded(opened.one(may.file, may.keys), held.pop_all(), "application/octet-stream")
             headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}

@@ -214,16 +214,12 @@ async def _constant(
     return answer
 
 
-def _step(body: sdk_bodies.OptimStepBody) -> OptimStep:
-    if body.optimizer_params is not None or body.adam_params is None:
-        raise RequestError("optimizer_params", "only AdamW is supported", "send adam_params")
-    values = msgspec.structs.asdict(http.sdk_decoded(body.adam_params, sdk_bodies.AdamParams))
-    return OptimStep(lr=values.pop("learning_rate"), **values)
-
-
 def _optim_step(body: sdk_bodies.OptimStepBody) -> requests.Train:
     try:
-        return requests.Train(what=_step(body))
+        if body.optimizer_params is not None or body.adam_params is None:
+            raise RequestError("optimizer_params", "only AdamW is supported", "send adam_params")
+        values = msgspec.structs.asdict(http.sdk_decoded(body.adam_params, sdk_bodies.AdamParams))
+        return requests.Train(what=OptimStep(lr=values.pop("learning_rate"), **values))
     except RequestError as refused:
         return requests.Train(what=Poison(reason=str(refused), by_client=True, of_step=True))
 

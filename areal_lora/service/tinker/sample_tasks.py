@@ -120,15 +120,13 @@ GRACE_S, UNFETCHED_S = 60.0, 900.0
 class _Sample:
     """``found`` is the SDK's message, or why there is none. ``waits`` is why it has not started.
 
-    ``n_bytes`` are those of the request while the queue keeps it, and those of the answer. ``metered``: its tokens
-    count as in progress.
+    ``n_bytes`` are those of the request while the queue keeps it, and those of the answer. ``tokens`` are in progress.
     """
 
     tenant: str
     mark: str
     n_bytes: int
     tokens: int
-    metered: bool = True
     task: asyncio.Task[None] | None = None
     found: bytes | OperationFailure | None = None
     waits: Pending | None = None
@@ -274,9 +272,8 @@ class Sampling:
         self._keep(name, sample, UNFETCHED_S)
 
     def _unmeter(self, sample: _Sample) -> None:
-        if sample.metered:
-            sample.metered = False
-            self._meter.end(sample.tenant, sample.tokens)
+        self._meter.end(sample.tenant, sample.tokens)
+        sample.tokens = 0
 
     async def _sampled(self, sample: _Sample, parsed: sdk_bodies.SampleRequest) -> bytes:
         """Raises RequestError, also where no server can answer for a long time."""

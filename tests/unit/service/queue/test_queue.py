@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from areal_lora.operations.protocol import Operation, OperationFailure, OptimStep, Pass, PassResult, Poison, StepResult
-from areal_lora.service.queue.client_sessions import expire, models, open_sampler, saved, unload
+from areal_lora.service.queue.client_sessions import expire, open_sampler, saved, unload
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.placement import DEAD_S, SILENT_S
 from areal_lora.service.queue.queue import SHARED_S
@@ -258,7 +258,10 @@ def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
                 assert reasons[0] == reasons[1], what
             assert await queue.change(lambda tx: saved(tx, "bolt")) == []
             assert await queue.change(lambda tx: saved(tx, "bolt", model)) == []
-            assert [each.model for each in await queue.change(lambda tx: models(tx, "bolt"))] == [mine]
+            assert [
+                each.model
+                for each in await queue.change(lambda tx: tx.models("tenant = ? AND of_state IS NULL", "bolt"))
+            ] == [mine]
             reasons = []
             for seq, path in enumerate((stored.path, odd_path := stored.path.replace(session, "s" + "0" * 12)), 1):
                 answer = await it.asked(mine, seq, Load(path=path, optimizer=True), "bolt")
@@ -281,8 +284,8 @@ def test_a_silent_session_ends_and_its_states_stay(tmp_path: Path) -> None:
             it.now_s += 20
 
             async def ended() -> bool:
-                left = await it.queue.change(lambda tx: models(tx, "acme"))
-                return [each.removed for each in left] == [False, True]
+                left = await it.queue.change(lambda tx: tx.models("tenant = ? AND of_state IS NULL", "acme"))
+                return [each.removed for each in left] == [True, False]
 
             await until(ended)
             with pytest.raises(RequestError) as refused:
