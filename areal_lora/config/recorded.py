@@ -47,7 +47,7 @@ def write_config(run_folder: RunFolder, config: Config) -> None:
 
 
 def read_config(run_folder: RunFolder) -> Config:
-    """Inverse of :func:`write_config`. Raises ConfigError for a file that is missing, cut short or of another version."""
+    """Inverse of :func:`write_config`. Raises ConfigError for one that is missing, cut short or of another version."""
     try:
         return Config.model_validate(_without_old_keys(json.loads(_content(run_folder))))
     except json.JSONDecodeError as error:
