@@ -57,9 +57,9 @@ class Api:
             guarded("POST", "/v1/adapters", self.create),
             guarded("GET", "/v1/adapters", self.overview),
             guarded("GET", one, self.show),
-            guarded("DELETE", one, self._changes(Verb.DELETE)),
-            guarded("POST", f"{one}/pause", self._changes(Verb.PAUSE)),
-            guarded("POST", f"{one}/resume", self._changes(Verb.RESUME)),
+            guarded("DELETE", one, partial(self.change, Verb.DELETE)),
+            guarded("POST", f"{one}/pause", partial(self.change, Verb.PAUSE)),
+            guarded("POST", f"{one}/resume", partial(self.change, Verb.RESUME)),
             guarded("GET", f"{one}/logs", self.logs),
             guarded("GET", f"{one}/metrics", self.metrics),
             guarded("GET", f"{one}/download", self.download),
@@ -79,9 +79,8 @@ class Api:
     async def create(self, request: Request, caller: http.Caller) -> http.Answered:
         """``POST /v1/adapters``: the body is an entry of ``adapters``."""
         section = http.as_object(await http.body_of(request, caller))
-        acknowledged = await self.acceptance.take_in(
-            section, caller.tenant, http.idempotency_key(request), caller.quota
-        )
+        key = http.idempotency_key(request)
+        acknowledged = await self.acceptance.take_in(section, caller.tenant, key, caller.quota)
         reached("service.answering")
         return Response(acknowledged, 201, media_type=JSON)
 
@@ -171,22 +170,14 @@ class Api:
         await self.writer.administer(lambda store: store.drop_key(tenant, label))
         return {"tenant": tenant, "label": label}
 
-    def _changes(self, verb: Verb) -> http.Handler:
-        async def handle(request: Request, caller: http.Caller) -> http.Answered:
-            name = request.path_params["name"]
-            await http.body_of(request, caller)
-            order = AdapterChange(
-                tenant=caller.tenant,
-                name=name,
-                verb=verb,
-                fingerprint=http.fingerprint(verb, name),
-                request=http.idempotency_key(request),
-            )
-            acknowledged = await self.writer.operate(order)
-            reached("service.answering")
-            return Response(acknowledged, media_type=JSON)
-
-        return handle
+    async def change(self, verb: Verb, request: Request, caller: http.Caller) -> http.Answered:
+        name = request.path_params["name"]
+        await http.body_of(request, caller)
+        mark, key = http.fingerprint(verb, name), http.idempotency_key(request)
+        order = AdapterChange(tenant=caller.tenant, name=name, verb=verb, fingerprint=mark, request=key)
+        acknowledged = await self.writer.operate(order)
+        reached("service.answering")
+        return Response(acknowledged, media_type=JSON)
 
 
 def _row(tables: Tables, request: Request, caller: http.Caller) -> AdapterRow:

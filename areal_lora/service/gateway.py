@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 from starlette.responses import Response
 
+from areal_lora.network.addresses import bracketed
 from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, Prompt, prompts_of, too_large
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.processes.log import get_logger
@@ -141,8 +142,7 @@ class Gateway:
         for index in published_indices(self._folder, "server"):
             if (endpoint := read_endpoint(self._folder, "server", index)) is not None and "data" in endpoint.ports:
                 scheme = "https" if Plane.DATA in endpoint.tls else "http"
-                host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-                urls.append(f"{scheme}://{host}:{endpoint.ports['data']}")
+                urls.append(f"{scheme}://{bracketed(endpoint.host)}:{endpoint.ports['data']}")
         return sorted(urls, key=lambda url: self._busy[url])
 
     def _leave(self, url: str) -> None:

@@ -106,9 +106,8 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         set_status(run_folder, ROLE, 0, f"serving on http://{HOST}:{port}")
         log.info("serving on http://%s:%d", HOST, port)
         heart = Heart(run_folder, ROLE, 0, {EVENT_LOOP: config.run.stall_s})
-        inbox = FolderInbox(
-            run_folder.inbox, lambda section, request: acceptance.take_in(section, LOCAL, request, None)
-        )
+        take_in = partial(acceptance.take_in, tenant=LOCAL, quota=None)
+        inbox = FolderInbox(run_folder.inbox, lambda section, request: take_in(section, request=request))
         tasks = [
             watched_task("event-loop-ticks", partial(_tick, heart)),
             watched_task("metrics-tail", partial(_follow, observed, writer)),

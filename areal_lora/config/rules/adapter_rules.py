@@ -66,9 +66,8 @@ def targets_exist(config: Config, facts: Facts, adapter: AdapterConfig) -> Itera
     if (shape := shape_of(facts)) is None or facts.hf_config is None:
         return
     needed = shape.family.experts.vllm_dense_key if shape.family.experts else ""
-    unserved = (
-        needed and shape.dense_layers and not facts.hf_config.get(needed) and config.rollout.adapter_mode == "unmerged"
-    )
+    unmerged = config.rollout.adapter_mode == "unmerged"
+    unserved = needed and shape.dense_layers and not facts.hf_config.get(needed) and unmerged
     try:
         found = targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
         check_patterns(shape, adapter.model_copy(update={"target_modules": list(found)}).spec(""))

@@ -222,9 +222,8 @@ def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     possible = support.engines(facts.hf_config)
     if not possible:
-        reasons = [
-            f"{engine}: {why}" for engine in support.ENGINES for why in support.engine_problems(engine, facts.hf_config)
-        ]
+        problems = {engine: support.engine_problems(engine, facts.hf_config) for engine in support.ENGINES}
+        reasons = [f"{engine}: {why}" for engine, found in problems.items() for why in found]
         fix = f"use a model of type {', '.join(supported())}, or one that docs/en/models.md lists"
         yield Finding("model.path", f"no engine trains it; {'; '.join(reasons)}", fix)
     elif config.trainer.engine not in possible:

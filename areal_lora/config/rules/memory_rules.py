@@ -172,15 +172,12 @@ def devices_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
             served = rollout.servers * rollout.tp if "rollout" in pool.roles else 0
             declared = pool.nodes * pool.devices_per_node
             if devices_of(config, ranks, served) > declared:
-                parts = [f"{ranks} trainer"] * bool(ranks) + [f"{rollout.servers} x {rollout.tp} rollout"] * bool(
-                    served
-                )
-                yield Finding(
-                    pool.key,
-                    f"{devices_of(config, ranks, served)} devices are needed ({', '.join(parts)}) and "
-                    f"{declared} are declared",
-                    f"raise {pool.key} or devices_per_node, or lower trainer.world_size or rollout.servers",
-                )
+                parts = {f"{ranks} trainer": ranks, f"{rollout.servers} x {rollout.tp} rollout": served}
+                roles = ", ".join(text for text, devices in parts.items() if devices)
+                all_of_pool = devices_of(config, ranks, served)
+                reason = f"{all_of_pool} devices are needed ({roles}) and {declared} are declared"
+                fix = f"raise {pool.key} or devices_per_node, or lower trainer.world_size or rollout.servers"
+                yield Finding(pool.key, reason, fix)
                 return
     try:
         seats_of(config)
@@ -213,10 +210,7 @@ def interface_counts(config: Config, facts: Facts) -> Iterator[Finding]:
     if cluster.interface != "auto" and cluster.bind not in WILDCARDS:
         reason = f"{cluster.interface!r} contradicts cluster.bind = {cluster.bind}, which is used as it is"
         yield Finding("cluster.interface", reason, "set cluster.bind=0.0.0.0, or leave cluster.interface out")
-    elif (
-        facts.address_problem is not None and cluster.total_nodes == 1
-    ):  # several nodes: not a question about this machine
-        problem = facts.address_problem
+    elif (problem := facts.address_problem) is not None and cluster.total_nodes == 1:  # else other machines decide
         yield Finding(problem.path, problem.reason, problem.fix)
 
 

@@ -12,7 +12,7 @@ from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue import queue_rows as rows
 from areal_lora.service.queue.answers import forget, give
 from areal_lora.service.queue.queue_store import MODELS, SAMPLERS, SAMPLES, SESSIONS, Transaction
-from areal_lora.service.queue.requests import ActionResult, CreateModel, Lora, Pending, Serve, encode
+from areal_lora.service.queue.requests import ActionResult, CreateModel, Lora, Pending, encode
 from areal_lora.service.queue.sequencer import append, fail_open, insert, load
 from areal_lora.service.refused import RequestError, unknown_adapter
 from areal_lora.types import AdapterPhase
@@ -92,31 +92,29 @@ def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str
         if tx.count("samplers WHERE tenant = ?", tenant) >= MAX_SAMPLERS:
             reason = f"{MAX_SAMPLERS} sampling sessions are open"
             raise RequestError("sampling_session_seq_id", reason, "open another session, and end this one")
-        made = rows.SamplingSession(
-            sampler=sampler, tenant=tenant, session=session, path=path, model=None, created_s=tx.now_s
-        )
-        SAMPLERS.insert(tx.db, made)
+        names = {"sampler": sampler, "tenant": tenant, "session": session}
+        SAMPLERS.insert(tx.db, rows.SamplingSession(**names, path=path, model=None, created_s=tx.now_s))
     return sampler
 
 
-def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -> Serve | Pending | rows.SavedState:
+def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -> str | Pending | rows.SavedState:
     """Under which name servers have what the sampling session samples; the state if that needs an adapter of its own.
 
-    ``missing``: no server has this name any more.
+    The name is empty for the base. ``missing``: no server has this name any more.
     """
     sampler = tx.sampler(tenant, sampler_id)
     if sampler.model is not None:
         model = tx.model(tenant, sampler.model)
         if model.published is None:
             return Pending(reason="no server has the model yet")
-        return Serve(model=model.adapter)
+        return model.adapter
     if sampler.path is None:
-        return Serve(model=None)
+        return ""
     state = tx.state(tenant, sampler.path)
     owner = tx.of_adapter(state.adapter)
     if owner is not None and not owner.removed and state.version is not None and owner.published == state.version:
         if (name := f"{owner.adapter}@v{state.version}") != missing:
-            return Serve(model=name)
+            return name
         tx.do("UPDATE saved_states SET version = NULL WHERE adapter = ? AND label = ?", state.adapter, state.label)
     for snapshot in tx.models("of_state = ? AND removed = 0", state.path):
         if snapshot.broken:
@@ -124,7 +122,7 @@ def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -
             raise RequestError("sampling_session_id", snapshot.broken, "save the weights again")
         name = f"{snapshot.adapter}@v{snapshot.published}"
         if snapshot.published is not None and name != missing:
-            return Serve(model=name)
+            return name
         return Pending(reason="the weights are loaded again", capacity=True)
     return state
 
@@ -158,10 +156,8 @@ def keep_sample(tx: Transaction, tenant: str, sampler: str, sample: str, fingerp
     tx.sampler(tenant, sampler)
     row = tx.row("SELECT fingerprint FROM samples WHERE sample = ?", sample)
     if row is None:
-        new = rows.PendingSample(
-            sample=sample, tenant=tenant, sampler=sampler, fingerprint=fingerprint, body=body, at_s=tx.now_s
-        )
-        SAMPLES.insert(tx.db, new)
+        names = {"sample": sample, "tenant": tenant, "sampler": sampler, "fingerprint": fingerprint}
+        SAMPLES.insert(tx.db, rows.PendingSample(**names, body=body, at_s=tx.now_s))
     elif row[0] != fingerprint:
         raise RequestError("seq_id", "another request came under this number", "use a new number")
 

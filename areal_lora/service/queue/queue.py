@@ -15,6 +15,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -29,7 +30,7 @@ from areal_lora.service.queue.placement import SILENT_S, Change, Heartbeats, Pla
 from areal_lora.service.queue.queue_rows import AdapterRow, Quota, SavedState, model_id
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
-from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending, Serve
+from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending
 from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.types import AdapterPhase
 
@@ -66,7 +67,7 @@ class RequestQueue:
         """Forgotten soon, not at once: until then a restart may sample them in vain."""
         self._heartbeats = Heartbeats(now_s)
         self.placement = Placement(writer, self.change, around, self._heartbeats, now_s)
-        self._serving: dict[tuple[str, str, str | None], asyncio.Task[Serve | Pending]] = {}
+        self._serving: dict[tuple[str, str, str | None], asyncio.Task[str | Pending]] = {}
         self._failed_s: dict[str, float] = {}
         self._start_s = now_s()
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,15 +148,8 @@ class RequestQueue:
 
         async with self.placement.lock:
             await self.placement.make_room(tenant)
-            change = AdapterChange(
-                tenant=tenant,
-                fingerprint=fingerprint,
-                request=f"\n{request}",
-                new=adapter,
-                at_s=self._now_s(),
-                also=also,
-            )
-            await self._writer.operate(change)
+            change = AdapterChange(tenant=tenant, new=adapter, at_s=self._now_s(), also=also)
+            await self._writer.operate(replace(change, fingerprint=fingerprint, request=f"\n{request}"))
         return request
 
     async def unload(self, tenant: str, model: str) -> str:
@@ -212,8 +206,8 @@ class RequestQueue:
 
     # ------------------------------------------------------------ sampling
 
-    async def serve(self, tenant: str, sampler: str, missing: str | None = None) -> Serve | Pending:
-        """Under which name servers have what the sampling session samples.
+    async def serve(self, tenant: str, sampler: str, missing: str | None = None) -> str | Pending:
+        """Under which name servers have what the sampling session samples; empty for the base.
 
         ``missing`` is a name that this call gave before and that no server has. A snapshot that is no longer the newest
         version of its model is served by an adapter of its own, for which the session waits. All samples of a session
@@ -226,8 +220,8 @@ class RequestQueue:
             look_up.add_done_callback(lambda _: loop.call_later(SHARED_S, forget))
         return await asyncio.shield(look_up)
 
-    async def _serve(self, tenant: str, sampler: str, missing: str | None) -> Serve | Pending:
-        def served(tx: Transaction) -> tuple[Serve | Pending | SavedState, str | None]:
+    async def _serve(self, tenant: str, sampler: str, missing: str | None) -> str | Pending:
+        def served(tx: Transaction) -> tuple[str | Pending | SavedState, str | None]:
             return client_sessions.served(tx, tenant, sampler, missing), tx.sampler(tenant, sampler).path
 
         found, path = await self.change(served)
@@ -320,9 +314,8 @@ class Outbox:
         while True:
             match await self._incoming.get():
                 case OperationCompletion(adapter=adapter, number=number, outcome=outcome):
-                    await self._until_done(
-                        partial(sequencer.completed, adapter=adapter, number=number, outcome=outcome)
-                    )
+                    kept = partial(sequencer.completed, adapter=adapter, number=number, outcome=outcome)
+                    await self._until_done(kept)
                     reached("queue.acknowledging")
                     await self.link.send(Acknowledgement(adapter=adapter, number=number))
                     self._windows.completed(adapter, number)

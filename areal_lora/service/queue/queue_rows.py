@@ -95,9 +95,8 @@ class AdapterRow:
 
     @property
     def desired(self) -> DesiredAdapter:
-        return DesiredAdapter(
-            name=f"{self.tenant}-{self.name}", incarnation=self.incarnation, phase=self.wanted, adapter=self.settings
-        )
+        name = f"{self.tenant}-{self.name}"
+        return DesiredAdapter(name=name, incarnation=self.incarnation, phase=self.wanted, adapter=self.settings)
 
     @property
     def key(self) -> str:
@@ -150,9 +149,8 @@ class Tables:
 
     def desired(self) -> DesiredAdapters:
         """What the run is to have: deleted adapters are not in it."""
-        return DesiredAdapters(
-            generation=self.generation, adapters=tuple(row.desired for row in self.adapters.values())
-        )
+        adapters = tuple(row.desired for row in self.adapters.values())
+        return DesiredAdapters(generation=self.generation, adapters=adapters)
 
 
 class Kind(StrEnum):

@@ -219,9 +219,8 @@ MAX_ENDED = 1024
 
 def seal(tx: Transaction) -> None:
     """Go past requests that never came."""
-    for model in tx.models(
-        "removed = 0 AND EXISTS (SELECT 1 FROM requests r WHERE r.owner = models.model AND r.held = 1)"
-    ):
+    waits = "removed = 0 AND EXISTS (SELECT 1 FROM requests r WHERE r.owner = models.model AND r.held = 1)"
+    for model in tx.models(waits):
         promote(tx, model)
 
 

@@ -109,12 +109,6 @@ class Pending(msgspec.Struct, frozen=True, kw_only=True):
     capacity: bool = False
 
 
-class Serve(msgspec.Struct, frozen=True, kw_only=True):
-    """The name under which servers have what a sampling session samples; None: the base."""
-
-    model: str | None
-
-
 encode = msgspec.msgpack.Encoder().encode
 decode_action = msgspec.msgpack.Decoder(Action).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode

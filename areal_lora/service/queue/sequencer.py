@@ -33,8 +33,8 @@ def promote(tx: Transaction, model: Model) -> None:
         append(tx, model.adapter, "", protocol.Poison(reason=f"{missing} of its window never came"))
         start = after_gap
     for seq in ordering.ready(start, held):
-        request, action = (
-            tx.row("SELECT request, action FROM requests WHERE owner = ? AND seq = ?", model.model, seq) or ()
+        [(request, action)] = tx.rows(
+            "SELECT request, action FROM requests WHERE owner = ? AND seq = ?", model.model, seq
         )
         match requests.decode_action(action):
             case requests.Refuse(reason=reason):
@@ -49,19 +49,12 @@ def promote(tx: Transaction, model: Model) -> None:
 
 def append(tx: Transaction, adapter: str, request: str, what: protocol.What) -> int:
     """Give ``what`` the adapter's next number. The body of a pass is that of its request."""
-    ((number,),) = tx.rows(
-        "UPDATE models SET next_number = next_number + 1 WHERE adapter = ? RETURNING next_number - 1", adapter
-    )
+    sql = "UPDATE models SET next_number = next_number + 1 WHERE adapter = ? RETURNING next_number - 1"
+    ((number,),) = tx.rows(sql, adapter)
     if isinstance(what, protocol.SaveState):
         what = protocol.SaveState(label=f"n{number}")
-    tx.insert(
-        "client_operations",
-        adapter=adapter,
-        number=number,
-        request=request,
-        what=None if isinstance(what, protocol.Pass) else requests.encode(what),
-        kind=ordering.kind_of(what),
-    )
+    body, kind = None if isinstance(what, protocol.Pass) else requests.encode(what), ordering.kind_of(what)
+    tx.insert("client_operations", adapter=adapter, number=number, request=request, what=body, kind=kind)
     tx.moved.add(adapter)
     return int(number)
 
@@ -90,11 +83,8 @@ def to_send(tx: Transaction, adapter: str, start: int, limit: int) -> list[proto
         n_bytes += len(action or b"")
         if chosen and n_bytes > AT_ONCE_BYTES:
             break
-        chosen.append(
-            protocol.Operation(
-                adapter=adapter, number=number, what=_as_sent(what, action, ordering.spoiled(ops, number))
-            )
-        )
+        sent = _as_sent(what, action, ordering.spoiled(ops, number))
+        chosen.append(protocol.Operation(adapter=adapter, number=number, what=sent))
     return chosen
 
 
@@ -126,15 +116,12 @@ def completed(tx: Transaction, adapter: str, number: int, outcome: protocol.Outc
     model = tx.of_adapter(adapter)
     if model is None:
         return
-    lost = tx.rows(
-        "SELECT number FROM client_operations WHERE adapter = ? AND number < ? AND failed IS NULL", adapter, number
-    )
-    for (earlier,) in lost:
+    lost = "SELECT number FROM client_operations WHERE adapter = ? AND number < ? AND failed IS NULL"
+    for (earlier,) in tx.rows(lost, adapter, number):
         _record(tx, model, earlier, LOST)
     _record(tx, model, number, outcome)
-    if tx.count(
-        "client_operations WHERE adapter = ? AND number = ? AND kind = ?", adapter, number, ordering.OpKind.CLOSE
-    ):
+    close = "client_operations WHERE adapter = ? AND number = ? AND kind = ?"
+    if tx.count(close, adapter, number, ordering.OpKind.CLOSE):
         _close(tx, model, number, outcome)
 
 
@@ -144,27 +131,17 @@ def fail_open(tx: Transaction, model: Model, reason: str) -> None:
     A load among them becomes a `Poison`: the trainer must not carry it out later.
     """
     failed = protocol.OperationFailure(reason=reason, by_client=False)
-    for number, what in tx.rows(
-        "SELECT number, what FROM client_operations WHERE adapter = ? AND failed IS NULL AND what IS NOT NULL",
-        model.adapter,
-    ):
+    open_ = "SELECT number, what FROM client_operations WHERE adapter = ? AND failed IS NULL AND what IS NOT NULL"
+    for number, what in tx.rows(open_, model.adapter):
         match _what(what):
             case protocol.LoadState():
-                tx.do(
-                    "UPDATE client_operations SET kind = ?, what = ? WHERE adapter = ? AND number = ?",
-                    ordering.OpKind.PASS,
-                    requests.encode(protocol.Poison(reason=reason)),
-                    model.adapter,
-                    number,
-                )
+                sql = "UPDATE client_operations SET kind = ?, what = ? WHERE adapter = ? AND number = ?"
+                poison = requests.encode(protocol.Poison(reason=reason))
+                tx.do(sql, ordering.OpKind.PASS, poison, model.adapter, number)
             case protocol.DropState(label=label):
                 drop_label(tx, model.adapter, label)
-    tx.do(
-        "UPDATE client_operations SET failed = ?, outcome = ? WHERE adapter = ? AND failed IS NULL",
-        True,
-        requests.encode(failed),
-        model.adapter,
-    )
+    sql = "UPDATE client_operations SET failed = 1, outcome = ? WHERE adapter = ? AND failed IS NULL"
+    tx.do(sql, requests.encode(failed), model.adapter)
     found = tx.rows("SELECT request, seq FROM requests WHERE owner = ? AND answer IS NULL", model.model)
     for request, _ in found:
         give(tx, request, failed)
@@ -194,38 +171,26 @@ def _as_sent(what: bytes | None, action: bytes | None, is_spoiled: bool) -> prot
         return protocol.Poison(reason="it, or the step of its window, had failed before")
     if what is not None:
         return _what(what)
-    decoded = requests.decode_action(action) if action is not None else None
-    return (
-        decoded.what if isinstance(decoded, requests.Train) else protocol.Poison(reason="its data are no longer there")
-    )
+    if action is not None and isinstance(decoded := requests.decode_action(action), requests.Train):
+        return decoded.what
+    return protocol.Poison(reason="its data are no longer there")
 
 
 def _record(tx: Transaction, model: Model, number: int, outcome: protocol.Outcome) -> None:
-    row = tx.row(
-        "SELECT request, what FROM client_operations WHERE adapter = ? AND number = ? AND failed IS NULL",
-        model.adapter,
-        number,
-    )
+    sql = "SELECT request, what FROM client_operations WHERE adapter = ? AND number = ? AND failed IS NULL"
+    row = tx.row(sql, model.adapter, number)
     if row is None:
         return  # it has one
     request, what = row
     stored = None if isinstance(outcome, protocol.PassResult) else requests.encode(outcome)
-    tx.do(
-        "UPDATE client_operations SET failed = ?, outcome = ? WHERE adapter = ? AND number = ?",
-        isinstance(outcome, protocol.OperationFailure),
-        stored,
-        model.adapter,
-        number,
-    )
+    has_failed = isinstance(outcome, protocol.OperationFailure)
+    sql = "UPDATE client_operations SET failed = ?, outcome = ? WHERE adapter = ? AND number = ?"
+    tx.do(sql, has_failed, stored, model.adapter, number)
     if isinstance(outcome, protocol.PublishResult):
         tx.do("UPDATE models SET published = ? WHERE adapter = ?", outcome.version, model.adapter)
     if request:
         settle(tx, model, request, outcome)
-    elif (
-        what is not None
-        and isinstance(dropped := _what(what), protocol.DropState)
-        and isinstance(outcome, protocol.OperationFailure)
-    ):
+    elif what is not None and has_failed and isinstance(dropped := _what(what), protocol.DropState):
         drop_label(tx, model.adapter, dropped.label)
     if model.of_state is not None and isinstance(outcome, protocol.OperationFailure):
         tx.do("UPDATE models SET broken = ? WHERE adapter = ?", outcome.reason, model.adapter)
@@ -268,11 +233,8 @@ def submit(
         _check(tx, model, action)
     except RequestError as refused:
         wrong = str(refused)
-        action = (
-            requests.Train(what=protocol.Poison(reason=wrong, by_client=True))
-            if isinstance(action, requests.Load)
-            else requests.Refuse(reason=wrong)
-        )
+        poison = requests.Train(what=protocol.Poison(reason=wrong, by_client=True))
+        action = poison if isinstance(action, requests.Load) else requests.Refuse(reason=wrong)
     held = [row[0] for row in tx.rows("SELECT seq FROM requests WHERE owner = ? AND held = 1", model_id)]
     data, n_bytes, others = requests.encode(action), 0, waiting(tx, tenant)
     if isinstance(action, requests.Train) and isinstance(action.what, protocol.Pass):
@@ -297,18 +259,8 @@ def known(tx: Transaction, request: str, fingerprint: str) -> bool:
 def insert(
     tx: Transaction, tenant: str, request: str, owner: str, seq: int, fingerprint: str, action: bytes, *, held: bool
 ) -> None:
-    tx.insert(
-        "requests",
-        request=request,
-        tenant=tenant,
-        owner=owner,
-        seq=seq,
-        fingerprint=fingerprint,
-        action=action,
-        n_bytes=len(action),
-        at_s=tx.now_s,
-        held=held,
-    )
+    names = {"request": request, "tenant": tenant, "owner": owner, "seq": seq, "fingerprint": fingerprint}
+    tx.insert("requests", **names, action=action, n_bytes=len(action), at_s=tx.now_s, held=held)
 
 
 def look(tx: Transaction, tenant: str, request: str) -> tuple[requests.Answer | requests.Pending, str]:
@@ -326,13 +278,9 @@ def look(tx: Transaction, tenant: str, request: str) -> tuple[requests.Answer | 
 
 
 def waiting(tx: Transaction, tenant: str) -> ordering.QueueUsage:
-    row = tx.row(
-        "SELECT COUNT(*) FILTER (WHERE answer IS NULL), TOTAL(n_bytes) FROM requests"
-        " WHERE tenant = ? AND action IS NOT NULL",
-        tenant,
-    )
-    assert row is not None
-    return ordering.QueueUsage(queued=row[0], n_bytes=int(row[1]))
+    counts = "COUNT(*) FILTER (WHERE answer IS NULL), TOTAL(n_bytes)"
+    [(queued, n_bytes)] = tx.rows(f"SELECT {counts} FROM requests WHERE tenant = ? AND action IS NOT NULL", tenant)
+    return ordering.QueueUsage(queued=queued, n_bytes=int(n_bytes))
 
 
 def _check(tx: Transaction, model: Model, action: requests.Action) -> None:

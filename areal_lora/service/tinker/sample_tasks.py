@@ -289,7 +289,7 @@ class Sampling:
                 sample.waits = served
             else:
                 sample.waits = None
-                inner = served.model or BASE
+                inner = served or BASE
                 names = Names(BASE, BASE, BASE) if inner == BASE else Names("it", "it", inner)
                 body = sdk_bodies.completion(parsed, inner, self._base.context, pinned="@" in inner)
                 try:

@@ -16,16 +16,7 @@ from areal_lora.service.queue.placement import DEAD_S, SILENT_S
 from areal_lora.service.queue.queue import SHARED_S
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import UNUSED_S
-from areal_lora.service.queue.requests import (
-    ActionResult,
-    CreateModel,
-    Load,
-    Pending,
-    Save,
-    SaveForSampler,
-    Serve,
-    Train,
-)
+from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Pending, Save, SaveForSampler, Train
 from areal_lora.service.queue.sequencer import set_ttl
 from areal_lora.service.refused import RequestError
 from tests.support.operations.scripted_trainer import scores
@@ -118,29 +109,29 @@ def test_sampling_sessions(tmp_path: Path) -> None:
             adapter = (await it.queue.change(lambda tx: tx.model("acme", model))).adapter
             session = model.partition(":")[0]
             base = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 50, None))
-            assert await it.queue.serve("acme", base) == Serve(model=None)
+            assert await it.queue.serve("acme", base) == ""
             opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
             assert isinstance(opened, ActionResult)
-            assert await it.queue.serve("acme", opened.sampler) == Serve(model=f"{adapter}@v0")
+            assert await it.queue.serve("acme", opened.sampler) == f"{adapter}@v0"
             await it.asked(model, 2, tokens(1, 2))
             await it.asked(model, 3, STEP)
             flying = await it.asked(model, 4, SaveForSampler(sampler_seq=1, in_flight=True))
             assert isinstance(flying, ActionResult)
-            assert await it.queue.serve("acme", flying.sampler) == Serve(model=adapter)
+            assert await it.queue.serve("acme", flying.sampler) == adapter
             await asyncio.sleep(2 * SHARED_S)
             first = await it.queue.serve("acme", opened.sampler)
             assert isinstance(first, Pending)
             assert first.capacity
 
             async def served() -> bool:
-                return isinstance(await it.queue.serve("acme", opened.sampler), Serve)
+                return isinstance(await it.queue.serve("acme", opened.sampler), str)
 
             await until(served)
             again = await it.queue.serve("acme", opened.sampler)
-            assert isinstance(again, Serve)
-            assert again.model is not None
-            assert again.model.startswith("acme-snapshot-")
-            loaded = [op for op in it.trainer.carried_out if op.adapter == again.model.partition("@")[0]]
+            assert isinstance(again, str)
+            assert again is not None
+            assert again.startswith("acme-snapshot-")
+            loaded = [op for op in it.trainer.carried_out if op.adapter == again.partition("@")[0]]
             assert [type(op.what).__name__ for op in loaded] == ["LoadState", "Publish"]
 
     asyncio.run(run())
@@ -156,7 +147,7 @@ def test_a_snapshot_leaves_for_a_model_and_is_loaded_again(tmp_path: Path) -> No
             sampler = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 0, stored.path))
 
             async def served() -> bool:
-                return isinstance(await it.queue.serve("acme", sampler), Serve)
+                return isinstance(await it.queue.serve("acme", sampler), str)
 
             await until(served)
             other = await it.queue.create_model(
