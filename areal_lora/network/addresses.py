@@ -52,6 +52,14 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def on_loopback(bind: str) -> bool:
+    """Whether only this machine can reach what is bound to ``bind``."""
+    try:
+        return ipaddress.ip_address(bind).is_loopback
+    except ValueError:
+        return bind == "localhost"
+
+
 def choose(
     *, bind: str, interface: str, interfaces: Sequence[Interface], routes: Sequence[_Address], nodes: int
 ) -> Place:

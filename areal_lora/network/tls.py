@@ -10,18 +10,12 @@ that authority and no other::
 
 TLS 1.3 only, without early data: recorded bytes are of no use for a second connection.
 
-Keys derived from the run secret, one for each purpose; the secret itself is never sent over a socket.
+Keys are derived from the run secret, one for each purpose; the secret itself is never sent over a socket. Each is
+HKDF-SHA256 of the secret (RFC 5869) under a label, so that no key reveals anything about the secret or another key:
 
-Each key is HKDF-SHA256 of the secret (RFC 5869) under a label, so that no key reveals anything about the secret
-or about another key.
-
-========================  =====================================================================================
-label                     key
-========================  =====================================================================================
-``bearer <plane>``        bearer token of a client of an HTTP plane, inside TLS
-``certificate <plane>``   private key of the certificate authority of an HTTP plane (``network.tls``)
-``curve <role>``          private CURVE key of one end of a zmq connection (``network.rpc.zmq_curve_keys``)
-========================  =====================================================================================
+    bearer PLANE        token of a client of an HTTP plane, inside TLS
+    certificate PLANE   private key of the authority of an HTTP plane
+    curve ROLE          private CURVE key of one end of a zmq connection (`network.rpc.zmq_curve_keys`)
 """
 
 from __future__ import annotations
@@ -80,14 +74,6 @@ _OTHER_USAGE = (
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256
 # A secret is made for every start of a run, and its certificates with it: they need no other end.
 _FROM, _UNTIL = (datetime.datetime(year, 1, 1) for year in (2020, 2100))
-
-
-def on_loopback(bind: str) -> bool:
-    """Whether only this machine can reach what is bound to ``bind``."""
-    try:
-        return ipaddress.ip_address(bind).is_loopback
-    except ValueError:
-        return bind == "localhost"
 
 
 def ca_pem(secret: str, plane: Plane) -> bytes:

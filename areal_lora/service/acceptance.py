@@ -63,12 +63,11 @@ def allowed(adapter: AdapterConfig, offered: ApiConfig, quota: Quota, tenant: st
     """``adapter`` with the whole paths of the tenant's files. Raises RequestError for what it may not name."""
     for refused in (*_code(adapter, offered), *_judges(adapter, offered), *_sizes(adapter, quota)):
         raise refused
-    evals = [
-        each
-        if each.task is None
-        else each.model_copy(update={"task": _task(each.task, f"evals.{i}.task", offered, quota, tenant)})
-        for i, each in enumerate(adapter.evals)
-    ]
+    evals = list(adapter.evals)
+    for i, each in enumerate(evals):
+        if each.task is not None:
+            task = _task(each.task, f"evals.{i}.task", offered, quota, tenant)
+            evals[i] = each.model_copy(update={"task": task})
     changes: dict[str, object] = {"task": _task(adapter.task, "task", offered, quota, tenant), "evals": evals}
     if adapter.init_from is not None:
         changes["init_from"] = str(_file(adapter.init_from, "init_from", offered, tenant))
@@ -114,11 +113,7 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
         ("reward", sum(reward.workers for _, reward in rewards), quota.workers),
         ("sampling", adapter.sampling.prompts_per_step * adapter.sampling.n_samples, quota.sequences),
         ("evals", max((each.n_samples for each in adapter.evals), default=0), quota.sequences),
-        (
-            "reward",
-            max((r.memory_mib for _, r in rewards if isinstance(r, sections.FunctionReward)), default=0),
-            1 << 12,
-        ),
+        ("reward", max([0, *(r.memory_mib for _, r in rewards if isinstance(r, sections.FunctionReward))]), 1 << 12),
     ):
         if found > most:
             yield RequestError(key, f"{found} is above the quota of {most}", f"use at most {most}")
@@ -204,14 +199,8 @@ class Acceptance:
 
     def of_client(self, name: str, tenant: str, lora: Lora, quota: Quota) -> AdapterRequest:
         """The adapter of an SDK client's model, or one that serves a saved state of it. Raises RequestError."""
-        section: dict[str, Any] = {
-            "name": name,
-            "workflow": {"kind": "client"},
-            "rank": lora.rank,
-            "alpha": lora.alpha,
-            "target_modules": list(lora.target_modules),
-        }
-        return self.of_tenant(section | ({} if lora.seed is None else {"seed": lora.seed}), tenant, quota)
+        section: dict[str, Any] = {"name": name, "workflow": {"kind": "client"}, **msgspec.to_builtins(lora)}
+        return self.of_tenant({key: value for key, value in section.items() if value is not None}, tenant, quota)
 
     def of_tenant(self, section: Mapping[str, Any], tenant: str, quota: Quota) -> AdapterRequest:
         """A section that came over HTTP: code and files must be offered, relative paths are those of the tenant's.

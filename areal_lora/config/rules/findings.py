@@ -68,17 +68,11 @@ def canonical(config: Config, shape: ModelShape) -> Config:
 
     Raises ConfigError for targets that the model does not have.
     """
-    adapters = [
-        adapter.model_copy(
-            update={
-                "target_modules": list(targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)),
-                "exclude_modules": [],
-            }
-        )
-        for adapter in config.adapters
-    ]
-    service = config.service
-    if service is not None:
+    adapters = []
+    for adapter in config.adapters:
+        found = list(targets.resolve(adapter.target_modules, adapter.exclude_modules, shape))
+        adapters.append(adapter.model_copy(update={"target_modules": found, "exclude_modules": []}))
+    if (service := config.service) is not None:
         every = list(targets.resolve(service.target_modules, [], shape))
         service = service.model_copy(update={"target_modules": every})
     return config.model_copy(update={"adapters": adapters, "service": service})

@@ -204,12 +204,9 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     if support.engines(facts.hf_config) and shape_of(facts) is None:
         known = facts.hf_config["model_type"] in supported() or facts.checkpoint is not None
+        reason = "the layers of a family without a row are read from its safetensors files, which are not here"
         yield Finding(
-            "model.path",
-            "config.json lacks sizes of the model"
-            if known
-            else "the layers of a family without a row are read from its safetensors files, which are not here",
-            "use a complete folder",
+            "model.path", "config.json lacks sizes of the model" if known else reason, "use a complete folder"
         )
     if not facts.model_is_local:
         reason = f"{config.model.path} is not whole in the hub's cache and is downloaded when the run starts"

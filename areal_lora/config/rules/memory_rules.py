@@ -24,16 +24,8 @@ def slurm_bytes(mem: str | None) -> int | None:
     return int(mem.rstrip("KMGTkmgt")) << 10 * ("KMGT".index(unit) + 1)
 
 
-EXACT = {
-    sizing.LEAST_KV,
-    "KV cache",
-    sizing.STAGING,
-    "base weights",
-    "gathered layer",
-    "adapter slots",
-    "adapter weights and gradients",
-    "optimizer moments",
-}
+EXACT = {sizing.LEAST_KV, "KV cache", sizing.STAGING, "base weights", "gathered layer", "adapter slots"}
+EXACT |= {"adapter weights and gradients", "optimizer moments"}
 """Parts that follow from sizes alone. Where these do not fit, it is an error; else a warning."""
 
 
@@ -81,17 +73,14 @@ def _hosts(config: Config, facts: Facts, memory: JobMemory) -> Iterator[Finding]
         needed = memory.host_of(node)
         if limit is None or needed <= limit:
             continue
-        pinned = sum(
-            part.host * m.nodes.count(node) for m in memory.processes for part in m.parts if part.name == sizing.STAGING
-        )
+        staged = ((m, part) for m in memory.processes for part in m.parts if part.name == sizing.STAGING)
+        pinned = sum(part.host * m.nodes.count(node) for m, part in staged)
         if pinned > needed / 2:
             fix = f"lower weight_sync.bucket_mib, or {fix}"
-        yield warning(
-            path,
-            f"about {needed / GIB:.0f} GiB of host memory are needed on a node{of_pool}, {pinned / GIB:.0f} "
-            f"of them for the staging of publishes, and {has} {limit / GIB:.0f}",
-            fix,
+        reason = (
+            f"about {needed / GIB:.0f} GiB of host memory are needed on a node{of_pool}, {pinned / GIB:.0f} of them "
         )
+        yield warning(path, f"{reason}for the staging of publishes, and {has} {limit / GIB:.0f}", fix)
 
 
 def _node_memory(config: Config, facts: Facts, pool: int) -> tuple[int | None, str, str]:
@@ -126,13 +115,10 @@ def _replica(config: Config, shape: ModelShape, replica: Memory, limit: int) -> 
     if sizing.kv_bytes(config, shape, replica, limit) < sizing.kv_part(config, shape):
         lower = "rollout.max_model_len" if configured is None else "rollout.kv_cache_gib"
         why = "for one sequence" if configured is None else f"with a KV cache of {configured:g}"
-        yield Finding(
-            "rollout.tp",
-            f"a device of a server needs about {replica.device / GIB:.0f} GiB {why} and gets "
-            f"{used * limit / GIB:.0f} ({used:g} of {limit / GIB:.0f})",
-            f"raise rollout.tp or rollout.gpu_memory_utilization, or lower {lower}",
-            severity=_severity(replica, int(used * limit)),
-        )
+        gets = f"{used * limit / GIB:.0f} ({used:g} of {limit / GIB:.0f})"
+        reason = f"a device of a server needs about {replica.device / GIB:.0f} GiB {why} and gets {gets}"
+        fix = f"raise rollout.tp or rollout.gpu_memory_utilization, or lower {lower}"
+        yield Finding("rollout.tp", reason, fix, severity=_severity(replica, int(used * limit)))
 
 
 def _both(config: Config, rank: Memory, replica: Memory, limit: int) -> Iterator[Finding]:

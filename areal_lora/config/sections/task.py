@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from ipaddress import ip_address
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -13,6 +12,7 @@ from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from areal_lora.config.sections.section import NAME, Arguments, NonNegFloat, PositiveInt, Scalar, Section
+from areal_lora.network.addresses import on_loopback
 
 
 class PromptFormat(Section):
@@ -163,11 +163,8 @@ class EvalSetConfig(Section):
     def _trains_on_nothing(cls, data: Any) -> Any:
         """Only held-out rows of a set's data set are read, so ``train`` may be left out."""
         task = data.get("task") if isinstance(data, Mapping) else None
-        return (
-            {**data, "task": {"train": "", **task}}
-            if isinstance(task, Mapping) and task.get("kind") == "dataset"
-            else data
-        )
+        trains = isinstance(task, Mapping) and task.get("kind") == "dataset"
+        return {**data, "task": {"train": "", **task}} if trains else data
 
     @model_validator(mode="after")
     def _has_rows(self) -> Self:
@@ -239,7 +236,11 @@ class JudgeReward(RewardSection):
             raise ValueError(f"pattern is no regular expression, {error}: correct it") from None
         if groups < 1:
             raise ValueError("pattern has no group: put the number into parentheses")
-        if self.key_env is not None and self.url.startswith("http://") and not _is_loopback(self.url):
+        if (
+            self.key_env is not None
+            and self.url.startswith("http://")
+            and not on_loopback(urlsplit(self.url).hostname or "")
+        ):
             raise ValueError("url would send the key unencrypted: use https, or leave key_env out")
         return self
 
@@ -278,14 +279,6 @@ def labels(rewards: list[RewardConfig]) -> list[str]:
     if len(rewards) == 1:
         return [rewards[0].name or ""]
     return [reward.name or reward.kind for reward in rewards]
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def reward_keys(at: str, rewards: RewardsConfig) -> list[tuple[str, RewardConfig]]:

@@ -12,25 +12,17 @@ from areal_lora.service.queue.queue_store import SAMPLERS, STATES, Transaction
 
 def give(tx: Transaction, request: str, answer: requests.Answer) -> None:
     """Keep the first answer of a request. Its action is kept while the trainer may still expect it."""
-    tx.do(
-        "UPDATE requests SET answer = ?, answered_s = ?, held = 0,"
-        " action = CASE WHEN EXISTS (SELECT 1 FROM client_operations o WHERE o.request = requests.request)"
-        " THEN action END"
-        " WHERE request = ? AND answer IS NULL",
-        requests.encode(answer),
-        tx.now_s,
-        request,
-    )
+    needed = "EXISTS (SELECT 1 FROM client_operations o WHERE o.request = requests.request)"
+    given = f"answer = ?, answered_s = ?, held = 0, action = CASE WHEN {needed} THEN action END"
+    sql = f"UPDATE requests SET {given} WHERE request = ? AND answer IS NULL"
+    tx.do(sql, requests.encode(answer), tx.now_s, request)
     tx.answered.add(request)
 
 
 def settle(tx: Transaction, model: Model, request: str, newest: protocol.Outcome | None) -> None:
     """Answer ``request`` if all its operations have ended; ``newest`` is the outcome of the last of them."""
-    ops = tx.rows(
-        "SELECT number, failed, outcome FROM client_operations WHERE adapter = ? AND request = ? ORDER BY number",
-        model.adapter,
-        request,
-    )
+    sql = "SELECT number, failed, outcome FROM client_operations WHERE adapter = ? AND request = ? ORDER BY number"
+    ops = tx.rows(sql, model.adapter, request)
     row = tx.row("SELECT action FROM requests WHERE request = ? AND answer IS NULL", request)
     if row is None or any(failed is None for _, failed, _ in ops):
         return

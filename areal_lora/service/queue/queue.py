@@ -114,12 +114,7 @@ class RequestQueue:
 
     async def end_session(self, tenant: str, session: str) -> None:
         """Its models leave; saved states stay."""
-
-        def end(tx: Transaction) -> None:
-            tx.session(tenant, session)
-            client_sessions.end_session(tx, session)
-
-        await self.change(end)
+        await self.change(lambda tx: client_sessions.end_session(tx, tx.session(tenant, session).session))
         await self.placement.let_leave()
 
     async def create_model(

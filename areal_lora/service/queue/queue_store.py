@@ -261,7 +261,7 @@ class Store:
 
     def carried_out(self, numbers: Iterable[int]) -> None:
         """Mark operations; losing this at a crash costs nothing."""
-        self._write([("UPDATE operations SET carried_out = 1 WHERE number = ?", (n,)) for n in numbers])
+        self._write(*(("UPDATE operations SET carried_out = 1 WHERE number = ?", (n,)) for n in numbers))
 
     def prune(self) -> None:
         """Remove what is above `MAX_DELETED` and `MAX_OPERATIONS`, and operations that no request can name again."""
@@ -272,32 +272,25 @@ class Store:
             self._db.execute("DELETE FROM operations WHERE carried_out = 1 AND request IS NULL")
             for (tenant,) in self._db.execute("SELECT tenant FROM tenants").fetchall():
                 old = (tenant, tenant, MAX_DELETED)
-                self._db.execute(
-                    "INSERT INTO forgotten SELECT tenant, MAX(incarnation) FROM adapters"
-                    f" WHERE {adapters} GROUP BY tenant"
-                    " ON CONFLICT (tenant) DO UPDATE SET incarnation = MAX(incarnation, excluded.incarnation)",
-                    old,
-                )
+                highest = f"SELECT tenant, MAX(incarnation) FROM adapters WHERE {adapters} GROUP BY tenant"
+                newer = "ON CONFLICT (tenant) DO UPDATE SET incarnation = MAX(incarnation, excluded.incarnation)"
+                self._db.execute(f"INSERT INTO forgotten {highest} {newer}", old)
                 self._db.execute(f"DELETE FROM adapters WHERE {adapters}", old)
                 self._db.execute(f"DELETE FROM operations WHERE {operations}", (tenant, tenant, MAX_OPERATIONS))
 
     def put_tenant(self, tenant: str, quota: queue_rows.Quota) -> None:
         sql = "INSERT INTO tenants VALUES (?, ?) ON CONFLICT (tenant) DO UPDATE SET quota = excluded.quota"
-        self._write([(sql, (tenant, msgspec.json.encode(quota).decode()))])
+        self._write((sql, (tenant, msgspec.json.encode(quota).decode())))
 
     def put_key(self, key: queue_rows.Key) -> None:
         """Admit the key; another one of the tenant with this label is no longer valid."""
-        self._write(
-            [
-                ("DELETE FROM keys WHERE tenant = ? AND label = ?", (key.tenant, key.label)),
-                ("INSERT INTO keys VALUES (?, ?, ?, ?)", (key.digest, key.tenant, key.label, key.operator)),
-            ]
-        )
+        former = ("DELETE FROM keys WHERE tenant = ? AND label = ?", (key.tenant, key.label))
+        self._write(former, ("INSERT INTO keys VALUES (?, ?, ?, ?)", (key.digest, key.tenant, key.label, key.operator)))
 
     def drop_key(self, tenant: str, label: str) -> None:
-        self._write([("DELETE FROM keys WHERE tenant = ? AND label = ?", (tenant, label))])
+        self._write(("DELETE FROM keys WHERE tenant = ? AND label = ?", (tenant, label)))
 
-    def _write(self, statements: list[tuple[str, tuple[object, ...]]]) -> None:
+    def _write(self, *statements: tuple[str, tuple[object, ...]]) -> None:
         with self._transaction():
             for sql, arguments in statements:
                 self._db.execute(sql, arguments)

@@ -266,33 +266,22 @@ def forget(tx: Transaction, fetched: set[str]) -> None:
     """Answers that no one needs."""
     for request in fetched:
         tx.do("UPDATE requests SET fetched_s = ? WHERE request = ? AND fetched_s IS NULL", tx.now_s, request)
-    tx.do(
-        "DELETE FROM requests WHERE answer IS NOT NULL AND action IS NULL AND (fetched_s < ? OR answered_s < ?)",
-        tx.now_s - FETCHED_S,
-        tx.now_s - ANSWERED_S,
-    )
+    old = "answer IS NOT NULL AND action IS NULL AND (fetched_s < ? OR answered_s < ?)"
+    tx.do(f"DELETE FROM requests WHERE {old}", tx.now_s - FETCHED_S, tx.now_s - ANSWERED_S)
     for tenant, quota in tx.tables.quotas.items():
         _shorten(tx, tenant, quota.queued_mib << 20)
     for table, over in (("models", "removed"), ("sessions", "ended")):
         tx.do(f"DELETE FROM {table} WHERE {over} = 1 AND created_s < ?", tx.now_s - ENDED_S)
+        old = f"SELECT rowid FROM {table} WHERE tenant = ? AND {over} = 1 ORDER BY rowid DESC LIMIT -1 OFFSET ?"
         for tenant in tx.tables.quotas:
-            tx.do(
-                f"DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} WHERE tenant = ? AND {over} = 1"
-                " ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                tenant,
-                MAX_ENDED,
-            )
+            tx.do(f"DELETE FROM {table} WHERE rowid IN ({old})", tenant, MAX_ENDED)
 
 
 def _shorten(tx: Transaction, tenant: str, most: int) -> None:
     """Forget the tenant's oldest answers, fetched ones first, until those that stay are at most ``most`` bytes."""
-    kept = tx.rows(
-        "SELECT request, LENGTH(answer) FROM requests WHERE tenant = ? AND answer IS NOT NULL AND action IS NULL"
-        " ORDER BY fetched_s IS NOT NULL, answered_s DESC",
-        tenant,
-    )
-    total = 0
-    for request, n_bytes in kept:
+    kept = "requests WHERE tenant = ? AND answer IS NOT NULL AND action IS NULL"
+    order, total = "fetched_s IS NOT NULL, answered_s DESC", 0
+    for request, n_bytes in tx.rows(f"SELECT request, LENGTH(answer) FROM {kept} ORDER BY {order}", tenant):
         total += n_bytes
         if total > most:
             tx.do("DELETE FROM requests WHERE request = ?", request)

@@ -202,16 +202,13 @@ def _close(tx: Transaction, model: Model, number: int, outcome: protocol.Outcome
     Of a failed window no data are needed: it fails again. That it failed is kept until a later one succeeds, because
     an adapter that has failed as a whole has no checkpoint of it.
     """
-    tx.do(
-        "UPDATE requests SET action = NULL WHERE answer IS NOT NULL AND request IN"
-        " (SELECT request FROM client_operations WHERE adapter = ? AND number <= ?)",
-        model.adapter,
-        number,
-    )
-    failed = tx.count("client_operations WHERE adapter = ? AND number <= ?", model.adapter, number)
+    covered = "client_operations WHERE adapter = ? AND number <= ?"
+    done = f"answer IS NOT NULL AND request IN (SELECT request FROM {covered})"
+    tx.do(f"UPDATE requests SET action = NULL WHERE {done}", model.adapter, number)
+    failed = tx.count(covered, model.adapter, number)
     if isinstance(outcome, protocol.OperationFailure) and failed <= KEPT_FAILED:
         return
-    tx.do("DELETE FROM client_operations WHERE adapter = ? AND number <= ?", model.adapter, number)
+    tx.do(f"DELETE FROM {covered}", model.adapter, number)
     tx.do("UPDATE models SET closed = MAX(closed, ?) WHERE adapter = ?", number, model.adapter)
 
 

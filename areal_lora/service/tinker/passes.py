@@ -60,12 +60,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     ),
 }
 _SCALARS = {
-    "bytes": Field.TYPE_BYTES,
-    "int32": Field.TYPE_INT32,
-    "uint32": Field.TYPE_UINT32,
-    "int64": Field.TYPE_INT64,
-    "double": Field.TYPE_DOUBLE,
-    "bool": Field.TYPE_BOOL,
+    kind: Field.Type.Value(f"TYPE_{kind.upper()}") for kind in ["bytes", "int32", "uint32", "int64", "double", "bool"]
 }
 
 
@@ -156,15 +151,9 @@ def _sparse(csr: Any, dtype: int, path: str, n: int) -> Array:
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
 RATIO_MASK = "sequence_ratio_mask"
-_SETTINGS: dict[Loss, dict[str, str]] = {
-    Loss.CROSS_ENTROPY: {},
-    Loss.IMPORTANCE_SAMPLING: {},
-    Loss.PPO: {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
-    Loss.CISPO: {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
-    Loss.DRO: {"beta": "beta"},
-    Loss.GSPO: {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
-    Loss.STABLE_REINFORCE: {"kl_coeff": "beta"},
-}
+_CLIPS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
+_SETTINGS: dict[Loss, dict[str, str]] = dict.fromkeys((Loss.PPO, Loss.CISPO, Loss.GSPO), _CLIPS)
+_SETTINGS |= {Loss.DRO: {"beta": "beta"}, Loss.STABLE_REINFORCE: {"kl_coeff": "beta"}}
 """Settings of each loss in the SDK's words and in ours."""
 _OPTIONAL = {Loss.CROSS_ENTROPY: {WEIGHTS}, Loss.GSPO: {RATIO_MASK}}
 
@@ -286,7 +275,7 @@ def _settings(message: Any, loss: Loss) -> LossSettings:
         if not each.value.HasField("number"):
             raise RequestError(f"loss_fn_config.{key[:64]}", "it is no number", "send a number")
         found[key] = each.value.number
-    known = _SETTINGS[loss]
+    known = _SETTINGS.get(loss, {})
     for key, value in found.items():
         if key not in known:
             fix = f"use {', '.join(known)}" if known else "leave it out"
