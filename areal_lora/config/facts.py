@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -239,12 +240,10 @@ def _chat_template(model: models.ModelConfig) -> bool | None:
 
 
 def _checkpoint(model: models.ModelConfig, hf_config: Mapping[str, Any] | None) -> Checkpoint | None:
-    if hf_config is None or hf_config.get("model_type") in supported():
-        return None
-    try:
-        return read_checkpoint(Path(model.folder))
-    except (OSError, ValueError):
-        return None
+    if hf_config is not None and hf_config.get("model_type") not in supported():
+        with suppress(OSError, ValueError):
+            return read_checkpoint(Path(model.folder))
+    return None
 
 
 def named_code(adapter: models.AdapterConfig, at: str = "") -> Iterator[tuple[str, str]]:

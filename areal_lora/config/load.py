@@ -72,9 +72,13 @@ def read_source(path: Path) -> Source:
         data = yaml.safe_load(text)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise _not_yaml(path, error) from None
-    if data is None:
-        data = {}
+        # The parser's problem with its line, without its copy of the text.
+        mark = getattr(error, "problem_mark", None)
+        at = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        fix = "correct indentation, quotes, brackets; no tabs, no tags"
+        raise ConfigError(at, f"is not valid YAML: {problem}", fix) from None
+    data = {} if data is None else data
     if not isinstance(data, dict):
         reason = f"holds a {type(data).__name__}, not key: value pairs"
         raise ConfigError(str(path), reason, "start with a section such as `run:`")
@@ -82,14 +86,6 @@ def read_source(path: Path) -> Source:
     if root is not None:
         _index_lines(root, (), lines, str(path))
     return Source(label=str(path), data=data, lines=lines, folder=path.resolve().parent)
-
-
-def _not_yaml(path: Path, error: yaml.YAMLError) -> ConfigError:
-    """The parser's problem with its line, without its copy of the text."""
-    mark = getattr(error, "problem_mark", None)
-    at = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-    problem = " ".join(str(getattr(error, "problem", None) or error).split())
-    return ConfigError(at, f"is not valid YAML: {problem}", "correct indentation, quotes, brackets; no tabs, no tags")
 
 
 def _index_lines(node: yaml.Node, path: models.Path, lines: dict[models.Path, int], label: str) -> None:

@@ -25,7 +25,7 @@ from huggingface_hub import try_to_load_from_cache
 from pydantic import ValidationError
 
 from areal_lora.config.load import Source, to_config_errors, without_tags
-from areal_lora.config.models import AdapterConfig, Config, ModelConfig, value_at
+from areal_lora.config.models import AdapterConfig, Config, value_at
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.desired import DesiredAdapter, read_desired
@@ -288,8 +288,10 @@ def conflict(before: Config, now: Config) -> ConfigError | None:
     for key, why in RUN.items():
         if error := _differs(why, key, _at(before, key), _at(now, key)):
             return error
-    if error := _other_commit(before.model, now.model):
-        return error
+    # A revision of a hub name may be given another way if it is the same commit, or where one is not known.
+    commit, revision = before.model.commit, f"{now.model.revision} (commit {now.model.commit})"
+    if None not in (commit, now.model.commit) and commit != now.model.commit:
+        return _differs(RUN["model.path"], "model.revision", commit, revision)
     names, wanted = (sorted(adapter.name for adapter in config.adapters) for config in (before, now))
     if error := _differs("a run keeps its adapters", "adapters", names, wanted):
         return error
@@ -326,19 +328,6 @@ def adapter_conflict(trained: AdapterSpec, now: AdapterConfig, index: int, sourc
             if error := _differs(why, f"adapters.{index}.{key}", *values, source=f"{source} was trained"):
                 return error
     return None
-
-
-def _other_commit(before: ModelConfig, now: ModelConfig) -> ConfigError | None:
-    """A revision of a hub name may be given another way if it is the same commit; None where one is not known."""
-    if before.commit is None or now.commit is None or before.commit == now.commit:
-        return None
-    was = before.revision or before.commit
-    return ConfigError(
-        "model.revision",
-        f"it is {now.revision} (commit {now.commit}), but the run was started with commit "
-        f"{before.commit}, and the adapter belongs to its base model",
-        f"set it back to {was}, choose another run.name, or start over with --fresh",
-    )
 
 
 def changes(before: Config, now: Config) -> list[str]:

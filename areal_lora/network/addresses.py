@@ -128,9 +128,6 @@ def _listing(interfaces: Sequence[Interface]) -> str:
     return "; ".join(f"{i.name} {', '.join(map(str, i.addresses))}" for i in interfaces) or "none"
 
 
-# --- facts -------------------------------------------------------------------------------
-
-
 def find_place(*, bind: str, interface: str, nodes: int, peers: Sequence[str]) -> Place:
     """``choose`` with the facts of this machine. ``peers`` are addresses of other processes of the run."""
     interfaces = look()

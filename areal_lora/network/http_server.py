@@ -83,8 +83,9 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         announced, read = header(scope, b"content-length"), 0
+        problem = f"the body is longer than {self._max_bytes} bytes"
         if announced.isdigit() and int(announced) > self._max_bytes:
-            await self._refuse(413, self._problem)(scope, receive, send)
+            await self._refuse(413, problem)(scope, receive, send)
             return
 
         async def limited() -> Message:
@@ -92,14 +93,10 @@ class BodyLimit:
             message = await receive()
             read += len(message.get("body", b""))
             if read > self._max_bytes:
-                raise HTTPException(413, self._problem, {"Connection": "close"})
+                raise HTTPException(413, problem, {"Connection": "close"})
             return message
 
         await self._app(scope, limited, send)
-
-    @property
-    def _problem(self) -> str:
-        return f"the body is longer than {self._max_bytes} bytes"
 
 
 async def unless_disconnected(

@@ -328,9 +328,6 @@ class FolderInbox:
         log.info("%s is accepted", path)
 
 
-LABEL = "operator"
-
-
 def admit_operator(store: Store, path: Path, quota: Quota) -> None:
     """Make tenant and key where they are missing; the file alone decides which key is the operator's."""
     if not path.exists():
@@ -340,7 +337,7 @@ def admit_operator(store: Store, path: Path, quota: Quota) -> None:
         store.put_tenant(LOCAL, quota)
     digest = digest_of(read_key(path))
     if (known := tables.keys.get(digest)) is None or not known.operator:
-        store.put_key(Key(digest=digest, tenant=LOCAL, label=LABEL, operator=True))
+        store.put_key(Key(digest=digest, tenant=LOCAL, label="operator", operator=True))
 
 
 def read_key(path: Path) -> str:

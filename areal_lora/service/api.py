@@ -138,9 +138,7 @@ class Api:
     async def put_tenant(self, request: Request, caller: http.Caller) -> http.Answered:
         _check_operator(caller)
         body = http.decoded(await http.body_of(request, caller), http.TenantRequest)
-        if not TENANT.fullmatch(body.tenant):
-            reason = f"{body.tenant[:64]!r} is not a valid tenant name"
-            raise RequestError("tenant", reason, "use up to 16 of a-z and 0-9, the first a letter")
+        _check_name("tenant", body.tenant)
         before = self.writer.tables.quotas.get(body.tenant, Quota.of(api_of(self.config).quota))
         try:
             quota = msgspec.convert(msgspec.to_builtins(before) | body.quota, Quota)
@@ -153,9 +151,7 @@ class Api:
         _check_operator(caller)
         tenant = _tenant(self.writer.tables, request)
         label = http.decoded(await http.body_of(request, caller) or b"{}", http.KeyRequest).label
-        if not TENANT.fullmatch(label):
-            reason = f"{label[:64]!r} is no label"
-            raise RequestError("label", reason, "use up to 16 of a-z and 0-9, the first a letter")
+        _check_name("label", label)
         key = new_key()
         row = Key(digest=digest_of(key), tenant=tenant, label=label)
         await self.writer.administer(lambda store: store.put_key(row))
@@ -178,6 +174,11 @@ class Api:
         acknowledged = await self.writer.operate(order)
         reached("service.answering")
         return Response(acknowledged, media_type=JSON)
+
+
+def _check_name(key: str, name: str) -> None:
+    if not TENANT.fullmatch(name):
+        raise RequestError(key, f"{name[:64]!r} is no {key}", "use up to 16 of a-z and 0-9, the first a letter")
 
 
 def _row(tables: Tables, request: Request, caller: http.Caller) -> AdapterRow:

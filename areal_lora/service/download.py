@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -56,8 +57,7 @@ class Download:
         file = dict(self.files)[name]
         if keys:
             yield from encrypted(file, keys)
-        while chunk := file.read(READ_BYTES):
-            yield chunk
+        yield from iter(partial(file.read, READ_BYTES), b"")
 
     def chunks(self) -> Generator[bytes, None, None]:
         for name, file in self.files:
@@ -65,8 +65,7 @@ class Download:
             info.size, info.mode = file.seek(0, 2), 0o644
             file.seek(0)
             yield info.tobuf()
-            while chunk := file.read(READ_BYTES):
-                yield chunk
+            yield from iter(partial(file.read, READ_BYTES), b"")
             yield b"\0" * (-info.size % tarfile.BLOCKSIZE)
         yield b"\0" * 2 * tarfile.BLOCKSIZE
 

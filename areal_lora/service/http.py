@@ -28,6 +28,7 @@ BODY_S = 60.0
 MAX_NOTES_BYTES = 16 << 10
 STALL_S, STREAM_S = 60.0, 3600.0
 """A stream ends if its client reads nothing for so long, and at the latest: it holds a version, or files."""
+JSON_FIX = "send a JSON object as the service page describes it"
 SDK_FIX = "use an SDK version that the service page names"
 T = TypeVar("T")
 
@@ -131,9 +132,7 @@ def as_object(body: bytes) -> dict[str, Any]:
     return decoded(body, dict[str, Any])
 
 
-def decoded(
-    body: bytes | Mapping[str, Any], kind: type[T], fix: str = "send a JSON object as the service page describes it"
-) -> T:
+def decoded(body: bytes | Mapping[str, Any], kind: type[T], fix: str = JSON_FIX) -> T:
     """``body`` as ``kind``. Raises RequestError (422)."""
     try:
         found = msgspec.json.decode(body, type=kind) if isinstance(body, bytes) else msgspec.convert(body, kind)

@@ -102,8 +102,7 @@ def rates_suit_lora(config: Config, facts: Facts, adapter: AdapterConfig) -> Ite
     optimizer, scale = adapter.optimizer, whole.spec("").scale_of("")
     if scale <= 1 and optimizer.lr * optimizer.lora_plus_ratio < LOW_RATE and not adapter.is_client:
         reason = f"{optimizer.lr:g} is low for LoRA whose product is scaled by {scale:g}: little may be learned"
-        fix = "use 1e-5 to 5e-5, or a higher alpha (docs/en/models.md)"
-        yield warning("optimizer.lr", reason, fix)
+        yield warning("optimizer.lr", reason, "use 1e-5 to 5e-5, or a higher alpha (docs/en/models.md)")
 
 
 def unserved(config: Config, adapter: AdapterConfig, facts: Facts) -> Finding | None:
@@ -148,9 +147,6 @@ def batches(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Fi
 UNGROUPED: frozenset[AdvantageName] = frozenset({"reinforce_pp", "batch", "remax", "gae"})
 """Advantages that do not compare the answers of one prompt."""
 
-Problem = tuple[str, str, str]
-"""Key of the algorithm, reason, fix."""
-
 
 @of_each_adapter
 def algorithm(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
@@ -176,7 +172,8 @@ def group_size(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator
         yield Finding(at, reason, "set it to 2 or more, or algorithm.drop_uniform=false")
 
 
-def _problems(adapter: AdapterConfig) -> Iterator[Problem]:
+def _problems(adapter: AdapterConfig) -> Iterator[tuple[str, str, str]]:
+    """Key of the algorithm, reason, fix."""
     chosen = adapter.algorithm
     if chosen.eps_clip > 1:
         yield "eps_clip", f"a ratio is never below 1 - {chosen.eps_clip:g}", "set it to at most 1 (no lower clip)"
@@ -283,8 +280,7 @@ def eval_sets(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[
             reason = f"at 0 all {chosen.n_samples} answers to a problem are the same"
             yield Finding(at, reason, "raise it, for example to 0.8, or set n_samples=1")
         elif 0 < chosen.temperature < LEAST_TEMPERATURE:
-            reason = f"vLLM's minimum above 0 is {LEAST_TEMPERATURE}"
-            yield Finding(at, reason, "set it to 0 for greedy answers")
+            yield Finding(at, f"vLLM's minimum above 0 is {LEAST_TEMPERATURE}", "set it to 0 for greedy answers")
 
 
 @of_each_adapter

@@ -185,12 +185,9 @@ def time_outs(config: Config, facts: Facts) -> Iterator[Finding]:
     run, sync = config.run, config.weight_sync
     longest_s = sync.publish_s + sync.rejoin_s
     if run.stall_s <= longest_s:
-        yield Finding(
-            "run.stall_s",
-            f"{run.stall_s:g} s is not longer than a publish may take that waits for servers, "
-            f"{longest_s:g} s: trainer rank 0 sends no heartbeat meanwhile",
-            "raise it, or lower weight_sync.timeout_s or weight_sync.rejoin_s",
-        )
+        waits = f"a publish may take that waits for servers, {longest_s:g} s"
+        reason = f"{run.stall_s:g} s is not longer than {waits}: trainer rank 0 sends no heartbeat meanwhile"
+        yield Finding("run.stall_s", reason, "raise it, or lower weight_sync.timeout_s or weight_sync.rejoin_s")
 
 
 def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -205,9 +202,8 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
     if support.engines(facts.hf_config) and shape_of(facts) is None:
         known = facts.hf_config["model_type"] in supported() or facts.checkpoint is not None
         reason = "the layers of a family without a row are read from its safetensors files, which are not here"
-        yield Finding(
-            "model.path", "config.json lacks sizes of the model" if known else reason, "use a complete folder"
-        )
+        reason = "config.json lacks sizes of the model" if known else reason
+        yield Finding("model.path", reason, "use a complete folder")
     if not facts.model_is_local:
         reason = f"{config.model.path} is not whole in the hub's cache and is downloaded when the run starts"
         yield warning("model.path", reason, "none needed where a hub is reachable")
@@ -282,10 +278,8 @@ _KEYS = {
     "partition": "cluster.slurm.partition",
     "account": "cluster.slurm.account",
     "mem": "cluster.slurm.mem",
-    "gres": "cluster.devices_per_node and cluster.slurm.gres_type",
-    "gpus": "cluster.devices_per_node and cluster.slurm.gres_type",
-    "gpus-per-node": "cluster.devices_per_node and cluster.slurm.gres_type",
 }
+_KEYS |= dict.fromkeys(("gres", "gpus", "gpus-per-node"), "cluster.devices_per_node and cluster.slurm.gres_type")
 """Options of sbatch that have a key of their own."""
 _OURS = {"signal", "requeue", "no-requeue", "output", "open-mode", "ntasks", "ntasks-per-node", "mincpus", "array"}
 """Options of sbatch that the job script depends on."""

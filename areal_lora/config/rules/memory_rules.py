@@ -77,10 +77,8 @@ def _hosts(config: Config, facts: Facts, memory: JobMemory) -> Iterator[Finding]
         pinned = sum(part.host * m.nodes.count(node) for m, part in staged)
         if pinned > needed / 2:
             fix = f"lower weight_sync.bucket_mib, or {fix}"
-        reason = (
-            f"about {needed / GIB:.0f} GiB of host memory are needed on a node{of_pool}, {pinned / GIB:.0f} of them "
-        )
-        yield warning(path, f"{reason}for the staging of publishes, and {has} {limit / GIB:.0f}", fix)
+        reason = f"about {needed / GIB:.0f} GiB of host memory are needed on a node{of_pool}, {pinned / GIB:.0f} of"
+        yield warning(path, f"{reason} them for the staging of publishes, and {has} {limit / GIB:.0f}", fix)
 
 
 def _node_memory(config: Config, facts: Facts, pool: int) -> tuple[int | None, str, str]:
@@ -126,14 +124,11 @@ def _both(config: Config, rank: Memory, replica: Memory, limit: int) -> Iterator
     used = config.rollout.gpu_memory_utilization
     free = int((1 - used) * limit)
     if rank.device > free:
-        yield Finding(
-            "rollout.gpu_memory_utilization",
-            f"{used:g} leaves {free / GIB:.0f} of {limit / GIB:.0f} GiB to the {rank.name} on the same device, "
-            f"which needs about {rank.device / GIB:.0f}",
-            f"lower it to the {replica.device / limit:.2f} that a server needs, lower "
-            "trainer.max_tokens_per_microbatch, or set trainer.recompute=true",
-            severity=_severity(rank, free),
-        )
+        leaves = f"{free / GIB:.0f} of {limit / GIB:.0f} GiB to the {rank.name} on the same device"
+        reason = f"{used:g} leaves {leaves}, which needs about {rank.device / GIB:.0f}"
+        smaller = "lower trainer.max_tokens_per_microbatch, or set trainer.recompute=true"
+        fix = f"lower it to the {replica.device / limit:.2f} that a server needs, {smaller}"
+        yield Finding("rollout.gpu_memory_utilization", reason, fix, severity=_severity(rank, free))
 
 
 def _severity(memory: Memory, limit: int) -> Severity:

@@ -163,8 +163,9 @@ class EvalSetConfig(Section):
     def _trains_on_nothing(cls, data: Any) -> Any:
         """Only held-out rows of a set's data set are read, so ``train`` may be left out."""
         task = data.get("task") if isinstance(data, Mapping) else None
-        trains = isinstance(task, Mapping) and task.get("kind") == "dataset"
-        return {**data, "task": {"train": "", **task}} if trains else data
+        if isinstance(task, Mapping) and task.get("kind") == "dataset":
+            return {**data, "task": {"train": "", **task}}
+        return data
 
     @model_validator(mode="after")
     def _has_rows(self) -> Self:
@@ -276,9 +277,7 @@ RewardsConfig = Annotated[
 
 def labels(rewards: list[RewardConfig]) -> list[str]:
     """Names of the rewards in the metrics: empty for a single one without a name."""
-    if len(rewards) == 1:
-        return [rewards[0].name or ""]
-    return [reward.name or reward.kind for reward in rewards]
+    return [reward.name or (reward.kind if len(rewards) > 1 else "") for reward in rewards]
 
 
 def reward_keys(at: str, rewards: RewardsConfig) -> list[tuple[str, RewardConfig]]:

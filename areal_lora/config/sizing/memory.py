@@ -190,8 +190,7 @@ def _joining(config: Config, shape: ModelShape, layers: range) -> list[Part]:
     adapters = slots.joining_adapters(config)
     if not adapters:
         return []
-    [one, *_] = adapters
-    parts = _adapters(config, shape, [one], layers)
+    parts = _adapters(config, shape, adapters[:1], layers)
     device, host = sum(part.device for part in parts), sum(part.host for part in parts)
     return [Part(JOINING, device=len(adapters) * device, host=len(adapters) * host)]
 

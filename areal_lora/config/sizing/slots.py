@@ -64,13 +64,8 @@ def joining_adapters(config: Config) -> list[AdapterConfig]:
     """
     if config.service is None:
         return []
-    settings = {
-        "rank": config.rollout.max_lora_rank,
-        "alpha": 1.0,
-        "target_modules": list(served_targets(config)),
-        "workflow": ClientWorkflowConfig(),
-    }
-    places = adapter_capacity(config) - len(config.adapters)
+    sizes = {"rank": config.rollout.max_lora_rank, "alpha": 1.0, "target_modules": list(served_targets(config))}
+    settings, places = {"workflow": ClientWorkflowConfig(), **sizes}, adapter_capacity(config) - len(config.adapters)
     return [AdapterConfig.model_validate({"name": f"joining-{i}", **settings}) for i in range(places)]
 
 

@@ -135,30 +135,25 @@ def expire(tx: Transaction, state: rows.SavedState) -> None:
     tx.do("DELETE FROM samplers WHERE path = ?", state.path)
 
 
-# ---------------------------------------------------------------- lists, also of what has ended
-
-
 def saved(tx: Transaction, tenant: str, model: str | None = None) -> list[rows.SavedState]:
     """The tenant's named states, oldest first; with ``model`` of this one, which may have left."""
     where = "tenant = ? AND named = 1 AND (expires_s IS NULL OR expires_s > ?) AND model = COALESCE(?, model)"
     return tx.states(where, tenant, tx.now_s, model)
 
 
-# ---------------------------------------------------------------- samples
-#
 # Samples that were acknowledged and that no client has fetched are kept over restarts of the service; their outcomes
 # are not. After a restart they are sampled again, which no client can see: with a seed the outcome is the same, and
 # without one it is as good as the one that no client received.
 
 
-def keep_sample(tx: Transaction, tenant: str, sampler: str, sample: str, fingerprint: str, body: bytes) -> None:
+def keep_sample(tx: Transaction, tenant: str, sampler: str, sample: str, mark: str, body: bytes) -> None:
     """Take a sample of the tenant's sampling session, or find it taken. Raises RequestError."""
     tx.sampler(tenant, sampler)
     row = tx.row("SELECT fingerprint FROM samples WHERE sample = ?", sample)
     if row is None:
-        names = {"sample": sample, "tenant": tenant, "sampler": sampler, "fingerprint": fingerprint}
+        names = {"sample": sample, "tenant": tenant, "sampler": sampler, "fingerprint": mark}
         SAMPLES.insert(tx.db, rows.PendingSample(**names, body=body, at_s=tx.now_s))
-    elif row[0] != fingerprint:
+    elif row[0] != mark:
         raise RequestError("seq_id", "another request came under this number", "use a new number")
 
 
@@ -211,11 +206,9 @@ def create(tables: rows.Tables, tenant: str, request: AdapterRequest, *, now_s: 
     quota, mine = tables.quotas[tenant], tables.of(tenant)
     if (tenant, request.name) in tables.adapters:
         raise RequestError("name", f"there is an adapter {request.name!r}", "choose another name, or delete it first")
-    if request.rank > quota.rank:
-        raise RequestError("rank", f"{request.rank} is above the quota of {quota.rank}", f"use at most {quota.rank}")
-    if request.weight > quota.weight:
-        reason = f"{request.weight:g} is above the quota of {quota.weight:g}"
-        raise RequestError("weight", reason, f"use at most {quota.weight:g}")
+    for key, found, most in (("rank", request.rank, quota.rank), ("weight", request.weight, quota.weight)):
+        if found > most:
+            raise RequestError(key, f"{found:g} is above the quota of {most:g}", f"use at most {most:g}")
     if len(mine) >= quota.adapters:
         raise RequestError("name", f"the quota is {quota.adapters} adapters", "delete one first", status=429)
     _check_queue(tables, tenant)

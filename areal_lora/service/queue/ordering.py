@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
+from itertools import count, takewhile
 from typing import NamedTuple
 
 from areal_lora.operations.protocol import Pass, Poison, What, ends_window
@@ -81,11 +82,7 @@ def too_long(quota: Quota, waiting: QueueUsage, n_bytes: int) -> str:
 
 def ready(next_seq: int, held: Collection[int]) -> list[int]:
     """The seqs that are to be carried out now, in their order."""
-    found = []
-    while next_seq in held:
-        found.append(next_seq)
-        next_seq += 1
-    return found
+    return list(takewhile(held.__contains__, count(next_seq)))
 
 
 def sealed(next_seq: int, held: Mapping[int, float], now_s: float) -> int | None:

@@ -100,8 +100,6 @@ class RequestQueue:
             self._outbox.moved(adapter)
         return result
 
-    # ------------------------------------------------------------ sessions and models
-
     async def open_session(self, tenant: str, about: bytes = b"") -> str:
         session = await self.change(lambda tx: client_sessions.open_session(tx, tenant, about))
         self._heartbeats.opened(session, tenant)
@@ -117,15 +115,13 @@ class RequestQueue:
         await self.change(lambda tx: client_sessions.end_session(tx, tx.session(tenant, session).session))
         await self.placement.let_leave()
 
-    async def create_model(
-        self, tenant: str, session: str, model_seq: int, fingerprint: str, action: CreateModel
-    ) -> str:
+    async def create_model(self, tenant: str, session: str, model_seq: int, mark: str, action: CreateModel) -> str:
         """Make the model ``SESSION:train:MODEL_SEQ``; returns the request, answered once the trainer has it."""
         request = f"{model_id(session, model_seq)}:create"
 
         def lora_of(tx: Transaction) -> Lora | None:
             tx.session(tenant, session)
-            if sequencer.known(tx, request, fingerprint):
+            if sequencer.known(tx, request, mark):
                 return None
             lora = tx.state(tenant, action.load.path).lora if action.load is not None else action.lora
             if lora is None:
@@ -139,12 +135,12 @@ class RequestQueue:
         adapter = await asyncio.to_thread(self._accept, name, tenant, lora, quota)
 
         def also(tx: Transaction, row: AdapterRow) -> None:
-            client_sessions.insert_model(tx, row, session, model_seq, fingerprint, action, lora)
+            client_sessions.insert_model(tx, row, session, model_seq, mark, action, lora)
 
         async with self.placement.lock:
             await self.placement.make_room(tenant)
             change = AdapterChange(tenant=tenant, new=adapter, at_s=self._now_s(), also=also)
-            await self._writer.operate(replace(change, fingerprint=fingerprint, request=f"\n{request}"))
+            await self._writer.operate(replace(change, fingerprint=mark, request=f"\n{request}"))
         return request
 
     async def unload(self, tenant: str, model: str) -> str:
@@ -153,17 +149,15 @@ class RequestQueue:
         await self.placement.let_leave()
         return request
 
-    # ------------------------------------------------------------ requests
-
-    async def submit(self, tenant: str, model: str, seq: int, fingerprint: str, action: ModelAction) -> str:
+    async def submit(self, tenant: str, model: str, seq: int, mark: str, action: ModelAction) -> str:
         """Take a request of ``model``; returns its id.
 
         Requests are carried out in the order of ``seq``, which counts from 1, however they arrive. The same ``seq``
-        and ``fingerprint`` is the same request; another fingerprint is refused. A number that never arrives is passed
+        and fingerprint ``mark`` is the same request; another one is refused. A number that never arrives is passed
         over after `ordering.GAP_S`, and the window that it would have been in fails.
         """
         self._heartbeats.received(model.partition(":")[0], tenant)  # as good as a heartbeat
-        return await self.change(lambda tx: sequencer.submit(tx, tenant, model, seq, fingerprint, action))
+        return await self.change(lambda tx: sequencer.submit(tx, tenant, model, seq, mark, action))
 
     async def outcome(self, tenant: str, request: str, wait_s: float) -> Answer | Pending:
         """The answer of a request, waited for at most ``wait_s``."""
@@ -198,8 +192,6 @@ class RequestQueue:
             if seen.phase is AdapterPhase.PAUSED:
                 return Pending(reason="the adapter is paused")
         return found
-
-    # ------------------------------------------------------------ sampling
 
     async def serve(self, tenant: str, sampler: str, missing: str | None = None) -> str | Pending:
         """Under which name servers have what the sampling session samples; empty for the base.
@@ -240,13 +232,11 @@ class RequestQueue:
             await self._writer.operate(AdapterChange(tenant=tenant, new=adapter, at_s=self._now_s(), also=also))
         return loading
 
-    async def keep_sample(self, tenant: str, sampler: str, sample: str, fingerprint: str, body: bytes) -> None:
+    async def keep_sample(self, tenant: str, sampler: str, sample: str, mark: str, body: bytes) -> None:
         """A sample is acknowledged: until it is among ``dropped_samples``, `client_sessions.kept_samples` has it."""
         self._heartbeats.received(sampler.partition(":")[0], tenant)  # as good as a heartbeat
         self.dropped_samples.discard(sample)
-        await self.change(lambda tx: client_sessions.keep_sample(tx, tenant, sampler, sample, fingerprint, body))
-
-    # ------------------------------------------------------------ upkeep
+        await self.change(lambda tx: client_sessions.keep_sample(tx, tenant, sampler, sample, mark, body))
 
     async def _keep(self) -> None:
         while True:

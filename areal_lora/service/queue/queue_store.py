@@ -109,8 +109,7 @@ class Transaction:
         return self.db.execute(sql, values).fetchall()
 
     def row(self, sql: str, *values: object) -> tuple[Any, ...] | None:
-        found: tuple[Any, ...] | None = self.db.execute(sql, values).fetchone()
-        return found
+        return next(iter(self.rows(sql, *values)), None)
 
     def count(self, sql: str, *values: object) -> int:
         return int(self.db.execute(f"SELECT COUNT(*) FROM {sql}", values).fetchone()[0])
@@ -118,8 +117,6 @@ class Transaction:
     def insert(self, table: str, **values: object) -> int:
         """The rowid."""
         return _insert(self.db, table, values)
-
-    # ------------------------------------------------------------ rows of one tenant; others' are unknown
 
     def session(self, tenant: str, session: str, *, ended: bool = False) -> queue_rows.ClientSession:
         """Raises RequestError for one that is not the tenant's, and for one that has ended unless ``ended``."""
@@ -150,8 +147,6 @@ class Transaction:
         if not found or (found[0].expires_s is not None and found[0].expires_s <= self.now_s):
             raise unknown("path", "saved state", path)
         return found[0]
-
-    # ------------------------------------------------------------ lists
 
     def sessions(self, where: str, *values: object) -> list[queue_rows.ClientSession]:
         return SESSIONS.select(self.db, where, *values)

@@ -144,10 +144,9 @@ class Writer:
         return await asyncio.wrap_future(future)
 
     def _operate(self, change: AdapterChange) -> bytes:
-        if change.request:
-            before = self._answered(change.tenant, change.request, change.fingerprint)
-            if before is not None:
-                return before
+        before = self._answered(change.tenant, change.request, change.fingerprint) if change.request else None
+        if before is not None:
+            return before
         if change.new is not None:
             row = create(self.tables, change.tenant, change.new, now_s=change.at_s)
         else:

@@ -212,9 +212,7 @@ def _close(tx: Transaction, model: Model, number: int, outcome: protocol.Outcome
     tx.do("UPDATE models SET closed = MAX(closed, ?) WHERE adapter = ?", number, model.adapter)
 
 
-def submit(
-    tx: Transaction, tenant: str, model_id: str, seq: int, fingerprint: str, action: requests.ModelAction
-) -> str:
+def submit(tx: Transaction, tenant: str, model_id: str, seq: int, mark: str, action: requests.ModelAction) -> str:
     """Take a request, or find it taken. Raises RequestError for a model or a number that is wrong, or a full queue.
 
     One that names what cannot be, or is not there, or is a pass too long to keep, is taken and fails in its turn, so
@@ -222,7 +220,7 @@ def submit(
     other weights.
     """
     model, request = tx.model(tenant, model_id), f"{model_id}:{seq}"
-    if known(tx, request, fingerprint):
+    if known(tx, request, mark):
         return request
     if model.broken:
         raise RequestError("model_id", model.broken, "make another model")
@@ -239,24 +237,24 @@ def submit(
         if not others.queued and (wrong := ordering.too_long(tx.quota(tenant), others, n_bytes)):
             data, n_bytes = requests.encode(requests.Train(what=protocol.Poison(reason=wrong, by_client=True))), 0
     ordering.admit(tx.quota(tenant), others, model.next_seq, held, seq, n_bytes)
-    insert(tx, tenant, request, model_id, seq, fingerprint, data, held=True)
+    insert(tx, tenant, request, model_id, seq, mark, data, held=True)
     promote(tx, model)
     return request
 
 
-def known(tx: Transaction, request: str, fingerprint: str) -> bool:
+def known(tx: Transaction, request: str, mark: str) -> bool:
     """Whether the request was taken before. Raises RequestError if that was another one."""
     row = tx.row("SELECT fingerprint FROM requests WHERE request = ?", request)
-    if row is not None and row[0] != fingerprint:
+    if row is not None and row[0] != mark:
         reason = "another request came with this number before"
         raise RequestError("seq_id", reason, "use a new number for every request")
     return row is not None
 
 
 def insert(
-    tx: Transaction, tenant: str, request: str, owner: str, seq: int, fingerprint: str, action: bytes, *, held: bool
+    tx: Transaction, tenant: str, request: str, owner: str, seq: int, mark: str, action: bytes, *, held: bool
 ) -> None:
-    names = {"request": request, "tenant": tenant, "owner": owner, "seq": seq, "fingerprint": fingerprint}
+    names = {"request": request, "tenant": tenant, "owner": owner, "seq": seq, "fingerprint": mark}
     tx.insert("requests", **names, action=action, n_bytes=len(action), at_s=tx.now_s, held=held)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import base64
 import hmac
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -43,13 +43,14 @@ from areal_lora.service.queue.requests import ActionResult
 from areal_lora.service.queue.sequencer import set_ttl
 from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import sdk_bodies
-from areal_lora.service.tinker.sample_tasks import Base
+from areal_lora.service.tinker.sample_tasks import Base, of_attention
 
 EXTERNAL = "external_weights"
 KEYS = "age_encryption_recipients"
 """Of the notes of a state whose files are to be encrypted."""
 BETWEEN = "~"  # in no name of a state, and in no key
-_CREATORS = {"tinker_cookbook.weights.download", "tinker checkpoint download"}
+CREATORS = {"tinker_cookbook.weights.download", "tinker checkpoint download"}
+"""In the notes of a model that is one of a download."""
 MAX_DOWNLOADS = 64
 """Downloads of a tenant that are remembered."""
 
@@ -59,11 +60,6 @@ class Exports:
 
     def __init__(self) -> None:
         self._states: dict[tuple[str, str], SavedState] = {}
-
-    @staticmethod
-    def wanted(notes: Mapping[str, str]) -> bool:
-        """Whether the model that is to have these notes is one of a download."""
-        return notes.get("created_by") in _CREATORS
 
     def start(self, tenant: str, session: str, seq: int, state: SavedState) -> str:
         """The id of a request that is answered."""
@@ -188,37 +184,27 @@ class Checkpoints:
         """Whether the URL names external weights, which are nothing but another name of a state: that one stays."""
         if request.path_params["kind"] != EXTERNAL:
             return False
-        await self._state(caller, seen_through(**request.path_params)[0])
+        path, _ = seen_through(**request.path_params)
+        await self._queue.change(lambda tx: tx.state(caller.tenant, path))
         return True
 
     async def weights_info(self, request: Request, caller: Caller) -> Answered:
         body = sdk_decoded(await body_of(request, caller), sdk_bodies.Path)
-        lora = (await self._state(caller, body.tinker_path)).lora
-        attention, mlp = self._base.shown(lora)
-        return {
-            "base_model": self._base.name,
-            "is_lora": True,
-            "lora_rank": lora.rank,
-            "train_unembed": False,
-            "train_attn": attention,
-            "train_mlp": mlp,
-        }
+        lora = await self._queue.change(lambda tx: tx.state(caller.tenant, body.tinker_path).lora)
+        attention = [of_attention(target) for target in lora.target_modules]
+        trained = {"train_unembed": False, "train_attn": any(attention), "train_mlp": not all(attention)}
+        return self._base.about(lora) | trained
 
     async def _saved(self, caller: Caller, model: str | None = None) -> list[SavedState]:
         return await self._queue.change(lambda tx: client_sessions.saved(tx, caller.tenant, model))
-
-    async def _state(self, caller: Caller, path: str) -> SavedState:
-        return await self._queue.change(lambda tx: tx.state(caller.tenant, path))
 
     def _run(self, caller: Caller, model: Model, saved: Sequence[SavedState]) -> dict[str, Any]:
         mine = [each for each in saved if each.model == model.model]
         newest = {each.kind: _checkpoint(each) for each in sorted(mine, key=lambda state: state.created_s)}
         return {
+            **self._base.about(model.lora),
             "training_run_id": model.model,
-            "base_model": self._base.name,
             "model_owner": caller.tenant,
-            "is_lora": True,
-            "lora_rank": model.lora.rank,
             "last_request_time": _time(max([model.created_s, *(state.created_s for state in mine)])),
             "last_checkpoint": newest.get(Kind.WEIGHTS),
             "last_sampler_checkpoint": newest.get(Kind.SAMPLER),
@@ -246,8 +232,7 @@ def _page(request: Request, found: Sequence[Any]) -> tuple[Sequence[Any], dict[s
 
 def path_of_request(request: Request) -> str:
     """The path of the saved state that the URL names."""
-    parts = request.path_params
-    return f"{SCHEME}{parts['model']}/{parts['kind']}/{parts['name']}"
+    return SCHEME + "{model}/{kind}/{name}".format(**request.path_params)
 
 
 def _time(seconds: float) -> str:

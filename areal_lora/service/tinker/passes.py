@@ -123,11 +123,6 @@ def finite(values: Array, path: str) -> npt.NDArray[np.float32]:
     return numbers
 
 
-def token_ids(data: bytes, path: str) -> Array:
-    """The tokens of a chunk of text."""
-    return whole(_elements(data, INT32, path), path)
-
-
 def _elements(data: bytes, dtype: int, path: str) -> Array:
     if (kind := _ELEMENTS.get(dtype)) is None:
         raise RequestError(path, f"elements of type {dtype} are not known", "send float32 or int64")
@@ -220,7 +215,7 @@ def _datum(message: Any, path: str, loss: Loss) -> Datum:
         where = f"{path}.model_input[{i}]"
         if not chunk.HasField("encoded_text"):
             raise RequestError(where, "images and sounds are not supported", "send text as tokens")
-        parts.append(token_ids(chunk.encoded_text.tokens, where))
+        parts.append(whole(_elements(chunk.encoded_text.tokens, INT32, where), where))
     inputs = np.concatenate(parts) if parts else np.zeros(0, "<i4")
     n = len(inputs)
     if not n:

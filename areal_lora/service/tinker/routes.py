@@ -30,7 +30,16 @@ from areal_lora.service.queue import requests
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import sdk_bodies
-from areal_lora.service.tinker.checkpoints import BETWEEN, KEYS, STATE, Archives, Checkpoints, Exports, keys_of
+from areal_lora.service.tinker.checkpoints import (
+    BETWEEN,
+    CREATORS,
+    KEYS,
+    STATE,
+    Archives,
+    Checkpoints,
+    Exports,
+    keys_of,
+)
 from areal_lora.service.tinker.passes import read_pass
 from areal_lora.service.tinker.sample_tasks import NO_OUTPUT_LAYER, Base, Sampling, check_optimizer
 from areal_lora.service.tinker.sdk_bodies import retrieved
@@ -90,13 +99,9 @@ class Routes:
             guard("GET", "/api/v1/get_server_capabilities", partial(_constant, {"supported_models": [model]})),
         ]
 
-    # ------------------------------------------------------------ client
-
     async def config(self, request: Request, caller: http.Caller) -> http.Answered:
         await http.body_of(request, caller)
         return FLAGS | {"sample_max_concurrent_requests": max(1, caller.quota.queued // 2)}
-
-    # ------------------------------------------------------------ sessions and models
 
     async def create_session(self, caller: http.Caller, body: sdk_bodies.CreateSession, mark: str) -> http.Answered:
         http.notes_of(body.user_metadata)
@@ -128,17 +133,9 @@ class Routes:
         name = caller.tenant, body.model_id
         exported = self._exports.state(*name)
         lora = exported.lora if exported else await self._queue.change(lambda tx: tx.model(*name).lora)
-        data = {"arch": "lora", "model_name": self._base.name, "tokenizer_id": self._base.tokenizer}
-        return {
-            "type": "get_info",
-            "model_id": body.model_id,
-            "model_data": data,
-            "model_name": self._base.name,
-            "is_lora": True,
-            "lora_rank": lora.rank,
-        }
-
-    # ------------------------------------------------------------ operations
+        named = {"model_name": self._base.name}
+        data = {"arch": "lora", "tokenizer_id": self._base.tokenizer} | named
+        return {"type": "get_info", "model_id": body.model_id, "model_data": data} | named | self._base.about(lora)
 
     async def forward_backward(self, request: Request, caller: http.Caller) -> http.Answered:
         body = await http.body_of(request, caller, long=True)
@@ -170,7 +167,7 @@ class Routes:
             fix = "send model_id and seq_id, or session_id and model_seq_id"
             raise RequestError("model_id", "it names no model", fix)
         made = requests.CreateModel(lora=None, load=action, notes=http.notes_of(body.user_metadata))
-        if self._exports.wanted(made.notes):
+        if made.notes.get("created_by") in CREATORS:
             await self._queue.heartbeat(caller.tenant, body.session_id)
             state = await self._queue.change(lambda tx: tx.state(caller.tenant, body.path))
             return _future(self._exports.start(caller.tenant, body.session_id, body.model_seq_id, state))

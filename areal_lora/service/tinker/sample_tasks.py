@@ -72,16 +72,15 @@ class Base:
         if given is None:
             raise RequestError("lora_config", "there is none: only adapters are trained", "send lora_config")
         check_optimizer(optimizer)
-        targets = tuple(t for t in self.targets if (given.train_attn if _of_attention(t) else given.train_mlp))
+        targets = tuple(t for t in self.targets if (given.train_attn if of_attention(t) else given.train_mlp))
         if not targets:
             reason = f"none of the modules that it names can be adapted here: {', '.join(self.targets)} can"
             raise RequestError("lora_config", reason, "set train_attn or train_mlp")
         return Lora(rank=given.rank, alpha=ALPHA, target_modules=targets, seed=given.seed)
 
-    def shown(self, lora: Lora) -> tuple[bool, bool]:
-        """Whether attention and MLP are trained."""
-        found = [_of_attention(target) for target in lora.target_modules]
-        return any(found), not all(found)
+    def about(self, lora: Lora) -> dict[str, object]:
+        """What the SDK reads of every model."""
+        return {"base_model": self.name, "is_lora": True, "lora_rank": lora.rank}
 
 
 def _names(folder: Path) -> tuple[str, frozenset[str]]:
@@ -102,7 +101,7 @@ def check_optimizer(optimizer: sdk_bodies.OptimizerBody | None) -> None:
         raise RequestError("optimizer_config", f"{optimizer.type[:64]!r} is not supported", "use AdamW")
 
 
-def _of_attention(target: str) -> bool:
+def of_attention(target: str) -> bool:
     return target.rpartition(".")[2] in ATTENTION_LINEARS or "attn" in target
 
 
