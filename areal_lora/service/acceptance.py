@@ -75,23 +75,18 @@ def allowed(adapter: AdapterConfig, offered: ApiConfig, quota: Quota, tenant: st
 
 
 def _code(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
-    """User code that the operator does not offer."""
-    for key, text in _named_code(adapter):
+    """User code that the operator does not offer; the tests of the reward ``code`` are programs in tenants' rows."""
+    rewards = sections.reward_keys("", adapter.reward)
+    named = [*named_code(adapter)]
+    named += [(f"{key}.kind", CODE_REWARD) for key, reward in rewards if isinstance(reward, sections.CodeReward)]
+    tasks = [("task", adapter.task), *((f"evals.{i}.task", each.task) for i, each in enumerate(adapter.evals))]
+    filtered = [(key, task.keep) for key, task in tasks if isinstance(task, sections.DatasetTask)]
+    named += [(f"{key}.keep", keep) for key, keep in filtered if keep is not None]
+    for key, text in named:
         if text not in offered.code:
             choices = ", ".join(offered.code) or "none"
             fix = f"use a built-in one, or what the operator offers ({choices})"
             yield RequestError(key, "user code runs as the user of the run, and this code is not offered", fix)
-
-
-def _named_code(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
-    yield from named_code(adapter)
-    for key, reward in sections.reward_keys("", adapter.reward):
-        if isinstance(reward, sections.CodeReward):
-            yield f"{key}.kind", CODE_REWARD  # the tests are programs in the tenant's rows
-    tasks = [("task", adapter.task), *((f"evals.{i}.task", each.task) for i, each in enumerate(adapter.evals))]
-    for key, task in tasks:
-        if isinstance(task, sections.DatasetTask) and task.keep is not None:
-            yield f"{key}.keep", task.keep
 
 
 def _judges(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
@@ -240,7 +235,8 @@ def _as_request_errors() -> Iterator[None]:
     try:
         yield
     except (ConfigError, ConfigErrors) as error:
-        raise RequestError.of(own_path(error if isinstance(error, ConfigError) else error.errors[0])) from None
+        first = own_path(error if isinstance(error, ConfigError) else error.errors[0])
+        raise RequestError(first.path, first.reason, first.fix) from None
     except ArealLoraError as error:
         raise RequestError("task", str(error), "turn to the operator of the run") from None
 

@@ -36,7 +36,6 @@ JSON, EVENTS = "application/json", "text/event-stream"
 RESERVED = ("pin_version", "background")
 """Fields of the run's own requests: to keep a version on the servers, and to order requests."""
 NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-BROKEN = 502
 TRY_ANOTHER = (429, 503)
 """Statuses of a server that has not started the request."""
 
@@ -159,7 +158,7 @@ async def _events(response: aiohttp.ClientResponse, names: Names) -> AsyncIterat
 
 def _broken() -> RequestError:
     reason = "the server failed during this request, which is not repeated on others"
-    return RequestError("model", reason, "try again", status=BROKEN)
+    return RequestError("model", reason, "try again", status=502)
 
 
 class Names:

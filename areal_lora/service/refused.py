@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from starlette.responses import Response
 
-from areal_lora.errors import ArealLoraError, ConfigError
+from areal_lora.errors import ArealLoraError
 
 
 class RequestError(ArealLoraError):
@@ -15,10 +15,6 @@ class RequestError(ArealLoraError):
         self.headers = {} if retry_s is None else {"Retry-After": str(retry_s)}
         self.status, self.path, self.reason, self.fix = status, path, reason, fix
         super().__init__(f"{path}: {reason}" + (f" (fix: {fix})" if fix else ""))
-
-    @classmethod
-    def of(cls, error: ConfigError) -> RequestError:
-        return cls(error.path, error.reason, error.fix)
 
     def response(self) -> Response:
         body = msgspec.json.encode({"error": {"path": self.path, "reason": self.reason, "fix": self.fix}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -55,12 +56,10 @@ def of_each_adapter(rule: Callable[[Config, Facts, AdapterConfig], Iterator[Find
 
 def shape_of(facts: Facts) -> ModelShape | None:
     """Sizes of the model; None where the model rule has already complained."""
-    if facts.hf_config is None:
-        return None
-    try:
-        return ModelShape.from_hf(facts.hf_config, facts.checkpoint)
-    except (KeyError, ConfigError):
-        return None
+    if facts.hf_config is not None:
+        with suppress(KeyError, ConfigError):
+            return ModelShape.from_hf(facts.hf_config, facts.checkpoint)
+    return None
 
 
 def canonical(config: Config, shape: ModelShape) -> Config:
