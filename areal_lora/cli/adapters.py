@@ -23,7 +23,7 @@ from urllib.parse import quote
 import typer
 
 from areal_lora.cli.find_run import aligned, find_run, run_names
-from areal_lora.config.sources import read_source
+from areal_lora.config.load import read_source
 from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.run_folder.atomic import replacing
 from areal_lora.run_folder.paths import RunFolder

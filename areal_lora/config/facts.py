@@ -17,18 +17,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from areal_lora.config.models import (
-    AgentWorkflowConfig,
-    Config,
-    CustomWorkflowConfig,
-    ModelConfig,
-    MultiTurnWorkflowConfig,
-)
+from areal_lora.config import models
 from areal_lora.config.recorded import missing_files
 from areal_lora.config.sections.run import CODE_REWARD, own_place
 from areal_lora.config.sections.task import FunctionReward, JudgeReward, reward_keys
@@ -183,7 +178,7 @@ class Facts:
     checkpoint: Checkpoint | None = None
 
 
-def gather_facts(config: Config, *, runs_here: bool) -> Facts:
+def gather_facts(config: models.Config, *, runs_here: bool) -> Facts:
     """Inspect the model folder, adapters and user code; if ``runs_here``, also this machine's address and devices.
 
     Host memory is compared for every run of this machine: a plan needs no address, but it needs to fit.
@@ -219,7 +214,7 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _read_model(model: ModelConfig) -> tuple[dict[str, Any] | None, str, bool]:
+def _read_model(model: models.ModelConfig) -> tuple[dict[str, Any] | None, str, bool]:
     """Return (config.json, problem, is local). ``launcher.hub`` has resolved a hub name before."""
     folder = Path(model.folder)
     if not folder.is_dir():
@@ -233,7 +228,7 @@ def _read_model(model: ModelConfig) -> tuple[dict[str, Any] | None, str, bool]:
         return None, f"config.json in {str(folder)!r} cannot be read: {error}", True
 
 
-def _chat_template(model: ModelConfig) -> bool | None:
+def _chat_template(model: models.ModelConfig) -> bool | None:
     folder = Path(model.folder)
     if any(folder.glob("chat_template.*")):
         return True
@@ -244,33 +239,39 @@ def _chat_template(model: ModelConfig) -> bool | None:
     return bool(settings.get("chat_template"))
 
 
-def _checkpoint(model: ModelConfig, hf_config: Mapping[str, Any] | None) -> Checkpoint | None:
-    if hf_config is None or hf_config.get("model_type") in supported():
-        return None
-    try:
-        return read_checkpoint(Path(model.folder))
-    except (OSError, ValueError):
-        return None
+def _checkpoint(model: models.ModelConfig, hf_config: Mapping[str, Any] | None) -> Checkpoint | None:
+    if hf_config is not None and hf_config.get("model_type") not in supported():
+        with suppress(OSError, ValueError):
+            return read_checkpoint(Path(model.folder))
+    return None
 
 
-def _code_problems(config: Config) -> Iterator[ConfigError]:
+def named_code(adapter: models.AdapterConfig, at: str = "") -> Iterator[tuple[str, str]]:
+    """User code of rewards and workflow, with its keys below ``at``, which ends with a dot. Its filter is not in it."""
+    for key, reward in reward_keys(at, adapter.reward):
+        if isinstance(reward, FunctionReward):
+            yield f"{key}.path", reward.path
+    match adapter.workflow:
+        case models.MultiTurnWorkflowConfig(environment=environment):
+            yield f"{at}workflow.environment", environment
+        case models.CustomWorkflowConfig(path=path) | models.AgentWorkflowConfig(path=path):
+            yield f"{at}workflow.path", path
+    parser = adapter.workflow.tool_parser if isinstance(adapter.workflow, models.AgentWorkflowConfig) else None
+    if parser and not parser.isidentifier():
+        yield f"{at}workflow.tool_parser", parser
+
+
+def _code_problems(config: models.Config) -> Iterator[ConfigError]:
     """Yield the faults of named user code, which does not run, and keys of judges that are not set."""
     for i, adapter in enumerate(config.adapters):
-        workflow, at = adapter.workflow, f"adapters.{i}"
-        named: dict[str, str] = {}
+        at = f"adapters.{i}."
         for key, reward in reward_keys(at, adapter.reward):
-            if isinstance(reward, FunctionReward):
-                named[f"{key}.path"] = reward.path
-            elif isinstance(reward, JudgeReward) and reward.key_env and not os.environ.get(reward.key_env):
+            if isinstance(reward, JudgeReward) and reward.key_env and not os.environ.get(reward.key_env):
                 fix = f"export {reward.key_env}=... where the run starts"
                 yield ConfigError(f"{key}.key_env", f"the environment variable {reward.key_env} is not set", fix)
-        if isinstance(workflow, MultiTurnWorkflowConfig):
-            named[f"{at}.workflow.environment"] = workflow.environment
-        elif isinstance(workflow, CustomWorkflowConfig | AgentWorkflowConfig):
-            named[f"{at}.workflow.path"] = workflow.path
-        if isinstance(workflow, AgentWorkflowConfig) and workflow.tool_parser and ":" in workflow.tool_parser:
-            named[f"{at}.workflow.tool_parser"] = workflow.tool_parser
-        for key, text in named.items():
+        for key, text in named_code(adapter, at):
+            if key.endswith(".tool_parser") and ":" not in text:
+                continue  # one of vLLM's
             try:
                 # Modules of another interpreter cannot be checked here.
                 if config.rollout.python is None or parse_import_path(text, key).file is not None:
@@ -279,7 +280,7 @@ def _code_problems(config: Config) -> Iterator[ConfigError]:
                 yield error
 
 
-def _service_problems(config: Config) -> Iterator[ConfigError]:
+def _service_problems(config: models.Config) -> Iterator[ConfigError]:
     if config.service is None or (api := config.service.api) is None:
         return
     if api.data is not None and not api.data.is_dir():
@@ -299,7 +300,7 @@ def _service_problems(config: Config) -> Iterator[ConfigError]:
             yield error
 
 
-def _address_problem(config: Config) -> ConfigError | None:
+def _address_problem(config: models.Config) -> ConfigError | None:
     try:
         own_place(config.cluster, config.run_folder)
     except ConfigError as error:

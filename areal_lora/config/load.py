@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,9 +22,9 @@ from areal_lora.config import models
 from areal_lora.config.models import Config
 from areal_lora.config.sections.section import described
 from areal_lora.config.sections.task import ONE, SEVERAL
-from areal_lora.config.sources import COMMAND_LINE, Source, configuration_file, local_path, origin_of, read_source
 from areal_lora.errors import ConfigError, ConfigErrors
 
+COMMAND_LINE = "the command line"
 GIVEN = "the given mapping"
 _TAGGED = frozenset({"task", "format", "workflow", "reward", "algorithm"})
 """Sections with a ``kind``."""
@@ -43,6 +44,104 @@ _NOUNS = {
     "model_": "the keys of this section below it",
 }
 """What to give, by the beginning of pydantic's type of error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One file, or the overrides: what it set, and on which line."""
+
+    label: str
+    data: dict[str, Any]
+    lines: dict[models.Path, int]
+    folder: Path
+
+    def where(self, path: models.Path) -> str:
+        line = self.lines.get(path)
+        return self.label if line is None else f"{self.label}:{line}"
+
+
+def read_source(path: Path) -> Source:
+    """Parse one YAML file. Raises ConfigError for a missing, unreadable or malformed file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(str(path), "no such configuration file", "check the path given to --config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), f"cannot be read: {error}", "give a YAML file to --config") from None
+    try:
+        data = yaml.safe_load(text)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        # The parser's problem with its line, without its copy of the text.
+        mark = getattr(error, "problem_mark", None)
+        at = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        fix = "correct indentation, quotes, brackets; no tabs, no tags"
+        raise ConfigError(at, f"is not valid YAML: {problem}", fix) from None
+    data = {} if data is None else data
+    if not isinstance(data, dict):
+        reason = f"holds a {type(data).__name__}, not key: value pairs"
+        raise ConfigError(str(path), reason, "start with a section such as `run:`")
+    lines: dict[models.Path, int] = {}
+    if root is not None:
+        _index_lines(root, (), lines, str(path))
+    return Source(label=str(path), data=data, lines=lines, folder=path.resolve().parent)
+
+
+def _index_lines(node: yaml.Node, path: models.Path, lines: dict[models.Path, int], label: str) -> None:
+    """Record the line of each key; a key given twice is an error, YAML would silently keep the last."""
+    if isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            _index_lines(item, (*path, i), lines, label)
+    elif isinstance(node, yaml.MappingNode):
+        seen: set[models.Path] = set()
+        for key, value in node.value:
+            here = (*path, key.value)
+            line = key.start_mark.line + 1
+            if here in seen:
+                raise ConfigError(models.dotted(here), f"given twice in {label}:{line}", "keep one of the two")
+            seen.add(here)
+            lines[here] = line
+            _index_lines(value, here, lines, label)
+
+
+def origin_of(path: models.Path, data: Any, sources: Sequence[Source]) -> Source | None:
+    """The last source that set ``path``."""
+    return next((s for s in reversed(sources) if local_path(path, data, s.data) is not None), None)
+
+
+def local_path(path: models.Path, data: Any, local: Mapping[str, Any]) -> models.Path | None:
+    """``path`` of the merged tree as it is numbered within one source; None where the source does not set it."""
+    if path[:1] == ("adapters",) and len(path) > 1:
+        entries = local.get("adapters")
+        if not isinstance(entries, list):
+            return None
+        name = models.value_at(data, (*path[:2], "name"))
+        single = len(entries) == 1 and len(data["adapters"]) == 1
+        at = next((i for i, e in enumerate(entries) if single or (isinstance(e, dict) and e.get("name") == name)), None)
+        if at is None:
+            return None
+        path = ("adapters", at, *path[2:])
+    holder = models.value_at(local, path[:-1])
+    key = path[-1]
+    present = key in holder if isinstance(holder, dict) else isinstance(holder, list) and int(key) < len(holder)
+    return path if present else None
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def examples() -> Path:
+    """Folder of the shipped examples."""
+    installed = _PACKAGE / "examples"
+    return installed if installed.is_dir() else _PACKAGE.parent / "examples"
+
+
+def configuration_file(path: Path) -> Path:
+    """``path``, or the shipped example of this name if ``path`` is a bare name of no file of the working folder."""
+    if path.exists() or path.name != str(path):
+        return path
+    return next(iter(sorted(examples().glob(f"*/{path.name}"))), path) if path.suffix in (".yaml", ".yml") else path
 
 
 def to_config_errors(error: ValidationError, data: Any, sources: Sequence[Source]) -> list[ConfigError]:
@@ -177,19 +276,18 @@ def apply_override(data: dict[str, Any], text: str) -> tuple[dict[str, Any], Sou
     if parts[0] != "adapters" or len(parts) == 1:
         nested = _nest(parts, value)
         merged = merge_maps(_check_is_map(data, parts), nested, COMMAND_LINE)
-        return merged, Source(label=COMMAND_LINE, data=nested, lines={}, folder=Path.cwd())
-    adapters = data.get("adapters")
-    if not isinstance(adapters, list):
-        raise ConfigError(key, "no configuration file has a list `adapters`", "add one to a file")
-    at, rest = _find_adapter(adapters, key)
-    if not rest:
-        raise ConfigError(key, "an adapter cannot be replaced as a whole", f"set one of its keys, {key}.rank=8")
-    entry = _nest(rest, value)
-    merged_entry = merge_maps(_check_is_map(adapters[at], rest), entry, COMMAND_LINE)
-    merged_adapters = [merged_entry if i == at else old for i, old in enumerate(adapters)]
-    # Sources look an entry up by name, so that the error names the command line and not a file.
-    nested = {"adapters": [{"name": merged_entry.get("name"), **entry}]}
-    return {**data, "adapters": merged_adapters}, Source(label=COMMAND_LINE, data=nested, lines={}, folder=Path.cwd())
+    else:
+        adapters = data.get("adapters")
+        if not isinstance(adapters, list):
+            raise ConfigError(key, "no configuration file has a list `adapters`", "add one to a file")
+        at, rest = _find_adapter(adapters, key)
+        if not rest:
+            raise ConfigError(key, "an adapter cannot be replaced as a whole", f"set one of its keys, {key}.rank=8")
+        changed = merge_maps(_check_is_map(adapters[at], rest), _nest(rest, value), COMMAND_LINE)
+        merged = {**data, "adapters": [changed if i == at else old for i, old in enumerate(adapters)]}
+        # Sources look an entry up by name, so that the error names the command line and not a file.
+        nested = {"adapters": [{"name": changed.get("name"), **_nest(rest, value)}]}
+    return merged, Source(label=COMMAND_LINE, data=nested, lines={}, folder=Path.cwd())
 
 
 def _find_adapter(adapters: list[Any], key: str) -> tuple[int, list[str]]:
@@ -208,10 +306,7 @@ def _find_adapter(adapters: list[Any], key: str) -> tuple[int, list[str]]:
 
 
 def _nest(parts: list[str], value: Any) -> dict[str, Any]:
-    nested = {parts[-1]: value}
-    for part in reversed(parts[:-1]):
-        nested = {part: nested}
-    return nested
+    return {parts[0]: _nest(parts[1:], value) if parts[1:] else value}
 
 
 def _check_is_map(data: dict[str, Any], parts: list[str]) -> dict[str, Any]:

@@ -52,9 +52,8 @@ class Config(Section):
 
     run: RunConfig
     model: ModelConfig
-    service: ServiceConfig | None = Field(
-        None, description="If present, even as `{}`, adapters join and leave while the run works."
-    )
+    service: ServiceConfig | None = None
+    """If present, even as `{}`, adapters join and leave while the run works."""
     adapters: list[AdapterConfig] = Field(default_factory=list, validate_default=True)
     trainer: TrainerConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -163,6 +162,8 @@ def _of_overlays(node: Any) -> Any:
         return node
     names = {"oneOf": "anyOf"}
     found = {names.get(key, key): _of_overlays(value) for key, value in node.items() if key != "discriminator"}
+    if isinstance(text := found.get("description"), str):
+        found["description"] = " ".join(text.split())
     if isinstance(found.get("required"), list):
         del found["required"]
     return found

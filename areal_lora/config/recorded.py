@@ -24,9 +24,8 @@ from typing import Any, Literal
 from huggingface_hub import try_to_load_from_cache
 from pydantic import ValidationError
 
-from areal_lora.config.load import to_config_errors, without_tags
-from areal_lora.config.models import AdapterConfig, Config, ModelConfig, value_at
-from areal_lora.config.sources import Source
+from areal_lora.config.load import Source, to_config_errors, without_tags
+from areal_lora.config.models import AdapterConfig, Config, value_at
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.desired import DesiredAdapter, read_desired
@@ -48,10 +47,12 @@ def write_config(run_folder: RunFolder, config: Config) -> None:
 
 
 def read_config(run_folder: RunFolder) -> Config:
-    """Inverse of :func:`write_config`. Raises ConfigError for a missing file and for one of another version."""
-    data = _without_old_keys(json.loads(_content(run_folder)))
+    """Inverse of :func:`write_config`. Raises ConfigError for one that is missing, cut short or of another version."""
     try:
-        return Config.model_validate(data)
+        return Config.model_validate(_without_old_keys(json.loads(_content(run_folder))))
+    except json.JSONDecodeError as error:
+        reason = f"it is not JSON ({error}): it was cut short or edited"
+        raise ConfigError(str(run_folder.config), reason, "restore the file, or start over with --fresh") from None
     except ValidationError as error:
         reason = f"this version cannot read it ({error.error_count()} keys differ), so the run cannot be resumed"
         raise ConfigError(str(run_folder.config), reason, "set another run.name, or start over with --fresh") from None
@@ -70,15 +71,7 @@ def _without_old_keys(data: Any, names: Container[Any] | None = None) -> Any:
 
 
 def read_config_here(run_folder: RunFolder) -> Config:
-    """The configuration of the run, at the place where its folder is now, with the adapters that have joined.
-
-    Raises ConfigError for a file that is half-written or of another version of areal_lora.
-    """
-    try:
-        json.loads(_content(run_folder))
-    except ValueError as error:
-        reason = f"it is not JSON ({error}): it was cut short or edited"
-        raise ConfigError(str(run_folder.config), reason, "restore the file, or start over with --fresh") from None
+    """As `read_config`, at the place where the run's folder is now, with the adapters that have joined."""
     return moved_here(with_joined(read_config(run_folder), run_folder), run_folder)
 
 
@@ -295,8 +288,10 @@ def conflict(before: Config, now: Config) -> ConfigError | None:
     for key, why in RUN.items():
         if error := _differs(why, key, _at(before, key), _at(now, key)):
             return error
-    if error := _other_commit(before.model, now.model):
-        return error
+    # A revision of a hub name may be given another way if it is the same commit, or where one is not known.
+    commit, revision = before.model.commit, f"{now.model.revision} (commit {now.model.commit})"
+    if None not in (commit, now.model.commit) and commit != now.model.commit:
+        return _differs(RUN["model.path"], "model.revision", commit, revision)
     names, wanted = (sorted(adapter.name for adapter in config.adapters) for config in (before, now))
     if error := _differs("a run keeps its adapters", "adapters", names, wanted):
         return error
@@ -333,19 +328,6 @@ def adapter_conflict(trained: AdapterSpec, now: AdapterConfig, index: int, sourc
             if error := _differs(why, f"adapters.{index}.{key}", *values, source=f"{source} was trained"):
                 return error
     return None
-
-
-def _other_commit(before: ModelConfig, now: ModelConfig) -> ConfigError | None:
-    """A revision of a hub name may be given another way if it is the same commit; None where one is not known."""
-    if before.commit is None or now.commit is None or before.commit == now.commit:
-        return None
-    was = before.revision or before.commit
-    return ConfigError(
-        "model.revision",
-        f"it is {now.revision} (commit {now.commit}), but the run was started with commit "
-        f"{before.commit}, and the adapter belongs to its base model",
-        f"set it back to {was}, choose another run.name, or start over with --fresh",
-    )
 
 
 def changes(before: Config, now: Config) -> list[str]:

@@ -30,23 +30,14 @@ PACKED = frozenset([
     "ministral", "mistral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "seed_oss",
     "smollm3", "starcoder2",
 ])
-# fmt: on
 """Model types without a row whose tiny models score alike packed by the FSDP engine and alone by transformers 5.19."""
 
-UNSERVED = frozenset(
-    [
-        "bitnet",
-        "diffllama",
-        "ernie4_5_moe",  # the server scores differently
-        "flex_olmo",  # the server ends while it starts on a CPU, glm4_moe too
-        "glm4",  # mlp.gate_up_proj is not wrapped
-        "glm4_moe",
-        "helium",
-        "ministral",
-        "persimmon",
-    ]
-)
-"""Those of `PACKED` for which vLLM 0.32 has no class, or one without LoRA, or whose server differs or ends."""
+UNSERVED = frozenset([
+    "bitnet", "diffllama", "ernie4_5_moe", "flex_olmo", "glm4", "glm4_moe", "helium", "ministral", "persimmon",
+])
+# fmt: on
+"""Those of `PACKED` for which vLLM 0.32 has no class, or one without LoRA; or the server scores differently
+(ernie4_5_moe), does not wrap mlp.gate_up_proj (glm4), or ends while it starts on a CPU (flex_olmo, glm4_moe)."""
 
 _LAYERS = {"full_attention", "sliding_attention"}
 

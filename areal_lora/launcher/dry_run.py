@@ -35,8 +35,7 @@ from areal_lora.families.sites import adapter_size
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm.script import sbatch_script
 from areal_lora.launcher.start import previous_run, with_absolute_root
-from areal_lora.network.addresses import WILDCARDS
-from areal_lora.network.tls import on_loopback
+from areal_lora.network.addresses import WILDCARDS, on_loopback
 from areal_lora.obs.console import duration, human_bytes
 from areal_lora.rollout.ledger.reconcile import reconciliations
 from areal_lora.run_folder.paths import RunFolder

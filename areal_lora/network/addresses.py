@@ -52,6 +52,14 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def on_loopback(bind: str) -> bool:
+    """Whether only this machine can reach what is bound to ``bind``."""
+    try:
+        return ipaddress.ip_address(bind).is_loopback
+    except ValueError:
+        return bind == "localhost"
+
+
 def choose(
     *, bind: str, interface: str, interfaces: Sequence[Interface], routes: Sequence[_Address], nodes: int
 ) -> Place:
@@ -67,30 +75,21 @@ def choose(
         if found:
             return Place(address=str(found[0][1]), interface=found[0][0].name)
         what = "leads to the other nodes" if interface == "auto" else f"belongs to {interface!r}"
-        raise ConfigError(
-            "cluster.interface",
-            f"no address of this machine {what}; it has {_listing(interfaces)}",
-            "name one of these interfaces, or a network such as 10.0.0.0/8 that holds one address of every node",
-        )
+        fix = "name one of these interfaces, or a network such as 10.0.0.0/8 that holds one address of every node"
+        raise ConfigError("cluster.interface", f"no address of this machine {what}; it has {_listing(interfaces)}", fix)
     try:
         address = ipaddress.ip_address(bind)
     except ValueError:
         return Place(address=bind, interface="")
     if address.is_loopback and nodes > 1:
-        raise ConfigError(
-            "cluster.bind",
-            f"{nodes} nodes cannot reach each other on {bind}; this machine has {_listing(interfaces)}",
-            "set cluster.bind=0.0.0.0",
-        )
+        reason = f"{nodes} nodes cannot reach each other on {bind}; this machine has {_listing(interfaces)}"
+        raise ConfigError("cluster.bind", reason, "set cluster.bind=0.0.0.0")
     for one in interfaces:
         # All of 127.0.0.0/8 can be bound, only its first address is listed.
         if address in one.addresses or (address.is_loopback and any(a.is_loopback for a in one.addresses)):
             return Place(address=bind, interface=one.name)
-    raise ConfigError(
-        "cluster.bind",
-        f"this machine has no address {bind}; it has {_listing(interfaces)}",
-        "set cluster.bind=0.0.0.0 and choose with cluster.interface",
-    )
+    reason = f"this machine has no address {bind}; it has {_listing(interfaces)}"
+    raise ConfigError("cluster.bind", reason, "set cluster.bind=0.0.0.0 and choose with cluster.interface")
 
 
 def _found(
@@ -127,9 +126,6 @@ def as_network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | Non
 
 def _listing(interfaces: Sequence[Interface]) -> str:
     return "; ".join(f"{i.name} {', '.join(map(str, i.addresses))}" for i in interfaces) or "none"
-
-
-# --- facts -------------------------------------------------------------------------------
 
 
 def find_place(*, bind: str, interface: str, nodes: int, peers: Sequence[str]) -> Place:

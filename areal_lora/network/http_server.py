@@ -1,5 +1,7 @@
 """Serve an ASGI app on a bound socket inside the event loop of its process; limit bodies, follow disconnects.
 
+Bodies of ``POST /v1/tool_calls``, for the rollout servers and their client.
+
 Bound what one inference request makes a server generate; the data plane and the service's gateway check it first.
 
 A body of 256 KiB can hold 65,000 prompts of 16,384 answers each: the list of their sequences alone ends a process.
@@ -81,8 +83,9 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         announced, read = header(scope, b"content-length"), 0
+        problem = f"the body is longer than {self._max_bytes} bytes"
         if announced.isdigit() and int(announced) > self._max_bytes:
-            await self._refuse(413, self._problem)(scope, receive, send)
+            await self._refuse(413, problem)(scope, receive, send)
             return
 
         async def limited() -> Message:
@@ -90,14 +93,10 @@ class BodyLimit:
             message = await receive()
             read += len(message.get("body", b""))
             if read > self._max_bytes:
-                raise HTTPException(413, self._problem, {"Connection": "close"})
+                raise HTTPException(413, problem, {"Connection": "close"})
             return message
 
         await self._app(scope, limited, send)
-
-    @property
-    def _problem(self) -> str:
-        return f"the body is longer than {self._max_bytes} bytes"
 
 
 async def unless_disconnected(
@@ -156,3 +155,29 @@ def prompts_of(prompt: Prompt) -> list[str] | list[list[int]]:
     if len(parts) not in (len(texts), len(numbers), len(lists)):
         raise msgspec.ValidationError("prompt mixes texts, token ids and lists of token ids")
     return [numbers] if numbers else texts or lists
+
+
+class ToolCallsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Texts of answers to requests with these ``tools``, in OpenAI's chat format."""
+
+    parser: str
+    tools: list[dict[str, Any]]
+    texts: list[str]
+
+
+class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """``arguments`` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ParsedText(msgspec.Struct, frozen=True, kw_only=True):
+    """The tool calls in a text, and its content beside them."""
+
+    content: str
+    calls: list[ParsedCall] = []
+
+
+class ToolCallsAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    answers: list[ParsedText]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
@@ -47,14 +48,10 @@ def zmq_curve_keys(secret: str, role: str) -> tuple[bytes, bytes]:
     return zmq.curve_public(private), private
 
 
-class OnlyKeyOf:
+def only_key_of(secret: str, role: str) -> SimpleNamespace:
     """ZAP credentials: exactly the client key that the run secret gives ``role``."""
-
-    def __init__(self, secret: str, role: str) -> None:
-        self._key, _ = zmq_curve_keys(secret, role)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._key
+    known, _ = zmq_curve_keys(secret, role)
+    return SimpleNamespace(callback=lambda domain, key: key == known)
 
 
 def serve_curve(socket: zmq.Socket[Any], secret: str, role: str, max_bytes: int) -> None:
@@ -124,7 +121,7 @@ class Listener:
         self._context = zmq.asyncio.Context()  # its own context, because zmq authenticates peers per context
         self._authenticator = WatchedAuthenticator(self._context)
         self._authenticator.start()  # before a socket is bound: none may accept a client without this check
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyKeyOf(secret, wire.client))
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=only_key_of(secret, wire.client))
         self._sockets: list[zmq.asyncio.Socket] = []
         self._refusals: zmq.asyncio.Socket | None = None
         try:

@@ -10,18 +10,12 @@ that authority and no other::
 
 TLS 1.3 only, without early data: recorded bytes are of no use for a second connection.
 
-Keys derived from the run secret, one for each purpose; the secret itself is never sent over a socket.
+Keys are derived from the run secret, one for each purpose; the secret itself is never sent over a socket. Each is
+HKDF-SHA256 of the secret (RFC 5869) under a label, so that no key reveals anything about the secret or another key:
 
-Each key is HKDF-SHA256 of the secret (RFC 5869) under a label, so that no key reveals anything about the secret
-or about another key.
-
-========================  =====================================================================================
-label                     key
-========================  =====================================================================================
-``bearer <plane>``        bearer token of a client of an HTTP plane, inside TLS
-``certificate <plane>``   private key of the certificate authority of an HTTP plane (``network.tls``)
-``curve <role>``          private CURVE key of one end of a zmq connection (``network.rpc.zmq_curve_keys``)
-========================  =====================================================================================
+    bearer PLANE        token of a client of an HTTP plane, inside TLS
+    certificate PLANE   private key of the authority of an HTTP plane
+    curve ROLE          private CURVE key of one end of a zmq connection (`network.rpc.zmq_curve_keys`)
 """
 
 from __future__ import annotations
@@ -32,7 +26,6 @@ import ipaddress
 import os
 import socket
 import ssl
-from collections.abc import Iterable
 from enum import StrEnum
 from functools import lru_cache
 
@@ -75,17 +68,12 @@ def authorized(header: str | None, secret: str, plane: Plane) -> bool:
     return hmac.compare_digest((header or "").encode(errors="surrogateescape"), expected.encode())
 
 
+_OTHER_USAGE = (
+    "digital_signature content_commitment key_encipherment data_encipherment key_agreement encipher_only decipher_only"
+)
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256
 # A secret is made for every start of a run, and its certificates with it: they need no other end.
-_FROM, _UNTIL = (datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (2020, 2100))
-
-
-def on_loopback(bind: str) -> bool:
-    """Whether only this machine can reach what is bound to ``bind``."""
-    try:
-        return ipaddress.ip_address(bind).is_loopback
-    except ValueError:
-        return bind == "localhost"
+_FROM, _UNTIL = (datetime.datetime(year, 1, 1) for year in (2020, 2100))
 
 
 def ca_pem(secret: str, plane: Plane) -> bytes:
@@ -108,7 +96,17 @@ def client_context(secret: str, plane: Plane) -> ssl.SSLContext:
 
 def server_context(secret: str, plane: Plane, bind: str) -> ssl.SSLContext:
     """For a server bound to ``bind``: a fresh key pair, and a certificate for the addresses it can be reached at."""
-    key, certificate = _issue(secret, plane, _names(bind))
+    ca_key, ca = _authority(secret, plane)
+    key, name = ec.generate_private_key(ec.SECP256R1()), _name("areal_lora rollout server")
+    certificate = (
+        x509.CertificateBuilder(ca.subject, name, key.public_key(), x509.random_serial_number(), _FROM, _UNTIL)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName(_names(bind)), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+        .sign(ca_key, SHA256())
+    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # OpenSSL reads a path only. This file has a name in no folder and ends with its descriptor.
@@ -129,40 +127,13 @@ def _authority(secret: str, plane: Plane) -> tuple[ec.EllipticCurvePrivateKey, x
     key = ec.derive_private_key(number, ec.SECP256R1())
     subject = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     name = _name(f"areal_lora {plane} plane {subject.digest.hex()[:16]}")
-    usage = x509.KeyUsage(
-        key_cert_sign=True,
-        crl_sign=True,
-        digital_signature=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    usage = x509.KeyUsage(key_cert_sign=True, crl_sign=True, **dict.fromkeys(_OTHER_USAGE.split(), False))
     certificate = (
-        _builder(name, name, key.public_key(), int.from_bytes(subject.digest[:16]) >> 1)
+        x509.CertificateBuilder(name, name, key.public_key(), int.from_bytes(subject.digest[:16]) >> 1, _FROM, _UNTIL)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(subject, critical=False)
         .sign(key, SHA256(), ecdsa_deterministic=True)
-    )
-    return key, certificate
-
-
-def _issue(
-    secret: str, plane: Plane, names: Iterable[x509.GeneralName]
-) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    ca_key, ca = _authority(secret, plane)
-    key = ec.generate_private_key(ec.SECP256R1())
-    certificate = (
-        _builder(_name("areal_lora rollout server"), ca.subject, key.public_key(), x509.random_serial_number())
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
-        .sign(ca_key, SHA256())
     )
     return key, certificate
 
@@ -184,17 +155,3 @@ def _names(bind: str) -> list[x509.GeneralName]:
 
 def _name(common: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])
-
-
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, serial: int
-) -> x509.CertificateBuilder:
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(serial)
-        .not_valid_before(_FROM)
-        .not_valid_after(_UNTIL)
-    )

@@ -113,13 +113,12 @@ class ServiceEnd:
         secret, port = read_secret(self._run_folder), endpoint.ports["operations"]
         self._connection = connection = Subscription(context, endpoint.host, port, secret, WIRE)
         try:
-            await connection.run(
-                lambda: protocol.encode(protocol.ServiceHello()),
-                lambda payload: self._received(protocol.decode_to_service(payload)),
-                lambda: self._find() not in (None, endpoint),
-            )
-        except ConnectionLost:
-            pass  # another connection greets again
+            with suppress(ConnectionLost):  # another connection greets again
+                await connection.run(
+                    lambda: protocol.encode(protocol.ServiceHello()),
+                    lambda payload: self._received(protocol.decode_to_service(payload)),
+                    lambda: self._find() not in (None, endpoint),
+                )
         finally:
             self._connection = None
             connection.close()

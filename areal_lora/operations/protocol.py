@@ -36,7 +36,7 @@ carried out, and their outcomes wait as well: the service receives outcomes in t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
@@ -276,7 +276,7 @@ class Backlog:
             queue.outcomes[last.number] = last
         self._queues[adapter] = queue
         self._gone.pop(adapter, None)
-        return [*queue.outcomes.values(), Expects(adapter=adapter, number=queue.expects)]
+        return self._known(adapter)
 
     def leave(self, adapter: str, reason: str) -> list[ToService]:
         """Its operations without a final outcome have failed, and so will those that come."""
@@ -291,7 +291,7 @@ class Backlog:
         """What to answer at once."""
         match message:
             case ServiceHello():
-                return list(self._all())
+                return [each for adapter in self._queues for each in self._known(adapter)]
             case Acknowledgement(adapter=adapter, number=number):
                 outcomes = self._queues[adapter].outcomes if adapter in self._queues else {}
                 for old in [n for n in outcomes if n <= number]:
@@ -343,9 +343,8 @@ class Backlog:
             queue.passes += 1
         spoils = isinstance(what, Pass | LoadState) or (isinstance(what, Poison) and not what.of_step)
         if spoils and isinstance(outcome, OperationFailure) and not queue.poison:
-            queue.poison = OperationFailure(
-                reason=f"its window has failed: {outcome.reason}", by_client=outcome.by_client
-            )
+            reason = f"its window has failed: {outcome.reason}"
+            queue.poison = OperationFailure(reason=reason, by_client=outcome.by_client)
 
     def end(self, adapter: str, number: int, outcome: Outcome | None = None) -> list[ToService]:
         """The outcome of an operation that has started is final: ``outcome``, or the one that `start` was given."""
@@ -363,10 +362,9 @@ class Backlog:
             final.append(completed)
         return final
 
-    def _all(self) -> Iterator[ToService]:
-        for adapter, queue in self._queues.items():
-            yield from queue.outcomes.values()
-            yield Expects(adapter=adapter, number=queue.expects)
+    def _known(self, adapter: str) -> list[ToService]:
+        queue = self._queues[adapter]
+        return [*queue.outcomes.values(), Expects(adapter=adapter, number=queue.expects)]
 
 
 def _failed(adapter: str, number: int, reason: str) -> OperationCompletion:

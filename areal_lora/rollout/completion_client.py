@@ -15,8 +15,7 @@ import aiohttp
 import msgspec
 
 from areal_lora.errors import RolloutError
-from areal_lora.network.completions import ParsedText, ToolCallsAnswer, ToolCallsBody
-from areal_lora.network.http_server import LEAVING_HEADER
+from areal_lora.network.http_server import LEAVING_HEADER, ParsedText, ToolCallsAnswer, ToolCallsBody
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.rollout.routing import Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, Cause, Generation, Outcome

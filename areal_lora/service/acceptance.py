@@ -23,23 +23,18 @@ import os
 import re
 import stat
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from areal_lora.config.load import load_config
-from areal_lora.config.models import (
-    AdapterConfig,
-    AgentWorkflowConfig,
-    Config,
-    CustomWorkflowConfig,
-    MultiTurnWorkflowConfig,
-)
+from areal_lora.config.facts import named_code
+from areal_lora.config.load import load_config, read_source
+from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import joined, own_path
 from areal_lora.config.sections import task as sections
 from areal_lora.config.sections.run import CODE_REWARD, ApiConfig
-from areal_lora.config.sources import read_source
 from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
@@ -68,12 +63,11 @@ def allowed(adapter: AdapterConfig, offered: ApiConfig, quota: Quota, tenant: st
     """``adapter`` with the whole paths of the tenant's files. Raises RequestError for what it may not name."""
     for refused in (*_code(adapter, offered), *_judges(adapter, offered), *_sizes(adapter, quota)):
         raise refused
-    evals = [
-        each
-        if each.task is None
-        else each.model_copy(update={"task": _task(each.task, f"evals.{i}.task", offered, quota, tenant)})
-        for i, each in enumerate(adapter.evals)
-    ]
+    evals = list(adapter.evals)
+    for i, each in enumerate(evals):
+        if each.task is not None:
+            task = _task(each.task, f"evals.{i}.task", offered, quota, tenant)
+            evals[i] = each.model_copy(update={"task": task})
     changes: dict[str, object] = {"task": _task(adapter.task, "task", offered, quota, tenant), "evals": evals}
     if adapter.init_from is not None:
         changes["init_from"] = str(_file(adapter.init_from, "init_from", offered, tenant))
@@ -81,60 +75,43 @@ def allowed(adapter: AdapterConfig, offered: ApiConfig, quota: Quota, tenant: st
 
 
 def _code(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
-    """User code that the operator does not offer."""
-    for key, text in _named_code(adapter):
+    """User code that the operator does not offer; the tests of the reward ``code`` are programs in tenants' rows."""
+    rewards = sections.reward_keys("", adapter.reward)
+    named = [*named_code(adapter)]
+    named += [(f"{key}.kind", CODE_REWARD) for key, reward in rewards if isinstance(reward, sections.CodeReward)]
+    tasks = [("task", adapter.task), *((f"evals.{i}.task", each.task) for i, each in enumerate(adapter.evals))]
+    filtered = [(key, task.keep) for key, task in tasks if isinstance(task, sections.DatasetTask)]
+    named += [(f"{key}.keep", keep) for key, keep in filtered if keep is not None]
+    for key, text in named:
         if text not in offered.code:
             choices = ", ".join(offered.code) or "none"
             fix = f"use a built-in one, or what the operator offers ({choices})"
-            yield RequestError(422, key, "user code runs as the user of the run, and this code is not offered", fix)
-
-
-def _named_code(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
-    for key, reward in _rewards(adapter.reward):
-        if isinstance(reward, sections.FunctionReward):
-            yield f"{key}.path", reward.path
-        elif isinstance(reward, sections.CodeReward):
-            yield f"{key}.kind", CODE_REWARD  # the tests are programs in the tenant's rows
-    workflow = adapter.workflow
-    if isinstance(workflow, MultiTurnWorkflowConfig):
-        yield "workflow.environment", workflow.environment
-    elif isinstance(workflow, CustomWorkflowConfig | AgentWorkflowConfig):
-        yield "workflow.path", workflow.path
-    if isinstance(workflow, AgentWorkflowConfig) and workflow.tool_parser and not workflow.tool_parser.isidentifier():
-        yield "workflow.tool_parser", workflow.tool_parser
-    tasks = [("task", adapter.task), *((f"evals.{i}.task", each.task) for i, each in enumerate(adapter.evals))]
-    for key, task in tasks:
-        if isinstance(task, sections.DatasetTask) and task.keep is not None:
-            yield f"{key}.keep", task.keep
+            yield RequestError(key, "user code runs as the user of the run, and this code is not offered", fix)
 
 
 def _judges(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
     """Addresses that scorers would ask, and keys that they would send there."""
-    for key, reward in _rewards(adapter.reward):
+    for key, reward in sections.reward_keys("", adapter.reward):
         if not isinstance(reward, sections.JudgeReward):
             continue
         if reward.url not in offered.judges:
             choices = ", ".join(offered.judges) or "none"
-            yield RequestError(422, f"{key}.url", "this judge is not offered", f"use one that is: {choices}")
+            yield RequestError(f"{key}.url", "this judge is not offered", f"use one that is: {choices}")
         elif reward.key_env is not None and reward.key_env != offered.judges[reward.url]:
             fix = "leave it out, or use the variable that the operator offers for this judge"
-            yield RequestError(422, f"{key}.key_env", "this variable is not offered for the judge", fix)
+            yield RequestError(f"{key}.key_env", "this variable is not offered for the judge", fix)
 
 
 def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
-    rewards = _rewards(adapter.reward)
+    rewards = sections.reward_keys("", adapter.reward)
     for key, found, most in (
         ("reward", sum(reward.workers for _, reward in rewards), quota.workers),
         ("sampling", adapter.sampling.prompts_per_step * adapter.sampling.n_samples, quota.sequences),
         ("evals", max((each.n_samples for each in adapter.evals), default=0), quota.sequences),
-        (
-            "reward",
-            max((r.memory_mib for _, r in rewards if isinstance(r, sections.FunctionReward)), default=0),
-            1 << 12,
-        ),
+        ("reward", max([0, *(r.memory_mib for _, r in rewards if isinstance(r, sections.FunctionReward))]), 1 << 12),
     ):
         if found > most:
-            yield RequestError(422, key, f"{found} is above the quota of {most}", f"use at most {most}")
+            yield RequestError(key, f"{found} is above the quota of {most}", f"use at most {most}")
     for key, names in (
         ("target_modules", adapter.target_modules),
         ("exclude_modules", adapter.exclude_modules),
@@ -145,24 +122,18 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
     ):
         if len(names) > MAX_NAMES or any(len(name) > MAX_LENGTH for name in names):
             reason = f"more than {MAX_NAMES} entries, or one longer than {MAX_LENGTH} characters"
-            yield RequestError(422, key, reason, "use fewer and shorter ones")
+            yield RequestError(key, reason, "use fewer and shorter ones")
     for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
         if wrong := next((pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)), None):
             reason = f"{wrong[:64]!r} is more than a plain name, and expressions can take hours to compare"
-            yield RequestError(422, key, reason, "name modules by letters, digits, _ and .")
-
-
-def _rewards(rewards: sections.RewardsConfig) -> list[tuple[str, sections.RewardConfig]]:
-    return [(key.removeprefix("."), reward) for key, reward in sections.reward_keys("", rewards)]
+            yield RequestError(key, reason, "name modules by letters, digits, _ and .")
 
 
 def _task(task: sections.TaskConfig, key: str, offered: ApiConfig, quota: Quota, tenant: str) -> sections.TaskConfig:
     """``task`` with whole paths. Raises RequestError for another's file, and a hub data set that is not offered."""
     if isinstance(task, sections.WordProblemsTask):
         if max(task.n_train, task.n_eval) > quota.problems:
-            raise RequestError(
-                422, key, f"more than {quota.problems} generated problems", f"use at most {quota.problems}"
-            )
+            raise RequestError(key, f"more than {quota.problems} generated problems", f"use at most {quota.problems}")
         return task
     named = {"train": task.train, "eval": task.eval}
     if key != "task":
@@ -177,12 +148,8 @@ def _task(task: sections.TaskConfig, key: str, offered: ApiConfig, quota: Quota,
 
 def _file(text: str, key: str, offered: ApiConfig, tenant: str) -> Path:
     """The whole path of a file or folder that ``tenant`` may name, with no link to anywhere else."""
-    refused = RequestError(
-        422,
-        key,
-        f"{text[:MAX_LENGTH]!r} is neither one of your files nor an offered data set",
-        f"name a file of your folder, or one of {', '.join([f'{SHARED}/...', *offered.data_sets])}",
-    )
+    fix = f"name a file of your folder, or one of {', '.join([f'{SHARED}/...', *offered.data_sets])}"
+    refused = RequestError(key, f"{text[:MAX_LENGTH]!r} is neither one of your files nor an offered data set", fix)
     if offered.data is None or "\0" in text or not text.strip():
         raise refused
     try:
@@ -214,28 +181,21 @@ class Acceptance:
         mark = fingerprint(Verb.CREATE, msgspec.json.encode(section, order="sorted"))
         if request and (known := await self._writer.answered(tenant, request, mark)) is not None:
             return known
-        _check_driver(section)
+        workflow = section.get("workflow")
+        if isinstance(workflow, Mapping) and workflow.get("kind") == "client":
+            fix = "make a model with the SDK, or leave it out"
+            raise RequestError("workflow.kind", "only models of SDK clients have it", fix)
         async with self._heavy:
             if quota is None:
                 adapter = await asyncio.to_thread(self.of_operator, section)
             else:
                 adapter = await asyncio.to_thread(self.of_tenant, section, tenant, quota)
-        return await self._writer.operate(
-            AdapterChange(
-                tenant=tenant, name=adapter.name, verb=Verb.CREATE, fingerprint=mark, request=request, new=adapter
-            )
-        )
+        return await self._writer.operate(AdapterChange(tenant=tenant, fingerprint=mark, request=request, new=adapter))
 
     def of_client(self, name: str, tenant: str, lora: Lora, quota: Quota) -> AdapterRequest:
         """The adapter of an SDK client's model, or one that serves a saved state of it. Raises RequestError."""
-        section: dict[str, Any] = {
-            "name": name,
-            "workflow": {"kind": "client"},
-            "rank": lora.rank,
-            "alpha": lora.alpha,
-            "target_modules": list(lora.target_modules),
-        }
-        return self.of_tenant(section | ({} if lora.seed is None else {"seed": lora.seed}), tenant, quota)
+        section: dict[str, Any] = {"name": name, "workflow": {"kind": "client"}, **msgspec.to_builtins(lora)}
+        return self.of_tenant({key: value for key, value in section.items() if value is not None}, tenant, quota)
 
     def of_tenant(self, section: Mapping[str, Any], tenant: str, quota: Quota) -> AdapterRequest:
         """A section that came over HTTP: code and files must be offered, relative paths are those of the tenant's.
@@ -248,9 +208,9 @@ class Acceptance:
             adapter = joined(self._config, DesiredAdapter(name=name, incarnation=1, adapter=settings), submitted=True)
         except ConfigError as error:
             reason = error.reason.replace(f" in the settings of {name}.1", "")
-            raise RequestError(422, error.path, reason, error.fix) from None
+            raise RequestError(error.path, reason, error.fix) from None
         except RecursionError:
-            raise RequestError(422, "adapter", "it is nested too deeply", "flatten it") from None
+            raise RequestError("adapter", "it is nested too deeply", "flatten it") from None
         named = adapter.model_copy(update={"name": name})
         return self._checked(allowed(named, self._offered, quota, tenant), name)
 
@@ -258,25 +218,27 @@ class Acceptance:
         """A section of the operator's own, caller may name any code and file. Raises RequestError."""
         name = _name(section)
         base = self._config.model_dump(mode="json") | {"adapters": []}
-        try:
+        with _as_request_errors():
             (adapter,) = load_config([base, {"adapters": [dict(section)]}]).adapters  # paths from the working folder
-        except ConfigErrors as refused:
-            raise RequestError.of(own_path(refused.errors[0])) from None
-        except ConfigError as error:
-            raise RequestError.of(own_path(error)) from None
         return self._checked(adapter, name)
 
     def _checked(self, adapter: AdapterConfig, name: str) -> AdapterRequest:
-        try:
+        with _as_request_errors():
             resolved = joining(self._config, adapter, online=False)
-        except ConfigErrors as refused:
-            raise RequestError.of(refused.errors[0]) from None
-        except ConfigError as error:
-            raise RequestError.of(own_path(error)) from None
-        except ArealLoraError as error:
-            raise RequestError(422, "task", str(error), "turn to the operator of the run") from None
         settings = resolved.model_dump(mode="json", exclude={"name"}, exclude_unset=True)
         return AdapterRequest(name=name, rank=resolved.spec("").max_rank, weight=resolved.weight, settings=settings)
+
+
+@contextmanager
+def _as_request_errors() -> Iterator[None]:
+    """Raise the first error about the only entry of ``adapters`` as a RequestError with a key of the entry."""
+    try:
+        yield
+    except (ConfigError, ConfigErrors) as error:
+        first = own_path(error if isinstance(error, ConfigError) else error.errors[0])
+        raise RequestError(first.path, first.reason, first.fix) from None
+    except ArealLoraError as error:
+        raise RequestError("task", str(error), "turn to the operator of the run") from None
 
 
 def api_of(config: Config) -> ApiConfig:
@@ -286,18 +248,10 @@ def api_of(config: Config) -> ApiConfig:
     return config.service.api
 
 
-def _check_driver(section: Mapping[str, Any]) -> None:
-    """Raises RequestError for the workflow that only models of SDK clients have."""
-    workflow = section.get("workflow")
-    if isinstance(workflow, Mapping) and workflow.get("kind") == "client":
-        reason = "only models of SDK clients have it"
-        raise RequestError(422, "workflow.kind", reason, "make a model with the SDK, or leave it out")
-
-
 def _name(section: Mapping[str, Any]) -> str:
     name = section.get("name")
     if not isinstance(name, str):
-        raise RequestError(422, "name", "the adapter has no name", "add name: NAME")
+        raise RequestError("name", "the adapter has no name", "add name: NAME")
     check_name(name)
     return name
 
@@ -351,9 +305,8 @@ class FolderInbox:
         error = path.with_name(path.name + ERROR)
         try:
             if mark[2] > MAX_BYTES:
-                raise RequestError(
-                    413, path.name, f"it is longer than {MAX_BYTES} bytes", "an adapter's section is short"
-                )
+                reason = f"it is longer than {MAX_BYTES} bytes"
+                raise RequestError(path.name, reason, "an adapter's section is short", status=413)
             section = read_source(path).data
             sign = hashlib.sha256(repr((path.name, mark)).encode()).hexdigest()
             await self._take_in(section, f"inbox {sign}")
@@ -371,9 +324,6 @@ class FolderInbox:
         log.info("%s is accepted", path)
 
 
-LABEL = "operator"
-
-
 def admit_operator(store: Store, path: Path, quota: Quota) -> None:
     """Make tenant and key where they are missing; the file alone decides which key is the operator's."""
     if not path.exists():
@@ -383,7 +333,7 @@ def admit_operator(store: Store, path: Path, quota: Quota) -> None:
         store.put_tenant(LOCAL, quota)
     digest = digest_of(read_key(path))
     if (known := tables.keys.get(digest)) is None or not known.operator:
-        store.put_key(Key(digest=digest, tenant=LOCAL, label=LABEL, operator=True))
+        store.put_key(Key(digest=digest, tenant=LOCAL, label="operator", operator=True))
 
 
 def read_key(path: Path) -> str:

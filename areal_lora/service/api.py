@@ -6,8 +6,9 @@ has path, reason and fix.
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,44 +31,35 @@ from areal_lora.service.refused import RequestError, unknown_adapter
 from areal_lora.service.tinker.routes import Sdk
 
 JSON = "application/json"
-EXPORTS = 2
-"""Versions that are exported at a time."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Api:
     """The routes."""
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        run_folder: RunFolder,
-        writer: Writer,
-        observed: RunObserver,
-        acceptance: Acceptance,
-        gateway: Gateway,
-        meter: Meter,
-        sdk: Sdk,
-    ) -> None:
-        self._config, self._folder, self._writer, self._observed = config, run_folder, writer, observed
-        self._acceptance, self._gateway, self._meter, self._sdk = acceptance, gateway, meter, sdk
-        self._quota = Quota.of(api_of(config).quota)
-        self._heavy = asyncio.Semaphore(EXPORTS)
-        self._downloads = Downloads()
+    config: Config
+    run_folder: RunFolder
+    writer: Writer
+    observed: RunObserver
+    acceptance: Acceptance
+    gateway: Gateway
+    meter: Meter
+    sdk: Sdk
+    downloads: Downloads = field(default_factory=Downloads)
 
     def app(self) -> Starlette:
         async def health(request: Request) -> http.Answered:
-            return {"run": self._config.run.name}
+            return {"run": self.config.run.name}
 
-        one, guarded = "/v1/adapters/{name}", http.guard(lambda: self._writer.tables, self._meter.request)
+        one, guarded = "/v1/adapters/{name}", http.guard(lambda: self.writer.tables, self.meter.request)
         routes = [
             http.unguarded("GET", "/health", health),
             guarded("POST", "/v1/adapters", self.create),
             guarded("GET", "/v1/adapters", self.overview),
             guarded("GET", one, self.show),
-            guarded("DELETE", one, self._changes(Verb.DELETE)),
-            guarded("POST", f"{one}/pause", self._changes(Verb.PAUSE)),
-            guarded("POST", f"{one}/resume", self._changes(Verb.RESUME)),
+            guarded("DELETE", one, partial(self.change, Verb.DELETE)),
+            guarded("POST", f"{one}/pause", partial(self.change, Verb.PAUSE)),
+            guarded("POST", f"{one}/resume", partial(self.change, Verb.RESUME)),
             guarded("GET", f"{one}/logs", self.logs),
             guarded("GET", f"{one}/metrics", self.metrics),
             guarded("GET", f"{one}/download", self.download),
@@ -78,7 +70,7 @@ class Api:
             guarded("POST", "/v1/tenants", self.put_tenant),
             guarded("POST", "/v1/tenants/{tenant}/keys", self.put_key),
             guarded("DELETE", "/v1/tenants/{tenant}/keys/{label}", self.drop_key),
-            *self._sdk.routes(guarded),
+            *self.sdk.routes(guarded),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
         app.router.redirect_slashes = False  # a redirect is no typed answer
@@ -87,44 +79,39 @@ class Api:
     async def create(self, request: Request, caller: http.Caller) -> http.Answered:
         """``POST /v1/adapters``: the body is an entry of ``adapters``."""
         section = http.as_object(await http.body_of(request, caller))
-        acknowledged = await self._acceptance.take_in(
-            section, caller.tenant, http.idempotency_key(request), caller.quota
-        )
+        key = http.idempotency_key(request)
+        acknowledged = await self.acceptance.take_in(section, caller.tenant, key, caller.quota)
         reached("service.answering")
         return Response(acknowledged, 201, media_type=JSON)
 
     async def overview(self, request: Request, caller: http.Caller) -> http.Answered:
-        rows = self._writer.tables.of(caller.tenant)
-        return {"adapters": [_shown(row, self._observed.of(row.key)) for row in rows]}
+        rows = self.writer.tables.of(caller.tenant)
+        return {"adapters": [_shown(row, self.observed.of(row.key)) for row in rows]}
 
     async def show(self, request: Request, caller: http.Caller) -> http.Answered:
-        row = _row(self._writer.tables, request, caller)
-        return _shown(row, self._observed.of(row.key))
+        row = _row(self.writer.tables, request, caller)
+        return _shown(row, self.observed.of(row.key))
 
     async def logs(self, request: Request, caller: http.Caller) -> http.Answered:
-        return {"states": self._observed.states(_row(self._writer.tables, request, caller).key)}
+        return {"states": self.observed.states(_row(self.writer.tables, request, caller).key)}
 
     async def metrics(self, request: Request, caller: http.Caller) -> http.Answered:
         """``?after=N&limit=M``: the records from the N-th on; ``next`` is the ``after`` of the next request."""
-        row, after = _row(self._writer.tables, request, caller), http.number(request, "after", 0, 10**15 - 1)
-        records = self._observed.records(row.key, after, http.number(request, "limit", PAGE, PAGE))
+        row, after = _row(self.writer.tables, request, caller), http.number(request, "after", 0, 10**15 - 1)
+        records = self.observed.records(row.key, after, http.number(request, "limit", PAGE, PAGE))
         return {"records": records, "next": after + len(records)}
 
     async def download(self, request: Request, caller: http.Caller) -> http.Answered:
         """``?version=N``, ``newest`` or ``best``: a tar of the PEFT folder."""
-        row, version = _row(self._writer.tables, request, caller), request.query_params.get("version", "newest")
+        row, version = _row(self.writer.tables, request, caller), request.query_params.get("version", "newest")
         headers = {"Content-Disposition": f'attachment; filename="{row.name}.tar"'}
-        with self._downloads.hold(caller.tenant) as held:
-            async with self._heavy:
-                opened = await asyncio.to_thread(
-                    open_download, self._folder, self._config, row.desired, row.name, version
-                )
-            held.callback(opened.close)
+        work = partial(open_download, self.run_folder, self.config, row.desired, row.name, version)
+        async with self.downloads.opened(caller.tenant, work) as (opened, held):
             return downloaded(opened.chunks(), held.pop_all(), "application/x-tar", headers)
 
     async def models(self, request: Request, caller: http.Caller) -> http.Answered:
-        rows = self._writer.tables.of(caller.tenant)
-        served = [row.name for row in rows if self._observed.of(row.key).version is not None]
+        rows = self.writer.tables.of(caller.tenant)
+        served = [row.name for row in rows if self.observed.of(row.key).version is not None]
         about = {"object": "model", "owned_by": "areal_lora"}
         return {"data": [{"id": name, **about} for name in served], "object": "list"}
 
@@ -133,75 +120,65 @@ class Api:
         body = http.as_object(await http.body_of(request, caller))
         model = body.get("model")
         if not isinstance(model, str):
-            raise RequestError(422, "model", "it names no adapter", "set model to the name of one of your adapters")
-        row = self._writer.tables.adapters.get((caller.tenant, split(model)))
+            raise RequestError("model", "it names no adapter", "set model to the name of one of your adapters")
+        row = self.writer.tables.adapters.get((caller.tenant, split(model)))
         if row is None:
-            raise RequestError(404, "model", f"there is no adapter {model[:64]!r}", "name one of your adapters")
-        tokens = n_tokens(body, self._config.rollout.max_model_len)
+            raise RequestError("model", f"there is no adapter {model[:64]!r}", "name one of your adapters", status=404)
+        tokens = n_tokens(body, self.config.rollout.max_model_len)
         with ExitStack() as held:
-            self._meter.start(caller.tenant, tokens, caller.quota)
-            held.callback(self._meter.end, caller.tenant, tokens)
-            return await self._gateway.forward(request.url.path, body, Names(model, row.name, row.key), held)
+            self.meter.start(caller.tenant, tokens, caller.quota)
+            held.callback(self.meter.end, caller.tenant, tokens)
+            return await self.gateway.forward(request.url.path, body, Names(model, row.name, row.key), held)
 
     async def tenants(self, request: Request, caller: http.Caller) -> http.Answered:
         _check_operator(caller)
-        tables = self._writer.tables
+        tables = self.writer.tables
         return {"tenants": [_tenant_body(tables, tenant) for tenant in tables.quotas]}
 
     async def put_tenant(self, request: Request, caller: http.Caller) -> http.Answered:
         _check_operator(caller)
         body = http.decoded(await http.body_of(request, caller), http.TenantRequest)
-        if not TENANT.fullmatch(body.tenant):
-            reason = f"{body.tenant[:64]!r} is not a valid tenant name"
-            raise RequestError(422, "tenant", reason, "use up to 16 of a-z and 0-9, the first a letter")
-        before = self._writer.tables.quotas.get(body.tenant, self._quota)
+        _check_name("tenant", body.tenant)
+        before = self.writer.tables.quotas.get(body.tenant, Quota.of(api_of(self.config).quota))
         try:
             quota = msgspec.convert(msgspec.to_builtins(before) | body.quota, Quota)
         except msgspec.ValidationError as error:
-            raise RequestError(422, "quota", str(error), "name limits of a tenant, with numbers above 0") from None
-        if any(value <= 0 for value in msgspec.structs.astuple(quota)):
-            raise RequestError(422, "quota", "a limit is not above 0", "give numbers above 0")
-        await self._writer.administer(lambda store: store.put_tenant(body.tenant, quota))
-        return http.answer(_tenant_body(self._writer.tables, body.tenant), 201)
+            raise RequestError("quota", str(error), "name limits of a tenant, with numbers above 0") from None
+        await self.writer.administer(lambda store: store.put_tenant(body.tenant, quota))
+        return http.answer(_tenant_body(self.writer.tables, body.tenant), 201)
 
     async def put_key(self, request: Request, caller: http.Caller) -> http.Answered:
         _check_operator(caller)
-        tenant = _tenant(self._writer.tables, request)
+        tenant = _tenant(self.writer.tables, request)
         label = http.decoded(await http.body_of(request, caller) or b"{}", http.KeyRequest).label
-        if not TENANT.fullmatch(label):
-            raise RequestError(
-                422, "label", f"{label[:64]!r} is no label", "use up to 16 of a-z and 0-9, the first a letter"
-            )
+        _check_name("label", label)
         key = new_key()
         row = Key(digest=digest_of(key), tenant=tenant, label=label)
-        await self._writer.administer(lambda store: store.put_key(row))
+        await self.writer.administer(lambda store: store.put_key(row))
         return http.answer({"tenant": tenant, "label": label, "key": key}, 201)  # only its hash is kept
 
     async def drop_key(self, request: Request, caller: http.Caller) -> http.Answered:
         _check_operator(caller)
-        tenant, label = _tenant(self._writer.tables, request), request.path_params["label"]
-        mine = (key for key in self._writer.tables.keys.values() if (key.tenant, key.label) == (tenant, label))
+        tenant, label = _tenant(self.writer.tables, request), request.path_params["label"]
+        mine = (key for key in self.writer.tables.keys.values() if (key.tenant, key.label) == (tenant, label))
         if (key := next(mine, None)) is None or key.operator:
-            raise RequestError(404, "label", "there is no such key", "list the keys with GET /v1/tenants")
-        await self._writer.administer(lambda store: store.drop_key(tenant, label))
+            raise RequestError("label", "there is no such key", "list the keys with GET /v1/tenants", status=404)
+        await self.writer.administer(lambda store: store.drop_key(tenant, label))
         return {"tenant": tenant, "label": label}
 
-    def _changes(self, verb: Verb) -> http.Handler:
-        async def handle(request: Request, caller: http.Caller) -> http.Answered:
-            name = request.path_params["name"]
-            await http.body_of(request, caller)
-            order = AdapterChange(
-                tenant=caller.tenant,
-                name=name,
-                verb=verb,
-                fingerprint=http.fingerprint(verb, name),
-                request=http.idempotency_key(request),
-            )
-            acknowledged = await self._writer.operate(order)
-            reached("service.answering")
-            return Response(acknowledged, media_type=JSON)
+    async def change(self, verb: Verb, request: Request, caller: http.Caller) -> http.Answered:
+        name = request.path_params["name"]
+        await http.body_of(request, caller)
+        mark, key = http.fingerprint(verb, name), http.idempotency_key(request)
+        order = AdapterChange(tenant=caller.tenant, name=name, verb=verb, fingerprint=mark, request=key)
+        acknowledged = await self.writer.operate(order)
+        reached("service.answering")
+        return Response(acknowledged, media_type=JSON)
 
-        return handle
+
+def _check_name(key: str, name: str) -> None:
+    if not TENANT.fullmatch(name):
+        raise RequestError(key, f"{name[:64]!r} is no {key}", "use up to 16 of a-z and 0-9, the first a letter")
 
 
 def _row(tables: Tables, request: Request, caller: http.Caller) -> AdapterRow:
@@ -214,7 +191,7 @@ def _row(tables: Tables, request: Request, caller: http.Caller) -> AdapterRow:
 def _tenant(tables: Tables, request: Request) -> str:
     tenant: str = request.path_params["tenant"]
     if tenant not in tables.quotas:
-        raise RequestError(404, "tenant", f"there is no tenant {tenant[:64]!r}", "make it with POST /v1/tenants")
+        raise RequestError("tenant", f"there is no tenant {tenant[:64]!r}", "make it with POST /v1/tenants", status=404)
     return tenant
 
 
@@ -225,7 +202,7 @@ def _tenant_body(tables: Tables, tenant: str) -> dict[str, Any]:
 
 def _check_operator(caller: http.Caller) -> None:
     if not caller.key.operator:
-        raise RequestError(404, "path", "there is no such path", "see the service page for the paths")
+        raise RequestError("path", "there is no such path", "see the service page for the paths", status=404)
 
 
 def _shown(row: AdapterRow, seen: ObservedAdapter) -> dict[str, Any]:
@@ -254,4 +231,4 @@ def _shown(row: AdapterRow, seen: ObservedAdapter) -> dict[str, Any]:
 async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     reason = "this path does not take the method" if status == 405 else "there is no such path"
-    return RequestError(status, "path", reason, "see the service page for the paths").response()
+    return RequestError("path", reason, "see the service page for the paths", status=status).response()

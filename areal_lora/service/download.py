@@ -17,9 +17,10 @@ import secrets
 import shutil
 import tarfile
 from collections import Counter
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -41,38 +42,32 @@ COMPLETE = "checkpoint_complete"
 """An empty file at the end of an archive; the SDK's command line requires it."""
 READ_BYTES = 1 << 20
 MAX_DOWNLOADS = 8
+EXPORTS = 2
+"""Versions that are exported at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Download:
-    """Open files by their names in the tar. ``chunks`` closes them."""
+    """Open files by their names in the tar, which the opener closes."""
 
     files: tuple[tuple[str, BinaryIO], ...]
 
     def one(self, name: str, keys: Sequence[str]) -> Generator[bytes, None, None]:
-        """The bytes of one file alone, encrypted to ``keys`` if there are any; all are closed."""
-        try:
-            file = dict(self.files)[name]
-            if keys:
-                yield from encrypted(file, keys)
-            while chunk := file.read(READ_BYTES):
-                yield chunk
-        finally:
-            self.close()
+        """The bytes of one file alone, encrypted to ``keys`` if there are any."""
+        file = dict(self.files)[name]
+        if keys:
+            yield from encrypted(file, keys)
+        yield from iter(partial(file.read, READ_BYTES), b"")
 
     def chunks(self) -> Generator[bytes, None, None]:
-        try:
-            for name, file in self.files:
-                info = tarfile.TarInfo(name)
-                info.size, info.mode = file.seek(0, 2), 0o644
-                file.seek(0)
-                yield info.tobuf()
-                while chunk := file.read(READ_BYTES):
-                    yield chunk
-                yield b"\0" * (-info.size % tarfile.BLOCKSIZE)
-            yield b"\0" * 2 * tarfile.BLOCKSIZE
-        finally:
-            self.close()
+        for name, file in self.files:
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = file.seek(0, 2), 0o644
+            file.seek(0)
+            yield info.tobuf()
+            yield from iter(partial(file.read, READ_BYTES), b"")
+            yield b"\0" * (-info.size % tarfile.BLOCKSIZE)
+        yield b"\0" * 2 * tarfile.BLOCKSIZE
 
     def close(self) -> None:
         for _, file in self.files:
@@ -87,10 +82,11 @@ def open_download(run_folder: RunFolder, config: Config, desired: DesiredAdapter
         return Download(files=_exported(run_folder, picked, f"{name}/"))
     except ConfigError as error:
         if error.path.startswith("--version"):
-            raise RequestError(422, "version", "this version is not on the disk", error.fix) from None
-        raise RequestError(404, "version", "no version is on the disk yet", "try again after the first step") from None
+            raise RequestError("version", "this version is not on the disk", error.fix) from None
+        reason = "no version is on the disk yet"
+        raise RequestError("version", reason, "try again after the first step", status=404) from None
     except (CheckpointError, AdapterError, FileNotFoundError):  # another one has taken its place meanwhile
-        raise RequestError(503, "version", "the version cannot be read now", "try again") from None
+        raise RequestError("version", "the version cannot be read now", "try again", status=503) from None
 
 
 def open_archive(run_folder: RunFolder, config: Config, adapter: str, label: str) -> Download:
@@ -98,7 +94,7 @@ def open_archive(run_folder: RunFolder, config: Config, adapter: str, label: str
     try:
         files = _exported(run_folder, saved_version(run_folder, config, adapter, label), "")
     except (CheckpointError, AdapterError, OSError):  # it is dropped meanwhile, or the disk is full
-        raise RequestError(503, "path", "the saved state cannot be read now", "try again") from None
+        raise RequestError("path", "the saved state cannot be read now", "try again", status=503) from None
     return Download(files=(*files, (COMPLETE, io.BytesIO())))
 
 
@@ -107,20 +103,29 @@ class Downloads:
 
     def __init__(self) -> None:
         self._open: Counter[str] = Counter()
+        self._heavy = asyncio.Semaphore(EXPORTS)
+
+    @asynccontextmanager
+    async def opened(self, tenant: str, work: Callable[[], Download]) -> AsyncIterator[tuple[Download, ExitStack]]:
+        """What ``work`` opens in another thread; it is closed with the stack, at the latest with the block.
+
+        Raises RequestError (429) where the tenant has too many.
+        """
+        with self.hold(tenant) as held:
+            async with self._heavy:
+                opened = await asyncio.to_thread(work)
+            held.callback(opened.close)
+            yield opened, held
 
     def hold(self, tenant: str) -> ExitStack:
         """A place of ``tenant`` until the stack closes. Raises RequestError (429) where all are taken."""
         if self._open[tenant] >= MAX_DOWNLOADS:
-            raise RequestError(429, "download", f"{MAX_DOWNLOADS} downloads are in progress", "wait for one", retry_s=5)
-        self._open[tenant] += 1
+            reason = f"{MAX_DOWNLOADS} downloads are in progress"
+            raise RequestError("download", reason, "wait for one", status=429, retry_s=5)
         held = ExitStack()
-        held.callback(self._leave, tenant)
+        self._open[tenant] += 1
+        held.callback(self._open.subtract, [tenant])
         return held
-
-    def _leave(self, tenant: str) -> None:
-        self._open[tenant] -= 1
-        if not self._open[tenant]:
-            del self._open[tenant]
 
 
 def downloaded(
@@ -150,11 +155,6 @@ def _exported(run_folder: RunFolder, version: Version, prefix: str) -> tuple[tup
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def forget_exports(run_folder: RunFolder) -> None:
-    """Remove what downloads of an earlier process have put down."""
-    shutil.rmtree(run_folder.service_exports, ignore_errors=True)
-
-
 SUFFIX = ".age"
 MAX_RECIPIENTS = 10
 CHUNK_BYTES = 64 << 10
@@ -165,9 +165,7 @@ _LETTERS = "qpzry9x8gf2tvdw0s3jn54khce6mua7l"
 
 def recipient_key(text: str) -> X25519PublicKey:
     """The key that ``age1...`` names, in Bech32 (BIP 173). Raises RequestError."""
-    wrong = RequestError(
-        422, "age_encryption_recipients", f"{text[:80]!r} is no age key", "give keys that start with age1"
-    )
+    wrong = RequestError("age_encryption_recipients", f"{text[:80]!r} is no age key", "give keys that start with age1")
     if not text.startswith("age1") or len(text) != _LENGTH:
         raise wrong
     digits = [_LETTERS.find(letter) for letter in text.removeprefix("age1")]

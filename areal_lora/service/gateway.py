@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 from starlette.responses import Response
 
+from areal_lora.network.addresses import bracketed
 from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, Prompt, prompts_of, too_large
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.processes.log import get_logger
@@ -35,7 +36,6 @@ JSON, EVENTS = "application/json", "text/event-stream"
 RESERVED = ("pin_version", "background")
 """Fields of the run's own requests: to keep a version on the servers, and to order requests."""
 NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-BROKEN = 502
 TRY_ANOTHER = (429, 503)
 """Statuses of a server that has not started the request."""
 
@@ -61,7 +61,7 @@ class Gateway:
     async def forward(self, path: str, body: dict[str, Any], names: Names, held: ExitStack) -> Response:
         """The answer of a server to a tenant's ``body`` at ``path``. A stream closes ``held``. Raises RequestError."""
         if field := next((field for field in RESERVED if field in body), None):
-            raise RequestError(422, field, "this field is for the run's own requests", "leave it out")
+            raise RequestError(field, "this field is for the run's own requests", "leave it out")
         found = await self._send(path, body, names)
         if isinstance(found, bytes):
             return Response(names.outward(found), media_type=JSON)
@@ -74,7 +74,7 @@ class Gateway:
         """The answer of a server to a ``body`` of the service itself, which requests no stream. Raises RequestError."""
         found = await self._send(path, body, names)
         if not isinstance(found, bytes):
-            raise RequestError(503, "model", "a server sent a stream", "try again")
+            raise RequestError("model", "a server sent a stream", "try again", status=503)
         return found
 
     async def _send(self, path: str, body: dict[str, Any], names: Names) -> bytes | tuple[str, aiohttp.ClientResponse]:
@@ -100,11 +100,12 @@ class Gateway:
             elif response.status not in TRY_ANOTHER:
                 if response.status >= 500:
                     raise _broken()
-                raise RequestError(422, "body", names.reason(payload), "correct the request")
+                raise RequestError("body", names.reason(payload), "correct the request")
         if missing:
             reason = f"no server holds {names.outer!r}: there is no version yet, or it is no longer served"
-            raise RequestError(404, "model", reason, "request the newest version by the adapter's name, or download it")
-        raise RequestError(503, "model", "no server of the run can answer now", "try again")
+            fix = "request the newest version by the adapter's name, or download it"
+            raise RequestError("model", reason, fix, status=404)
+        raise RequestError("model", "no server of the run can answer now", "try again", status=503)
 
     async def _exchange(self, url: str, path: str, data: bytes) -> tuple[aiohttp.ClientResponse, bytes | None]:
         """The answer of the server at ``url`` with its body, or a stream with None.
@@ -140,8 +141,7 @@ class Gateway:
         for index in published_indices(self._folder, "server"):
             if (endpoint := read_endpoint(self._folder, "server", index)) is not None and "data" in endpoint.ports:
                 scheme = "https" if Plane.DATA in endpoint.tls else "http"
-                host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-                urls.append(f"{scheme}://{host}:{endpoint.ports['data']}")
+                urls.append(f"{scheme}://{bracketed(endpoint.host)}:{endpoint.ports['data']}")
         return sorted(urls, key=lambda url: self._busy[url])
 
     def _leave(self, url: str) -> None:
@@ -157,9 +157,8 @@ async def _events(response: aiohttp.ClientResponse, names: Names) -> AsyncIterat
 
 
 def _broken() -> RequestError:
-    return RequestError(
-        BROKEN, "model", "the server failed during this request, which is not repeated on others", "try again"
-    )
+    reason = "the server failed during this request, which is not repeated on others"
+    return RequestError("model", reason, "try again", status=502)
 
 
 class Names:
@@ -218,7 +217,7 @@ def n_tokens(body: dict[str, Any], context: int) -> int:
         size = msgspec.convert(body, _Size)
         prompts = [] if size.prompt is None else prompts_of(size.prompt)
     except msgspec.ValidationError as error:
-        raise RequestError(422, "body", str(error), "correct the request") from None
+        raise RequestError("body", str(error), "correct the request") from None
     if size.prompt is None:  # a chat, where the data plane takes 0 for no limit
         n_prompts, n_read = 1, min(context, len(msgspec.json.encode(body.get("messages"))))
         n_new = size.max_completion_tokens or size.max_tokens or context
@@ -230,7 +229,7 @@ def n_tokens(body: dict[str, Any], context: int) -> int:
     tokens = n_read + n_prompts * n_new
     if reason := too_large(n_prompts, size.n, tokens, top):
         reason, _, fix = reason.partition("; ")
-        raise RequestError(422, "n", reason, fix)
+        raise RequestError("n", reason, fix)
     return size.n * tokens * (1 + top)
 
 
@@ -249,19 +248,18 @@ class Meter:
         spent = max(0.0, spent - (now - at) * rate) + 1
         if spent > quota.requests:
             reason = f"{quota.requests} requests a minute are the quota"
-            raise RequestError(
-                429, "requests", reason, "send fewer", retry_s=math.ceil((spent - quota.requests) / rate)
-            )
+            fix = "send fewer"
+            raise RequestError("requests", reason, fix, status=429, retry_s=math.ceil((spent - quota.requests) / rate))
         self._spent[tenant] = now, spent
 
     def start(self, tenant: str, tokens: int, quota: Quota | None = None) -> None:
         """Count ``tokens`` as in progress until `end`. Raises RequestError where they exceed ``quota``."""
         if quota is not None and tokens > quota.tokens:
             reason = f"{tokens} tokens are above the quota of {quota.tokens}"
-            raise RequestError(422, "tokens", reason, "lower n or max_tokens, or send several requests")
+            raise RequestError("tokens", reason, "lower n or max_tokens, or send several requests")
         if quota is not None and self._tokens[tenant] + tokens > quota.tokens:
             reason = f"{quota.tokens} tokens in progress are the quota"
-            raise RequestError(429, "tokens", reason, "wait for requests in progress", retry_s=1)
+            raise RequestError("tokens", reason, "wait for requests in progress", status=429, retry_s=1)
         self._tokens[tenant] += tokens
 
     def end(self, tenant: str, tokens: int) -> None:

@@ -28,6 +28,7 @@ BODY_S = 60.0
 MAX_NOTES_BYTES = 16 << 10
 STALL_S, STREAM_S = 60.0, 3600.0
 """A stream ends if its client reads nothing for so long, and at the latest: it holds a version, or files."""
+JSON_FIX = "send a JSON object as the service page describes it"
 SDK_FIX = "use an SDK version that the service page names"
 T = TypeVar("T")
 
@@ -92,9 +93,9 @@ def caller_of(request: Request, tables: Tables) -> Caller:
     key = tables.keys.get(digest_of(text.strip()))
     if key is None:
         fix = "send Authorization: Bearer KEY, or X-API-Key: KEY, with a key that is valid"
-        raise RequestError(401, "Authorization", "the key is missing, or not valid", fix)
+        raise RequestError("Authorization", "the key is missing, or not valid", fix, status=401)
     if len(request.url.query) > MAX_QUERY_LENGTH:
-        raise RequestError(413, "query", f"it is longer than {MAX_QUERY_LENGTH} characters", "shorten it")
+        raise RequestError("query", f"it is longer than {MAX_QUERY_LENGTH} characters", "shorten it", status=413)
     return Caller(key=key, quota=tables.quotas[key.tenant])
 
 
@@ -105,9 +106,9 @@ async def body_of(request: Request, caller: Caller, *, long: bool = False) -> by
     the service is on this machine.
     """
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise RequestError(422, "Content-Encoding", "compressed bodies are not read", "send it as it is")
+        raise RequestError("Content-Encoding", "compressed bodies are not read", "send it as it is")
     limit = (caller.quota.pass_kib if long else caller.quota.body_kib) << 10
-    too_long = RequestError(413, "body", f"it is longer than the quota of {limit} bytes", "send less")
+    too_long = RequestError("body", f"it is longer than the quota of {limit} bytes", "send less", status=413)
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or len(announced) > 15 or int(announced) > limit:
         raise too_long
@@ -120,9 +121,9 @@ async def body_of(request: Request, caller: Caller, *, long: bool = False) -> by
                 if size > limit:
                     raise too_long
     except TimeoutError:
-        raise RequestError(408, "body", f"it did not come within {BODY_S:g} s", "send it again") from None
+        raise RequestError("body", f"it did not come within {BODY_S:g} s", "send it again", status=408) from None
     except ClientDisconnect:
-        raise RequestError(422, "body", "it ended early", "send it whole") from None
+        raise RequestError("body", "it ended early", "send it whole") from None
     return b"".join(parts)
 
 
@@ -131,18 +132,16 @@ def as_object(body: bytes) -> dict[str, Any]:
     return decoded(body, dict[str, Any])
 
 
-def decoded(
-    body: bytes | Mapping[str, Any], kind: type[T], fix: str = "send a JSON object as the service page describes it"
-) -> T:
+def decoded(body: bytes | Mapping[str, Any], kind: type[T], fix: str = JSON_FIX) -> T:
     """``body`` as ``kind``. Raises RequestError (422)."""
     try:
         found = msgspec.json.decode(body, type=kind) if isinstance(body, bytes) else msgspec.convert(body, kind)
         msgspec.json.encode(found)  # what cannot be written again, such as half a surrogate pair, is not kept
         msgspec.msgpack.encode(found)  # as are integers of more than 64 bits
     except (msgspec.MsgspecError, UnicodeError, OverflowError) as error:
-        raise RequestError(422, "body", f"it is no JSON of the right form: {str(error)[:200]}", fix) from None
+        raise RequestError("body", f"it is no JSON of the right form: {str(error)[:200]}", fix) from None
     except RecursionError:
-        raise RequestError(422, "body", "it is nested too deeply", "flatten it") from None
+        raise RequestError("body", "it is nested too deeply", "flatten it") from None
     return found
 
 
@@ -158,7 +157,7 @@ def idempotency_key(request: Request) -> str:
         return ""
     if not 0 < len(key) <= MAX_KEY_LENGTH or not key.isascii() or not key.isprintable():
         reason = f"it is not 1 to {MAX_KEY_LENGTH} printable ASCII characters"
-        raise RequestError(422, "Idempotency-Key", reason, "use a random text, such as a UUID")
+        raise RequestError("Idempotency-Key", reason, "use a random text, such as a UUID")
     return key
 
 
@@ -168,7 +167,7 @@ def number(request: Request, name: str, default: int, most: int) -> int:
     if text is None:
         return default
     if not (text.isascii() and text.isdecimal() and len(text) < 16 and int(text) <= most):
-        raise RequestError(422, name, f"{text[:32]!r} is no whole number from 0 to {most}", "correct the query")
+        raise RequestError(name, f"{text[:32]!r} is no whole number from 0 to {most}", "correct the query")
     return int(text)
 
 
@@ -188,7 +187,7 @@ def notes_of(given: Mapping[str, Any] | None) -> dict[str, str]:
         for key, value in (given or {}).items()
     }
     if len(msgspec.json.encode(texts)) > MAX_NOTES_BYTES:
-        raise RequestError(422, "user_metadata", f"it is longer than {MAX_NOTES_BYTES} bytes", "keep it elsewhere")
+        raise RequestError("user_metadata", f"it is longer than {MAX_NOTES_BYTES} bytes", "keep it elsewhere")
     return texts
 
 

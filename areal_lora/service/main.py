@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -35,7 +36,6 @@ from areal_lora.run_folder.status import EVENT_LOOP, Heart, set_status
 from areal_lora.run_folder.status import EVERY_S as BEAT_S
 from areal_lora.service.acceptance import EVERY_S, Acceptance, FolderInbox, admit_operator, api_of
 from areal_lora.service.api import Api
-from areal_lora.service.download import forget_exports
 from areal_lora.service.gateway import Gateway, Meter
 from areal_lora.service.observed import RunObserver
 from areal_lora.service.queue.placement import Surroundings
@@ -77,7 +77,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     sock = bound(api_config.port)
     async with AsyncExitStack() as stack:
-        forget_exports(run_folder)
+        shutil.rmtree(run_folder.service_exports, ignore_errors=True)  # of downloads of an earlier process
         observed = RunObserver(run_folder)
         while observed.look():
             pass
@@ -106,9 +106,8 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         set_status(run_folder, ROLE, 0, f"serving on http://{HOST}:{port}")
         log.info("serving on http://%s:%d", HOST, port)
         heart = Heart(run_folder, ROLE, 0, {EVENT_LOOP: config.run.stall_s})
-        inbox = FolderInbox(
-            run_folder.inbox, lambda section, request: acceptance.take_in(section, LOCAL, request, None)
-        )
+        take_in = partial(acceptance.take_in, tenant=LOCAL, quota=None)
+        inbox = FolderInbox(run_folder.inbox, lambda section, request: take_in(section, request=request))
         tasks = [
             watched_task("event-loop-ticks", partial(_tick, heart)),
             watched_task("metrics-tail", partial(_follow, observed, writer)),
@@ -126,17 +125,11 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
 
 def bound(port: int) -> socket.socket:
     """The API's socket. Raises ConfigError for a port that is taken."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((HOST, port))
+        return socket.create_server((HOST, port), backlog=socket.SOMAXCONN)
     except OSError as error:
-        sock.close()
         reason = f"port {port} of {HOST} cannot be bound: {os.strerror(error.errno or 0)}"
         raise ConfigError("service.api.port", reason, "choose another, or 0") from None
-    sock.listen(socket.SOMAXCONN)
-    sock.set_inheritable(False)
-    return sock
 
 
 async def _tick(heart: Heart) -> None:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import msgspec
 from starlette.responses import Response
 
-from areal_lora.errors import ArealLoraError, ConfigError
+from areal_lora.errors import ArealLoraError
 
 
 class RequestError(ArealLoraError):
     """A request that gets ``status`` and a body with path, reason and fix, and ``retry_s`` as ``Retry-After``."""
 
-    def __init__(self, status: int, path: str, reason: str, fix: str = "", *, retry_s: int | None = None) -> None:
+    def __init__(self, path: str, reason: str, fix: str = "", *, status: int = 422, retry_s: int | None = None) -> None:
         self.headers = {} if retry_s is None else {"Retry-After": str(retry_s)}
         self.status, self.path, self.reason, self.fix = status, path, reason, fix
         super().__init__(f"{path}: {reason}" + (f" (fix: {fix})" if fix else ""))
-
-    @classmethod
-    def of(cls, error: ConfigError) -> RequestError:
-        return cls(422, error.path, error.reason, error.fix)
 
     def response(self) -> Response:
         body = msgspec.json.encode({"error": {"path": self.path, "reason": self.reason, "fix": self.fix}})
@@ -29,14 +25,15 @@ class Unavailable(RequestError):
     """The service cannot read or write its files at present; the same request succeeds once it can."""
 
     def __init__(self, status: int, reason: str) -> None:
-        super().__init__(status, "service", reason, "repeat the request later; the operator frees or repairs the disk")
+        fix = "repeat the request later; the operator frees or repairs the disk"
+        super().__init__("service", reason, fix, status=status)
 
 
 def internal_error() -> RequestError:
     fix = "repeat the request; the service's log has the traceback"
-    return RequestError(500, "service", "an internal error, nothing was changed", fix)
+    return RequestError("service", "an internal error, nothing was changed", fix, status=500)
 
 
 def unknown_adapter(name: str) -> RequestError:
     """Also for the adapters of others: that they exist is not shown."""
-    return RequestError(404, "name", f"there is no adapter {name!r}", "list the adapters with GET /v1/adapters")
+    return RequestError("name", f"there is no adapter {name!r}", "list the adapters with GET /v1/adapters", status=404)

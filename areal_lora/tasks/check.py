@@ -76,7 +76,7 @@ def _problem(
         path = error.path.replace("task.", f"{at}.{key}.", 1) if error.path.startswith("task.") else error.path
         return ConfigError(path, error.reason, error.fix)
     without = next((sample for sample in samples if not sample.gold.strip()), None)
-    for place, reward in sections.reward_keys(at, rewards):
+    for place, reward in sections.reward_keys(f"{at}.", rewards):
         if without is not None and isinstance(reward, sections.BuiltInReward):
             return ConfigError(
                 f"{place}.kind",
@@ -111,7 +111,7 @@ def reward_problems(config: Config, *, online: bool) -> Iterator[ConfigError]:
             continue
         checked = [
             (place, reward)
-            for place, reward in sections.reward_keys(f"adapters.{i}", adapter.reward)
+            for place, reward in sections.reward_keys(f"adapters.{i}.", adapter.reward)
             if isinstance(reward, sections.FunctionReward)
         ]
         samples = load_samples(adapter.task, "train")[:ROWS] if checked else []

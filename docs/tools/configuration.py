@@ -115,12 +115,12 @@ def _section(section: type[Section], prefix: str, description: str = "") -> Iter
             yield f"{description}\n\n"
         yield "| key | type | default | meaning |\n|---|---|---|---|\n"
         for name, field in scalars.items():
-            description = (field.description or "").replace("|", "\\|")
+            description = " ".join((field.description or "").split()).replace("|", "\\|")
             yield f"| `{name}` | {_type(field)} | {_default(field)} | {description} |\n"
     for name, field in fields.items():
         below = f"{prefix}{name}[]." if get_origin(field.annotation) is list else f"{prefix}{name}."
         for option in models.variants(field):
-            yield from _section(option, below, field.description or "")
+            yield from _section(option, below, " ".join((field.description or "").split()))
 
 
 def _chosen_by(section: type[Section]) -> str:

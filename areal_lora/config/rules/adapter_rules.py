@@ -1,4 +1,6 @@
-"""Rules about single adapters: targets, rank, groups, user code."""
+"""Rules about single adapters: targets, rank, groups, user code; tasks, sampling, evaluation sets and the folder that
+an adapter starts from. No rows are read.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,18 @@ from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.rules.findings import Finding, shape_of, warning
+from areal_lora.config.rules.findings import Finding, of_each_adapter, shape_of, warning
 from areal_lora.config.sections.adapter import AdvantageName, AlgorithmConfig
+from areal_lora.config.sections.task import DatasetTask, WordProblemsTask
 from areal_lora.config.sizing.slots import served_targets
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 from areal_lora.families.family import Scope, covers
+from areal_lora.families.peft_folder import PeftFolder, misfits
+from areal_lora.families.registry import kind_of, linears, target_of
+from areal_lora.families.shape import ModelShape
 from areal_lora.families.targets import check_patterns
+from areal_lora.types import ExpertLayout
 
 LOW_RATE = 1e-5
 """Below it LoRA hardly learns at alpha / rank <= 1: lora_B starts at 0, and Adam moves it by about the rate a step."""
@@ -54,29 +61,23 @@ def a_service_has_room(config: Config, facts: Facts) -> Iterator[Finding]:
             yield Finding(f"service.{error.path}", error.reason, error.fix)
 
 
-def targets_exist(config: Config, facts: Facts) -> Iterator[Finding]:
+@of_each_adapter
+def targets_exist(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
     if (shape := shape_of(facts)) is None or facts.hf_config is None:
         return
     needed = shape.family.experts.vllm_dense_key if shape.family.experts else ""
-    unserved = (
-        needed and shape.dense_layers and not facts.hf_config.get(needed) and config.rollout.adapter_mode == "unmerged"
-    )
-    for i, adapter in enumerate(config.adapters):
-        try:
-            found = targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
-        except ConfigError as error:
-            yield Finding(f"adapters.{i}.{error.path}", error.reason, error.fix)
-            continue
-        try:
-            check_patterns(shape, adapter.model_copy(update={"target_modules": list(found)}).spec(""))
-        except ConfigError as error:
-            yield Finding(f"adapters.{i}.{error.path}", error.reason, error.fix)
-        if unserved and covers(found, "linear_fc1", Scope.MLP):
-            yield Finding(
-                f"adapters.{i}.target_modules",
-                f"vLLM adapts the dense layers of {shape.family.model_type} only if config.json has {needed}",
-                "set rollout.adapter_mode=merged (no LoRA in vLLM), or add mlp.linear_fc1 to exclude_modules",
-            )
+    unmerged = config.rollout.adapter_mode == "unmerged"
+    unserved = needed and shape.dense_layers and not facts.hf_config.get(needed) and unmerged
+    try:
+        found = targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
+        check_patterns(shape, adapter.model_copy(update={"target_modules": list(found)}).spec(""))
+    except ConfigError as error:
+        yield Finding(error.path, error.reason, error.fix)
+        return
+    if unserved and covers(found, "linear_fc1", Scope.MLP):
+        reason = f"vLLM adapts the dense layers of {shape.family.model_type} only if config.json has {needed}"
+        fix = "set rollout.adapter_mode=merged (no LoRA in vLLM), or add mlp.linear_fc1 to exclude_modules"
+        yield Finding("target_modules", reason, fix)
 
 
 def ranks_fit(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -94,17 +95,14 @@ def ranks_fit(config: Config, facts: Facts) -> Iterator[Finding]:
             yield Finding(f"adapters.{i}.{key}", reason, f"raise rollout.max_lora_rank or lower the rank to {limit}")
 
 
-def rates_suit_lora(config: Config, facts: Facts) -> Iterator[Finding]:
+@of_each_adapter
+def rates_suit_lora(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
     """A rate for full fine-tuning is about a tenth of one for LoRA."""
-    for i, adapter in enumerate(config.adapters):
-        whole = adapter.model_copy(update={"rank_pattern": {}, "alpha_pattern": {}})
-        optimizer, scale = adapter.optimizer, whole.spec("").scale_of("")
-        if scale <= 1 and optimizer.lr * optimizer.lora_plus_ratio < LOW_RATE and not adapter.is_client:
-            yield warning(
-                f"adapters.{i}.optimizer.lr",
-                f"{optimizer.lr:g} is low for LoRA whose product is scaled by {scale:g}: little may be learned",
-                "use 1e-5 to 5e-5, or a higher alpha (docs/en/models.md)",
-            )
+    whole = adapter.model_copy(update={"rank_pattern": {}, "alpha_pattern": {}})
+    optimizer, scale = adapter.optimizer, whole.spec("").scale_of("")
+    if scale <= 1 and optimizer.lr * optimizer.lora_plus_ratio < LOW_RATE and not adapter.is_client:
+        reason = f"{optimizer.lr:g} is low for LoRA whose product is scaled by {scale:g}: little may be learned"
+        yield warning("optimizer.lr", reason, "use 1e-5 to 5e-5, or a higher alpha (docs/en/models.md)")
 
 
 def unserved(config: Config, adapter: AdapterConfig, facts: Facts) -> Finding | None:
@@ -124,64 +122,58 @@ def user_code(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding(problem.path, problem.reason, problem.fix)
 
 
-def no_clients(config: Config, facts: Facts) -> Iterator[Finding]:
+@of_each_adapter
+def no_clients(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
     """It would never be driven: the service knows the adapters that it has made."""
-    for i, adapter in enumerate(config.adapters):
-        if adapter.is_client:
-            fix = "start the run with --serve, and create the adapter through the service"
-            yield Finding(f"adapters.{i}.workflow.kind", "only the service of a run makes adapters of clients", fix)
+    if adapter.is_client:
+        fix = "start the run with --serve, and create the adapter through the service"
+        yield Finding("workflow.kind", "only the service of a run makes adapters of clients", fix)
 
 
-def batches(config: Config, facts: Facts) -> Iterator[Finding]:
-    t = config.trainer
+@of_each_adapter
+def batches(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
+    if adapter.is_client:
+        return
+    t, sampling = config.trainer, adapter.sampling
     replicas = max(1, t.world_size // (t.tp * t.pp))
-    for i, adapter in enumerate(config.adapters):
-        if adapter.is_client:
-            continue
-        sampling = adapter.sampling
-        if adapter.minibatches > sampling.prompts_per_step:
-            reason = f"{adapter.minibatches} minibatches cannot be cut from {sampling.prompts_per_step} prompts"
-            yield Finding(f"adapters.{i}.minibatches", reason, f"set it to at most {sampling.prompts_per_step}")
-        elif (
-            sampling.prompts_per_step * (1 if adapter.sft.steps else sampling.n_samples)
-            < replicas * adapter.minibatches
-        ):
-            reason = f"a minibatch has fewer sequences than the trainer's {replicas} data-parallel replicas"
-            yield Finding(f"adapters.{i}.sampling.prompts_per_step", reason, "raise it")
+    if adapter.minibatches > sampling.prompts_per_step:
+        reason = f"{adapter.minibatches} minibatches cannot be cut from {sampling.prompts_per_step} prompts"
+        yield Finding("minibatches", reason, f"set it to at most {sampling.prompts_per_step}")
+    elif sampling.prompts_per_step * (1 if adapter.sft.steps else sampling.n_samples) < replicas * adapter.minibatches:
+        reason = f"a minibatch has fewer sequences than the trainer's {replicas} data-parallel replicas"
+        yield Finding("sampling.prompts_per_step", reason, "raise it")
 
 
 UNGROUPED: frozenset[AdvantageName] = frozenset({"reinforce_pp", "batch", "remax", "gae"})
 """Advantages that do not compare the answers of one prompt."""
 
-Problem = tuple[str, str, str]
-"""Key of the algorithm, reason, fix."""
+
+@of_each_adapter
+def algorithm(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
+    chosen, changed = adapter.algorithm, adapter.algorithm.changed()
+    yield from (Finding(f"algorithm.{key}", reason, fix) for key, reason, fix in _problems(adapter))
+    for key, reason in _without_effect(chosen):
+        if key in changed:
+            default = getattr(AlgorithmConfig(kind=chosen.kind), key)
+            fix = "leave it out" if default is None else f"leave it at {default}"
+            yield Finding(f"algorithm.{key}", reason, fix)
 
 
-def algorithm(config: Config, facts: Facts) -> Iterator[Finding]:
-    for i, adapter in enumerate(config.adapters):
-        chosen, changed = adapter.algorithm, adapter.algorithm.changed()
-        yield from (Finding(f"adapters.{i}.algorithm.{key}", reason, fix) for key, reason, fix in _problems(adapter))
-        for key, reason in _without_effect(chosen):
-            if key in changed:
-                default = getattr(AlgorithmConfig(kind=chosen.kind), key)
-                fix = "leave it out" if default is None else f"leave it at {default}"
-                yield Finding(f"adapters.{i}.algorithm.{key}", reason, fix)
+@of_each_adapter
+def group_size(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
+    if adapter.sampling.n_samples > 1:
+        return
+    at = "sampling.n_samples"
+    if adapter.algorithm.advantage not in UNGROUPED:
+        reason = f"{adapter.algorithm.advantage} compares the answers of one prompt and needs at least 2"
+        yield Finding(at, reason, "set it to 2 or more")
+    elif adapter.algorithm.drop_uniform:
+        reason = "a group of one answer has no variance of rewards, and algorithm.drop_uniform drops it"
+        yield Finding(at, reason, "set it to 2 or more, or algorithm.drop_uniform=false")
 
 
-def group_size(config: Config, facts: Facts) -> Iterator[Finding]:
-    for i, adapter in enumerate(config.adapters):
-        if adapter.sampling.n_samples > 1:
-            continue
-        at = f"adapters.{i}.sampling.n_samples"
-        if adapter.algorithm.advantage not in UNGROUPED:
-            reason = f"{adapter.algorithm.advantage} compares the answers of one prompt and needs at least 2"
-            yield Finding(at, reason, "set it to 2 or more")
-        elif adapter.algorithm.drop_uniform:
-            reason = "a group of one answer has no variance of rewards, and algorithm.drop_uniform drops it"
-            yield Finding(at, reason, "set it to 2 or more, or algorithm.drop_uniform=false")
-
-
-def _problems(adapter: AdapterConfig) -> Iterator[Problem]:
+def _problems(adapter: AdapterConfig) -> Iterator[tuple[str, str, str]]:
+    """Key of the algorithm, reason, fix."""
     chosen = adapter.algorithm
     if chosen.eps_clip > 1:
         yield "eps_clip", f"a ratio is never below 1 - {chosen.eps_clip:g}", "set it to at most 1 (no lower clip)"
@@ -236,3 +228,147 @@ def _without_effect(chosen: AlgorithmConfig) -> Iterator[tuple[str, str]]:
             yield key, f"advantage {chosen.advantage} has no critic"
     if not chosen.overlong_share:
         yield "overlong_penalty", "overlong_share is 0"
+
+
+@of_each_adapter
+def chat_template(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
+    """The format chat needs a chat template, and messages need the format chat."""
+    sets = [(f"evals.{j}.task", chosen.task) for j, chosen in enumerate(adapter.evals) if chosen.task is not None]
+    for at, task in [("task", adapter.task), *sets]:
+        chat = task.format.is_chat
+        if chat and facts.chat_template is False:
+            reason = f"the tokenizer in {config.model.folder} has no chat template"
+            yield Finding(f"{at}.format.kind", reason, "set it to template, or use an instruction-tuned model")
+        if isinstance(task, DatasetTask) and task.columns.messages is not None and not chat:
+            reason = "messages are written by a chat template, and task.format.kind is template"
+            yield Finding(f"{at}.columns.messages", reason, "set task.format.kind=chat")
+
+
+@of_each_adapter
+def columns_exist(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
+    """A task that is computed has no columns to name."""
+    if adapter.sft.column is not None and isinstance(adapter.task, WordProblemsTask):
+        reason = f"{adapter.sft.column!r} names a column, and task.kind {adapter.task.kind} has none: it is computed"
+        yield Finding("sft.column", reason, "leave it out to train on computed answers, or use task.kind dataset")
+
+
+@of_each_adapter
+def sampling_is_trained(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
+    """Log-probabilities are those of the whole distribution: what restricts sampling is a bias."""
+    sampling = adapter.sampling
+    if sampling.min_tokens > sampling.max_new_tokens:
+        reason = f"{sampling.min_tokens} is more than max_new_tokens = {sampling.max_new_tokens}"
+        yield Finding("sampling.min_tokens", reason, "lower it, or raise max_new_tokens")
+    for key, off in {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}.items():
+        if (value := getattr(sampling, key)) != off:
+            reason = f"{value:g} restricts sampling, and the trained log-probabilities do not know it"
+            yield warning(f"sampling.{key}", reason, f"leave it at {off:g}, or accept the bias (docs/en/algorithms.md)")
+
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM's minimum above 0."""
+
+
+@of_each_adapter
+def eval_sets(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
+    for name, count in Counter(chosen.name for chosen in adapter.evals).items():
+        if count > 1:
+            yield Finding("evals", f"{count} sets are named {name!r}", "give each its own name")
+    for j, chosen in enumerate(adapter.evals):
+        at = f"evals.{j}.temperature"
+        if chosen.n_samples > 1 and chosen.temperature == 0:
+            reason = f"at 0 all {chosen.n_samples} answers to a problem are the same"
+            yield Finding(at, reason, "raise it, for example to 0.8, or set n_samples=1")
+        elif 0 < chosen.temperature < LEAST_TEMPERATURE:
+            yield Finding(at, f"vLLM's minimum above 0 is {LEAST_TEMPERATURE}", "set it to 0 for greedy answers")
+
+
+@of_each_adapter
+def init_from(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
+    """The reasons why an adapter's folder cannot become its version 0; its modules decide whether others make sense."""
+    if adapter.init_from is None:
+        return
+    if problem := facts.peft_problems.get(adapter.init_from):
+        yield Finding("init_from", problem, "give the folder of a PEFT LoRA adapter")
+    folder, shape = facts.peft_folders.get(adapter.init_from), shape_of(facts)
+    if folder is None or shape is None:
+        return
+    if (wrong := _modules(adapter, folder, shape)) is not None:
+        yield wrong
+        return
+    differ = _experts(adapter, folder)
+    # Experts that differ in a shared_outer adapter count as ranks of one lora_A: the same mistake.
+    small = None if differ and adapter.expert_layout is ExpertLayout.SHARED_OUTER else _rank(adapter, folder)
+    yield from (finding for finding in (differ, small) if finding is not None)
+
+
+def _modules(adapter: AdapterConfig, folder: PeftFolder, shape: ModelShape) -> Finding | None:
+    try:
+        wanted = targets.modules(adapter.target_modules, adapter.exclude_modules, shape)
+    except ConfigError:
+        return None  # the rule about targets reports it
+    source = adapter.init_from
+    every = targets.modules([targets.ALL_LINEAR], [], shape)
+    if foreign := sorted(folder.modules - every.keys()):
+        reason = f"{source} adapts {foreign[0]}, which this model does not have or LoRA cannot sit on here"
+        return Finding("init_from", reason, "give an adapter of this model's projections")
+    for module in sorted(folder.modules):
+        file = (folder.shapes[f"{module}.lora_A.weight"][1], folder.shapes[f"{module}.lora_B.weight"][0])
+        if file != every[module]:
+            reason = f"{source} has {file[0]} inputs and {file[1]} outputs at {module}, this model {every[module]}"
+            return Finding("init_from", reason, "give an adapter of this model")
+    extra, absent = misfits(folder.modules, wanted)
+    if extra:
+        reason = f"{source} adapts {kind_of(extra[0])}, which is not among them"
+        return Finding("target_modules", reason, f"name {linears()[extra[0].rpartition('.')[2]]} too")
+    if absent:
+        reason = f"{source} adapts {kind_of(absent[0])} but not {absent[0]}"
+        return Finding("init_from", reason, "give an adapter of all layers and experts")
+    return None
+
+
+def _experts(adapter: AdapterConfig, folder: PeftFolder) -> Finding | None:
+    if adapter.expert_layout is ExpertLayout.PER_EXPERT:
+        return None
+    outer = adapter.expert_layout is ExpertLayout.SHARED_OUTER
+    firsts: dict[str, str] = {}
+    for name in sorted(folder.digests):
+        layer, sep, expert = name.partition(".experts.")
+        if not sep or (outer and not (name.endswith(".lora_B.weight") and _linear(name) == "linear_fc2")):
+            continue  # different lora_A of gate and up are stacked, see `_distinct`
+        first = firsts.setdefault(f"{layer}.{expert.partition('.')[2]}", name)
+        if folder.digests[first] != folder.digests[name]:
+            reason = f"{adapter.expert_layout}, but the experts of {adapter.init_from} differ ({name})"
+            return Finding("expert_layout", reason, "set it to per_expert")
+    return None
+
+
+def _rank(adapter: AdapterConfig, folder: PeftFolder) -> Finding | None:
+    spec = adapter.spec("")
+    for module, ranks in _distinct(folder, adapter.expert_layout).items():
+        if sum(ranks) > (room := spec.rank_of(module)):
+            layers = f" and Megatron's fused layers hold {len(ranks)} of its lora_A" if len(ranks) > 1 else ""
+            reason = f"{room} is too small for {adapter.init_from}: at {module} it has rank {ranks[0]}{layers}"
+            key = "rank" if room == adapter.rank else "rank_pattern"
+            return Finding(key, reason, f"set it to at least {sum(ranks)}")
+    return None
+
+
+def _linear(tensor: str) -> str:
+    found = target_of(tensor.rpartition(".lora_")[0])
+    return found[0] if found else ""
+
+
+def _distinct(folder: PeftFolder, layout: ExpertLayout) -> dict[str, list[int]]:
+    """The ranks of the different lora_A that each of Megatron's layers would have to hold, by its first module."""
+    groups: dict[tuple[str, str], tuple[str, dict[bytes, int]]] = {}
+    for name, digest in sorted(folder.digests.items()):
+        module, sep, _ = name.rpartition(".lora_A.")
+        found = target_of(module)
+        if sep and found is not None:
+            parent = module.rpartition(".")[0]
+            if layout is ExpertLayout.SHARED_OUTER and found == ("linear_fc1", Scope.EXPERT):
+                parent = parent.rpartition(".")[0]  # one lora_A for all experts
+            _, ranks = groups.setdefault((parent, found[0]), (module, {}))
+            ranks[digest] = folder.shapes[name][0]
+    return {module: list(ranks.values()) for module, ranks in groups.values()}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from areal_lora.config.facts import Facts
-from areal_lora.config.models import Config
+from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 from areal_lora.families.shape import ModelShape
@@ -43,14 +44,22 @@ def warning(path: str, reason: str, fix: str) -> Finding:
 Rule = Callable[[Config, Facts], Iterator[Finding]]
 
 
+def of_each_adapter(rule: Callable[[Config, Facts, AdapterConfig], Iterator[Finding]]) -> Rule:
+    """``rule`` for every entry of ``adapters``; it names keys of the entry."""
+
+    def of_all(config: Config, facts: Facts) -> Iterator[Finding]:
+        for i, adapter in enumerate(config.adapters):
+            yield from (replace(found, path=f"adapters.{i}.{found.path}") for found in rule(config, facts, adapter))
+
+    return of_all
+
+
 def shape_of(facts: Facts) -> ModelShape | None:
     """Sizes of the model; None where the model rule has already complained."""
-    if facts.hf_config is None:
-        return None
-    try:
-        return ModelShape.from_hf(facts.hf_config, facts.checkpoint)
-    except (KeyError, ConfigError):
-        return None
+    if facts.hf_config is not None:
+        with suppress(KeyError, ConfigError):
+            return ModelShape.from_hf(facts.hf_config, facts.checkpoint)
+    return None
 
 
 def canonical(config: Config, shape: ModelShape) -> Config:
@@ -58,17 +67,11 @@ def canonical(config: Config, shape: ModelShape) -> Config:
 
     Raises ConfigError for targets that the model does not have.
     """
-    adapters = [
-        adapter.model_copy(
-            update={
-                "target_modules": list(targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)),
-                "exclude_modules": [],
-            }
-        )
-        for adapter in config.adapters
-    ]
-    service = config.service
-    if service is not None:
+    adapters = []
+    for adapter in config.adapters:
+        found = list(targets.resolve(adapter.target_modules, adapter.exclude_modules, shape))
+        adapters.append(adapter.model_copy(update={"target_modules": found, "exclude_modules": []}))
+    if (service := config.service) is not None:
         every = list(targets.resolve(service.target_modules, [], shape))
         service = service.model_copy(update={"target_modules": every})
     return config.model_copy(update={"adapters": adapters, "service": service})

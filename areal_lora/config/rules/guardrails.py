@@ -8,30 +8,30 @@ from __future__ import annotations
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
-from areal_lora.config.rules import adapter_rules, layout_rules, memory_rules, slurm, task_rules
+from areal_lora.config.rules import adapter_rules as adapters
+from areal_lora.config.rules import layout_rules as layout
+from areal_lora.config.rules import memory_rules as memory
 from areal_lora.config.rules.findings import Finding, Rule, Severity, canonical, shape_of
 from areal_lora.errors import ConfigError
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    layout_rules.model_readable, layout_rules.model_trainable, layout_rules.combinations,
-    layout_rules.servers_can_serve, adapter_rules.adapter_list, adapter_rules.a_service_has_room,
-    memory_rules.service_fits, adapter_rules.targets_exist, adapter_rules.ranks_fit, adapter_rules.rates_suit_lora,
-    task_rules.init_from, adapter_rules.user_code, adapter_rules.algorithm, adapter_rules.group_size,
-    adapter_rules.batches, task_rules.chat_template, task_rules.columns_exist,
-    task_rules.sampling_is_trained, task_rules.eval_sets, layout_rules.lengths, layout_rules.engine_fits,
-    layout_rules.trainer_layout, layout_rules.rollout_layout, slurm.components_agree, slurm.own_directives,
-    slurm.servers_suffice, memory_rules.cluster_is_reachable, memory_rules.interface_counts,
-    memory_rules.devices_suffice, layout_rules.devices_are_shared, layout_rules.backend_fits, slurm.no_idle_node,
-    memory_rules.memory_suffices, memory_rules.shared_base_fits, layout_rules.deterministic,
-    layout_rules.merged_rollouts, layout_rules.time_outs,
+    layout.model_readable, layout.model_trainable, layout.combinations, layout.servers_can_serve, adapters.adapter_list,
+    adapters.a_service_has_room, memory.service_fits, adapters.targets_exist, adapters.ranks_fit,
+    adapters.rates_suit_lora, adapters.init_from, adapters.user_code, adapters.algorithm, adapters.group_size,
+    adapters.batches, adapters.chat_template, adapters.columns_exist, adapters.sampling_is_trained, adapters.eval_sets,
+    layout.answers_fit, layout.lengths, layout.engine_fits, layout.trainer_layout, layout.rollout_layout,
+    layout.components_agree, layout.own_directives, layout.servers_suffice, memory.cluster_is_reachable,
+    memory.interface_counts, memory.devices_suffice, layout.devices_are_shared, layout.backend_fits,
+    layout.no_idle_node, memory.memory_suffices, memory.shared_base_fits, layout.deterministic, layout.merged_rollouts,
+    layout.time_outs,
 )
 # fmt: on
 
 
 def check_start(config: Config, facts: Facts) -> tuple[Finding, ...]:
     """`check` of a run at its start."""
-    return check(config, facts, (adapter_rules.no_clients, *RULES))
+    return check(config, facts, (adapters.no_clients, *RULES))
 
 
 def check(config: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:

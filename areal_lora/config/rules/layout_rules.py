@@ -1,4 +1,5 @@
-"""Rules about parallel sizes, devices that a trainer rank and a server share, and the library that carries versions.
+"""Rules about parallel sizes, devices that a trainer rank and a server share, the library that carries versions, and
+the components and directives of a Slurm job.
 
 `engine.common.arena` would refuse the trainer's sizes later.
 """
@@ -6,14 +7,14 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterator
 
 from areal_lora.config import support
 from areal_lora.config.facts import Facts
-from areal_lora.config.models import Config, TrainerConfig
-from areal_lora.config.rules.findings import Finding, shape_of, warning
-from areal_lora.config.rules.slurm import most_devices
-from areal_lora.config.sizing.slots import OF_DEVICES, shared_devices
+from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
+from areal_lora.config.rules.findings import Finding, of_each_adapter, shape_of, warning
+from areal_lora.config.sizing.slots import ALL_ROLES, OF_DEVICES, pools_of, seats_of, shared_devices
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import PUBLISHED, is_hub_name, supported
 from areal_lora.families.shape import ModelShape
@@ -35,8 +36,7 @@ def engine_fits(config: Config, facts: Facts) -> Iterator[Finding]:
     if t.pp_layers is not None:
         yield Finding("trainer.pp_layers", "trainer.engine = fsdp has no stages", "leave it out")
     if t.cpu_offload and config.cluster.device == "cpu":
-        reason = "on CPUs the shards are in host memory anyway"
-        yield Finding("trainer.cpu_offload", reason, "set it to false")
+        yield Finding("trainer.cpu_offload", "on CPUs the shards are in host memory anyway", "set it to false")
 
 
 def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -167,11 +167,9 @@ def deterministic(config: Config, facts: Facts) -> Iterator[Finding]:
     )
     wrong = [(key, value, want) for key, value, want in required if value != want]
     if wrong:
-        yield Finding(
-            "rollout.deterministic",
-            f"answers cannot be repeated with {', '.join(f'{key} = {value}' for key, value, _ in wrong)}",
-            f"set {', '.join(f'{key}={want}' for key, _, want in wrong)}, or rollout.deterministic=false",
-        )
+        reason = f"answers cannot be repeated with {', '.join(f'{key} = {value}' for key, value, _ in wrong)}"
+        fix = f"set {', '.join(f'{key}={want}' for key, _, want in wrong)}, or rollout.deterministic=false"
+        yield Finding("rollout.deterministic", reason, fix)
 
 
 def merged_rollouts(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -187,12 +185,9 @@ def time_outs(config: Config, facts: Facts) -> Iterator[Finding]:
     run, sync = config.run, config.weight_sync
     longest_s = sync.publish_s + sync.rejoin_s
     if run.stall_s <= longest_s:
-        yield Finding(
-            "run.stall_s",
-            f"{run.stall_s:g} s is not longer than a publish may take that waits for servers, "
-            f"{longest_s:g} s: trainer rank 0 sends no heartbeat meanwhile",
-            "raise it, or lower weight_sync.timeout_s or weight_sync.rejoin_s",
-        )
+        waits = f"a publish may take that waits for servers, {longest_s:g} s"
+        reason = f"{run.stall_s:g} s is not longer than {waits}: trainer rank 0 sends no heartbeat meanwhile"
+        yield Finding("run.stall_s", reason, "raise it, or lower weight_sync.timeout_s or weight_sync.rejoin_s")
 
 
 def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -206,13 +201,9 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     if support.engines(facts.hf_config) and shape_of(facts) is None:
         known = facts.hf_config["model_type"] in supported() or facts.checkpoint is not None
-        yield Finding(
-            "model.path",
-            "config.json lacks sizes of the model"
-            if known
-            else "the layers of a family without a row are read from its safetensors files, which are not here",
-            "use a complete folder",
-        )
+        reason = "the layers of a family without a row are read from its safetensors files, which are not here"
+        reason = "config.json lacks sizes of the model" if known else reason
+        yield Finding("model.path", reason, "use a complete folder")
     if not facts.model_is_local:
         reason = f"{config.model.path} is not whole in the hub's cache and is downloaded when the run starts"
         yield warning("model.path", reason, "none needed where a hub is reachable")
@@ -224,15 +215,13 @@ def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     possible = support.engines(facts.hf_config)
     if not possible:
-        reasons = [
-            f"{engine}: {why}" for engine in support.ENGINES for why in support.engine_problems(engine, facts.hf_config)
-        ]
+        problems = {engine: support.engine_problems(engine, facts.hf_config) for engine in support.ENGINES}
+        reasons = [f"{engine}: {why}" for engine, found in problems.items() for why in found]
         fix = f"use a model of type {', '.join(supported())}, or one that docs/en/models.md lists"
         yield Finding("model.path", f"no engine trains it; {'; '.join(reasons)}", fix)
     elif config.trainer.engine not in possible:
         reason = "; ".join(support.engine_problems(config.trainer.engine, facts.hf_config))
-        fix = f"set trainer.engine={possible[0]}, or use another model"
-        yield Finding("model.path", reason, fix)
+        yield Finding("model.path", reason, f"set trainer.engine={possible[0]}, or use another model")
 
 
 def servers_can_serve(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -246,26 +235,24 @@ def servers_can_serve(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding("model.dtype", reason, "set model.dtype=bfloat16")
 
 
-def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
-    longest = config.rollout.max_model_len
-    for i, adapter in enumerate(config.adapters):
-        new = adapter.sampling.max_new_tokens
+@of_each_adapter
+def answers_fit(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
+    longest, sampling = config.rollout.max_model_len, adapter.sampling
+    sizes = [("sampling", sampling.max_new_tokens, sampling.n_samples)]
+    sizes += [(f"evals.{j}", chosen.max_new_tokens or 0, chosen.n_samples) for j, chosen in enumerate(adapter.evals)]
+    for at, new, n in sizes:
         if new >= longest:
-            yield Finding(
-                f"adapters.{i}.sampling.max_new_tokens",
-                f"{new} new tokens leave no room for a prompt in rollout.max_model_len = {longest}",
-                f"lower it, or raise rollout.max_model_len above {new}",
-            )
-        sizes = [(f"adapters.{i}.sampling", adapter.sampling.n_samples)]
-        sizes += [(f"adapters.{i}.evals.{j}", chosen.n_samples) for j, chosen in enumerate(adapter.evals)]
-        for at, n in sizes:
-            if reason := too_large(1, n, longest):
-                yield Finding(f"{at}.n_samples", reason, "lower it, or rollout.max_model_len")
-    budget = config.trainer.max_tokens_per_microbatch
+            reason = f"{new} new tokens leave no room for a prompt in rollout.max_model_len = {longest}"
+            yield Finding(f"{at}.max_new_tokens", reason, f"lower it, or raise rollout.max_model_len above {new}")
+        if too_much := too_large(1, n, longest):
+            yield Finding(f"{at}.n_samples", too_much, "lower it, or rollout.max_model_len")
+
+
+def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
+    longest, budget, shape = config.rollout.max_model_len, config.trainer.max_tokens_per_microbatch, shape_of(facts)
     if budget < longest:
         reason = f"{budget} cannot hold one sequence of rollout.max_model_len = {longest} tokens"
         yield Finding("trainer.max_tokens_per_microbatch", reason, f"set it to at least {longest}")
-    shape = shape_of(facts)
     if shape and shape.max_positions and longest > shape.max_positions:
         reason = f"{longest} is beyond the model's {shape.max_positions} positions"
         yield Finding("rollout.max_model_len", reason, f"set it to at most {shape.max_positions}")
@@ -282,3 +269,116 @@ def combinations(config: Config, facts: Facts) -> Iterator[Finding]:
                 continue
             seen.add((at, reason))
             yield Finding(at, reason, refusal.fix, subject=reason)
+
+
+_KEYS = {
+    "nodes": "cluster.nodes",
+    "job-name": "run.name",
+    "time": "cluster.slurm.time_limit",
+    "partition": "cluster.slurm.partition",
+    "account": "cluster.slurm.account",
+    "mem": "cluster.slurm.mem",
+}
+_KEYS |= dict.fromkeys(("gres", "gpus", "gpus-per-node"), "cluster.devices_per_node and cluster.slurm.gres_type")
+"""Options of sbatch that have a key of their own."""
+_OURS = {"signal", "requeue", "no-requeue", "output", "open-mode", "ntasks", "ntasks-per-node", "mincpus", "array"}
+"""Options of sbatch that the job script depends on."""
+_SHORT = {"N": "nodes", "J": "job-name", "t": "time", "p": "partition", "A": "account"}
+_SHORT |= {"G": "gpus", "o": "output", "n": "ntasks", "a": "array"}
+
+
+def most_devices(config: Config) -> int:
+    """Devices of a node of the servers; without a limit on CPUs, and where another rule finds that there are none."""
+    if config.cluster.device == "cpu":
+        return sys.maxsize
+    pools = [pool for pool in pools_of(config.cluster) if "rollout" in pool.roles]
+    return (pools[0].devices_per_node if pools else 0) or sys.maxsize
+
+
+def components_agree(config: Config, facts: Facts) -> Iterator[Finding]:
+    """Each role is in one component, with devices if it needs them; a local run has none."""
+    cluster, components = config.cluster, config.cluster.slurm.components
+    if not components:
+        return
+    key = "cluster.slurm.components"
+    if cluster.kind != "slurm":
+        reason = f"a job with cluster.kind = {cluster.kind} has no components"
+        yield Finding(key, reason, f"set {key}=[], or cluster.kind=slurm")
+        return
+    if cluster.nodes not in (1, cluster.total_nodes):
+        reason = f"{cluster.nodes} nodes contradict the components, which have {cluster.total_nodes}"
+        yield Finding("cluster.nodes", reason, "leave it out")
+    for role in ALL_ROLES:
+        places = [str(i) for i, component in enumerate(components) for r in component.roles if r == role]
+        if not places:
+            yield Finding(key, f"no component has the role {role}", f"add {role} to one of them")
+        elif len(places) > 1:
+            reason = f"{role} is named {len(places)} times: in components {', '.join(places)}"
+            yield Finding(f"{key}.{places[1]}.roles", reason, "name each role once")
+    for i, (component, pool) in enumerate(zip(components, pools_of(cluster), strict=True)):
+        needy = [role for role in component.roles if role != "controller"]
+        if needy and cluster.device != "cpu" and not pool.devices_per_node:
+            reason = f"{' and '.join(needy)} need {cluster.device} devices and its nodes have none"
+            yield Finding(f"{key}.{i}.devices_per_node", reason, "raise it, or leave it out")
+        if component.mem is None and cluster.slurm.mem is None and any(part.mem for part in components):
+            reason = "another component sets its memory, which Slurm would apply to this one"
+            yield Finding(f"{key}.{i}.mem", reason, "set it here, or set cluster.slurm.mem")
+        if not needy and component.nodes > 1:
+            reason = f"the controller is one process and cannot use {component.nodes} nodes"
+            yield Finding(f"{key}.{i}.nodes", reason, "set it to 1")
+
+
+def own_directives(config: Config, facts: Facts) -> Iterator[Finding]:
+    """``extra`` neither repeats a key nor changes what the script depends on."""
+    slurm = config.cluster.slurm
+    lists = {"cluster.slurm.extra": slurm.extra}
+    lists |= {f"cluster.slurm.components.{i}.extra": part.extra for i, part in enumerate(slurm.components)}
+    for path, lines in lists.items():
+        for line in lines:
+            option = _option(line)
+            if not line.startswith("-"):
+                yield Finding(path, f"{line!r} is not an option of sbatch", "start it with - or --, without #SBATCH")
+            elif option in _KEYS:
+                yield Finding(path, f"{line!r} has a key of its own", f"use {_KEYS[option]}")
+            elif option in _OURS:
+                yield Finding(path, f"the job script sets --{option} and depends on it", "remove it")
+    for role, lines in slurm.srun_extra.items():
+        for line in lines:
+            option, _, value = line.replace("=", " ").partition(" ")
+            if option == "--gpu-bind" and value.strip().split(",")[-1] != "none":
+                reason = f"{line!r} hides devices that the plan gives to a process"
+                fix = "leave it out, or set --gpu-bind=none or --gpu-bind=verbose,none"
+                yield Finding(f"cluster.slurm.srun_extra.{role}", reason, fix)
+    if slurm.gres_type and config.cluster.device == "cpu":
+        reason = f"{slurm.gres_type} GPUs contradict cluster.device = cpu"
+        yield Finding("cluster.slurm.gres_type", reason, "leave it out, or set cluster.device=cuda")
+
+
+def _option(line: str) -> str:
+    """Name of the option in a #SBATCH line, in its long form where that is known."""
+    if line.startswith("--"):
+        return line[2:].partition("=")[0].partition(" ")[0]
+    return _SHORT.get(line[1:2], "")
+
+
+def servers_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
+    least, servers = config.cluster.min_servers, config.rollout.servers
+    if least > servers:
+        reason = f"{least} servers are required and rollout.servers = {servers}"
+        yield Finding("cluster.min_servers", reason, f"set it to at most {servers}, or raise rollout.servers")
+
+
+def no_idle_node(config: Config, facts: Facts) -> Iterator[Finding]:
+    """A node without a process would be paid for and do nothing."""
+    try:
+        seats = seats_of(config)
+    except ConfigError:
+        return  # other rules report it
+    if list(components_agree(config, facts)):
+        return
+    used = {seat.node for seat in (*seats.trainer, *seats.servers, seats.controller)}
+    for pool in pools_of(config.cluster):
+        idle = sorted(set(range(pool.first_node, pool.first_node + pool.nodes)) - used)
+        if idle:
+            reason = f"nothing runs on {len(idle)} of {pool.nodes} nodes (node {', '.join(map(str, idle))})"
+            yield warning(pool.key, reason, f"set it to {pool.nodes - len(idle)}, or use more ranks or servers")

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity, canonical, shape_of, warning
-from areal_lora.config.rules.layout_rules import trainer_layout
-from areal_lora.config.rules.slurm import components_agree, most_devices
+from areal_lora.config.rules.layout_rules import components_agree, most_devices, trainer_layout
 from areal_lora.config.sizing import memory as sizing
 from areal_lora.config.sizing.memory import GIB, JobMemory, Memory
 from areal_lora.config.sizing.slots import has_tenants, pools_of, seats_of, shared_devices
@@ -25,16 +24,8 @@ def slurm_bytes(mem: str | None) -> int | None:
     return int(mem.rstrip("KMGTkmgt")) << 10 * ("KMGT".index(unit) + 1)
 
 
-EXACT = {
-    sizing.LEAST_KV,
-    "KV cache",
-    sizing.STAGING,
-    "base weights",
-    "gathered layer",
-    "adapter slots",
-    "adapter weights and gradients",
-    "optimizer moments",
-}
+EXACT = {sizing.LEAST_KV, "KV cache", sizing.STAGING, "base weights", "gathered layer", "adapter slots"}
+EXACT |= {"adapter weights and gradients", "optimizer moments"}
 """Parts that follow from sizes alone. Where these do not fit, it is an error; else a warning."""
 
 
@@ -67,11 +58,9 @@ def shared_base_fits(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     need = base_bytes(shape, config.model.dtype)
     if need > have:
-        yield Finding(
-            "model.shared_memory",
-            f"the base takes {need / GIB:.1f} GiB and /dev/shm holds {have / GIB:.1f}",
-            "mount it larger (docker run --shm-size, or mount -o remount,size=...), or set it to false",
-        )
+        reason = f"the base takes {need / GIB:.1f} GiB and /dev/shm holds {have / GIB:.1f}"
+        fix = "mount it larger (docker run --shm-size, or mount -o remount,size=...), or set it to false"
+        yield Finding("model.shared_memory", reason, fix)
 
 
 def _hosts(config: Config, facts: Facts, memory: JobMemory) -> Iterator[Finding]:
@@ -84,17 +73,12 @@ def _hosts(config: Config, facts: Facts, memory: JobMemory) -> Iterator[Finding]
         needed = memory.host_of(node)
         if limit is None or needed <= limit:
             continue
-        pinned = sum(
-            part.host * m.nodes.count(node) for m in memory.processes for part in m.parts if part.name == sizing.STAGING
-        )
+        staged = ((m, part) for m in memory.processes for part in m.parts if part.name == sizing.STAGING)
+        pinned = sum(part.host * m.nodes.count(node) for m, part in staged)
         if pinned > needed / 2:
             fix = f"lower weight_sync.bucket_mib, or {fix}"
-        yield warning(
-            path,
-            f"about {needed / GIB:.0f} GiB of host memory are needed on a node{of_pool}, {pinned / GIB:.0f} "
-            f"of them for the staging of publishes, and {has} {limit / GIB:.0f}",
-            fix,
-        )
+        reason = f"about {needed / GIB:.0f} GiB of host memory are needed on a node{of_pool}, {pinned / GIB:.0f} of"
+        yield warning(path, f"{reason} them for the staging of publishes, and {has} {limit / GIB:.0f}", fix)
 
 
 def _node_memory(config: Config, facts: Facts, pool: int) -> tuple[int | None, str, str]:
@@ -129,13 +113,10 @@ def _replica(config: Config, shape: ModelShape, replica: Memory, limit: int) -> 
     if sizing.kv_bytes(config, shape, replica, limit) < sizing.kv_part(config, shape):
         lower = "rollout.max_model_len" if configured is None else "rollout.kv_cache_gib"
         why = "for one sequence" if configured is None else f"with a KV cache of {configured:g}"
-        yield Finding(
-            "rollout.tp",
-            f"a device of a server needs about {replica.device / GIB:.0f} GiB {why} and gets "
-            f"{used * limit / GIB:.0f} ({used:g} of {limit / GIB:.0f})",
-            f"raise rollout.tp or rollout.gpu_memory_utilization, or lower {lower}",
-            severity=_severity(replica, int(used * limit)),
-        )
+        gets = f"{used * limit / GIB:.0f} ({used:g} of {limit / GIB:.0f})"
+        reason = f"a device of a server needs about {replica.device / GIB:.0f} GiB {why} and gets {gets}"
+        fix = f"raise rollout.tp or rollout.gpu_memory_utilization, or lower {lower}"
+        yield Finding("rollout.tp", reason, fix, severity=_severity(replica, int(used * limit)))
 
 
 def _both(config: Config, rank: Memory, replica: Memory, limit: int) -> Iterator[Finding]:
@@ -143,14 +124,11 @@ def _both(config: Config, rank: Memory, replica: Memory, limit: int) -> Iterator
     used = config.rollout.gpu_memory_utilization
     free = int((1 - used) * limit)
     if rank.device > free:
-        yield Finding(
-            "rollout.gpu_memory_utilization",
-            f"{used:g} leaves {free / GIB:.0f} of {limit / GIB:.0f} GiB to the {rank.name} on the same device, "
-            f"which needs about {rank.device / GIB:.0f}",
-            f"lower it to the {replica.device / limit:.2f} that a server needs, lower "
-            "trainer.max_tokens_per_microbatch, or set trainer.recompute=true",
-            severity=_severity(rank, free),
-        )
+        leaves = f"{free / GIB:.0f} of {limit / GIB:.0f} GiB to the {rank.name} on the same device"
+        reason = f"{used:g} leaves {leaves}, which needs about {rank.device / GIB:.0f}"
+        smaller = "lower trainer.max_tokens_per_microbatch, or set trainer.recompute=true"
+        fix = f"lower it to the {replica.device / limit:.2f} that a server needs, {smaller}"
+        yield Finding("rollout.gpu_memory_utilization", reason, fix, severity=_severity(rank, free))
 
 
 def _severity(memory: Memory, limit: int) -> Severity:
@@ -175,15 +153,12 @@ def devices_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
             served = rollout.servers * rollout.tp if "rollout" in pool.roles else 0
             declared = pool.nodes * pool.devices_per_node
             if devices_of(config, ranks, served) > declared:
-                parts = [f"{ranks} trainer"] * bool(ranks) + [f"{rollout.servers} x {rollout.tp} rollout"] * bool(
-                    served
-                )
-                yield Finding(
-                    pool.key,
-                    f"{devices_of(config, ranks, served)} devices are needed ({', '.join(parts)}) and "
-                    f"{declared} are declared",
-                    f"raise {pool.key} or devices_per_node, or lower trainer.world_size or rollout.servers",
-                )
+                parts = {f"{ranks} trainer": ranks, f"{rollout.servers} x {rollout.tp} rollout": served}
+                roles = ", ".join(text for text, devices in parts.items() if devices)
+                all_of_pool = devices_of(config, ranks, served)
+                reason = f"{all_of_pool} devices are needed ({roles}) and {declared} are declared"
+                fix = f"raise {pool.key} or devices_per_node, or lower trainer.world_size or rollout.servers"
+                yield Finding(pool.key, reason, fix)
                 return
     try:
         seats_of(config)
@@ -191,11 +166,9 @@ def devices_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding(error.path, error.reason, error.fix)
         return
     if facts.devices is not None and facts.devices < needed:
-        yield Finding(
-            "cluster.device",
-            f"{needed} {cluster.device} devices are needed and {facts.devices} are visible here",
-            "lower trainer.world_size or rollout.servers, or set cluster.device=cpu",
-        )
+        reason = f"{needed} {cluster.device} devices are needed and {facts.devices} are visible here"
+        fix = "lower trainer.world_size or rollout.servers, or set cluster.device=cpu"
+        yield Finding("cluster.device", reason, fix)
 
 
 def cluster_is_reachable(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -218,10 +191,7 @@ def interface_counts(config: Config, facts: Facts) -> Iterator[Finding]:
     if cluster.interface != "auto" and cluster.bind not in WILDCARDS:
         reason = f"{cluster.interface!r} contradicts cluster.bind = {cluster.bind}, which is used as it is"
         yield Finding("cluster.interface", reason, "set cluster.bind=0.0.0.0, or leave cluster.interface out")
-    elif (
-        facts.address_problem is not None and cluster.total_nodes == 1
-    ):  # several nodes: not a question about this machine
-        problem = facts.address_problem
+    elif (problem := facts.address_problem) is not None and cluster.total_nodes == 1:  # else other machines decide
         yield Finding(problem.path, problem.reason, problem.fix)
 
 

@@ -9,21 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, TypeAdapter, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
+from areal_lora.config.sections import task as tasks
 from areal_lora.config.sections.section import NAME, NonNegFloat, NonNegInt, PositiveInt, Section
-from areal_lora.config.sections.task import (
-    DEFAULT_SET,
-    BuiltInReward,
-    ClientWorkflowConfig,
-    EvalSetConfig,
-    RewardConfig,
-    RewardsConfig,
-    SingleTurnWorkflowConfig,
-    TaskConfig,
-    WorkflowConfig,
-    labels,
-)
 from areal_lora.types import AdapterSpec, ExpertLayout
 
 # fmt: off
@@ -68,63 +57,45 @@ class AlgorithmConfig(Section):
 
     kind: Kind = Field(description="Row of presets; what it sets is in docs/en/algorithms.md and in `--dry-run`.")
     advantage: AdvantageName = Field("grpo", description="How the answers' rewards become advantages.")
-    loss: LossName = Field(
-        "ppo",
-        description="`ppo`: clipped ratio of each token; `gspo`: of each sequence; `cispo`: clipped weight of the "
-        "log-probability; `reinforce`: no ratio.",
-    )
+    loss: LossName = "ppo"
+    """`ppo`: clipped ratio of each token; `gspo`: of each sequence; `cispo`: clipped weight of the log-probability;
+    `reinforce`: no ratio."""
     eps_clip: PositiveFloat = Field(0.2, description="Lower clip of the ratio: not below 1 - `eps_clip`.")
     eps_clip_high: PositiveFloat | None = Field(None, description="Not above 1 + `eps_clip_high`; `eps_clip` if unset.")
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="With a negative advantage A the objective is not below `dual_clip` x A; unset: no bound."
-    )
-    ratio: Literal["proximal", "rollout"] = Field(
-        "proximal", description="The ratio is current/proximal, or current/rollout without a further correction."
-    )
-    behaviour_correction: Literal["mask", "truncate", "none"] = Field(
-        "mask",
-        description="Weight w = proximal/behaviour of a token: `mask`: 0 outside of the bounds; `truncate`: at most "
-        "`behaviour_cap`; `none`: 1.",
-    )
-    behaviour_level: Literal["token", "sequence"] = Field(
-        "token", description="w of each token, or the product over its sequence."
-    )
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """With a negative advantage A the objective is not below `dual_clip` x A; unset: no bound."""
+    ratio: Literal["proximal", "rollout"] = "proximal"
+    """The ratio is current/proximal, or current/rollout without a further correction."""
+    behaviour_correction: Literal["mask", "truncate", "none"] = "mask"
+    """Weight w = proximal/behaviour of a token: `mask`: 0 outside of the bounds; `truncate`: at most `behaviour_cap`;
+    `none`: 1."""
+    behaviour_level: Literal["token", "sequence"] = "token"
+    """w of each token, or the product over its sequence."""
     behaviour_cap: PositiveFloat = Field(5.0, description="Upper bound of w.")
     behaviour_floor: NonNegFloat = Field(0.0, description="Lower bound of w for `mask`.")
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Discount per token (`advantage: gae`).")
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
-        1.0, description="Weight of later values in an advantage; 1: returns minus values (`advantage: gae`)."
-    )
-    critic_lr: PositiveFloat | None = Field(
-        None, description="The critic's learning rate; 10 x `optimizer.lr` if unset."
-    )
-    critic_rank: PositiveInt | None = Field(
-        None, description="Rank of the critic's adapter, at the policy's scale; if unset its rank and patterns."
-    )
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Weight of later values in an advantage; 1: returns minus values (`advantage: gae`)."""
+    critic_lr: PositiveFloat | None = None
+    """The critic's learning rate; 10 x `optimizer.lr` if unset."""
+    critic_rank: PositiveInt | None = None
+    """Rank of the critic's adapter, at the policy's scale; if unset its rank and patterns."""
     kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL divergence from the reference.")
-    reference: Literal["base", "initial"] = Field(
-        "base",
-        description="`base`: the base model, adapter off; `initial`: the start of the run (`init_from`), or the "
-        "version after `sft.steps`.",
-    )
-    reference_refresh_steps: PositiveInt | None = Field(
-        None, description="Every so many versions the newest one becomes the reference; unset: never."
-    )
-    kl_target: PositiveFloat | None = Field(
-        None,
-        description="KL divergence per token to aim at: each step changes the weight by at most 2 %; unset: fixed.",
-    )
+    reference: Literal["base", "initial"] = "base"
+    """`base`: the base model, adapter off; `initial`: the start of the run (`init_from`), or the version after
+    `sft.steps`."""
+    reference_refresh_steps: PositiveInt | None = None
+    """Every so many versions the newest one becomes the reference; unset: never."""
+    kl_target: PositiveFloat | None = None
+    """KL divergence per token to aim at: each step changes the weight by at most 2 %; unset: fixed."""
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators of the KL divergence.")
-    kl_in: Literal["loss", "reward"] = Field(
-        "loss", description="Add the KL divergence to the loss, or subtract it from the reward."
-    )
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Add the KL divergence to the loss, or subtract it from the reward."""
     entropy_coef: NonNegFloat = Field(0.0, description="Weight of the entropy bonus.")
-    reduction: Literal["token", "sequence", "constant"] = Field(
-        "token", description="Loss denominator: tokens, sequences, or sequences x max_new_tokens of the minibatch."
-    )
-    overlong_share: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="Last part of `max_new_tokens` over which `overlong_penalty` grows; 0: no penalty."
-    )
+    reduction: Literal["token", "sequence", "constant"] = "token"
+    """Loss denominator: tokens, sequences, or sequences x max_new_tokens of the minibatch."""
+    overlong_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Last part of `max_new_tokens` over which `overlong_penalty` grows; 0: no penalty."""
     overlong_penalty: NonNegFloat = Field(1.0, description="Largest amount taken off the reward of a long answer.")
     drop_uniform: bool = Field(False, description="Replace groups in which all answers have the same reward by others.")
 
@@ -161,11 +132,9 @@ class AlgorithmConfig(Section):
 
 
 class SftConfig(Section):
-    steps: NonNegInt = Field(
-        0,
-        description="Groups issued with one of the first so many versions are the data set's answers, trained on with "
-        "cross-entropy; later ones are rollouts. `run.steps`: no rollouts.",
-    )
+    steps: NonNegInt = 0
+    """Groups issued with one of the first so many versions are the data set's answers, trained on with cross-entropy;
+    later ones are rollouts. `run.steps`: no rollouts."""
     column: str | None = Field(None, description="Column with the text of the answer; the gold answer if unset.")
 
 
@@ -176,45 +145,30 @@ class OptimizerConfig(Section):
     weight_decay: NonNegFloat = Field(0.0, description="Decoupled weight decay (AdamW).")
     max_grad_norm: PositiveFloat = Field(1.0, description="Norm above which the adapter's gradient is scaled down.")
     warmup_steps: NonNegInt = Field(0, description="Training steps of linear learning-rate warm-up to `lr`.")
-    schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="Learning rate from the end of the warm-up; the others end with 0 at `run.steps`."
-    )
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate from the end of the warm-up; the others end with 0 at `run.steps`."""
 
 
 class SamplingConfig(Section):
     prompts_per_step: PositiveInt = Field(description="Prompt groups in one training step.")
     n_samples: PositiveInt = Field(description="Answers per prompt (the group size).")
     max_new_tokens: PositiveInt = Field(description="Longest answer, in tokens.")
-    temperature: Annotated[float, Field(ge=0.01)] = Field(
-        1.0, description="Divides the logits, on the servers and in the trainer; vLLM's minimum is 0.01."
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Below 1 sampling omits the tail, but log-probabilities do not: a bias, see algorithms.md."
-    )
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Divides the logits, on the servers and in the trainer; vLLM's minimum is 0.01."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Below 1 sampling omits the tail, but log-probabilities do not: a bias, see algorithms.md."""
     top_k: NonNegInt = Field(0, description="Sample from so many likeliest tokens, 0: from all; a bias like `top_p`.")
-    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0,
-        description="Omit tokens with less than this share of the likeliest one's probability; a bias like `top_p`.",
-    )
-    min_tokens: NonNegInt = Field(
-        0, description="An answer does not end before so many tokens; a bias where the model would have ended it."
-    )
-    stop: list[str] = Field(
-        [],
-        description="Texts that end an answer; their tokens are trained on, the reward gets the answer without them.",
-    )
-    timeout_s: PositiveFloat = Field(
-        600.0,
-        description="Seconds for one episode of an environment, agent or workflow, or one request of an evaluation; "
-        "after that it is a `timeout`. A single-turn rollout is repeated after ten times as long.",
-    )
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Omit tokens with less than this share of the likeliest one's probability; a bias like `top_p`."""
+    min_tokens: NonNegInt = 0
+    """An answer does not end before so many tokens; a bias where the model would have ended it."""
+    stop: list[str] = Field([])
+    """Texts that end an answer; their tokens are trained on, the reward gets the answer without them."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds for one episode of an environment, agent or workflow, or one request of an evaluation; after that it is a
+    `timeout`. A single-turn rollout is repeated after ten times as long."""
 
 
-CLIENT_KEYS = frozenset(
-    {"name", "rank", "alpha", "rslora", "target_modules", "exclude_modules", "expert_layout", "weight", "seed"}
-    | {"workflow"}
-)
-"""What the adapter of a client may set."""
 CLIENT_SECTIONS: Mapping[str, Any] = {
     "task": {"kind": "word_problems", "n_train": 1, "n_eval": 1},
     "algorithm": {"kind": "grpo"},
@@ -229,46 +183,36 @@ class AdapterConfig(Section):
     rank: PositiveInt = Field(description="Inner size of the low-rank product.")
     alpha: PositiveFloat = Field(description="The product is scaled by alpha / rank, or see `rslora`.")
     rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead (rsLoRA).")
-    rank_pattern: dict[str, PositiveInt] = Field(
-        {}, description="Other ranks: regular expression for Hugging Face module paths, as in PEFT, to rank."
-    )
+    rank_pattern: dict[str, PositiveInt] = Field({})
+    """Other ranks: regular expression for Hugging Face module paths, as in PEFT, to rank."""
     alpha_pattern: dict[str, PositiveFloat] = Field({}, description="Other values of `alpha`, in the same way.")
-    target_modules: list[str] = Field(
-        min_length=1, description="Modules with LoRA: names, scopes, paths, wildcards or all-linear (see the top)."
-    )
+    target_modules: list[str] = Field(min_length=1)
+    """Modules with LoRA: names, scopes, paths, wildcards or all-linear (see the top)."""
     exclude_modules: list[str] = Field([], description="Modules removed from `target_modules`; same spellings.")
-    expert_layout: ExpertLayout = Field(
-        ExpertLayout.PER_EXPERT,
-        description="One adapter per expert, one shared by a layer's experts, or lora_A of gate and up and lora_B of "
-        "down shared (`shared_outer`).",
-    )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="Share of the inputs of lora_A that a training pass leaves out; scores never do."
-    )
+    expert_layout: ExpertLayout = ExpertLayout.PER_EXPERT
+    """One adapter per expert, one shared by a layer's experts, or lora_A of gate and up and lora_B of down shared
+    (`shared_outer`)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the inputs of lora_A that a training pass leaves out; scores never do."""
     init_from: str | None = Field(None, description="PEFT LoRA folder to load as version 0; a new adapter if unset.")
-    minibatches: PositiveInt = Field(
-        1, description="Optimizer steps per training step, one per part of the batch, all at one learning rate."
-    )
-    weight: PositiveFloat = Field(
-        1.0, description="Part of the trained tokens relative to the other adapters', while several have a batch ready."
-    )
+    minibatches: PositiveInt = 1
+    """Optimizer steps per training step, one per part of the batch, all at one learning rate."""
+    weight: PositiveFloat = 1.0
+    """Part of the trained tokens relative to the other adapters', while several have a batch ready."""
     steps: PositiveInt | None = Field(None, description="Training steps of this adapter; `run.steps` if unset.")
     seed: NonNegInt | None = Field(None, description="Seed of this adapter; `run.seed` if unset.")
     max_staleness: NonNegInt | None = Field(None, description="Largest staleness; `rollout.max_staleness` if unset.")
-    task: TaskConfig
-    workflow: WorkflowConfig = SingleTurnWorkflowConfig()
-    reward: RewardsConfig = Field(
-        BuiltInReward(), description="One reward, or a list: their weighted sum; the first one states `correct`."
-    )
+    task: tasks.TaskConfig
+    workflow: tasks.WorkflowConfig = tasks.SingleTurnWorkflowConfig()
+    reward: tasks.RewardsConfig = tasks.BuiltInReward()
+    """One reward, or a list: their weighted sum; the first one states `correct`."""
     algorithm: AlgorithmConfig
     sft: SftConfig = SftConfig()
     optimizer: OptimizerConfig
     sampling: SamplingConfig
-    evals: list[EvalSetConfig] = Field(
-        [],
-        description="Sets of an evaluation; the first one decides the best checkpoint. If empty, one set `held-out`: "
-        "greedy single answers to the held-out split.",
-    )
+    evals: list[tasks.EvalSetConfig] = Field([])
+    """Sets of an evaluation; the first one decides the best checkpoint. If empty, one set `held-out`: greedy single
+    answers to the held-out split."""
 
     @model_validator(mode="before")
     @classmethod
@@ -278,43 +222,27 @@ class AdapterConfig(Section):
         kind = workflow.get("kind") if isinstance(workflow, Mapping) else getattr(workflow, "kind", None)
         return {**CLIENT_SECTIONS, **data} if kind == "client" else data
 
-    @model_validator(mode="after")
-    def _only_what_a_client_uses(self) -> Self:
-        if self.is_client:
-            unused = sorted(key for key in type(self).model_fields.keys() - CLIENT_KEYS if self._deviates(key))
-            if unused:
-                raise ValueError(f"an adapter of a client has no {unused[0]}: leave it out")
-        return self
-
-    def _deviates(self, key: str) -> bool:
-        """Whether the value at ``key`` is another one than that of an adapter that leaves it out."""
-        field = type(self).model_fields[key]
-        value = getattr(self, key)
-        if key in CLIENT_SECTIONS:
-            return bool(value != TypeAdapter(field.rebuild_annotation()).validate_python(CLIENT_SECTIONS[key]))
-        return bool(value != field.get_default(call_default_factory=True))
-
     @property
     def is_client(self) -> bool:
         """Whether a client of the service drives it."""
-        return isinstance(self.workflow, ClientWorkflowConfig)
+        return isinstance(self.workflow, tasks.ClientWorkflowConfig)
 
     @property
-    def rewards(self) -> list[RewardConfig]:
+    def rewards(self) -> list[tasks.RewardConfig]:
         """The rewards, at least one; the first one states what is correct."""
         return self.reward if isinstance(self.reward, list) else [self.reward]
 
     @model_validator(mode="after")
     def _reward_names(self) -> Self:
-        names = labels(self.rewards)
+        names = tasks.labels(self.rewards)
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two rewards are called {twice[0]!r}: give each a name of its own")
         return self
 
     @property
-    def eval_sets(self) -> list[EvalSetConfig]:
+    def eval_sets(self) -> list[tasks.EvalSetConfig]:
         """The sets of an evaluation, at least one."""
-        return self.evals or [EvalSetConfig(name=DEFAULT_SET, workflow="single_turn")]
+        return self.evals or [tasks.EvalSetConfig(name=tasks.DEFAULT_SET, workflow="single_turn")]
 
     def spec(self, base_model: str) -> AdapterSpec:
         return AdapterSpec(

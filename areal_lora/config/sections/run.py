@@ -20,25 +20,20 @@ class RunConfig(Section):
     root: Path = Field(Path("runs"), description="Folder that holds run folders.")
     seed: NonNegInt = Field(1, description="Seeds prompt order, adapter initialisation and sampling.")
     steps: PositiveInt = Field(description="Training steps; each trains on one batch and publishes one version.")
-    max_restarts: NonNegInt = Field(
-        3,
-        description="Restarts after a failure: of the trainer, of the controller and of each server; requeues in a row "
-        "of a Slurm job without a new checkpoint.",
-    )
-    stall_s: PositiveFloat = Field(
-        900.0,
-        description="Seconds without progress after which trainer rank 0, the controller's event loop or a server's "
-        "engine counts as stuck: the stacks are written and it is restarted.",
-    )
+    max_restarts: NonNegInt = 3
+    """Restarts after a failure: of the trainer, of the controller and of each server; requeues in a row of a Slurm job
+    without a new checkpoint."""
+    stall_s: PositiveFloat = 900.0
+    """Seconds without progress after which trainer rank 0, the controller's event loop or a server's engine counts as
+    stuck: the stacks are written and it is restarted."""
 
 
 class ModelConfig(Section):
     path: str = Field(description="Hugging Face model folder, or hub name `org/name`; a folder takes precedence.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub name; its main branch if unset.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type of the frozen base weights.")
-    shared_memory: bool = Field(
-        False, description="The trainer ranks of a node read the base once, into shared memory kept while they run."
-    )
+    shared_memory: bool = False
+    """The trainer ranks of a node read the base once, into shared memory kept while they run."""
     commit: SkipJsonSchema[str | None] = Field(None, description="Written by the launcher: the commit of a hub name.")
     snapshot: SkipJsonSchema[str | None] = Field(None, description="Written by the launcher: folder of this commit.")
 
@@ -50,11 +45,9 @@ class ModelConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: PositiveInt = Field(1, description="Steps between two checkpoints; the last step is always saved.")
-    keep_last: Annotated[int, Field(ge=2)] = Field(
-        2,
-        description="Newest checkpoints kept, at least 2, beside the one with the best evaluation: by accuracy, then "
-        "by mean reward.",
-    )
+    keep_last: Annotated[int, Field(ge=2)] = 2
+    """Newest checkpoints kept, at least 2, beside the one with the best evaluation: by accuracy, then by mean
+    reward."""
 
 
 class EvalConfig(Section):
@@ -62,19 +55,16 @@ class EvalConfig(Section):
 
 
 class TrainerConfig(Section):
-    engine: Literal["megatron", "fsdp"] = Field(
-        "megatron",
-        description="`megatron`: Megatron-core, all parallel sizes. `fsdp`: transformers' model, frozen weights "
-        "sharded over all ranks; `tp`, `pp`, `ep` and `etp` stay 1.",
-    )
+    engine: Literal["megatron", "fsdp"] = "megatron"
+    """`megatron`: Megatron-core, all parallel sizes. `fsdp`: transformers' model, frozen weights sharded over all
+    ranks; `tp`, `pp`, `ep` and `etp` stay 1."""
     world_size: PositiveInt = Field(description="Trainer processes (one per GPU).")
     tp: PositiveInt = Field(1, description="Tensor parallel size.")
     pp: PositiveInt = Field(1, description="Pipeline parallel size.")
     ep: PositiveInt = Field(1, description="Expert parallel size.")
     etp: PositiveInt = Field(1, description="Tensor parallel size inside experts.")
-    pp_layers: list[PositiveInt] | None = Field(
-        None, description="Layers of each pipeline stage; if unset, evenly distributed, earlier stages first."
-    )
+    pp_layers: list[PositiveInt] | None = None
+    """Layers of each pipeline stage; if unset, evenly distributed, earlier stages first."""
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
     recompute: bool = Field(False, description="Recompute activations in the backward pass.")
     cpu_offload: bool = Field(False, description="Keep the frozen shards in host memory and copy them by layer (fsdp).")
@@ -85,40 +75,29 @@ class TrainerConfig(Section):
 class RolloutConfig(Section):
     servers: PositiveInt = Field(1, description="Replicas of the rollout server.")
     tp: PositiveInt = Field(1, description="Tensor parallel size of one replica.")
-    expert_parallel: bool = Field(
-        False, description="Distribute whole experts over the workers of a replica instead of splitting each expert."
-    )
+    expert_parallel: bool = False
+    """Distribute whole experts over the workers of a replica instead of splitting each expert."""
     max_staleness: NonNegInt = Field(2, description="Largest staleness of a trained token, in versions.")
-    pacing: Literal["fresh", "full"] = Field(
-        "fresh",
-        description="`fresh`: groups are sampled as late as the trainer allows, so that it need not wait. `full`: as "
-        "early as `max_staleness` allows.",
-    )
-    adapter_mode: Literal["unmerged", "merged"] = Field(
-        "unmerged",
-        description="What servers hold: the base and adapters in slots, or one version merged into the weights. "
-        "`merged`: vLLM runs without LoRA, a publish sends all adapted weights in `model.dtype` and always interrupts "
-        "running sequences.",
-    )
-    in_flight: Literal["finish", "interrupt"] = Field(
-        "finish", description="At a publish, sequences finish on their version, or continue on the newest one."
-    )
-    deterministic: bool = Field(
-        False, description="Run one sequence at a time without prefix cache, so no answer depends on another request."
-    )
+    pacing: Literal["fresh", "full"] = "fresh"
+    """`fresh`: groups are sampled as late as the trainer allows, so that it need not wait. `full`: as early as
+    `max_staleness` allows."""
+    adapter_mode: Literal["unmerged", "merged"] = "unmerged"
+    """What servers hold: the base and adapters in slots, or one version merged into the weights. `merged`: vLLM runs
+    without LoRA, a publish sends all adapted weights in `model.dtype` and always interrupts running sequences."""
+    in_flight: Literal["finish", "interrupt"] = "finish"
+    """At a publish, sequences finish on their version, or continue on the newest one."""
+    deterministic: bool = False
+    """Run one sequence at a time without prefix cache, so no answer depends on another request."""
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
-    max_adapters: PositiveInt | None = Field(
-        None, description="Adapters that a server holds at a time; decides its slots. If unset, those of the list."
-    )
+    max_adapters: PositiveInt | None = None
+    """Adapters that a server holds at a time; decides its slots. If unset, those of the list."""
     max_model_len: PositiveInt = Field(4096, description="Longest sequence, prompt and answers together, in tokens.")
     max_num_seqs: PositiveInt = Field(256, description="Sequences that a replica samples at once.")
     max_num_batched_tokens: PositiveInt = Field(8192, description="Tokens of one step of a replica, prompts included.")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of a device's memory for a server.")
-    kv_cache_gib: PositiveFloat | None = Field(
-        None,
-        description="KV cache of each worker, GiB. On GPUs, if unset, vLLM takes what `gpu_memory_utilization` leaves; "
-        "`cluster.share_devices` requires it.",
-    )
+    kv_cache_gib: PositiveFloat | None = None
+    """KV cache of each worker, GiB. On GPUs, if unset, vLLM takes what `gpu_memory_utilization` leaves;
+    `cluster.share_devices` requires it."""
     enforce_eager: bool = Field(False, description="Run vLLM without CUDA graphs: slower, and less memory.")
     threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
@@ -135,25 +114,18 @@ class RolloutConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    backend: Literal["auto", "nccl", "hccl", "gloo"] = Field(
-        "auto",
-        description="What carries versions: `nccl` between GPUs, `hccl` between NPUs, `gloo` between hosts' memories. "
-        "`auto`: that of `cluster.device`, and gloo where a trainer rank and a server share a device.",
-    )
+    backend: Literal["auto", "nccl", "hccl", "gloo"] = "auto"
+    """What carries versions: `nccl` between GPUs, `hccl` between NPUs, `gloo` between hosts' memories. `auto`: that of
+    `cluster.device`, and gloo where a trainer rank and a server share a device."""
     bucket_mib: PositiveFloat = Field(256.0, description="Largest flat buffer of one broadcast, MiB.")
-    wire_dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="Type in which versions are sent; if unset `model.dtype`, that of the servers' adapter slots."
-    )
+    wire_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type in which versions are sent; if unset `model.dtype`, that of the servers' adapter slots."""
     timeout_s: PositiveFloat = Field(30.0, description="Seconds for a publish, also with a second transfer.")
-    rejoin_s: NonNegFloat = Field(
-        120.0,
-        description="Seconds that a publish with fewer than `cluster.min_servers` members waits for servers to rejoin.",
-    )
-    probe_tolerance: PositiveFloat | None = Field(
-        None,
-        description="Largest allowed mean |logp trainer - logp server|; if unset 1e-4 with `model.dtype` `float32`, "
-        "0.15 with `bfloat16`.",
-    )
+    rejoin_s: NonNegFloat = 120.0
+    """Seconds that a publish with fewer than `cluster.min_servers` members waits for servers to rejoin."""
+    probe_tolerance: PositiveFloat | None = None
+    """Largest allowed mean |logp trainer - logp server|; if unset 1e-4 with `model.dtype` `float32`, 0.15 with
+    `bfloat16`."""
 
     @property
     def attempt_s(self) -> float:
@@ -207,9 +179,8 @@ class SlurmComponent(Section):
 
     roles: list[Role] = Field(min_length=1, description="`trainer`, `rollout`, `controller`: what runs on its nodes.")
     nodes: PositiveInt = Field(1, description="Nodes of the component.")
-    devices_per_node: NonNegInt | None = Field(
-        None, description="Unset: `cluster.devices_per_node`, or 0 for nodes of the controller alone."
-    )
+    devices_per_node: NonNegInt | None = None
+    """Unset: `cluster.devices_per_node`, or 0 for nodes of the controller alone."""
     partition: OwnWord | None = Field(None, description="Unset: that of `cluster.slurm`, as below. Empty: none.")
     gres_type: OwnWord | None = Field(None, description="Type of the GPUs.")
     mem: Memory | None = Field(None, description="sbatch --mem: host memory of each node.")
@@ -222,54 +193,39 @@ class SlurmConfig(Section):
     time_limit: TimeLimit = Field("24:00:00", description="sbatch --time.")
     mem: Memory | None = Field(None, description="sbatch --mem: host memory of each node, such as `800G`; `0`: all.")
     gres_type: Word | None = Field(None, description="Type of the GPUs, such as `h100` in `--gres=gpu:h100:8`.")
-    extra: list[Line] = Field(
-        [],
-        description="Further #SBATCH lines of the job, or of its first component, such as `--qos=high`, "
-        "`--constraint=ib`, `--exclude=n7`, `--exclusive`, `--mail-type=END`.",
-    )
+    extra: list[Line] = Field([])
+    """Further #SBATCH lines of the job, or of its first component, such as `--qos=high`, `--constraint=ib`,
+    `--exclude=n7`, `--exclusive`, `--mail-type=END`."""
     setup: list[str] = Field([], description="Shell lines run on each node before a role starts.")
-    srun_extra: dict[Role, list[Line]] = Field(
-        {}, description="Further srun options by role, such as `rollout: [--container-image=...]` (enroot and pyxis)."
-    )
-    wrapper: dict[Role, list[Line]] = Field(
-        {}, description="Words before the interpreter by role, such as `trainer: [apptainer, exec, --nv, image.sif]`."
-    )
-    components: list[SlurmComponent] = Field(
-        [], description="Components of a heterogeneous job, each with nodes of its own; empty: one allocation."
-    )
+    srun_extra: dict[Role, list[Line]] = Field({})
+    """Further srun options by role, such as `rollout: [--container-image=...]` (enroot and pyxis)."""
+    wrapper: dict[Role, list[Line]] = Field({})
+    """Words before the interpreter by role, such as `trainer: [apptainer, exec, --nv, image.sif]`."""
+    components: list[SlurmComponent] = Field([])
+    """Components of a heterogeneous job, each with nodes of its own; empty: one allocation."""
 
 
 class ClusterConfig(Section):
     kind: Literal["local", "slurm"] = Field("local", description="This machine, or a Slurm job.")
     device: Literal["cpu", "cuda", "npu"] = Field("cuda", description="What trainer ranks and servers compute on.")
     nodes: PositiveInt = Field(1, description="Nodes of the job; with `slurm.components` leave it out.")
-    devices_per_node: PositiveInt = Field(
-        8, description="Devices of each node. On CPUs: trainer ranks on a node, if the job has enough nodes."
-    )
-    share_devices: bool = Field(
-        False,
-        description="Servers use the devices of the trainer ranks: number the devices of a node from 0 for each role. "
-        "A rank gets what `rollout.gpu_memory_utilization` leaves.",
-    )
-    device_memory_gib: PositiveFloat | None = Field(
-        None, description="Memory of one device, GiB. If unset, it is read where the devices are on this machine."
-    )
-    min_servers: PositiveInt = Field(
-        1,
-        description="Rollout servers that a run needs. With fewer a publish waits for `weight_sync.rejoin_s`, then "
-        "fails; a job that has lost a node continues with as many.",
-    )
+    devices_per_node: PositiveInt = 8
+    """Devices of each node. On CPUs: trainer ranks on a node, if the job has enough nodes."""
+    share_devices: bool = False
+    """Servers use the devices of the trainer ranks: number the devices of a node from 0 for each role. A rank gets what
+    `rollout.gpu_memory_utilization` leaves."""
+    device_memory_gib: PositiveFloat | None = None
+    """Memory of one device, GiB. If unset, it is read where the devices are on this machine."""
+    min_servers: PositiveInt = 1
+    """Rollout servers that a run needs. With fewer a publish waits for `weight_sync.rejoin_s`, then fails; a job that
+    has lost a node continues with as many."""
     controller_python: str | None = Field(None, description="Interpreter of the controller; this one if unset.")
-    bind: str = Field(
-        "127.0.0.1",
-        description="Address that ports bind to; with `0.0.0.0` (or `::` for IPv6) each node binds to the one address "
-        "that `interface` finds. Except on loopback, the data plane uses TLS and requires its key.",
-    )
-    interface: str = Field(
-        "auto",
-        description="With `bind: 0.0.0.0` or `::`, the address of a node for the other nodes: the name of an "
-        "interface, a network such as `10.0.0.0/8`, or `auto` for the address on the route to the other nodes.",
-    )
+    bind: str = "127.0.0.1"
+    """Address that ports bind to; with `0.0.0.0` (or `::` for IPv6) each node binds to the one address that `interface`
+    finds. Except on loopback, the data plane uses TLS and requires its key."""
+    interface: str = "auto"
+    """With `bind: 0.0.0.0` or `::`, the address of a node for the other nodes: the name of an interface, a network such
+    as `10.0.0.0/8`, or `auto` for the address on the route to the other nodes."""
     slurm: SlurmConfig = SlurmConfig()
 
     @property
@@ -304,30 +260,21 @@ class ApiConfig(Section):
     """The HTTP API and the inbox of a run (`areal_lora.service`)."""
 
     port: NonNegInt = Field(0, description="Port of the HTTP API on loopback; 0: the system chooses.")
-    data: Path | None = Field(
-        None, description="Folder of the tenants' files: each may name those in its folder `TENANT/` and in `shared/`."
-    )
+    data: Path | None = None
+    """Folder of the tenants' files: each may name those in its folder `TENANT/` and in `shared/`."""
     data_sets: list[str] = Field([], description="Hub data sets that tenants may name.")
-    code: list[str] = Field(
-        [],
-        description="User code that tenants may name, like `package.module:name` or `/folder/file.py:name`, and "
-        "`code` for the reward of that kind, whose tests are programs in the tenants' rows.",
-    )
-    judges: dict[str, str | None] = Field(
-        {}, description="Base URLs of judges that tenants may use, each with the variable of its key, or null."
-    )
+    code: list[str] = Field([])
+    """User code that tenants may name, like `package.module:name` or `/folder/file.py:name`, and `code` for the reward
+    of that kind, whose tests are programs in the tenants' rows."""
+    judges: dict[str, str | None] = Field({})
+    """Base URLs of judges that tenants may use, each with the variable of its key, or null."""
     quota: QuotaConfig = QuotaConfig()
 
 
 class ServiceConfig(Section):
     """Adapters join and leave while the run works (`run_folder.desired`); it does not end without any."""
 
-    target_modules: list[str] = Field(
-        ["all-linear"],
-        min_length=1,
-        description="Modules that servers adapt beside those of the listed adapters; others cannot join.",
-    )
-    api: ApiConfig | None = Field(
-        None,
-        description="HTTP API and inbox through which adapters come (`--serve`); without it a program of yours does.",
-    )
+    target_modules: list[str] = Field(["all-linear"], min_length=1)
+    """Modules that servers adapt beside those of the listed adapters; others cannot join."""
+    api: ApiConfig | None = None
+    """HTTP API and inbox through which adapters come (`--serve`); without it a program of yours does."""

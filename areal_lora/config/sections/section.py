@@ -25,9 +25,9 @@ Scalar = str | int | float | bool | None
 
 
 class Section(BaseModel):
-    """Immutable; unknown keys are rejected."""
+    """Immutable; unknown keys are rejected. A description of a key that is longer than its line stands below it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 def described(pattern: str) -> str:

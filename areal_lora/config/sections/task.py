@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from ipaddress import ip_address
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -13,21 +12,18 @@ from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from areal_lora.config.sections.section import NAME, Arguments, NonNegFloat, PositiveInt, Scalar, Section
+from areal_lora.network.addresses import on_loopback
 
 
 class PromptFormat(Section):
     kind: Literal["template", "chat"] = Field("template", description="`chat`: by the tokenizer's chat template.")
-    template: str = Field(
-        "{prompt}",
-        description="Text of the prompt or of the user message; `{name}` is replaced by that column, `{prompt}` by "
-        "`columns.prompt`. Unused with `columns.messages`.",
-    )
-    system_prompt: str | None = Field(
-        None, description="System message put first, unless the row's messages start with one (`chat`)."
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="Arguments of the chat template, such as `enable_thinking: false` (`chat`)."
-    )
+    template: str = "{prompt}"
+    """Text of the prompt or of the user message; `{name}` is replaced by that column, `{prompt}` by `columns.prompt`.
+    Unused with `columns.messages`."""
+    system_prompt: str | None = None
+    """System message put first, unless the row's messages start with one (`chat`)."""
+    chat_template_kwargs: dict[str, Any] = Field({})
+    """Arguments of the chat template, such as `enable_thinking: false` (`chat`)."""
     prefill: str = Field("", description="Text with which each answer starts; it is given, not sampled (`chat`).")
 
     @property
@@ -45,18 +41,15 @@ class PromptFormat(Section):
 class Columns(Section):
     prompt: str = Field("prompt", description="Column with the text of the problem.")
     messages: str | None = Field(None, description="Column with chat messages (`role`, `content`); replaces `prompt`.")
-    answer: str | None = Field(
-        "answer",
-        description="Column with the gold answer, of any type, or a field in it: `reward_model.ground_truth`; null if "
-        "the reward needs none.",
-    )
+    answer: str | None = "answer"
+    """Column with the gold answer, of any type, or a field in it: `reward_model.ground_truth`; null if the reward needs
+    none."""
 
 
 class WordProblemsTask(Section):
     kind: Literal["word_problems"] = "word_problems"
-    level: Literal["two_step", "three_step"] = Field(
-        "two_step", description="`three_step`: harder, with numbers of two digits; for the model `tiny_pupil`."
-    )
+    level: Literal["two_step", "three_step"] = "two_step"
+    """`three_step`: harder, with numbers of two digits; for the model `tiny_pupil`."""
     n_train: PositiveInt = Field(4096, description="Size of the generated training split.")
     n_eval: PositiveInt = Field(256, description="Size of the held-out split (disjoint from training).")
     format: PromptFormat = PromptFormat()
@@ -74,9 +67,8 @@ GSM8K: dict[str, Any] = {
 
 
 class DatasetTask(Section):
-    kind: Literal["dataset", "gsm8k"] = Field(
-        "dataset", description="`gsm8k`: rows with `question` and `answer`, whose answers end with `#### n`."
-    )
+    kind: Literal["dataset", "gsm8k"] = "dataset"
+    """`gsm8k`: rows with `question` and `answer`, whose answers end with `#### n`."""
     train: str = Field(description="JSONL, JSON, CSV or parquet file, a folder of them, or a hub data set `org/name`.")
     eval: str | None = Field(None, description="Held-out rows, as `train`; if unset, `n_eval` rows of `train`.")
     columns: Columns = Columns()
@@ -87,12 +79,10 @@ class DatasetTask(Section):
     eval_split: str = Field("test", description="Split of a hub data set or folder that is held out.")
     n_train: PositiveInt | None = Field(None, description="Use only so many training rows, the first ones.")
     n_eval: PositiveInt | None = Field(None, description="Use only so many held-out rows, the first ones.")
-    where: dict[str, Scalar | list[Scalar]] = Field(
-        {}, description="Keep rows with these values, such as `level: [1, 2]`."
-    )
-    keep: str | None = Field(
-        None, description="`package.module:name` or `file.py:name` of `keep(row) -> bool`; it gets each row as a dict."
-    )
+    where: dict[str, Scalar | list[Scalar]] = Field({})
+    """Keep rows with these values, such as `level: [1, 2]`."""
+    keep: str | None = None
+    """`package.module:name` or `file.py:name` of `keep(row) -> bool`; it gets each row as a dict."""
 
     @model_validator(mode="before")
     @classmethod
@@ -124,16 +114,13 @@ class CustomWorkflowConfig(Section):
 
 class AgentWorkflowConfig(Section):
     kind: Literal["agent"] = "agent"
-    path: str = Field(
-        description="`package.module:name` or `file.py:name` of `agent(task) -> float | None`, async or not, "
-        "which calls the OpenAI endpoint in `task` with the key in `task`."
-    )
-    tool_parser: str | None = Field(
-        None,
-        description="What finds tool calls in answers: the name of one of vLLM's tool parsers (`hermes`, "
-        "`llama3_json`, ...), or `package.module:name` or `file.py:name` of a subclass of vLLM's `ToolParser`. "
-        "If unset, requests with tools are refused.",
-    )
+    path: str
+    """`package.module:name` or `file.py:name` of `agent(task) -> float | None`, async or not, which calls the OpenAI
+    endpoint in `task` with the key in `task`."""
+    tool_parser: str | None = None
+    """What finds tool calls in answers: the name of one of vLLM's tool parsers (`hermes`, `llama3_json`, ...), or
+    `package.module:name` or `file.py:name` of a subclass of vLLM's `ToolParser`. If unset, requests with tools are
+    refused."""
 
 
 class ClientWorkflowConfig(Section):
@@ -158,35 +145,27 @@ DEFAULT_SET = "held-out"
 
 class EvalSetConfig(Section):
     name: str = Field(pattern=NAME, description="Name of the set in records, plots and TensorBoard tags.")
-    task: TaskConfig | None = Field(
-        None, description="The set has the held-out split of this task; of the adapter's own task if unset."
-    )
-    workflow: Literal["trained", "single_turn"] = Field(
-        "trained", description="`trained`: the adapter's workflow, an agent as an agent; `single_turn`: one answer."
-    )
-    n_samples: PositiveInt = Field(
-        1, description="Answers per problem; with several there are pass@k and majority@k, and `temperature` is not 0."
-    )
+    task: TaskConfig | None = None
+    """The set has the held-out split of this task; of the adapter's own task if unset."""
+    workflow: Literal["trained", "single_turn"] = "trained"
+    """`trained`: the adapter's workflow, an agent as an agent; `single_turn`: one answer."""
+    n_samples: PositiveInt = 1
+    """Answers per problem; with several there are pass@k and majority@k, and `temperature` is not 0."""
     temperature: NonNegFloat = Field(0.0, description="Divides the logits; 0: greedy.")
     max_new_tokens: PositiveInt | None = Field(None, description="Longest answer; `sampling.max_new_tokens` if unset.")
     n: PositiveInt | None = Field(None, description="Use only so many problems, the first ones.")
-    correct_threshold: float | None = Field(
-        None,
-        allow_inf_nan=False,
-        description="Smallest reward of a correct answer where neither reward nor workflow states what is correct, "
-        "for example that of an agent which returns its own reward.",
-    )
+    correct_threshold: float | None = Field(None, allow_inf_nan=False)
+    """Smallest reward of a correct answer where neither reward nor workflow states what is correct, for example that of
+    an agent which returns its own reward."""
 
     @model_validator(mode="before")
     @classmethod
     def _trains_on_nothing(cls, data: Any) -> Any:
         """Only held-out rows of a set's data set are read, so ``train`` may be left out."""
         task = data.get("task") if isinstance(data, Mapping) else None
-        return (
-            {**data, "task": {"train": "", **task}}
-            if isinstance(task, Mapping) and task.get("kind") == "dataset"
-            else data
-        )
+        if isinstance(task, Mapping) and task.get("kind") == "dataset":
+            return {**data, "task": {"train": "", **task}}
+        return data
 
     @model_validator(mode="after")
     def _has_rows(self) -> Self:
@@ -207,26 +186,23 @@ _CORRECT = (
 class RewardSection(Section):
     """Settings of every kind of reward: it is computed in killable child processes (`tasks.scorer_setup`)."""
 
-    name: str | None = Field(
-        None, pattern=NAME, description="Name of its value and parts in the metrics; in a list the kind if unset."
-    )
+    name: str | None = Field(None, pattern=NAME)
+    """Name of its value and parts in the metrics; in a list the kind if unset."""
     weight: float = Field(1.0, allow_inf_nan=False, description="Factor of this reward in the sum.")
     timeout_s: PositiveFloat = Field(5.0, description="Seconds for one answer; after that a `timeout`, never reward 0.")
     workers: PositiveInt = Field(1, description="Scorer processes.")
 
 
 class BuiltInReward(RewardSection):
-    kind: Literal["numeric_match", "math_verify"] = Field(
-        "numeric_match", description="The last number is the answer's, or Math-Verify finds both equal."
-    )
+    kind: Literal["numeric_match", "math_verify"] = "numeric_match"
+    """The last number is the answer's, or Math-Verify finds both equal."""
 
 
 class FunctionReward(RewardSection):
     kind: Literal["function"] = "function"
-    path: str = Field(
-        description="`package.module:name` or `file.py:name` of `reward(completion, answer)`; it returns a number, "
-        'a bool, or `{"reward": number, "correct": bool}`.'
-    )
+    path: str
+    """`package.module:name` or `file.py:name` of `reward(completion, answer)`; it returns a number, a bool, or
+    `{"reward": number, "correct": bool}`."""
     network: bool = Field(False, description="Let the function open sockets, for example to query a judge.")
     allow_subprocess: bool = Field(False, description="Let the function start processes, in bubblewrap where usable.")
     memory_mib: PositiveInt = Field(1024, description="Address space of a scorer process after loading, MiB.")
@@ -239,23 +215,17 @@ class JudgeReward(RewardSection):
     model: str = Field(description="Model that judges.")
     prompt: str = Field(description="The question; `{completion}`, `{prompt}`, `{answer}` and columns are replaced.")
     system_prompt: str | None = Field(None, description="System message before the question.")
-    key_env: str | None = Field(
-        None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable with the API key; no key is sent if unset."
-    )
-    json_field: str | None = Field(
-        None, description="Read the score from this field of the reply's last JSON object, instead of by `pattern`."
-    )
-    pattern: str = Field(
-        r"(?i)score\s*[:=]\s*(-?[0-9]+(?:\.[0-9]+)?)",
-        description="Regular expression; its first group in the last match is the score: 0 to 10, which become reward "
-        "0 to 1. Other scores are refused.",
-    )
-    parameters: dict[str, Any] = Field(
-        {}, description="Further fields of the request, over `temperature: 0` and `max_tokens: 512`."
-    )
-    timeout_s: PositiveFloat = Field(
-        180.0, description="Seconds for one answer with all attempts; after that a `timeout`, never reward 0."
-    )
+    key_env: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
+    """Environment variable with the API key; no key is sent if unset."""
+    json_field: str | None = None
+    """Read the score from this field of the reply's last JSON object, instead of by `pattern`."""
+    pattern: str = r"(?i)score\s*[:=]\s*(-?[0-9]+(?:\.[0-9]+)?)"
+    """Regular expression; its first group in the last match is the score: 0 to 10, which become reward 0 to 1. Other
+    scores are refused."""
+    parameters: dict[str, Any] = Field({})
+    """Further fields of the request, over `temperature: 0` and `max_tokens: 512`."""
+    timeout_s: PositiveFloat = 180.0
+    """Seconds for one answer with all attempts; after that a `timeout`, never reward 0."""
     workers: PositiveInt = Field(4, description="Scorer processes; each scores the answers of one group at a time.")
     correct_threshold: float | None = Field(None, allow_inf_nan=False, description=_CORRECT)
 
@@ -267,7 +237,11 @@ class JudgeReward(RewardSection):
             raise ValueError(f"pattern is no regular expression, {error}: correct it") from None
         if groups < 1:
             raise ValueError("pattern has no group: put the number into parentheses")
-        if self.key_env is not None and self.url.startswith("http://") and not _is_loopback(self.url):
+        if (
+            self.key_env is not None
+            and self.url.startswith("http://")
+            and not on_loopback(urlsplit(self.url).hostname or "")
+        ):
             raise ValueError("url would send the key unencrypted: use https, or leave key_env out")
         return self
 
@@ -276,12 +250,10 @@ class CodeReward(RewardSection):
     kind: Literal["code"] = "code"
     inputs: str | None = Field(None, description="Column with the standard inputs of the tests: a text, or a list.")
     outputs: str | None = Field(None, description="Column with the expected standard outputs, one per input.")
-    asserts: str | None = Field(
-        None, description="Column with Python code, or a list of pieces, that runs after the answer's program."
-    )
-    credit: Literal["all", "partial"] = Field(
-        "all", description="`all`: 1 if every test passes, else 0. `partial`: the share of tests that pass."
-    )
+    asserts: str | None = None
+    """Column with Python code, or a list of pieces, that runs after the answer's program."""
+    credit: Literal["all", "partial"] = "all"
+    """`all`: 1 if every test passes, else 0. `partial`: the share of tests that pass."""
     timeout_s: PositiveFloat = Field(60.0, description="Seconds for all tests of one answer; further tests fail.")
     test_s: PositiveFloat = Field(4.0, description="CPU seconds of one test; it ends after 2.5 times as many seconds.")
 
@@ -297,33 +269,19 @@ class CodeReward(RewardSection):
 RewardConfig = Annotated[BuiltInReward | FunctionReward | JudgeReward | CodeReward, Field(discriminator="kind")]
 
 
-def _spelling(value: Any) -> str:
-    return SEVERAL if isinstance(value, list) else ONE
-
-
 RewardsConfig = Annotated[
     Annotated[RewardConfig, Tag(ONE)] | Annotated[list[RewardConfig], Field(min_length=1), Tag(SEVERAL)],
-    Discriminator(_spelling),
+    Discriminator(lambda value: SEVERAL if isinstance(value, list) else ONE),
 ]
 
 
 def labels(rewards: list[RewardConfig]) -> list[str]:
     """Names of the rewards in the metrics: empty for a single one without a name."""
-    if len(rewards) == 1:
-        return [rewards[0].name or ""]
-    return [reward.name or reward.kind for reward in rewards]
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return [reward.name or (reward.kind if len(rewards) > 1 else "") for reward in rewards]
 
 
 def reward_keys(at: str, rewards: RewardsConfig) -> list[tuple[str, RewardConfig]]:
-    """The rewards of the adapter at key ``at`` with the key of each, as the configuration spells it."""
+    """The rewards of the adapter below ``at`` (empty, or with a dot at the end) with the key of each."""
     if isinstance(rewards, list):
-        return [(f"{at}.reward.{i}", reward) for i, reward in enumerate(rewards)]
-    return [(f"{at}.reward", rewards)]
+        return [(f"{at}reward.{i}", reward) for i, reward in enumerate(rewards)]
+    return [(f"{at}reward", rewards)]

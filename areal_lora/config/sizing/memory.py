@@ -81,10 +81,6 @@ class JobMemory:
     def host_of(self, node: int) -> int:
         return sum(memory.host * memory.nodes.count(node) for memory in self.processes)
 
-    @property
-    def host(self) -> int:
-        return sum(memory.host * memory.count for memory in self.processes)
-
 
 def job_memory(config: Config, shape: ModelShape) -> JobMemory:
     """Estimate all processes of a job. Raises ConfigError where they have no place on its nodes."""
@@ -194,8 +190,7 @@ def _joining(config: Config, shape: ModelShape, layers: range) -> list[Part]:
     adapters = slots.joining_adapters(config)
     if not adapters:
         return []
-    [one, *_] = adapters
-    parts = _adapters(config, shape, [one], layers)
+    parts = _adapters(config, shape, adapters[:1], layers)
     device, host = sum(part.device for part in parts), sum(part.host for part in parts)
     return [Part(JOINING, device=len(adapters) * device, host=len(adapters) * host)]
 
@@ -253,9 +248,8 @@ def _layer_elements(config: Config, shape: ModelShape, layer: int) -> float:
     t, h = config.trainer, shape.hidden
     if shape.checkpoint is not None:
         own = sum(one.inputs + one.outputs for one in shape.checkpoint.linears if layer in one.layers)
-        return (
-            4 * h + own + (shape.experts_per_token * (h + 3 * shape.expert_ffn) if layer in shape.sparse_layers else 0)
-        )
+        routed = shape.experts_per_token * (h + 3 * shape.expert_ffn) if layer in shape.sparse_layers else 0
+        return 4 * h + own + routed
     q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = 1 if shape.family.attention.norms else 0
     attention = 4 * h + (4 + norms) * q + (2 + norms + 2 * KEY_COPIES) * k
@@ -309,9 +303,8 @@ def slot_parameters(config: Config, shape: ModelShape) -> int:
     vLLM keeps lora_A and lora_B of each projection of a fused layer (q, k, v; gate, up) and of each expert, wherever
     one of the adapters has a target: a slot fits all of them.
     """
-    largest = AdapterStructure(
-        rank=config.rollout.max_lora_rank, alpha=1.0, target_modules=slots.served_targets(config)
-    )
+    rank, targets = config.rollout.max_lora_rank, slots.served_targets(config)
+    largest = AdapterStructure(rank=rank, alpha=1.0, target_modules=targets)
     return adapter_size(shape, largest).file_parameters
 
 

@@ -64,13 +64,8 @@ def joining_adapters(config: Config) -> list[AdapterConfig]:
     """
     if config.service is None:
         return []
-    settings = {
-        "rank": config.rollout.max_lora_rank,
-        "alpha": 1.0,
-        "target_modules": list(served_targets(config)),
-        "workflow": ClientWorkflowConfig(),
-    }
-    places = adapter_capacity(config) - len(config.adapters)
+    sizes = {"rank": config.rollout.max_lora_rank, "alpha": 1.0, "target_modules": list(served_targets(config))}
+    settings, places = {"workflow": ClientWorkflowConfig(), **sizes}, adapter_capacity(config) - len(config.adapters)
     return [AdapterConfig.model_validate({"name": f"joining-{i}", **settings}) for i in range(places)]
 
 
@@ -159,14 +154,10 @@ def seats_of(config: Config) -> Seats:
     pools = pools_of(config.cluster)
     place = _on_cpus if config.cluster.device == "cpu" else _on_devices
     trainer, servers = place(config, pools)
-    counts: dict[int, int] = {}
-    local_ranks = []
-    for seat in trainer:
-        local_ranks.append(counts.get(seat.node, 0))
-        counts[seat.node] = local_ranks[-1] + 1
+    nodes = [seat.node for seat in trainer]
     return Seats(
         trainer=tuple(trainer),
-        local_ranks=tuple(local_ranks),
+        local_ranks=tuple(nodes[:i].count(node) for i, node in enumerate(nodes)),
         servers=tuple(servers),
         controller=Seat(node=pool_of(pools, "controller").first_node),
     )
@@ -175,9 +166,8 @@ def seats_of(config: Config) -> Seats:
 def shared_devices(config: Config) -> set[tuple[int, int]]:
     """(node, device) of the devices that a trainer rank and a server both use. Raises ConfigError as `seats_of`."""
     seats = seats_of(config)
-    ranks, servers = (
-        {(seat.node, device) for seat in role for device in seat.devices} for role in (seats.trainer, seats.servers)
-    )
+    roles = seats.trainer, seats.servers
+    ranks, servers = ({(seat.node, device) for seat in role for device in seat.devices} for role in roles)
     return ranks & servers
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from areal_lora.config.models import Config
@@ -61,5 +61,4 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[tuple[str, Config]]:
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:
-    changed: Mapping[str, Any] = {section: getattr(config, section).model_copy(update=values)}
-    return config.model_copy(update=changed)
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from areal_lora.config.load import examples
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import AdapterRun, adapter_runs, config_digest, more_steps, read_config, with_joined
-from areal_lora.config.sources import examples
 from areal_lora.obs.console import duration, eval_text, number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import RolloutSampleRecord, StepRecord

@@ -24,7 +24,7 @@ import msgspec
 
 from areal_lora.data.prompts import Formatter, Prompt
 from areal_lora.errors import ConfigError
-from areal_lora.network.completions import ToolCallsBody
+from areal_lora.network.http_server import ToolCallsBody
 from areal_lora.rollout.agent_api.chat import Call, CompletedRequest, SampledReply, SamplingRequest, Turn
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault

@@ -12,27 +12,19 @@ from areal_lora.service.queue.queue_store import SAMPLERS, STATES, Transaction
 
 def give(tx: Transaction, request: str, answer: requests.Answer) -> None:
     """Keep the first answer of a request. Its action is kept while the trainer may still expect it."""
-    tx.do(
-        "UPDATE requests SET answer = ?, answered_s = ?, held = 0,"
-        " action = CASE WHEN EXISTS (SELECT 1 FROM client_operations o WHERE o.request = requests.request)"
-        " THEN action END"
-        " WHERE request = ? AND answer IS NULL",
-        requests.encode(answer),
-        tx.now_s,
-        request,
-    )
+    needed = "EXISTS (SELECT 1 FROM client_operations o WHERE o.request = requests.request)"
+    given = f"answer = ?, answered_s = ?, held = 0, action = CASE WHEN {needed} THEN action END"
+    sql = f"UPDATE requests SET {given} WHERE request = ? AND answer IS NULL"
+    tx.do(sql, requests.encode(answer), tx.now_s, request)
     tx.answered.add(request)
 
 
 def settle(tx: Transaction, model: Model, request: str, newest: protocol.Outcome | None) -> None:
     """Answer ``request`` if all its operations have ended; ``newest`` is the outcome of the last of them."""
-    ops = tx.rows(
-        "SELECT number, fate, outcome FROM client_operations WHERE adapter = ? AND request = ? ORDER BY number",
-        model.adapter,
-        request,
-    )
+    sql = "SELECT number, failed, outcome FROM client_operations WHERE adapter = ? AND request = ? ORDER BY number"
+    ops = tx.rows(sql, model.adapter, request)
     row = tx.row("SELECT action FROM requests WHERE request = ? AND answer IS NULL", request)
-    if row is None or any(fate is None for _, fate, _ in ops):
+    if row is None or any(failed is None for _, failed, _ in ops):
         return
     known = [newest if outcome is None else protocol.decode_outcome(outcome) for _, _, outcome in ops]
     outcomes, numbers = [outcome for outcome in known if outcome is not None], [number for number, _, _ in ops]
@@ -64,17 +56,17 @@ def _answer(
 ) -> requests.Answer:
     match action:
         case requests.CreateModel(load=load):
-            return requests.CreatedModel(model=model.model, path=load.path if load else None)
+            return requests.ActionResult(model=model.model, path=load.path if load else None)
         case requests.Train():
             return cast(protocol.PassResult | protocol.StepResult, outcomes[0])
         case requests.Load(path=path):
-            return requests.LoadedModel(model=model.model, path=path)
+            return requests.ActionResult(model=model.model, path=path)
         case requests.Save(name=name):
-            return requests.StoredState(path=_save(tx, model, Kind.WEIGHTS, name, action, numbers[0], outcomes))
+            return requests.ActionResult(path=_save(tx, model, Kind.WEIGHTS, name, action, numbers[0], outcomes))
         case requests.SaveForSampler(name=str(name)):
-            return requests.StoredState(path=_save(tx, model, Kind.SAMPLER, name, action, numbers[0], outcomes))
+            return requests.ActionResult(path=_save(tx, model, Kind.SAMPLER, name, action, numbers[0], outcomes))
         case requests.SaveForSampler(sampler_seq=int(seq), in_flight=in_flight):
-            name = unnamed(numbers[0])
+            name = f".{numbers[0]}"  # clients' names do not start like it
             made = SamplingSession(
                 sampler=sampler_id(model.session, seq),
                 tenant=model.tenant,
@@ -84,13 +76,8 @@ def _answer(
                 created_s=tx.now_s,
             )
             SAMPLERS.insert(tx.db, made, "ON CONFLICT DO NOTHING")
-            return requests.OpenedSampler(sampler=made.sampler)
+            return requests.ActionResult(sampler=made.sampler)
     raise AssertionError(f"{type(action).__name__} is answered elsewhere")
-
-
-def unnamed(number: int) -> str:
-    """Name of a state that a sampling session keeps; clients' names do not start like it."""
-    return f".{number}"
 
 
 def _save(

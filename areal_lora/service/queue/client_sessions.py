@@ -12,7 +12,7 @@ from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue import queue_rows as rows
 from areal_lora.service.queue.answers import forget, give
 from areal_lora.service.queue.queue_store import MODELS, SAMPLERS, SAMPLES, SESSIONS, Transaction
-from areal_lora.service.queue.requests import CreateModel, Lora, Pending, Serve, UnloadedModel, encode
+from areal_lora.service.queue.requests import ActionResult, CreateModel, Lora, Pending, encode
 from areal_lora.service.queue.sequencer import append, fail_open, insert, load
 from areal_lora.service.refused import RequestError, unknown_adapter
 from areal_lora.types import AdapterPhase
@@ -24,7 +24,8 @@ UNFETCHED_S = 86400.0
 
 def open_session(tx: Transaction, tenant: str, about: bytes) -> str:
     if tx.count("sessions WHERE tenant = ? AND ended = 0", tenant) >= MAX_SESSIONS:
-        raise RequestError(429, "session_id", f"{MAX_SESSIONS} sessions are open", "end some, or wait until they end")
+        reason = f"{MAX_SESSIONS} sessions are open"
+        raise RequestError("session_id", reason, "end some, or wait until they end", status=429)
     session = f"s{secrets.token_hex(6)}"
     SESSIONS.insert(tx.db, rows.ClientSession(session=session, tenant=tenant, about=about, created_s=tx.now_s))
     return session
@@ -54,112 +55,74 @@ def unload(tx: Transaction, tenant: str, model_id: str) -> str:
     if not tx.count("requests WHERE request = ? AND tenant = ?", request, tenant):
         leave(tx, tx.model(tenant, model_id), "the model was unloaded")
         insert(tx, tenant, request, model_id, 0, "", b"", held=False)
-        give(tx, request, UnloadedModel(model=model_id))
+        give(tx, request, ActionResult(model=model_id, unloaded=True))
     return request
 
 
-def name_of(session: str, model_seq: int) -> str:
-    """Name of a model's adapter among those of its tenant."""
-    return f"{session}-{model_seq}"
-
-
 def insert_model(
-    tx: Transaction,
-    row: rows.AdapterRow,
-    session: str,
-    model_seq: int,
-    request: str,
-    fingerprint: str,
-    action: CreateModel,
-    lora: Lora,
+    tx: Transaction, row: rows.AdapterRow, session: str, model_seq: int, mark: str, action: CreateModel, lora: Lora
 ) -> None:
-    """The model whose adapter is ``row``, and the request that made it."""
+    """The model whose adapter is ``row``, and the request that made it, with its fingerprint."""
     model = rows.model_id(session, model_seq)
-    _insert(tx, row, model, session, lora, None, action.notes)
-    insert(tx, row.tenant, request, model, 0, fingerprint, encode(action), held=False)
+    request = f"{model}:create"
+    MODELS.insert(tx.db, rows.Model.of(row, model=model, session=session, lora=lora, notes=action.notes))
+    insert(tx, row.tenant, request, model, 0, mark, encode(action), held=False)
     if action.load is not None:
         append(tx, row.key, request, load(tx, row.tenant, action.load))
 
 
 def insert_snapshot(tx: Transaction, row: rows.AdapterRow, state: rows.SavedState) -> None:
     """The model that serves ``state``."""
-    _insert(tx, row, f"{row.name}:snapshot", "", state.lora, state.path, {})
+    made = rows.Model.of(row, model=f"{row.name}:snapshot", session="", lora=state.lora, of_state=state.path)
+    MODELS.insert(tx.db, made)
     append(tx, row.key, "", LoadState(adapter=state.adapter, label=state.label, optimizer=False))
     append(tx, row.key, "", Publish())
 
 
-def _insert(
-    tx: Transaction,
-    row: rows.AdapterRow,
-    model: str,
-    session: str,
-    lora: Lora,
-    of_state: str | None,
-    notes: dict[str, str],
-) -> None:
-    made = rows.Model(
-        model=model,
-        tenant=row.tenant,
-        session=session,
-        name=row.name,
-        incarnation=row.incarnation,
-        adapter=row.key,
-        lora=lora,
-        created_s=row.created_s,
-        of_state=of_state,
-        notes=notes,
-    )
-    MODELS.insert(tx.db, made)
-
-
 def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str | None) -> str:
     tx.session(tenant, session)
-    if not 0 <= seq < 1 << 53:
-        raise RequestError(422, "sampling_session_seq_id", f"{seq} is no number of a sampling session", "count from 0")
     if path is not None:
         tx.state(tenant, path)
     sampler = rows.sampler_id(session, seq)
     row = tx.row("SELECT path, model FROM samplers WHERE sampler = ?", sampler)
     if row is not None and row != (path, None):
         reason = "another sampling session came with this number before"
-        raise RequestError(422, "sampling_session_seq_id", reason, "use a new number for every session")
+        raise RequestError("sampling_session_seq_id", reason, "use a new number for every session")
     if row is None:
         if tx.count("samplers WHERE tenant = ?", tenant) >= MAX_SAMPLERS:
             reason = f"{MAX_SAMPLERS} sampling sessions are open"
-            raise RequestError(422, "sampling_session_seq_id", reason, "open another session, and end this one")
-        made = rows.SamplingSession(
-            sampler=sampler, tenant=tenant, session=session, path=path, model=None, created_s=tx.now_s
-        )
-        SAMPLERS.insert(tx.db, made)
+            raise RequestError("sampling_session_seq_id", reason, "open another session, and end this one")
+        names = {"sampler": sampler, "tenant": tenant, "session": session}
+        SAMPLERS.insert(tx.db, rows.SamplingSession(**names, path=path, model=None, created_s=tx.now_s))
     return sampler
 
 
-def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -> Serve | Pending | rows.SavedState:
+def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -> str | Pending | rows.SavedState:
     """Under which name servers have what the sampling session samples; the state if that needs an adapter of its own.
 
-    ``missing``: no server has this name any more.
+    The name is empty for the base. ``missing``: no server has this name any more.
     """
     sampler = tx.sampler(tenant, sampler_id)
     if sampler.model is not None:
         model = tx.model(tenant, sampler.model)
         if model.published is None:
             return Pending(reason="no server has the model yet")
-        return Serve(model=model.adapter)
+        return model.adapter
     if sampler.path is None:
-        return Serve(model=None)
+        return ""
     state = tx.state(tenant, sampler.path)
     owner = tx.of_adapter(state.adapter)
     if owner is not None and not owner.removed and state.version is not None and owner.published == state.version:
         if (name := f"{owner.adapter}@v{state.version}") != missing:
-            return Serve(model=name)
+            return name
         tx.do("UPDATE saved_states SET version = NULL WHERE adapter = ? AND label = ?", state.adapter, state.label)
     for snapshot in tx.models("of_state = ? AND removed = 0", state.path):
         if snapshot.broken:
             leave(tx, snapshot, snapshot.broken)
-            raise RequestError(422, "sampling_session_id", snapshot.broken, "save the weights again")
+            raise RequestError("sampling_session_id", snapshot.broken, "save the weights again")
         name = f"{snapshot.adapter}@v{snapshot.published}"
         if snapshot.published is not None and name != missing:
-            return Serve(model=name)
+            return name
         return Pending(reason="the weights are loaded again", capacity=True)
     return state
 
@@ -172,43 +135,26 @@ def expire(tx: Transaction, state: rows.SavedState) -> None:
     tx.do("DELETE FROM samplers WHERE path = ?", state.path)
 
 
-# ---------------------------------------------------------------- lists, also of what has ended
-
-
-def sessions(tx: Transaction, tenant: str) -> list[str]:
-    """Newest first."""
-    return [each.session for each in reversed(tx.sessions("tenant = ?", tenant))]
-
-
-def models(tx: Transaction, tenant: str) -> list[rows.Model]:
-    """Newest first."""
-    return tx.models("tenant = ? AND of_state IS NULL", tenant)[::-1]
-
-
 def saved(tx: Transaction, tenant: str, model: str | None = None) -> list[rows.SavedState]:
     """The tenant's named states, oldest first; with ``model`` of this one, which may have left."""
     where = "tenant = ? AND named = 1 AND (expires_s IS NULL OR expires_s > ?) AND model = COALESCE(?, model)"
     return tx.states(where, tenant, tx.now_s, model)
 
 
-# ---------------------------------------------------------------- samples
-#
 # Samples that were acknowledged and that no client has fetched are kept over restarts of the service; their outcomes
 # are not. After a restart they are sampled again, which no client can see: with a seed the outcome is the same, and
 # without one it is as good as the one that no client received.
 
 
-def keep_sample(tx: Transaction, tenant: str, sampler: str, sample: str, fingerprint: str, body: bytes) -> None:
+def keep_sample(tx: Transaction, tenant: str, sampler: str, sample: str, mark: str, body: bytes) -> None:
     """Take a sample of the tenant's sampling session, or find it taken. Raises RequestError."""
     tx.sampler(tenant, sampler)
     row = tx.row("SELECT fingerprint FROM samples WHERE sample = ?", sample)
     if row is None:
-        new = rows.PendingSample(
-            sample=sample, tenant=tenant, sampler=sampler, fingerprint=fingerprint, body=body, at_s=tx.now_s
-        )
-        SAMPLES.insert(tx.db, new)
-    elif row[0] != fingerprint:
-        raise RequestError(422, "seq_id", "another request came under this number", "use a new number")
+        names = {"sample": sample, "tenant": tenant, "sampler": sampler, "fingerprint": mark}
+        SAMPLES.insert(tx.db, rows.PendingSample(**names, body=body, at_s=tx.now_s))
+    elif row[0] != mark:
+        raise RequestError("seq_id", "another request came under this number", "use a new number")
 
 
 def kept_samples(tx: Transaction) -> list[rows.PendingSample]:
@@ -251,7 +197,7 @@ class AdapterRequest:
 def check_name(name: str) -> None:
     if not rows.NAME.fullmatch(name):
         reason = f"{name[:64]!r} is no name"
-        raise RequestError(422, "name", reason, "use up to 47 of a-z, 0-9, _ and -, the first a letter or a digit")
+        raise RequestError("name", reason, "use up to 47 of a-z, 0-9, _ and -, the first a letter or a digit")
 
 
 def create(tables: rows.Tables, tenant: str, request: AdapterRequest, *, now_s: float) -> rows.AdapterRow:
@@ -259,18 +205,12 @@ def create(tables: rows.Tables, tenant: str, request: AdapterRequest, *, now_s: 
     check_name(request.name)
     quota, mine = tables.quotas[tenant], tables.of(tenant)
     if (tenant, request.name) in tables.adapters:
-        raise RequestError(
-            422, "name", f"there is an adapter {request.name!r}", "choose another name, or delete it first"
-        )
-    if request.rank > quota.rank:
-        raise RequestError(
-            422, "rank", f"{request.rank} is above the quota of {quota.rank}", f"use at most {quota.rank}"
-        )
-    if request.weight > quota.weight:
-        reason = f"{request.weight:g} is above the quota of {quota.weight:g}"
-        raise RequestError(422, "weight", reason, f"use at most {quota.weight:g}")
+        raise RequestError("name", f"there is an adapter {request.name!r}", "choose another name, or delete it first")
+    for key, found, most in (("rank", request.rank, quota.rank), ("weight", request.weight, quota.weight)):
+        if found > most:
+            raise RequestError(key, f"{found:g} is above the quota of {most:g}", f"use at most {most:g}")
     if len(mine) >= quota.adapters:
-        raise RequestError(429, "name", f"the quota is {quota.adapters} adapters", "delete one first")
+        raise RequestError("name", f"the quota is {quota.adapters} adapters", "delete one first", status=429)
     _check_queue(tables, tenant)
     return rows.AdapterRow(
         tenant=tenant,
@@ -290,7 +230,7 @@ def changed(tables: rows.Tables, phases: Phases, tenant: str, name: str, verb: r
     if verb is not rows.Verb.DELETE:
         _check_queue(tables, tenant)  # what takes work away is always taken
         if (phase := phases.get(row.key)) in OVER:
-            raise RequestError(422, "name", f"{name!r} is {phase}: it takes no further steps", "create another adapter")
+            raise RequestError("name", f"{name!r} is {phase}: it takes no further steps", "create another adapter")
     return replace(row, wanted=WANTED[verb])
 
 
@@ -298,7 +238,7 @@ def _check_queue(tables: rows.Tables, tenant: str) -> None:
     limit = tables.quotas[tenant].operations
     if sum(each.tenant == tenant for each in tables.open) >= limit:
         reason = f"{limit} operations wait for the run, and that is the quota"
-        raise RequestError(429, "operations", reason, "wait until the run has carried some out")
+        raise RequestError("operations", reason, "wait until the run has carried some out", status=429)
 
 
 def carried_out(tables: rows.Tables, phases: Phases) -> list[rows.OpenOperation]:

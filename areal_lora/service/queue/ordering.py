@@ -10,10 +10,11 @@ A save for a sampler is two operations of one seq; a sealed gap is one `Poison`,
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count, takewhile
+from typing import NamedTuple
 
-from areal_lora.operations.protocol import OperationFailure, Outcome, Pass, Poison, What, ends_window
+from areal_lora.operations.protocol import Pass, Poison, What, ends_window
 from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.refused import RequestError
 
@@ -29,22 +30,15 @@ class OpKind(StrEnum):
     OTHER = "other"
 
 
-class Fate(StrEnum):
-    DONE = "done"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
-    """An operation that the trainer may still expect, without its body."""
+class Op(NamedTuple):
+    """An operation that the trainer may still expect, without its body; ``failed`` None: it has no outcome."""
 
     number: int
     kind: OpKind
-    fate: Fate | None
+    failed: bool | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueUsage:
+class QueueUsage(NamedTuple):
     """What a tenant has in its queue: unanswered requests, and bytes that the queue has to keep."""
 
     queued: int
@@ -54,15 +48,7 @@ class QueueUsage:
 def kind_of(what: What) -> OpKind:
     if ends_window(what):
         return OpKind.CLOSE
-    match what:
-        case Pass() | Poison():
-            return OpKind.PASS
-        case _:
-            return OpKind.OTHER
-
-
-def fate_of(outcome: Outcome) -> Fate:
-    return Fate.FAILED if isinstance(outcome, OperationFailure) else Fate.DONE
+    return OpKind.PASS if isinstance(what, Pass | Poison) else OpKind.OTHER
 
 
 def admit(quota: Quota, waiting: QueueUsage, next_seq: int, held: Collection[int], seq: int, n_bytes: int) -> None:
@@ -73,15 +59,15 @@ def admit(quota: Quota, waiting: QueueUsage, next_seq: int, held: Collection[int
     """
     if seq < next_seq:
         reason = f"{seq} was passed over, or answered long ago; the next one is {next_seq}"
-        raise RequestError(422, "seq_id", reason, "count requests of a model from 1, and send each one within minutes")
+        raise RequestError("seq_id", reason, "count requests of a model from 1, and send each one within minutes")
     if seq >= next_seq + quota.queued:
         reason = f"{seq} is too far ahead of {next_seq}, the next one that can be carried out"
-        raise RequestError(429, "seq_id", reason, "send the ones before it first")
+        raise RequestError("seq_id", reason, "send the ones before it first", status=429)
     if waiting.queued >= quota.queued and not any(seq < later for later in held):
         reason = f"{quota.queued} requests wait, and that is the quota"
-        raise RequestError(429, "requests", reason, "wait until some are answered")
+        raise RequestError("requests", reason, "wait until some are answered", status=429)
     if waiting.queued and (reason := too_long(quota, waiting, n_bytes)):
-        raise RequestError(429, "requests", reason, "wait until some are answered")
+        raise RequestError("requests", reason, "wait until some are answered", status=429)
 
 
 def too_long(quota: Quota, waiting: QueueUsage, n_bytes: int) -> str:
@@ -96,11 +82,7 @@ def too_long(quota: Quota, waiting: QueueUsage, n_bytes: int) -> str:
 
 def ready(next_seq: int, held: Collection[int]) -> list[int]:
     """The seqs that are to be carried out now, in their order."""
-    found = []
-    while next_seq in held:
-        found.append(next_seq)
-        next_seq += 1
-    return found
+    return list(takewhile(held.__contains__, count(next_seq)))
 
 
 def sealed(next_seq: int, held: Mapping[int, float], now_s: float) -> int | None:
@@ -119,4 +101,4 @@ def spoiled(ops: Sequence[Op], number: int) -> bool:
     if later[0].kind is not OpKind.PASS:
         return False
     close = next((op for op in later if op.kind is OpKind.CLOSE), None)
-    return later[0].fate is Fate.FAILED or (close is not None and close.fate is Fate.FAILED)
+    return bool(later[0].failed or (close and close.failed))

@@ -160,9 +160,8 @@ class Placement:
         places = self._places(tenant)
         if fits(places) or abandoned(places, await self._silent_with_models(), tenant):
             return ""
-        what = f"the quota of {places.quota} adapters is used"
-        if places.mine < places.quota:
-            what = f"all {places.capacity} places of the servers are taken"
+        taken = f"all {places.capacity} places of the servers are taken"
+        what = taken if places.mine < places.quota else f"the quota of {places.quota} adapters is used"
         return f"{what}{self.own(tenant)}"
 
     def check_own(self, tx: Transaction, tenant: str, session: str) -> None:
@@ -172,7 +171,7 @@ class Placement:
         if len(own) >= quota or sum(phases.get(each.adapter) not in OVER for each in own) >= self._around.capacity:
             reason = f"the {len(own)} models of this session have every place that it can have"
             fix = f"delete the adapter of one that is done (areal-lora adapters delete RUN {own[0].name})"
-            raise RequestError(422, "model_seq_id", reason, fix)
+            raise RequestError("model_seq_id", reason, fix)
 
     def own(self, tenant: str) -> str:
         """The tenant's adapters that have a place or are new, and how to free one; empty if it has none."""
@@ -188,10 +187,8 @@ class Placement:
         whose client is silent. With ``waits`` that adapter is there already.
         """
         found = await self._change(lambda tx: tx.models("of_state IS NOT NULL AND removed = 0"))
-        snapshots = [
-            SnapshotAdapter(self.used_s.get(each.of_state or "", each.created_s), each.model, each.tenant)
-            for each in found
-        ]
+        used_s = {each.model: self.used_s.get(each.of_state or "", each.created_s) for each in found}
+        snapshots = [SnapshotAdapter(used_s[each.model], each.model, each.tenant) for each in found]
         places = self._places(tenant, waits=waits)
         if (model := evicted(places, snapshots, tenant, self._now_s())) is not None:
 

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -26,10 +27,10 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue import client_sessions, queue_writer, sequencer
 from areal_lora.service.queue.client_sessions import AdapterRequest
 from areal_lora.service.queue.placement import SILENT_S, Change, Heartbeats, Placement, Surroundings, fits
-from areal_lora.service.queue.queue_rows import AdapterRow, Quota, SavedState, Verb, model_id
+from areal_lora.service.queue.queue_rows import AdapterRow, Quota, SavedState, model_id
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
-from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending, Serve
+from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending
 from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.types import AdapterPhase
 
@@ -66,7 +67,7 @@ class RequestQueue:
         """Forgotten soon, not at once: until then a restart may sample them in vain."""
         self._heartbeats = Heartbeats(now_s)
         self.placement = Placement(writer, self.change, around, self._heartbeats, now_s)
-        self._serving: dict[tuple[str, str, str | None], asyncio.Task[Serve | Pending]] = {}
+        self._serving: dict[tuple[str, str, str | None], asyncio.Task[str | Pending]] = {}
         self._failed_s: dict[str, float] = {}
         self._start_s = now_s()
         self._tasks: list[asyncio.Task[None]] = []
@@ -99,8 +100,6 @@ class RequestQueue:
             self._outbox.moved(adapter)
         return result
 
-    # ------------------------------------------------------------ sessions and models
-
     async def open_session(self, tenant: str, about: bytes = b"") -> str:
         session = await self.change(lambda tx: client_sessions.open_session(tx, tenant, about))
         self._heartbeats.opened(session, tenant)
@@ -113,43 +112,35 @@ class RequestQueue:
 
     async def end_session(self, tenant: str, session: str) -> None:
         """Its models leave; saved states stay."""
-
-        def end(tx: Transaction) -> None:
-            tx.session(tenant, session)
-            client_sessions.end_session(tx, session)
-
-        await self.change(end)
+        await self.change(lambda tx: client_sessions.end_session(tx, tx.session(tenant, session).session))
         await self.placement.let_leave()
 
-    async def create_model(
-        self, tenant: str, session: str, model_seq: int, fingerprint: str, action: CreateModel
-    ) -> str:
+    async def create_model(self, tenant: str, session: str, model_seq: int, mark: str, action: CreateModel) -> str:
         """Make the model ``SESSION:train:MODEL_SEQ``; returns the request, answered once the trainer has it."""
-        if not 0 <= model_seq < 1 << 31:
-            raise RequestError(422, "model_seq_id", f"{model_seq} is no number of a model", "count from 0")
         request = f"{model_id(session, model_seq)}:create"
 
         def lora_of(tx: Transaction) -> Lora | None:
             tx.session(tenant, session)
-            if sequencer.known(tx, request, fingerprint):
+            if sequencer.known(tx, request, mark):
                 return None
             lora = tx.state(tenant, action.load.path).lora if action.load is not None else action.lora
             if lora is None:
-                raise RequestError(422, "lora_config", "it is missing", "give the settings of the model")
+                raise RequestError("lora_config", "it is missing", "give the settings of the model")
             self.placement.check_own(tx, tenant, session)
             return lora
 
         if (lora := await self.change(lora_of)) is None:
             return request
-        name, quota = client_sessions.name_of(session, model_seq), self._writer.tables.quotas[tenant]
+        name, quota = f"{session}-{model_seq}", self._writer.tables.quotas[tenant]
         adapter = await asyncio.to_thread(self._accept, name, tenant, lora, quota)
 
         def also(tx: Transaction, row: AdapterRow) -> None:
-            client_sessions.insert_model(tx, row, session, model_seq, request, fingerprint, action, lora)
+            client_sessions.insert_model(tx, row, session, model_seq, mark, action, lora)
 
         async with self.placement.lock:
             await self.placement.make_room(tenant)
-            await self._create(tenant, adapter, also, request=f"\n{request}", fingerprint=fingerprint)
+            change = AdapterChange(tenant=tenant, new=adapter, at_s=self._now_s(), also=also)
+            await self._writer.operate(replace(change, fingerprint=mark, request=f"\n{request}"))
         return request
 
     async def unload(self, tenant: str, model: str) -> str:
@@ -158,17 +149,15 @@ class RequestQueue:
         await self.placement.let_leave()
         return request
 
-    # ------------------------------------------------------------ requests
-
-    async def submit(self, tenant: str, model: str, seq: int, fingerprint: str, action: ModelAction) -> str:
+    async def submit(self, tenant: str, model: str, seq: int, mark: str, action: ModelAction) -> str:
         """Take a request of ``model``; returns its id.
 
         Requests are carried out in the order of ``seq``, which counts from 1, however they arrive. The same ``seq``
-        and ``fingerprint`` is the same request; another fingerprint is refused. A number that never arrives is passed
+        and fingerprint ``mark`` is the same request; another one is refused. A number that never arrives is passed
         over after `ordering.GAP_S`, and the window that it would have been in fails.
         """
         self._heartbeats.received(model.partition(":")[0], tenant)  # as good as a heartbeat
-        return await self.change(lambda tx: sequencer.submit(tx, tenant, model, seq, fingerprint, action))
+        return await self.change(lambda tx: sequencer.submit(tx, tenant, model, seq, mark, action))
 
     async def outcome(self, tenant: str, request: str, wait_s: float) -> Answer | Pending:
         """The answer of a request, waited for at most ``wait_s``."""
@@ -204,10 +193,8 @@ class RequestQueue:
                 return Pending(reason="the adapter is paused")
         return found
 
-    # ------------------------------------------------------------ sampling
-
-    async def serve(self, tenant: str, sampler: str, missing: str | None = None) -> Serve | Pending:
-        """Under which name servers have what the sampling session samples.
+    async def serve(self, tenant: str, sampler: str, missing: str | None = None) -> str | Pending:
+        """Under which name servers have what the sampling session samples; empty for the base.
 
         ``missing`` is a name that this call gave before and that no server has. A snapshot that is no longer the newest
         version of its model is served by an adapter of its own, for which the session waits. All samples of a session
@@ -220,8 +207,8 @@ class RequestQueue:
             look_up.add_done_callback(lambda _: loop.call_later(SHARED_S, forget))
         return await asyncio.shield(look_up)
 
-    async def _serve(self, tenant: str, sampler: str, missing: str | None) -> Serve | Pending:
-        def served(tx: Transaction) -> tuple[Serve | Pending | SavedState, str | None]:
+    async def _serve(self, tenant: str, sampler: str, missing: str | None) -> str | Pending:
+        def served(tx: Transaction) -> tuple[str | Pending | SavedState, str | None]:
             return client_sessions.served(tx, tenant, sampler, missing), tx.sampler(tenant, sampler).path
 
         found, path = await self.change(served)
@@ -238,16 +225,18 @@ class RequestQueue:
                 return Pending(reason="no server has a place for the weights at present", capacity=True)
             name, quota = f"snapshot-{secrets.token_hex(6)}", self._writer.tables.quotas[tenant]
             adapter = await asyncio.to_thread(self._accept, name, tenant, state.lora, quota)
-            await self._create(tenant, adapter, lambda tx, row: client_sessions.insert_snapshot(tx, row, state))
+
+            def also(tx: Transaction, row: AdapterRow) -> None:
+                client_sessions.insert_snapshot(tx, row, state)
+
+            await self._writer.operate(AdapterChange(tenant=tenant, new=adapter, at_s=self._now_s(), also=also))
         return loading
 
-    async def keep_sample(self, tenant: str, sampler: str, sample: str, fingerprint: str, body: bytes) -> None:
+    async def keep_sample(self, tenant: str, sampler: str, sample: str, mark: str, body: bytes) -> None:
         """A sample is acknowledged: until it is among ``dropped_samples``, `client_sessions.kept_samples` has it."""
         self._heartbeats.received(sampler.partition(":")[0], tenant)  # as good as a heartbeat
         self.dropped_samples.discard(sample)
-        await self.change(lambda tx: client_sessions.keep_sample(tx, tenant, sampler, sample, fingerprint, body))
-
-    # ------------------------------------------------------------ upkeep
+        await self.change(lambda tx: client_sessions.keep_sample(tx, tenant, sampler, sample, mark, body))
 
     async def _keep(self) -> None:
         while True:
@@ -284,29 +273,6 @@ class RequestQueue:
         await self.change(partial(client_sessions.drop_samples, samples=dropped))
         await self.placement.make_room_for_waiting()
 
-    # ------------------------------------------------------------ inside
-
-    async def _create(
-        self,
-        tenant: str,
-        adapter: AdapterRequest,
-        also: Callable[[Transaction, AdapterRow], None],
-        request: str = "",
-        fingerprint: str = "",
-    ) -> None:
-        await self._writer.operate(
-            AdapterChange(
-                tenant=tenant,
-                name=adapter.name,
-                verb=Verb.CREATE,
-                fingerprint=fingerprint,
-                request=request,
-                new=adapter,
-                at_s=self._now_s(),
-                also=also,
-            )
-        )
-
 
 class Outbox:
     """The service's side of ordered delivery: sends rank 0 what is due of each adapter, stores what comes of it.
@@ -333,9 +299,8 @@ class Outbox:
         while True:
             match await self._incoming.get():
                 case OperationCompletion(adapter=adapter, number=number, outcome=outcome):
-                    await self._until_done(
-                        partial(sequencer.completed, adapter=adapter, number=number, outcome=outcome)
-                    )
+                    kept = partial(sequencer.completed, adapter=adapter, number=number, outcome=outcome)
+                    await self._until_done(kept)
                     reached("queue.acknowledging")
                     await self.link.send(Acknowledgement(adapter=adapter, number=number))
                     self._windows.completed(adapter, number)

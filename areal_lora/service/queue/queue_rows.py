@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -38,6 +38,9 @@ class Verb(StrEnum):
     DELETE = "delete"
 
 
+Limit = Annotated[int, msgspec.Meta(gt=0)]
+
+
 class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of one tenant.
 
@@ -49,20 +52,20 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     the last step, ``saved`` states.
     """
 
-    adapters: int
-    rank: int
-    sequences: int = 4096
-    tokens: int = 1 << 23
-    requests: int = 12_000
-    weight: float = 1.0
-    operations: int = 64
-    body_kib: int = 256
-    problems: int = 100_000
-    workers: int = 4
-    queued: int = 256
-    queued_mib: int = 256
-    pass_kib: int = 8192
-    saved: int = 64
+    adapters: Limit
+    rank: Limit
+    sequences: Limit = 4096
+    tokens: Limit = 1 << 23
+    requests: Limit = 12_000
+    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    operations: Limit = 64
+    body_kib: Limit = 256
+    problems: Limit = 100_000
+    workers: Limit = 4
+    queued: Limit = 256
+    queued_mib: Limit = 256
+    pass_kib: Limit = 8192
+    saved: Limit = 64
 
     @classmethod
     def of(cls, config: QuotaConfig) -> Quota:
@@ -92,28 +95,13 @@ class AdapterRow:
 
     @property
     def desired(self) -> DesiredAdapter:
-        return DesiredAdapter(
-            name=f"{self.tenant}-{self.name}", incarnation=self.incarnation, phase=self.wanted, adapter=self.settings
-        )
+        name = f"{self.tenant}-{self.name}"
+        return DesiredAdapter(name=name, incarnation=self.incarnation, phase=self.wanted, adapter=self.settings)
 
     @property
     def key(self) -> str:
         """What the run calls it: no two adapters of any tenants, nor two bearers of one name, share it."""
         return self.desired.key
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterOperation:
-    """An operation to acknowledge. ``request`` is the tenant's idempotency key; None without one."""
-
-    tenant: str
-    name: str
-    incarnation: int
-    verb: Verb
-    request: str | None
-    fingerprint: str
-    answer: bytes
-    at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +120,11 @@ class Tables:
     incarnation of each name, deleted ones included, and ``forgotten`` that of each tenant's names that are not in it.
     """
 
-    quotas: MappingProxyType[str, Quota] = field(default_factory=lambda: MappingProxyType({}))
-    keys: MappingProxyType[str, Key] = field(default_factory=lambda: MappingProxyType({}))
-    adapters: MappingProxyType[tuple[str, str], AdapterRow] = field(default_factory=lambda: MappingProxyType({}))
-    highest: MappingProxyType[tuple[str, str], int] = field(default_factory=lambda: MappingProxyType({}))
-    forgotten: MappingProxyType[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    keys: Mapping[str, Key] = field(default_factory=dict)
+    adapters: Mapping[tuple[str, str], AdapterRow] = field(default_factory=dict)
+    highest: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    forgotten: Mapping[str, int] = field(default_factory=dict)
     open: tuple[OpenOperation, ...] = ()
     generation: int = 0
 
@@ -147,23 +135,22 @@ class Tables:
     def after(self, row: AdapterRow, number: int) -> Tables:
         """The tables once operation ``number`` has made its adapter ``row``."""
         at = (row.tenant, row.name)
-        adapters = dict(self.adapters) | {at: row}
+        adapters = {**self.adapters, at: row}
         if row.wanted is DesiredPhase.DELETED:
             del adapters[at]
         opened = OpenOperation(number=number, tenant=row.tenant, name=row.name, incarnation=row.incarnation)
         return replace(
             self,
-            adapters=MappingProxyType(adapters),
-            highest=MappingProxyType(dict(self.highest) | {at: row.incarnation}),
+            adapters=adapters,
+            highest={**self.highest, at: row.incarnation},
             open=(*self.open, opened),
             generation=self.generation + 1,
         )
 
     def desired(self) -> DesiredAdapters:
         """What the run is to have: deleted adapters are not in it."""
-        return DesiredAdapters(
-            generation=self.generation, adapters=tuple(row.desired for row in self.adapters.values())
-        )
+        adapters = tuple(row.desired for row in self.adapters.values())
+        return DesiredAdapters(generation=self.generation, adapters=adapters)
 
 
 class Kind(StrEnum):
@@ -211,7 +198,13 @@ class Model:
     closed: int = 0
     published: int | None = None
     broken: str = ""
-    notes: dict[str, str]
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, row: AdapterRow, **values: Any) -> Model:
+        """A new model whose adapter is ``row``."""
+        values |= {"tenant": row.tenant, "name": row.name, "incarnation": row.incarnation, "adapter": row.key}
+        return cls(created_s=row.created_s, **values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +231,7 @@ class SavedState:
 
     @property
     def path(self) -> str:
-        return path_of(self.model, self.kind, self.name)
+        return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,10 +256,6 @@ class PendingSample:
     fingerprint: str
     body: bytes
     at_s: float
-
-
-def path_of(model: str, kind: Kind, name: str) -> str:
-    return f"{SCHEME}{model}/{kind}/{name}"
 
 
 def parse_path(path: str) -> tuple[str, Kind, str] | None:
@@ -295,7 +284,7 @@ def new_key() -> str:
     return f"tml-{secrets.token_hex(32)}"
 
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 SCHEMA = """
 CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL, generation INTEGER NOT NULL);
 CREATE TABLE tenants (tenant TEXT PRIMARY KEY, quota TEXT NOT NULL);
@@ -340,7 +329,7 @@ CREATE INDEX requests_open ON requests (owner, seq) WHERE answer IS NULL;
 CREATE INDEX requests_answered ON requests (answered_s) WHERE answer IS NOT NULL;
 CREATE TABLE client_operations (
     adapter TEXT NOT NULL, number INTEGER NOT NULL, request TEXT NOT NULL, what BLOB, kind TEXT NOT NULL,
-    fate TEXT, outcome BLOB, PRIMARY KEY (adapter, number)
+    failed INTEGER, outcome BLOB, PRIMARY KEY (adapter, number)
 ) WITHOUT ROWID;
 CREATE INDEX operations_of_request ON client_operations (request);
 CREATE TABLE saved_states (

@@ -7,12 +7,11 @@ or an input/output error is `Unavailable`, and the file is used again afterwards
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar, get_origin, get_type_hints
 
 import msgspec
@@ -20,22 +19,7 @@ import msgspec
 from areal_lora.errors import ConfigError, RecordError, undo_on_error
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.sqlite import connect
-from areal_lora.service.queue.queue_rows import (
-    SCHEMA,
-    SCHEMA_VERSION,
-    AdapterOperation,
-    AdapterRow,
-    ClientSession,
-    Key,
-    Model,
-    OpenOperation,
-    PendingSample,
-    Quota,
-    SamplingSession,
-    SavedState,
-    Tables,
-    parse_path,
-)
+from areal_lora.service.queue import queue_rows
 from areal_lora.service.refused import RequestError, Unavailable
 
 MAX_DELETED, MAX_OPERATIONS = 1024, 1 << 14
@@ -70,10 +54,7 @@ class Table(Generic[R]):
 
     def insert(self, db: sqlite3.Connection, row: R, conflict: str = "") -> int:
         """The rowid."""
-        names, marks = ", ".join(self._columns), ", ".join("?" * len(self._columns))
-        values = [_stored(getattr(row, name)) for name in self._columns]
-        cursor = db.execute(f"INSERT INTO {self._name} ({names}) VALUES ({marks}) {conflict}", values)
-        return int(cursor.lastrowid or 0)
+        return _insert(db, self._name, {name: _stored(getattr(row, name)) for name in self._columns}, conflict)
 
     def _read(self, name: str, value: Any) -> Any:
         hint = self._hints[name]
@@ -84,16 +65,22 @@ class Table(Generic[R]):
         return hint(value) if hint is bool or (isinstance(hint, type) and issubclass(hint, StrEnum)) else value
 
 
+def _insert(db: sqlite3.Connection, table: str, values: Mapping[str, object], conflict: str = "") -> int:
+    marks = ", ".join("?" * len(values))
+    cursor = db.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks}) {conflict}", [*values.values()])
+    return int(cursor.lastrowid or 0)
+
+
 def _stored(value: object) -> object:
     if isinstance(value, dict):
         return msgspec.json.encode(value).decode()
     return msgspec.msgpack.encode(value) if isinstance(value, msgspec.Struct) else value
 
 
-KEYS, ADAPTERS, OPERATIONS = Table("keys", Key), Table("adapters", AdapterRow), Table("operations", AdapterOperation)
-OPEN = Table("operations", OpenOperation)
-SESSIONS, MODELS, STATES = Table("sessions", ClientSession), Table("models", Model), Table("saved_states", SavedState)
-SAMPLERS, SAMPLES = Table("samplers", SamplingSession), Table("samples", PendingSample)
+KEYS, ADAPTERS = Table("keys", queue_rows.Key), Table("adapters", queue_rows.AdapterRow)
+OPEN, SESSIONS = Table("operations", queue_rows.OpenOperation), Table("sessions", queue_rows.ClientSession)
+MODELS, STATES = Table("models", queue_rows.Model), Table("saved_states", queue_rows.SavedState)
+SAMPLERS, SAMPLES = Table("samplers", queue_rows.SamplingSession), Table("samples", queue_rows.PendingSample)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,13 +93,13 @@ class Transaction:
 
     db: sqlite3.Connection
     now_s: float
-    tables: Tables
+    tables: queue_rows.Tables
     answered: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     forgotten: set[str] = field(default_factory=set)
 
-    def quota(self, tenant: str) -> Quota:
+    def quota(self, tenant: str) -> queue_rows.Quota:
         return self.tables.quotas[tenant]
 
     def do(self, sql: str, *values: object) -> None:
@@ -122,70 +109,65 @@ class Transaction:
         return self.db.execute(sql, values).fetchall()
 
     def row(self, sql: str, *values: object) -> tuple[Any, ...] | None:
-        found: tuple[Any, ...] | None = self.db.execute(sql, values).fetchone()
-        return found
+        return next(iter(self.rows(sql, *values)), None)
 
     def count(self, sql: str, *values: object) -> int:
         return int(self.db.execute(f"SELECT COUNT(*) FROM {sql}", values).fetchone()[0])
 
-    def insert(self, table: str, **values: object) -> None:
-        names = ", ".join(values)
-        marks = ", ".join("?" * len(values))
-        self.do(f"INSERT INTO {table} ({names}) VALUES ({marks})", *values.values())
+    def insert(self, table: str, **values: object) -> int:
+        """The rowid."""
+        return _insert(self.db, table, values)
 
-    # ------------------------------------------------------------ rows of one tenant; others' are unknown
-
-    def session(self, tenant: str, session: str, *, ended: bool = False) -> ClientSession:
+    def session(self, tenant: str, session: str, *, ended: bool = False) -> queue_rows.ClientSession:
         """Raises RequestError for one that is not the tenant's, and for one that has ended unless ``ended``."""
         found = self.sessions("session = ? AND tenant = ?", session, tenant)
         if not found:
             raise unknown("session_id", "session", session)
         if found[0].ended and not ended:
-            raise RequestError(410, "session_id", f"session {session!r} has ended", "open another one")
+            raise RequestError("session_id", f"session {session!r} has ended", "open another one", status=410)
         return found[0]
 
-    def model(self, tenant: str, model: str, *, removed: bool = False) -> Model:
+    def model(self, tenant: str, model: str, *, removed: bool = False) -> queue_rows.Model:
         """Raises RequestError for one that is not the tenant's, and for one that has left unless ``removed``."""
         found = self.models("model = ? AND tenant = ? AND of_state IS NULL", model, tenant)
         if not found or (found[0].removed and not removed):
             raise unknown("model_id", "model", model)
         return found[0]
 
-    def sampler(self, tenant: str, sampler: str) -> SamplingSession:
+    def sampler(self, tenant: str, sampler: str) -> queue_rows.SamplingSession:
         found = self.samplers("sampler = ? AND tenant = ?", sampler, tenant)
         if not found:
             raise unknown("sampling_session_id", "sampling session", sampler)
         return found[0]
 
-    def state(self, tenant: str, path: str) -> SavedState:
+    def state(self, tenant: str, path: str) -> queue_rows.SavedState:
         """The saved state at ``path``, unless it has expired."""
-        parts = parse_path(path)
+        parts = queue_rows.parse_path(path)
         found = parts and self.states("tenant = ? AND model = ? AND kind = ? AND name = ?", tenant, *parts)
         if not found or (found[0].expires_s is not None and found[0].expires_s <= self.now_s):
             raise unknown("path", "saved state", path)
         return found[0]
 
-    # ------------------------------------------------------------ lists
-
-    def sessions(self, where: str, *values: object) -> list[ClientSession]:
+    def sessions(self, where: str, *values: object) -> list[queue_rows.ClientSession]:
         return SESSIONS.select(self.db, where, *values)
 
-    def models(self, where: str, *values: object) -> list[Model]:
+    def models(self, where: str, *values: object) -> list[queue_rows.Model]:
         return MODELS.select(self.db, where, *values)
 
-    def states(self, where: str, *values: object) -> list[SavedState]:
+    def states(self, where: str, *values: object) -> list[queue_rows.SavedState]:
         return STATES.select(self.db, where, *values)
 
-    def samplers(self, where: str, *values: object) -> list[SamplingSession]:
+    def samplers(self, where: str, *values: object) -> list[queue_rows.SamplingSession]:
         return SAMPLERS.select(self.db, where, *values)
 
-    def of_adapter(self, adapter: str) -> Model | None:
+    def of_adapter(self, adapter: str) -> queue_rows.Model | None:
         return next(iter(self.models("adapter = ?", adapter)), None)
 
 
 def unknown(path: str, what: str, name: str) -> RequestError:
     """Also for rows of another tenant: that they exist is not shown."""
-    return RequestError(404, path, f"there is no {what} {name[:128]!r}", "use an id that the service gave to this key")
+    reason = f"there is no {what} {name[:128]!r}"
+    return RequestError(path, reason, "use an id that the service gave to this key", status=404)
 
 
 class Store:
@@ -205,13 +187,14 @@ class Store:
     def _begin(self, run: str) -> None:
         self._db.execute("BEGIN EXCLUSIVE")
         if not self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            for statement in SCHEMA.split(";\n"):
+            for statement in queue_rows.SCHEMA.split(";\n"):
                 self._db.execute(statement)
-            self._db.execute("INSERT INTO meta VALUES (?, ?, 0)", (SCHEMA_VERSION, run))
+            self._db.execute("INSERT INTO meta VALUES (?, ?, 0)", (queue_rows.SCHEMA_VERSION, run))
         found = self._db.execute("SELECT schema_version, run FROM meta").fetchone()
         self._db.execute("COMMIT")
-        if found != (SCHEMA_VERSION, run):
-            reason = f"it is of run {found[1]!r} in schema {found[0]}, not of {run!r} in schema {SCHEMA_VERSION}"
+        if found != (queue_rows.SCHEMA_VERSION, run):
+            wanted = f"{run!r} in schema {queue_rows.SCHEMA_VERSION}"
+            reason = f"it is of run {found[1]!r} in schema {found[0]}, not of {wanted}"
             self._db.close()
             raise ConfigError(str(self.path), reason, "put the run's own file back")
 
@@ -226,19 +209,19 @@ class Store:
         reached("queue.committed")
         return result
 
-    def load(self) -> Tables:
+    def load(self) -> queue_rows.Tables:
         """Everything that decisions need."""
         db = self._db
         with self._reading():
             quotas = db.execute("SELECT tenant, quota FROM tenants ORDER BY tenant")
             highest = db.execute("SELECT tenant, name, MAX(incarnation) FROM adapters GROUP BY tenant, name")
             adapters = ADAPTERS.select(db, "wanted != 'deleted'")
-            return Tables(
-                quotas=MappingProxyType({name: msgspec.json.decode(quota, type=Quota) for name, quota in quotas}),
-                keys=MappingProxyType({key.digest: key for key in KEYS.select(db, "1")}),
-                adapters=MappingProxyType({(row.tenant, row.name): row for row in adapters}),
-                highest=MappingProxyType({(tenant, name): incarnation for tenant, name, incarnation in highest}),
-                forgotten=MappingProxyType(dict(db.execute("SELECT tenant, incarnation FROM forgotten"))),
+            return queue_rows.Tables(
+                quotas={name: msgspec.json.decode(quota, type=queue_rows.Quota) for name, quota in quotas},
+                keys={key.digest: key for key in KEYS.select(db, "1")},
+                adapters={(row.tenant, row.name): row for row in adapters},
+                highest={(tenant, name): incarnation for tenant, name, incarnation in highest},
+                forgotten=dict(db.execute("SELECT tenant, incarnation FROM forgotten")),
                 open=tuple(OPEN.select(db, "carried_out = 0")),
                 generation=db.execute("SELECT generation FROM meta").fetchone()[0],
             )
@@ -251,16 +234,21 @@ class Store:
         return found
 
     def record(
-        self, row: AdapterRow, operation: AdapterOperation, also: Callable[[sqlite3.Connection], None] = lambda _: None
+        self,
+        row: queue_rows.AdapterRow,
+        also: Callable[[sqlite3.Connection], None] = lambda _: None,
+        **operation: object,
     ) -> int:
-        """Make the adapter ``row``, remember the operation, and do ``also``; all or nothing. Returns the operation's
-        number.
+        """Make the adapter ``row``, remember the operation (columns of its table), and do ``also``; all or nothing.
+
+        Returns the operation's number.
         """
         with self._transaction():
             conflict = "ON CONFLICT (tenant, name, incarnation) DO UPDATE SET wanted = excluded.wanted"
             ADAPTERS.insert(self._db, row, conflict)
             reached("service.half_recorded")
-            number = OPERATIONS.insert(self._db, operation)
+            of_row = {"tenant": row.tenant, "name": row.name, "incarnation": row.incarnation}
+            number = _insert(self._db, "operations", of_row | operation)
             self._db.execute("UPDATE meta SET generation = generation + 1")
             also(self._db)
             reached("service.recorded")
@@ -268,7 +256,7 @@ class Store:
 
     def carried_out(self, numbers: Iterable[int]) -> None:
         """Mark operations; losing this at a crash costs nothing."""
-        self._write([("UPDATE operations SET carried_out = 1 WHERE number = ?", (n,)) for n in numbers])
+        self._write(*(("UPDATE operations SET carried_out = 1 WHERE number = ?", (n,)) for n in numbers))
 
     def prune(self) -> None:
         """Remove what is above `MAX_DELETED` and `MAX_OPERATIONS`, and operations that no request can name again."""
@@ -279,32 +267,25 @@ class Store:
             self._db.execute("DELETE FROM operations WHERE carried_out = 1 AND request IS NULL")
             for (tenant,) in self._db.execute("SELECT tenant FROM tenants").fetchall():
                 old = (tenant, tenant, MAX_DELETED)
-                self._db.execute(
-                    "INSERT INTO forgotten SELECT tenant, MAX(incarnation) FROM adapters"
-                    f" WHERE {adapters} GROUP BY tenant"
-                    " ON CONFLICT (tenant) DO UPDATE SET incarnation = MAX(incarnation, excluded.incarnation)",
-                    old,
-                )
+                highest = f"SELECT tenant, MAX(incarnation) FROM adapters WHERE {adapters} GROUP BY tenant"
+                newer = "ON CONFLICT (tenant) DO UPDATE SET incarnation = MAX(incarnation, excluded.incarnation)"
+                self._db.execute(f"INSERT INTO forgotten {highest} {newer}", old)
                 self._db.execute(f"DELETE FROM adapters WHERE {adapters}", old)
                 self._db.execute(f"DELETE FROM operations WHERE {operations}", (tenant, tenant, MAX_OPERATIONS))
 
-    def put_tenant(self, tenant: str, quota: Quota) -> None:
+    def put_tenant(self, tenant: str, quota: queue_rows.Quota) -> None:
         sql = "INSERT INTO tenants VALUES (?, ?) ON CONFLICT (tenant) DO UPDATE SET quota = excluded.quota"
-        self._write([(sql, (tenant, msgspec.json.encode(quota).decode()))])
+        self._write((sql, (tenant, msgspec.json.encode(quota).decode())))
 
-    def put_key(self, key: Key) -> None:
+    def put_key(self, key: queue_rows.Key) -> None:
         """Admit the key; another one of the tenant with this label is no longer valid."""
-        self._write(
-            [
-                ("DELETE FROM keys WHERE tenant = ? AND label = ?", (key.tenant, key.label)),
-                ("INSERT INTO keys VALUES (?, ?, ?, ?)", (key.digest, key.tenant, key.label, key.operator)),
-            ]
-        )
+        former = ("DELETE FROM keys WHERE tenant = ? AND label = ?", (key.tenant, key.label))
+        self._write(former, ("INSERT INTO keys VALUES (?, ?, ?, ?)", (key.digest, key.tenant, key.label, key.operator)))
 
     def drop_key(self, tenant: str, label: str) -> None:
-        self._write([("DELETE FROM keys WHERE tenant = ? AND label = ?", (tenant, label))])
+        self._write(("DELETE FROM keys WHERE tenant = ? AND label = ?", (tenant, label)))
 
-    def _write(self, statements: list[tuple[str, tuple[object, ...]]]) -> None:
+    def _write(self, *statements: tuple[str, tuple[object, ...]]) -> None:
         with self._transaction():
             for sql, arguments in statements:
                 self._db.execute(sql, arguments)

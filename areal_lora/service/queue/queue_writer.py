@@ -31,7 +31,7 @@ from areal_lora.processes.watched import reached, watched_thread
 from areal_lora.run_folder.desired import read_desired, write_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue.client_sessions import AdapterRequest, Phases, carried_out, changed, create, expire, leave
-from areal_lora.service.queue.queue_rows import AdapterOperation, AdapterRow, Verb
+from areal_lora.service.queue.queue_rows import AdapterRow, Verb
 from areal_lora.service.queue.queue_store import Store, Transaction
 from areal_lora.service.queue.sequencer import append, fail_open, promote
 from areal_lora.service.refused import RequestError, Unavailable, internal_error
@@ -43,15 +43,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterChange:
-    """One operation of a tenant on its adapter ``name``; ``new`` is the one to create.
+    """One operation of a tenant on its adapter ``name``, or on the ``new`` one that it creates.
 
     ``request`` is the idempotency key, or empty; the same key with another ``fingerprint`` is refused. ``also`` is done
     in the same transaction.
     """
 
     tenant: str
-    name: str
-    verb: Verb
+    name: str = ""
+    verb: Verb = Verb.CREATE
     fingerprint: str = ""
     request: str = ""
     new: AdapterRequest | None = None
@@ -144,10 +144,9 @@ class Writer:
         return await asyncio.wrap_future(future)
 
     def _operate(self, change: AdapterChange) -> bytes:
-        if change.request:
-            before = self._answered(change.tenant, change.request, change.fingerprint)
-            if before is not None:
-                return before
+        before = self._answered(change.tenant, change.request, change.fingerprint) if change.request else None
+        if before is not None:
+            return before
         if change.new is not None:
             row = create(self.tables, change.tenant, change.new, now_s=change.at_s)
         else:
@@ -158,17 +157,12 @@ class Writer:
         reached("service.decided")
         number = self._store.record(
             row,
-            AdapterOperation(
-                tenant=row.tenant,
-                name=row.name,
-                incarnation=row.incarnation,
-                verb=change.verb,
-                request=change.request or None,
-                fingerprint=change.fingerprint,
-                answer=answer,
-                at_s=change.at_s,
-            ),
             lambda db: change.also(Transaction(db=db, now_s=change.at_s, tables=self.tables), row),
+            verb=change.verb,
+            request=change.request or None,
+            fingerprint=change.fingerprint,
+            answer=answer,
+            at_s=change.at_s,
         )
         reached("service.committed")
         self.tables, self._undesired = self.tables.after(row, number), True
@@ -195,7 +189,7 @@ class Writer:
         known = self._store.answered(tenant, request)
         if known is not None and known[0] != fingerprint:
             reason = "this key came with another request before"
-            raise RequestError(422, "Idempotency-Key", reason, "use a new key for every operation")
+            raise RequestError("Idempotency-Key", reason, "use a new key for every operation")
         return None if known is None else known[1]
 
     def _settle(self) -> None:
@@ -224,9 +218,8 @@ MAX_ENDED = 1024
 
 def seal(tx: Transaction) -> None:
     """Go past requests that never came."""
-    for model in tx.models(
-        "removed = 0 AND EXISTS (SELECT 1 FROM requests r WHERE r.owner = models.model AND r.held = 1)"
-    ):
+    waits = "removed = 0 AND EXISTS (SELECT 1 FROM requests r WHERE r.owner = models.model AND r.held = 1)"
+    for model in tx.models(waits):
         promote(tx, model)
 
 
@@ -272,33 +265,22 @@ def forget(tx: Transaction, fetched: set[str]) -> None:
     """Answers that no one needs."""
     for request in fetched:
         tx.do("UPDATE requests SET fetched_s = ? WHERE request = ? AND fetched_s IS NULL", tx.now_s, request)
-    tx.do(
-        "DELETE FROM requests WHERE answer IS NOT NULL AND action IS NULL AND (fetched_s < ? OR answered_s < ?)",
-        tx.now_s - FETCHED_S,
-        tx.now_s - ANSWERED_S,
-    )
+    old = "answer IS NOT NULL AND action IS NULL AND (fetched_s < ? OR answered_s < ?)"
+    tx.do(f"DELETE FROM requests WHERE {old}", tx.now_s - FETCHED_S, tx.now_s - ANSWERED_S)
     for tenant, quota in tx.tables.quotas.items():
         _shorten(tx, tenant, quota.queued_mib << 20)
     for table, over in (("models", "removed"), ("sessions", "ended")):
         tx.do(f"DELETE FROM {table} WHERE {over} = 1 AND created_s < ?", tx.now_s - ENDED_S)
+        old = f"SELECT rowid FROM {table} WHERE tenant = ? AND {over} = 1 ORDER BY rowid DESC LIMIT -1 OFFSET ?"
         for tenant in tx.tables.quotas:
-            tx.do(
-                f"DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} WHERE tenant = ? AND {over} = 1"
-                " ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                tenant,
-                MAX_ENDED,
-            )
+            tx.do(f"DELETE FROM {table} WHERE rowid IN ({old})", tenant, MAX_ENDED)
 
 
 def _shorten(tx: Transaction, tenant: str, most: int) -> None:
     """Forget the tenant's oldest answers, fetched ones first, until those that stay are at most ``most`` bytes."""
-    kept = tx.rows(
-        "SELECT request, LENGTH(answer) FROM requests WHERE tenant = ? AND answer IS NOT NULL AND action IS NULL"
-        " ORDER BY fetched_s IS NOT NULL, answered_s DESC",
-        tenant,
-    )
-    total = 0
-    for request, n_bytes in kept:
+    kept = "requests WHERE tenant = ? AND answer IS NOT NULL AND action IS NULL"
+    order, total = "fetched_s IS NOT NULL, answered_s DESC", 0
+    for request, n_bytes in tx.rows(f"SELECT request, LENGTH(answer) FROM {kept} ORDER BY {order}", tenant):
         total += n_bytes
         if total > most:
             tx.do("DELETE FROM requests WHERE request = ?", request)

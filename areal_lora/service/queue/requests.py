@@ -1,12 +1,12 @@
 """Requests of SDK clients and their answers. Both are kept in the service's file, and so are their tags.
 
     action          operations of its model        answer
-    CreateModel     none, or LoadState             CreatedModel
+    CreateModel     none, or LoadState             ActionResult: model, and path if it was loaded
     Train           Pass, OptimStep or Poison      PassResult, StepResult
-    Save            SaveState                      StoredState
+    Save            SaveState                      ActionResult: path
     Refuse          none                           none but `OperationFailure`
-    Load            LoadState                      LoadedModel
-    SaveForSampler  SaveState + Publish, Publish   StoredState, or OpenedSampler for a save without a name
+    Load            LoadState                      ActionResult: model and path
+    SaveForSampler  SaveState + Publish, Publish   ActionResult: path, or sampler for a save without a name
 
 Every action may also be answered by `OperationFailure`.
 """
@@ -87,48 +87,19 @@ ModelAction: TypeAlias = Train | Save | Load | SaveForSampler | Refuse
 """Those with a sequence number of their model."""
 
 
-class CreatedModel(msgspec.Struct, frozen=True, kw_only=True, tag="Created"):
-    """The model trains. ``path``: what it was loaded from."""
+class ActionResult(msgspec.Struct, frozen=True, kw_only=True, tag="Done"):
+    """What an action has made or set: a model, the state at ``path``, the sampling session of a save without a name.
 
-    model: str
+    ``unloaded``: the model leaves.
+    """
+
+    model: str | None = None
     path: str | None = None
+    sampler: str | None = None
+    unloaded: bool = False
 
 
-class StoredState(msgspec.Struct, frozen=True, kw_only=True, tag="Stored"):
-    """A state was saved at ``path``."""
-
-    path: str
-
-
-class LoadedModel(msgspec.Struct, frozen=True, kw_only=True, tag="Loaded"):
-    """The model is what was saved at ``path``."""
-
-    model: str
-    path: str
-
-
-class OpenedSampler(msgspec.Struct, frozen=True, kw_only=True, tag="Opened"):
-    """The sampling session that a save without a name has opened."""
-
-    sampler: str
-
-
-class UnloadedModel(msgspec.Struct, frozen=True, kw_only=True, tag="Unloaded"):
-    """The model leaves."""
-
-    model: str
-
-
-Answer: TypeAlias = (
-    PassResult
-    | StepResult
-    | CreatedModel
-    | LoadedModel
-    | StoredState
-    | OpenedSampler
-    | UnloadedModel
-    | OperationFailure
-)
+Answer: TypeAlias = PassResult | StepResult | ActionResult | OperationFailure
 
 
 class Pending(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,13 +109,6 @@ class Pending(msgspec.Struct, frozen=True, kw_only=True):
     capacity: bool = False
 
 
-class Serve(msgspec.Struct, frozen=True, kw_only=True):
-    """The name under which servers have what a sampling session samples; None: the base."""
-
-    model: str | None
-
-
-_encoder = msgspec.msgpack.Encoder()
-encode = _encoder.encode
+encode = msgspec.msgpack.Encoder().encode
 decode_action = msgspec.msgpack.Decoder(Action).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode

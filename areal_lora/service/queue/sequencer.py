@@ -33,8 +33,8 @@ def promote(tx: Transaction, model: Model) -> None:
         append(tx, model.adapter, "", protocol.Poison(reason=f"{missing} of its window never came"))
         start = after_gap
     for seq in ordering.ready(start, held):
-        request, action = (
-            tx.row("SELECT request, action FROM requests WHERE owner = ? AND seq = ?", model.model, seq) or ()
+        [(request, action)] = tx.rows(
+            "SELECT request, action FROM requests WHERE owner = ? AND seq = ?", model.model, seq
         )
         match requests.decode_action(action):
             case requests.Refuse(reason=reason):
@@ -49,19 +49,12 @@ def promote(tx: Transaction, model: Model) -> None:
 
 def append(tx: Transaction, adapter: str, request: str, what: protocol.What) -> int:
     """Give ``what`` the adapter's next number. The body of a pass is that of its request."""
-    ((number,),) = tx.rows(
-        "UPDATE models SET next_number = next_number + 1 WHERE adapter = ? RETURNING next_number - 1", adapter
-    )
+    sql = "UPDATE models SET next_number = next_number + 1 WHERE adapter = ? RETURNING next_number - 1"
+    ((number,),) = tx.rows(sql, adapter)
     if isinstance(what, protocol.SaveState):
         what = protocol.SaveState(label=f"n{number}")
-    tx.insert(
-        "client_operations",
-        adapter=adapter,
-        number=number,
-        request=request,
-        what=None if isinstance(what, protocol.Pass) else requests.encode(what),
-        kind=ordering.kind_of(what),
-    )
+    body, kind = None if isinstance(what, protocol.Pass) else requests.encode(what), ordering.kind_of(what)
+    tx.insert("client_operations", adapter=adapter, number=number, request=request, what=body, kind=kind)
     tx.moved.add(adapter)
     return int(number)
 
@@ -77,7 +70,8 @@ def to_send(tx: Transaction, adapter: str, start: int, limit: int) -> list[proto
     model = tx.of_adapter(adapter)
     if model is None or model.removed or model.broken:
         return []
-    ops = _ops(tx, adapter)
+    kinds = tx.rows("SELECT number, kind, failed FROM client_operations WHERE adapter = ? ORDER BY number", adapter)
+    ops = [ordering.Op(number, ordering.OpKind(kind), failed) for number, kind, failed in kinds]
     found = tx.db.execute(
         "SELECT o.number, o.what, r.action FROM client_operations o LEFT JOIN requests r ON r.request = o.request"
         " WHERE o.adapter = ? AND o.number >= ? ORDER BY o.number LIMIT ?",
@@ -89,11 +83,8 @@ def to_send(tx: Transaction, adapter: str, start: int, limit: int) -> list[proto
         n_bytes += len(action or b"")
         if chosen and n_bytes > AT_ONCE_BYTES:
             break
-        chosen.append(
-            protocol.Operation(
-                adapter=adapter, number=number, what=_as_sent(what, action, ordering.spoiled(ops, number))
-            )
-        )
+        sent = _as_sent(what, action, ordering.spoiled(ops, number))
+        chosen.append(protocol.Operation(adapter=adapter, number=number, what=sent))
     return chosen
 
 
@@ -125,15 +116,12 @@ def completed(tx: Transaction, adapter: str, number: int, outcome: protocol.Outc
     model = tx.of_adapter(adapter)
     if model is None:
         return
-    lost = tx.rows(
-        "SELECT number FROM client_operations WHERE adapter = ? AND number < ? AND fate IS NULL", adapter, number
-    )
-    for (earlier,) in lost:
+    lost = "SELECT number FROM client_operations WHERE adapter = ? AND number < ? AND failed IS NULL"
+    for (earlier,) in tx.rows(lost, adapter, number):
         _record(tx, model, earlier, LOST)
     _record(tx, model, number, outcome)
-    if tx.count(
-        "client_operations WHERE adapter = ? AND number = ? AND kind = ?", adapter, number, ordering.OpKind.CLOSE
-    ):
+    close = "client_operations WHERE adapter = ? AND number = ? AND kind = ?"
+    if tx.count(close, adapter, number, ordering.OpKind.CLOSE):
         _close(tx, model, number, outcome)
 
 
@@ -143,27 +131,17 @@ def fail_open(tx: Transaction, model: Model, reason: str) -> None:
     A load among them becomes a `Poison`: the trainer must not carry it out later.
     """
     failed = protocol.OperationFailure(reason=reason, by_client=False)
-    for number, what in tx.rows(
-        "SELECT number, what FROM client_operations WHERE adapter = ? AND fate IS NULL AND what IS NOT NULL",
-        model.adapter,
-    ):
+    open_ = "SELECT number, what FROM client_operations WHERE adapter = ? AND failed IS NULL AND what IS NOT NULL"
+    for number, what in tx.rows(open_, model.adapter):
         match _what(what):
             case protocol.LoadState():
-                tx.do(
-                    "UPDATE client_operations SET kind = ?, what = ? WHERE adapter = ? AND number = ?",
-                    ordering.OpKind.PASS,
-                    requests.encode(protocol.Poison(reason=reason)),
-                    model.adapter,
-                    number,
-                )
+                sql = "UPDATE client_operations SET kind = ?, what = ? WHERE adapter = ? AND number = ?"
+                poison = requests.encode(protocol.Poison(reason=reason))
+                tx.do(sql, ordering.OpKind.PASS, poison, model.adapter, number)
             case protocol.DropState(label=label):
                 drop_label(tx, model.adapter, label)
-    tx.do(
-        "UPDATE client_operations SET fate = ?, outcome = ? WHERE adapter = ? AND fate IS NULL",
-        ordering.Fate.FAILED,
-        requests.encode(failed),
-        model.adapter,
-    )
+    sql = "UPDATE client_operations SET failed = 1, outcome = ? WHERE adapter = ? AND failed IS NULL"
+    tx.do(sql, requests.encode(failed), model.adapter)
     found = tx.rows("SELECT request, seq FROM requests WHERE owner = ? AND answer IS NULL", model.model)
     for request, _ in found:
         give(tx, request, failed)
@@ -193,38 +171,26 @@ def _as_sent(what: bytes | None, action: bytes | None, is_spoiled: bool) -> prot
         return protocol.Poison(reason="it, or the step of its window, had failed before")
     if what is not None:
         return _what(what)
-    decoded = requests.decode_action(action) if action is not None else None
-    return (
-        decoded.what if isinstance(decoded, requests.Train) else protocol.Poison(reason="its data are no longer there")
-    )
+    if action is not None and isinstance(decoded := requests.decode_action(action), requests.Train):
+        return decoded.what
+    return protocol.Poison(reason="its data are no longer there")
 
 
 def _record(tx: Transaction, model: Model, number: int, outcome: protocol.Outcome) -> None:
-    row = tx.row(
-        "SELECT request, what FROM client_operations WHERE adapter = ? AND number = ? AND fate IS NULL",
-        model.adapter,
-        number,
-    )
+    sql = "SELECT request, what FROM client_operations WHERE adapter = ? AND number = ? AND failed IS NULL"
+    row = tx.row(sql, model.adapter, number)
     if row is None:
         return  # it has one
     request, what = row
     stored = None if isinstance(outcome, protocol.PassResult) else requests.encode(outcome)
-    tx.do(
-        "UPDATE client_operations SET fate = ?, outcome = ? WHERE adapter = ? AND number = ?",
-        ordering.fate_of(outcome),
-        stored,
-        model.adapter,
-        number,
-    )
+    has_failed = isinstance(outcome, protocol.OperationFailure)
+    sql = "UPDATE client_operations SET failed = ?, outcome = ? WHERE adapter = ? AND number = ?"
+    tx.do(sql, has_failed, stored, model.adapter, number)
     if isinstance(outcome, protocol.PublishResult):
         tx.do("UPDATE models SET published = ? WHERE adapter = ?", outcome.version, model.adapter)
     if request:
         settle(tx, model, request, outcome)
-    elif (
-        what is not None
-        and isinstance(dropped := _what(what), protocol.DropState)
-        and isinstance(outcome, protocol.OperationFailure)
-    ):
+    elif what is not None and has_failed and isinstance(dropped := _what(what), protocol.DropState):
         drop_label(tx, model.adapter, dropped.label)
     if model.of_state is not None and isinstance(outcome, protocol.OperationFailure):
         tx.do("UPDATE models SET broken = ? WHERE adapter = ?", outcome.reason, model.adapter)
@@ -236,30 +202,17 @@ def _close(tx: Transaction, model: Model, number: int, outcome: protocol.Outcome
     Of a failed window no data are needed: it fails again. That it failed is kept until a later one succeeds, because
     an adapter that has failed as a whole has no checkpoint of it.
     """
-    tx.do(
-        "UPDATE requests SET action = NULL WHERE answer IS NOT NULL AND request IN"
-        " (SELECT request FROM client_operations WHERE adapter = ? AND number <= ?)",
-        model.adapter,
-        number,
-    )
-    failed = tx.count("client_operations WHERE adapter = ? AND number <= ?", model.adapter, number)
+    covered = "client_operations WHERE adapter = ? AND number <= ?"
+    done = f"answer IS NOT NULL AND request IN (SELECT request FROM {covered})"
+    tx.do(f"UPDATE requests SET action = NULL WHERE {done}", model.adapter, number)
+    failed = tx.count(covered, model.adapter, number)
     if isinstance(outcome, protocol.OperationFailure) and failed <= KEPT_FAILED:
         return
-    tx.do("DELETE FROM client_operations WHERE adapter = ? AND number <= ?", model.adapter, number)
+    tx.do(f"DELETE FROM {covered}", model.adapter, number)
     tx.do("UPDATE models SET closed = MAX(closed, ?) WHERE adapter = ?", number, model.adapter)
 
 
-def _ops(tx: Transaction, adapter: str) -> list[ordering.Op]:
-    found = tx.rows("SELECT number, kind, fate FROM client_operations WHERE adapter = ? ORDER BY number", adapter)
-    return [
-        ordering.Op(number=number, kind=ordering.OpKind(kind), fate=ordering.Fate(fate) if fate else None)
-        for number, kind, fate in found
-    ]
-
-
-def submit(
-    tx: Transaction, tenant: str, model_id: str, seq: int, fingerprint: str, action: requests.ModelAction
-) -> str:
+def submit(tx: Transaction, tenant: str, model_id: str, seq: int, mark: str, action: requests.ModelAction) -> str:
     """Take a request, or find it taken. Raises RequestError for a model or a number that is wrong, or a full queue.
 
     One that names what cannot be, or is not there, or is a pass too long to keep, is taken and fails in its turn, so
@@ -267,19 +220,16 @@ def submit(
     other weights.
     """
     model, request = tx.model(tenant, model_id), f"{model_id}:{seq}"
-    if known(tx, request, fingerprint):
+    if known(tx, request, mark):
         return request
     if model.broken:
-        raise RequestError(422, "model_id", model.broken, "make another model")
+        raise RequestError("model_id", model.broken, "make another model")
     try:
         _check(tx, model, action)
     except RequestError as refused:
         wrong = str(refused)
-        action = (
-            requests.Train(what=protocol.Poison(reason=wrong, by_client=True))
-            if isinstance(action, requests.Load)
-            else requests.Refuse(reason=wrong)
-        )
+        poison = requests.Train(what=protocol.Poison(reason=wrong, by_client=True))
+        action = poison if isinstance(action, requests.Load) else requests.Refuse(reason=wrong)
     held = [row[0] for row in tx.rows("SELECT seq FROM requests WHERE owner = ? AND held = 1", model_id)]
     data, n_bytes, others = requests.encode(action), 0, waiting(tx, tenant)
     if isinstance(action, requests.Train) and isinstance(action.what, protocol.Pass):
@@ -287,35 +237,25 @@ def submit(
         if not others.queued and (wrong := ordering.too_long(tx.quota(tenant), others, n_bytes)):
             data, n_bytes = requests.encode(requests.Train(what=protocol.Poison(reason=wrong, by_client=True))), 0
     ordering.admit(tx.quota(tenant), others, model.next_seq, held, seq, n_bytes)
-    insert(tx, tenant, request, model_id, seq, fingerprint, data, held=True)
+    insert(tx, tenant, request, model_id, seq, mark, data, held=True)
     promote(tx, model)
     return request
 
 
-def known(tx: Transaction, request: str, fingerprint: str) -> bool:
+def known(tx: Transaction, request: str, mark: str) -> bool:
     """Whether the request was taken before. Raises RequestError if that was another one."""
     row = tx.row("SELECT fingerprint FROM requests WHERE request = ?", request)
-    if row is not None and row[0] != fingerprint:
+    if row is not None and row[0] != mark:
         reason = "another request came with this number before"
-        raise RequestError(422, "seq_id", reason, "use a new number for every request")
+        raise RequestError("seq_id", reason, "use a new number for every request")
     return row is not None
 
 
 def insert(
-    tx: Transaction, tenant: str, request: str, owner: str, seq: int, fingerprint: str, action: bytes, *, held: bool
+    tx: Transaction, tenant: str, request: str, owner: str, seq: int, mark: str, action: bytes, *, held: bool
 ) -> None:
-    tx.insert(
-        "requests",
-        request=request,
-        tenant=tenant,
-        owner=owner,
-        seq=seq,
-        fingerprint=fingerprint,
-        action=action,
-        n_bytes=len(action),
-        at_s=tx.now_s,
-        held=held,
-    )
+    names = {"request": request, "tenant": tenant, "owner": owner, "seq": seq, "fingerprint": mark}
+    tx.insert("requests", **names, action=action, n_bytes=len(action), at_s=tx.now_s, held=held)
 
 
 def look(tx: Transaction, tenant: str, request: str) -> tuple[requests.Answer | requests.Pending, str]:
@@ -333,13 +273,9 @@ def look(tx: Transaction, tenant: str, request: str) -> tuple[requests.Answer | 
 
 
 def waiting(tx: Transaction, tenant: str) -> ordering.QueueUsage:
-    row = tx.row(
-        "SELECT COUNT(*) FILTER (WHERE answer IS NULL), TOTAL(n_bytes) FROM requests"
-        " WHERE tenant = ? AND action IS NOT NULL",
-        tenant,
-    )
-    assert row is not None
-    return ordering.QueueUsage(queued=row[0], n_bytes=int(row[1]))
+    counts = "COUNT(*) FILTER (WHERE answer IS NULL), TOTAL(n_bytes)"
+    [(queued, n_bytes)] = tx.rows(f"SELECT {counts} FROM requests WHERE tenant = ? AND action IS NOT NULL", tenant)
+    return ordering.QueueUsage(queued=queued, n_bytes=int(n_bytes))
 
 
 def _check(tx: Transaction, model: Model, action: requests.Action) -> None:
@@ -352,8 +288,8 @@ def _check(tx: Transaction, model: Model, action: requests.Action) -> None:
             _check_name(tx, model, Kind.WEIGHTS, name, overwrite)
         case requests.SaveForSampler(name=name, sampler_seq=seq, ttl_s=ttl_s):
             check_ttl(ttl_s)
-            if (name is None) == (seq is None) or (seq is not None and not 0 <= seq < 1 << 53):
-                raise RequestError(422, "path", "it needs a path or a sampling_session_seq_id", "give one of the two")
+            if (name is None) == (seq is None):
+                raise RequestError("path", "it needs a path or a sampling_session_seq_id", "give one of the two")
             if name is not None:
                 _check_name(tx, model, Kind.SAMPLER, name, overwrite=True)
 
@@ -361,13 +297,13 @@ def _check(tx: Transaction, model: Model, action: requests.Action) -> None:
 def _check_name(tx: Transaction, model: Model, kind: Kind, name: str, overwrite: bool) -> None:
     if not STATE_NAME.fullmatch(name):
         fix = "use up to 100 of A-Z, a-z, 0-9, ., _ and -, the first a letter or a digit"
-        raise RequestError(422, "path", f"{name[:64]!r} is no name", fix)
+        raise RequestError("path", f"{name[:64]!r} is no name", fix)
     states = tx.states("tenant = ?", model.tenant)
     if sum(state.named for state in states) >= (limit := tx.quota(model.tenant).saved):
-        raise RequestError(422, "path", f"the quota is {limit} saved states", "delete some first")
+        raise RequestError("path", f"the quota is {limit} saved states", "delete some first")
     taken = any((state.model, state.kind, state.name) == (model.model, kind, name) for state in states)
     if taken and not overwrite:
-        raise RequestError(422, "path", f"there is a saved state {name!r}", "choose another name, or overwrite it")
+        raise RequestError("path", f"there is a saved state {name!r}", "choose another name, or overwrite it")
 
 
 def set_ttl(tx: Transaction, tenant: str, path: str, ttl_s: float | None) -> None:
@@ -379,6 +315,4 @@ def set_ttl(tx: Transaction, tenant: str, path: str, ttl_s: float | None) -> Non
 
 def check_ttl(ttl_s: float | None) -> None:
     if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
-        raise RequestError(
-            422, "ttl_seconds", f"{ttl_s:g} is not between 0 and ten years", "leave it out to keep the state"
-        )
+        raise RequestError("ttl_seconds", f"{ttl_s:g} is not between 0 and ten years", "leave it out to keep the state")

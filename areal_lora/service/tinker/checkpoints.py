@@ -17,12 +17,12 @@ what may be read, and until when; a state that was dropped or replaced meanwhile
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hmac
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -39,17 +39,18 @@ from areal_lora.service.http import Answered, Caller, Guard, body_of, notes_of, 
 from areal_lora.service.queue import client_sessions
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import SCHEME, Kind, Model, SavedState, model_id
-from areal_lora.service.queue.requests import CreatedModel, StoredState
+from areal_lora.service.queue.requests import ActionResult
 from areal_lora.service.queue.sequencer import set_ttl
 from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import sdk_bodies
-from areal_lora.service.tinker.sample_tasks import Base
+from areal_lora.service.tinker.sample_tasks import Base, of_attention
 
 EXTERNAL = "external_weights"
 KEYS = "age_encryption_recipients"
 """Of the notes of a state whose files are to be encrypted."""
 BETWEEN = "~"  # in no name of a state, and in no key
-_CREATORS = {"tinker_cookbook.weights.download", "tinker checkpoint download"}
+CREATORS = {"tinker_cookbook.weights.download", "tinker checkpoint download"}
+"""In the notes of a model that is one of a download."""
 MAX_DOWNLOADS = 64
 """Downloads of a tenant that are remembered."""
 
@@ -59,11 +60,6 @@ class Exports:
 
     def __init__(self) -> None:
         self._states: dict[tuple[str, str], SavedState] = {}
-
-    @staticmethod
-    def wanted(notes: Mapping[str, str]) -> bool:
-        """Whether the model that is to have these notes is one of a download."""
-        return notes.get("created_by") in _CREATORS
 
     def start(self, tenant: str, session: str, seq: int, state: SavedState) -> str:
         """The id of a request that is answered."""
@@ -82,19 +78,19 @@ class Exports:
             return None
         return f"{SCHEME}{state.model}/{EXTERNAL}/{BETWEEN.join((state.name, *keys_of(keys)))}"
 
-    def answer(self, tenant: str, request: str) -> CreatedModel | StoredState | None:
+    def answer(self, tenant: str, request: str) -> ActionResult | None:
         """None for a request that is not one of these."""
         model = request.removesuffix(":export")
         if (tenant, model) in self._states:
-            return CreatedModel(model=model)
-        return StoredState(path=request) if request.startswith(SCHEME) else None
+            return ActionResult(model=model)
+        return ActionResult(path=request) if request.startswith(SCHEME) else None
 
 
 def keys_of(given: Sequence[str] | None) -> tuple[str, ...]:
     """Raises RequestError for what is no key of age."""
     keys = tuple(given or ())
     if len(keys) > download.MAX_RECIPIENTS:
-        raise RequestError(422, KEYS, f"there are {len(keys)}", f"give up to {download.MAX_RECIPIENTS}")
+        raise RequestError(KEYS, f"there are {len(keys)}", f"give up to {download.MAX_RECIPIENTS}")
     for key in keys:
         download.recipient_key(key)
     return keys
@@ -130,8 +126,10 @@ class Checkpoints:
         ]
 
     async def list_sessions(self, request: Request, caller: Caller) -> Answered:
-        page, _ = _page(request, await self._queue.change(lambda tx: client_sessions.sessions(tx, caller.tenant)))
-        return {"sessions": page}
+        """Newest first."""
+        found = await self._queue.change(lambda tx: tx.sessions("tenant = ?", caller.tenant))
+        page, _ = _page(request, found[::-1])
+        return {"sessions": [each.session for each in page]}
 
     async def session(self, request: Request, caller: Caller) -> Answered:
         """Also one that has ended."""
@@ -148,10 +146,10 @@ class Checkpoints:
         }
 
     async def runs(self, request: Request, caller: Caller) -> Answered:
-        """Also those that have left, for as long as the queue has them."""
-        found = await self._queue.change(lambda tx: client_sessions.models(tx, caller.tenant))
+        """Newest first; also those that have left, for as long as the queue has them."""
+        found = await self._queue.change(lambda tx: tx.models("tenant = ? AND of_state IS NULL", caller.tenant))
         saved = await self._saved(caller)
-        page, cursor = _page(request, found)
+        page, cursor = _page(request, found[::-1])
         return {"training_runs": [self._run(caller, model, saved) for model in page], "cursor": cursor}
 
     async def run(self, request: Request, caller: Caller) -> Answered:
@@ -186,37 +184,27 @@ class Checkpoints:
         """Whether the URL names external weights, which are nothing but another name of a state: that one stays."""
         if request.path_params["kind"] != EXTERNAL:
             return False
-        await self._state(caller, seen_through(**request.path_params)[0])
+        path, _ = seen_through(**request.path_params)
+        await self._queue.change(lambda tx: tx.state(caller.tenant, path))
         return True
 
     async def weights_info(self, request: Request, caller: Caller) -> Answered:
         body = sdk_decoded(await body_of(request, caller), sdk_bodies.Path)
-        lora = (await self._state(caller, body.tinker_path)).lora
-        attention, mlp = self._base.shown(lora)
-        return {
-            "base_model": self._base.name,
-            "is_lora": True,
-            "lora_rank": lora.rank,
-            "train_unembed": False,
-            "train_attn": attention,
-            "train_mlp": mlp,
-        }
+        lora = await self._queue.change(lambda tx: tx.state(caller.tenant, body.tinker_path).lora)
+        attention = [of_attention(target) for target in lora.target_modules]
+        trained = {"train_unembed": False, "train_attn": any(attention), "train_mlp": not all(attention)}
+        return self._base.about(lora) | trained
 
     async def _saved(self, caller: Caller, model: str | None = None) -> list[SavedState]:
         return await self._queue.change(lambda tx: client_sessions.saved(tx, caller.tenant, model))
-
-    async def _state(self, caller: Caller, path: str) -> SavedState:
-        return await self._queue.change(lambda tx: tx.state(caller.tenant, path))
 
     def _run(self, caller: Caller, model: Model, saved: Sequence[SavedState]) -> dict[str, Any]:
         mine = [each for each in saved if each.model == model.model]
         newest = {each.kind: _checkpoint(each) for each in sorted(mine, key=lambda state: state.created_s)}
         return {
+            **self._base.about(model.lora),
             "training_run_id": model.model,
-            "base_model": self._base.name,
             "model_owner": caller.tenant,
-            "is_lora": True,
-            "lora_rank": model.lora.rank,
             "last_request_time": _time(max([model.created_s, *(state.created_s for state in mine)])),
             "last_checkpoint": newest.get(Kind.WEIGHTS),
             "last_sampler_checkpoint": newest.get(Kind.SAMPLER),
@@ -244,8 +232,7 @@ def _page(request: Request, found: Sequence[Any]) -> tuple[Sequence[Any], dict[s
 
 def path_of_request(request: Request) -> str:
     """The path of the saved state that the URL names."""
-    parts = request.path_params
-    return f"{SCHEME}{parts['model']}/{parts['kind']}/{parts['name']}"
+    return SCHEME + "{model}/{kind}/{name}".format(**request.path_params)
 
 
 def _time(seconds: float) -> str:
@@ -253,7 +240,6 @@ def _time(seconds: float) -> str:
 
 
 OPEN_S = 900.0
-AT_ONCE = 2
 MAX_TOKEN = 2048
 
 
@@ -275,7 +261,6 @@ class Archives:
     def __init__(self, queue: RequestQueue, config: Config, run_folder: RunFolder) -> None:
         self._queue, self._config, self._folder = queue, config, run_folder
         self._key = derived_key(read_secret(run_folder), "archive addresses")
-        self._heavy = asyncio.Semaphore(AT_ONCE)
         self._downloads = download.Downloads()
 
     def routes(self, guard: Guard) -> list[Route]:
@@ -307,13 +292,9 @@ class Archives:
         state = await self._queue.change(lambda tx: tx.state(may.tenant, may.path))
         if state.label != may.label:
             reason = "another state was saved under this name since"
-            raise RequestError(410, "token", reason, "request its address again")
-        with self._downloads.hold(may.tenant) as held:
-            async with self._heavy:
-                opened = await asyncio.to_thread(
-                    download.open_archive, self._folder, self._config, state.adapter, state.label
-                )
-            held.callback(opened.close)
+            raise RequestError("token", reason, "request its address again", status=410)
+        work = partial(download.open_archive, self._folder, self._config, state.adapter, state.label)
+        async with self._downloads.opened(may.tenant, work) as (opened, held):
             if may.file:
                 return download.downloaded(opened.one(may.file, may.keys), held.pop_all(), "application/octet-stream")
             headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
@@ -328,7 +309,7 @@ class Archives:
 
     def _permitted(self, token: str) -> Permission:
         """Raises RequestError: 404 for an address that this run has not given, 410 for one whose time is over."""
-        unknown = RequestError(404, "token", "there is no such archive", "request its address again")
+        unknown = RequestError("token", "there is no such archive", "request its address again", status=404)
         if len(token) > MAX_TOKEN or not token.isascii():
             raise unknown
         try:
@@ -340,7 +321,7 @@ class Archives:
             raise unknown
         may = msgspec.msgpack.decode(data, type=Permission)
         if may.until_s < time.time():
-            raise RequestError(410, "token", "the time of this address is over", "request it again")
+            raise RequestError("token", "the time of this address is over", "request it again", status=410)
         return may
 
     def _mac(self, data: bytes) -> bytes:

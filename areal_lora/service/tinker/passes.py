@@ -60,12 +60,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     ),
 }
 _SCALARS = {
-    "bytes": Field.TYPE_BYTES,
-    "int32": Field.TYPE_INT32,
-    "uint32": Field.TYPE_UINT32,
-    "int64": Field.TYPE_INT64,
-    "double": Field.TYPE_DOUBLE,
-    "bool": Field.TYPE_BOOL,
+    kind: Field.Type.Value(f"TYPE_{kind.upper()}") for kind in ["bytes", "int32", "uint32", "int64", "double", "bool"]
 }
 
 
@@ -104,42 +99,35 @@ def row(tensor: Any, path: str, n: int) -> Array:
     shape = list(tensor.shape)
     if shape not in ([], [n], [n, 1]):
         reason = f"its shape is {shape[:4]}, not [{n}]: there is one value for each input token"
-        raise RequestError(422, path, reason, "send one value per token; several targets per token are not supported")
+        raise RequestError(path, reason, "send one value per token; several targets per token are not supported")
     found = _sparse(tensor.sparse_csr, tensor.dtype, path, n) if tensor.HasField("sparse_csr") else None
     values = _elements(tensor.dense, tensor.dtype, path) if found is None else found
     if len(values) != n:
-        raise RequestError(422, path, f"it has {len(values)} values for {n} input tokens", "send one value per token")
+        raise RequestError(path, f"it has {len(values)} values for {n} input tokens", "send one value per token")
     return values
 
 
 def whole(values: Array, path: str) -> npt.NDArray[np.int32]:
     """``values`` as token ids."""
     if values.dtype.kind != "i":
-        raise RequestError(422, path, "its elements are no whole numbers", "send token ids as int64")
+        raise RequestError(path, "its elements are no whole numbers", "send token ids as int64")
     if ((values < 0) | (values > np.iinfo(np.int32).max)).any():
-        raise RequestError(422, path, "an element is no token id", "send token ids of the base's tokenizer")
+        raise RequestError(path, "an element is no token id", "send token ids of the base's tokenizer")
     return values.astype("<i4")
 
 
 def finite(values: Array, path: str) -> npt.NDArray[np.float32]:
     numbers = values.astype("<f4")
     if not np.isfinite(numbers).all():
-        raise RequestError(422, path, "an element is not finite", "send finite numbers")
+        raise RequestError(path, "an element is not finite", "send finite numbers")
     return numbers
-
-
-def token_ids(data: bytes, path: str) -> Array:
-    """The tokens of a chunk of text."""
-    return whole(_elements(data, INT32, path), path)
 
 
 def _elements(data: bytes, dtype: int, path: str) -> Array:
     if (kind := _ELEMENTS.get(dtype)) is None:
-        raise RequestError(422, path, f"elements of type {dtype} are not known", "send float32 or int64")
+        raise RequestError(path, f"elements of type {dtype} are not known", "send float32 or int64")
     if len(data) % np.dtype(kind).itemsize:
-        raise RequestError(
-            422, path, "its bytes are no whole number of elements", "send what its type and shape require"
-        )
+        raise RequestError(path, "its bytes are no whole number of elements", "send what its type and shape require")
     return np.frombuffer(data, kind)
 
 
@@ -150,9 +138,7 @@ def _sparse(csr: Any, dtype: int, path: str, n: int) -> Array:
     counts = np.diff(ends)
     sound = len(ends) == n + 1 <= MAX_ELEMENTS and ends[0] == 0 and ends[-1] == len(values) == len(columns)
     if not sound or ((counts < 0) | (counts > 1)).any() or columns.any():
-        raise RequestError(
-            422, path, "it is no sparse tensor of this shape", "send what TensorData makes, or a dense one"
-        )
+        raise RequestError(path, "it is no sparse tensor of this shape", "send what TensorData makes, or a dense one")
     dense = np.zeros(n, values.dtype)
     dense[counts == 1] = values
     return dense
@@ -160,15 +146,9 @@ def _sparse(csr: Any, dtype: int, path: str, n: int) -> Array:
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
 RATIO_MASK = "sequence_ratio_mask"
-_SETTINGS: dict[Loss, dict[str, str]] = {
-    Loss.CROSS_ENTROPY: {},
-    Loss.IMPORTANCE_SAMPLING: {},
-    Loss.PPO: {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
-    Loss.CISPO: {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
-    Loss.DRO: {"beta": "beta"},
-    Loss.GSPO: {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
-    Loss.STABLE_REINFORCE: {"kl_coeff": "beta"},
-}
+_CLIPS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
+_SETTINGS: dict[Loss, dict[str, str]] = dict.fromkeys((Loss.PPO, Loss.CISPO, Loss.GSPO), _CLIPS)
+_SETTINGS |= {Loss.DRO: {"beta": "beta"}, Loss.STABLE_REINFORCE: {"kl_coeff": "beta"}}
 """Settings of each loss in the SDK's words and in ours."""
 _OPTIONAL = {Loss.CROSS_ENTROPY: {WEIGHTS}, Loss.GSPO: {RATIO_MASK}}
 
@@ -189,7 +169,7 @@ def read_pass(body: bytes) -> PassRequest:
         message.ParseFromString(body)
     except DecodeError:
         reason = "it is no protobuf message of a forward or backward pass"
-        raise RequestError(422, "body", reason, "use an SDK version that the service page names") from None
+        raise RequestError("body", reason, "use an SDK version that the service page names") from None
     model = _text(message.model_id, "model_id")
     wanted: Pass | RequestError
     try:
@@ -217,9 +197,9 @@ def _pass(message: Any) -> Pass:
     name = _text(message.loss_fn, "loss_fn")
     if name not in list(Loss):
         reason = f"the loss {name[:64]!r} is not known here"
-        raise RequestError(422, "loss_fn", reason, f"use one of {', '.join(Loss)}, or a custom loss at the client")
+        raise RequestError("loss_fn", reason, f"use one of {', '.join(Loss)}, or a custom loss at the client")
     if not message.data:
-        raise RequestError(422, "data", "there are no data", "send at least one datum")
+        raise RequestError("data", "there are no data", "send at least one datum")
     loss = Loss(name)
     return Pass(
         data=tuple(_datum(datum, f"data[{i}]", loss) for i, datum in enumerate(message.data)),
@@ -234,20 +214,20 @@ def _datum(message: Any, path: str, loss: Loss) -> Datum:
     for i, chunk in enumerate(message.model_input):
         where = f"{path}.model_input[{i}]"
         if not chunk.HasField("encoded_text"):
-            raise RequestError(422, where, "images and sounds are not supported", "send text as tokens")
-        parts.append(token_ids(chunk.encoded_text.tokens, where))
+            raise RequestError(where, "images and sounds are not supported", "send text as tokens")
+        parts.append(whole(_elements(chunk.encoded_text.tokens, INT32, where), where))
     inputs = np.concatenate(parts) if parts else np.zeros(0, "<i4")
     n = len(inputs)
     if not n:
-        raise RequestError(422, f"{path}.model_input", "it has no tokens", "send at least one token")
+        raise RequestError(f"{path}.model_input", "it has no tokens", "send at least one token")
     given = {_text(each.key, path): each.value for each in message.loss_fn_inputs}
     needed = {TARGETS} if loss is Loss.CROSS_ENTROPY else {TARGETS, LOGPROBS, ADVANTAGES}
     taken = needed | _OPTIONAL.get(loss, set())
     for key in sorted(needed - given.keys()):
-        raise RequestError(422, f"{path}.loss_fn_inputs", f"{loss} needs {key}", f"send {key}")
+        raise RequestError(f"{path}.loss_fn_inputs", f"{loss} needs {key}", f"send {key}")
     for key in sorted(given.keys() - taken):
         fix = f"leave it out; {loss} takes {', '.join(sorted(taken))}"
-        raise RequestError(422, f"{path}.loss_fn_inputs.{key[:64]}", f"{loss} has no such input", fix)
+        raise RequestError(f"{path}.loss_fn_inputs.{key[:64]}", f"{loss} has no such input", fix)
 
     def numbers(key: str) -> npt.NDArray[np.float32]:
         where = f"{path}.loss_fn_inputs.{key}"
@@ -259,10 +239,10 @@ def _datum(message: Any, path: str, loss: Loss) -> Datum:
     weights = _weights(loss, read, n)
     if ADVANTAGES in read and (wrong := np.flatnonzero((weights == 0) & (read[ADVANTAGES] != 0))).size:
         reason = f"number {wrong[0]} is not 0, and {RATIO_MASK} is 0 there"
-        raise RequestError(422, f"{path}.loss_fn_inputs.{ADVANTAGES}", reason, "send 0, or mark the target in the mask")
+        raise RequestError(f"{path}.loss_fn_inputs.{ADVANTAGES}", reason, "send 0, or mark the target in the mask")
     if (wrong := np.flatnonzero((targets[:-1] != inputs[1:]) & (weights[:-1] != 0))).size:
         reason = f"target {wrong[0]} counts, and is not the input token that follows it"
-        raise RequestError(422, where, reason, "send inputs tokens[:-1] and targets tokens[1:] of one sequence")
+        raise RequestError(where, reason, "send inputs tokens[:-1] and targets tokens[1:] of one sequence")
     return Datum(
         tokens=np.append(inputs, targets[-1:]).astype("<i4").tobytes(),
         weights=weights.tobytes(),
@@ -288,15 +268,15 @@ def _settings(message: Any, loss: Loss) -> LossSettings:
     for each in message.loss_fn_config_v2:
         key = _text(each.key, "loss_fn_config")
         if not each.value.HasField("number"):
-            raise RequestError(422, f"loss_fn_config.{key[:64]}", "it is no number", "send a number")
+            raise RequestError(f"loss_fn_config.{key[:64]}", "it is no number", "send a number")
         found[key] = each.value.number
-    known = _SETTINGS[loss]
+    known = _SETTINGS.get(loss, {})
     for key, value in found.items():
         if key not in known:
             fix = f"use {', '.join(known)}" if known else "leave it out"
-            raise RequestError(422, f"loss_fn_config.{key[:64]}", f"{loss} has no such setting", fix)
+            raise RequestError(f"loss_fn_config.{key[:64]}", f"{loss} has no such setting", fix)
         if not np.isfinite(value) or value < 0:
-            raise RequestError(422, f"loss_fn_config.{key}", "it is no finite number from 0", "correct it")
+            raise RequestError(f"loss_fn_config.{key}", "it is no finite number from 0", "correct it")
     return LossSettings(**{known[key]: value for key, value in found.items()})
 
 
@@ -304,4 +284,4 @@ def _text(data: bytes, path: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise RequestError(422, path, "it is no UTF-8", "send UTF-8") from None
+        raise RequestError(path, "it is no UTF-8", "send UTF-8") from None

@@ -13,7 +13,6 @@ The status is 422, because clients repeat everything from 500 on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -31,7 +30,16 @@ from areal_lora.service.queue import requests
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import sdk_bodies
-from areal_lora.service.tinker.checkpoints import BETWEEN, KEYS, STATE, Archives, Checkpoints, Exports, keys_of
+from areal_lora.service.tinker.checkpoints import (
+    BETWEEN,
+    CREATORS,
+    KEYS,
+    STATE,
+    Archives,
+    Checkpoints,
+    Exports,
+    keys_of,
+)
 from areal_lora.service.tinker.passes import read_pass
 from areal_lora.service.tinker.sample_tasks import NO_OUTPUT_LAYER, Base, Sampling, check_optimizer
 from areal_lora.service.tinker.sdk_bodies import retrieved
@@ -91,13 +99,9 @@ class Routes:
             guard("GET", "/api/v1/get_server_capabilities", partial(_constant, {"supported_models": [model]})),
         ]
 
-    # ------------------------------------------------------------ client
-
     async def config(self, request: Request, caller: http.Caller) -> http.Answered:
         await http.body_of(request, caller)
         return FLAGS | {"sample_max_concurrent_requests": max(1, caller.quota.queued // 2)}
-
-    # ------------------------------------------------------------ sessions and models
 
     async def create_session(self, caller: http.Caller, body: sdk_bodies.CreateSession, mark: str) -> http.Answered:
         http.notes_of(body.user_metadata)
@@ -129,24 +133,14 @@ class Routes:
         name = caller.tenant, body.model_id
         exported = self._exports.state(*name)
         lora = exported.lora if exported else await self._queue.change(lambda tx: tx.model(*name).lora)
-        data = {"arch": "lora", "model_name": self._base.name, "tokenizer_id": self._base.tokenizer}
-        return {
-            "type": "get_info",
-            "model_id": body.model_id,
-            "model_data": data,
-            "model_name": self._base.name,
-            "is_lora": True,
-            "lora_rank": lora.rank,
-        }
-
-    # ------------------------------------------------------------ operations
+        named = {"model_name": self._base.name}
+        data = {"arch": "lora", "tokenizer_id": self._base.tokenizer} | named
+        return {"type": "get_info", "model_id": body.model_id, "model_data": data} | named | self._base.about(lora)
 
     async def forward_backward(self, request: Request, caller: http.Caller) -> http.Answered:
         body = await http.body_of(request, caller, long=True)
         if "protobuf" not in request.headers.get("content-type", ""):
-            raise RequestError(
-                422, "Content-Type", "passes are read as protobuf, as client/config has it", http.SDK_FIX
-            )
+            raise RequestError("Content-Type", "passes are read as protobuf, as client/config has it", http.SDK_FIX)
         found = read_pass(body)
         wrong = found.wanted
         what = Poison(reason=str(wrong), by_client=True) if isinstance(wrong, RequestError) else wrong
@@ -163,7 +157,7 @@ class Routes:
     async def load(self, caller: http.Caller, body: sdk_bodies.LoadWeights, mark: str) -> http.Answered:
         """Into a model that there is, or into a new one with the settings of the model that saved the state."""
         if body.weights_access_token is not None:
-            raise RequestError(422, "weights_access_token", "states of other accounts cannot be read", "leave it out")
+            raise RequestError("weights_access_token", "states of other accounts cannot be read", "leave it out")
         check_optimizer(body.optimizer_config)
         self._base.check(body.base_model)
         action = requests.Load(path=body.path, optimizer=body.optimizer)
@@ -171,9 +165,9 @@ class Routes:
             return _future(await self._queue.submit(caller.tenant, body.model_id, body.seq_id, mark, action))
         if body.session_id is None or body.model_seq_id is None:
             fix = "send model_id and seq_id, or session_id and model_seq_id"
-            raise RequestError(422, "model_id", "it names no model", fix)
+            raise RequestError("model_id", "it names no model", fix)
         made = requests.CreateModel(lora=None, load=action, notes=http.notes_of(body.user_metadata))
-        if self._exports.wanted(made.notes):
+        if made.notes.get("created_by") in CREATORS:
             await self._queue.heartbeat(caller.tenant, body.session_id)
             state = await self._queue.change(lambda tx: tx.state(caller.tenant, body.path))
             return _future(self._exports.start(caller.tenant, body.session_id, body.model_seq_id, state))
@@ -217,20 +211,12 @@ async def _constant(
     return answer
 
 
-def _step(body: sdk_bodies.OptimStepBody) -> OptimStep:
-    if body.optimizer_params is not None or body.adam_params is None:
-        raise RequestError(422, "optimizer_params", "only AdamW is supported", "send adam_params")
-    values = msgspec.structs.asdict(http.sdk_decoded(body.adam_params, sdk_bodies.AdamParams))
-    for name, value in values.items():
-        below = 1.0 if name.startswith("beta") else math.inf
-        if not 0.0 <= value < below:
-            raise RequestError(422, f"adam_params.{name}", f"{value} is not from 0.0 to {below}", "correct it")
-    return OptimStep(lr=values.pop("learning_rate"), **values)
-
-
 def _optim_step(body: sdk_bodies.OptimStepBody) -> requests.Train:
     try:
-        return requests.Train(what=_step(body))
+        if body.optimizer_params is not None or body.adam_params is None:
+            raise RequestError("optimizer_params", "only AdamW is supported", "send adam_params")
+        values = msgspec.structs.asdict(http.sdk_decoded(body.adam_params, sdk_bodies.AdamParams))
+        return requests.Train(what=OptimStep(lr=values.pop("learning_rate"), **values))
     except RequestError as refused:
         return requests.Train(what=Poison(reason=str(refused), by_client=True, of_step=True))
 
@@ -318,4 +304,4 @@ class Sdk:
 
 async def _refuse(name: str, reason: str, fix: str, request: Request, caller: http.Caller) -> http.Answered:
     await http.body_of(request, caller, long=True)
-    raise RequestError(422, name, reason, fix)
+    raise RequestError(name, reason, fix)

@@ -65,24 +65,22 @@ class Base:
     def check(self, given: str | None) -> None:
         """Raises RequestError for the name of another base."""
         if given not in {None, self.name, self.tokenizer, *self.aliases}:
-            reason = f"{str(given)[:64]!r} is not the base of this run"
-            raise RequestError(422, "base_model", reason, f"use {self.name}")
+            raise RequestError("base_model", f"{str(given)[:64]!r} is not the base of this run", f"use {self.name}")
 
     def lora(self, given: sdk_bodies.LoraConfig | None, optimizer: sdk_bodies.OptimizerBody | None) -> Lora:
         """The settings of a model. Raises RequestError."""
         if given is None:
-            raise RequestError(422, "lora_config", "there is none: only adapters are trained", "send lora_config")
+            raise RequestError("lora_config", "there is none: only adapters are trained", "send lora_config")
         check_optimizer(optimizer)
-        targets = tuple(t for t in self.targets if (given.train_attn if _of_attention(t) else given.train_mlp))
+        targets = tuple(t for t in self.targets if (given.train_attn if of_attention(t) else given.train_mlp))
         if not targets:
             reason = f"none of the modules that it names can be adapted here: {', '.join(self.targets)} can"
-            raise RequestError(422, "lora_config", reason, "set train_attn or train_mlp")
+            raise RequestError("lora_config", reason, "set train_attn or train_mlp")
         return Lora(rank=given.rank, alpha=ALPHA, target_modules=targets, seed=given.seed)
 
-    def shown(self, lora: Lora) -> tuple[bool, bool]:
-        """Whether attention and MLP are trained."""
-        found = [_of_attention(target) for target in lora.target_modules]
-        return any(found), not all(found)
+    def about(self, lora: Lora) -> dict[str, object]:
+        """What the SDK reads of every model."""
+        return {"base_model": self.name, "is_lora": True, "lora_rank": lora.rank}
 
 
 def _names(folder: Path) -> tuple[str, frozenset[str]]:
@@ -100,10 +98,10 @@ def _names(folder: Path) -> tuple[str, frozenset[str]]:
 
 def check_optimizer(optimizer: sdk_bodies.OptimizerBody | None) -> None:
     if optimizer is not None and optimizer.type != "adamw":
-        raise RequestError(422, "optimizer_config", f"{optimizer.type[:64]!r} is not supported", "use AdamW")
+        raise RequestError("optimizer_config", f"{optimizer.type[:64]!r} is not supported", "use AdamW")
 
 
-def _of_attention(target: str) -> bool:
+def of_attention(target: str) -> bool:
     return target.rpartition(".")[2] in ATTENTION_LINEARS or "attn" in target
 
 
@@ -121,15 +119,13 @@ GRACE_S, UNFETCHED_S = 60.0, 900.0
 class _Sample:
     """``found`` is the SDK's message, or why there is none. ``waits`` is why it has not started.
 
-    ``n_bytes`` are those of the request while the queue keeps it, and those of the answer. ``metered``: its tokens
-    count as in progress.
+    ``n_bytes`` are those of the request while the queue keeps it, and those of the answer. ``tokens`` are in progress.
     """
 
     tenant: str
     mark: str
     n_bytes: int
     tokens: int
-    metered: bool = True
     task: asyncio.Task[None] | None = None
     found: bytes | OperationFailure | None = None
     waits: Pending | None = None
@@ -171,9 +167,7 @@ class Sampling:
         parsed = sdk_decoded(await body_of(request, caller), sdk_bodies.CreateSampler)
         self._base.check(parsed.base_model)
         if parsed.base_model is None and parsed.model_path is None:
-            raise RequestError(
-                422, "model_path", "neither a state nor a base is named", "send model_path or base_model"
-            )
+            raise RequestError("model_path", "neither a state nor a base is named", "send model_path or base_model")
         session, seq, path = parsed.session_id, parsed.sampling_session_seq_id, parsed.model_path
         sampler = await self._queue.change(lambda tx: open_sampler(tx, caller.tenant, session, seq, path))
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
@@ -196,7 +190,7 @@ class Sampling:
             self._meter.start(caller.tenant, tokens, caller.quota)
             sample = self._samples[name] = _Sample(tenant=caller.tenant, mark=mark, n_bytes=len(body), tokens=tokens)
         if sample.mark != mark:
-            raise RequestError(422, "seq_id", "another request came under this number", "use a new number")
+            raise RequestError("seq_id", "another request came under this number", "use a new number")
         if sample.task is None:
             try:
                 await self._queue.keep_sample(caller.tenant, sampler, name, mark, body)
@@ -214,7 +208,7 @@ class Sampling:
         sample = self._samples.get(name)
         if sample is None or sample.tenant != caller.tenant:
             if ":sample:" in name:
-                raise RequestError(410, "request_id", "this sample is no longer kept", "sample again")
+                raise RequestError("request_id", "this sample is no longer kept", "sample again", status=410)
             return None
         if sample.task is not None:
             await asyncio.wait({sample.task}, timeout=wait_s)
@@ -246,7 +240,7 @@ class Sampling:
             self._forget(name, mine[name])
         if in_progress >= caller.quota.queued or total > most_bytes or count >= most:
             reason = f"{caller.quota.queued} samples, or {caller.quota.queued_mib} MiB of them, are the quota"
-            raise RequestError(429, "asample", reason, "fetch some, or wait for those in progress", retry_s=1)
+            raise RequestError("asample", reason, "fetch some, or wait for those in progress", status=429, retry_s=1)
 
     def _keep(self, name: str, sample: _Sample, for_s: float) -> None:
         if sample.leaves is not None:
@@ -277,9 +271,8 @@ class Sampling:
         self._keep(name, sample, UNFETCHED_S)
 
     def _unmeter(self, sample: _Sample) -> None:
-        if sample.metered:
-            sample.metered = False
-            self._meter.end(sample.tenant, sample.tokens)
+        self._meter.end(sample.tenant, sample.tokens)
+        sample.tokens = 0
 
     async def _sampled(self, sample: _Sample, parsed: sdk_bodies.SampleRequest) -> bytes:
         """Raises RequestError, also where no server can answer for a long time."""
@@ -295,7 +288,7 @@ class Sampling:
                 sample.waits = served
             else:
                 sample.waits = None
-                inner = served.model or BASE
+                inner = served or BASE
                 names = Names(BASE, BASE, BASE) if inner == BASE else Names("it", "it", inner)
                 body = sdk_bodies.completion(parsed, inner, self._base.context, pinned="@" in inner)
                 try:

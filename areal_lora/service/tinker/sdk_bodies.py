@@ -18,12 +18,14 @@ from areal_lora.service.tinker.passes import scored_body
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """Bounded: messages and SQLite hold integers of 64 bits."""
+ModelNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+BelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+SamplerNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class CreateSession(msgspec.Struct, frozen=True, kw_only=True):
-    tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
     display_name: str | None = None
 
 
@@ -45,7 +47,7 @@ class OptimizerBody(msgspec.Struct, frozen=True, kw_only=True):
 
 class CreateModelBody(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str
-    model_seq_id: Count
+    model_seq_id: ModelNumber
     base_model: str
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerBody = OptimizerBody()
@@ -57,12 +59,12 @@ class OfModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: NonNegative = 1e-4
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
+    eps: NonNegative = 1e-12
+    weight_decay: NonNegative = 0.0
+    grad_clip_norm: NonNegative = 0.0
 
 
 class OfSequence(OfModel, frozen=True, kw_only=True):
@@ -89,7 +91,7 @@ class SaveForSamplerBody(OfSequence, frozen=True, kw_only=True):
     """Either ``path`` or ``sampling_session_seq_id``."""
 
     path: str | None = None
-    sampling_session_seq_id: Count | None = None
+    sampling_session_seq_id: SamplerNumber | None = None
     kind: str = "snapshot"
     ttl_seconds: float | None = None
     user_metadata: dict[str, Any] | None = None
@@ -109,7 +111,7 @@ class LoadWeights(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str | None = None
     seq_id: Count | None = None
     session_id: str | None = None
-    model_seq_id: Count | None = None
+    model_seq_id: ModelNumber | None = None
     base_model: str | None = None
     optimizer_config: OptimizerBody | None = None
     weights_access_token: str | None = None
@@ -118,7 +120,7 @@ class LoadWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 class CreateSampler(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str
-    sampling_session_seq_id: Count
+    sampling_session_seq_id: SamplerNumber
     base_model: str | None = None
     model_path: str | None = None
 
@@ -143,35 +145,13 @@ def retrieved(answer: requests.Answer | requests.Pending, request: str) -> Answe
     match answer:
         case PassResult():
             return Response(scored_body(answer), media_type=PROTOBUF)
-        case _:
-            return _fields(answer, request)
-
-
-def _fields(
-    answer: StepResult
-    | requests.CreatedModel
-    | requests.LoadedModel
-    | requests.StoredState
-    | requests.OpenedSampler
-    | requests.UnloadedModel
-    | OperationFailure
-    | requests.Pending,
-    request: str,
-) -> dict[str, Any]:
-    match answer:
         case StepResult(step=step, grad_norm=grad_norm, skipped=skipped):
             figures = {"step": float(step), "grad_norm": grad_norm, "skipped": float(skipped)}
             return {"metrics": {name: value for name, value in figures.items() if math.isfinite(value)}}
-        case requests.CreatedModel(model=model, path=path):
-            return {"model_id": model} | ({} if path is None else {"path": path})
-        case requests.LoadedModel(model=model, path=path):
-            return {"model_id": model, "path": path}
-        case requests.StoredState(path=path):
-            return {"path": path}
-        case requests.OpenedSampler(sampler=sampler):
-            return {"sampling_session_id": sampler}
-        case requests.UnloadedModel(model=model):
-            return {"model_id": model, "type": "unload_model"}
+        case requests.ActionResult(model=model, path=path, sampler=sampler, unloaded=unloaded):
+            named = {"model_id": model, "path": path, "sampling_session_id": sampler}
+            named["type"] = "unload_model" if unloaded else None
+            return {key: value for key, value in named.items() if value is not None}
         case OperationFailure(reason=reason, by_client=by_client):
             return {"error": reason, "category": "user" if by_client else "server"}
         case requests.Pending(reason=reason, capacity=capacity):
@@ -181,8 +161,7 @@ def _fields(
             assert_never(answer)
 
 
-MAX_SAMPLES = 1024
-MAX_TOP = 20  # vLLM's own limit
+Top = Annotated[int, msgspec.Meta(ge=0, le=20)]  # vLLM's own limit
 SEEDS = 1 << 62  # the engine counts samples of one request on from the seed, in 64 bits
 EMPTY_TOP = -99999.0
 
@@ -218,10 +197,10 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     seq_id: int
     prompt: PromptBody
     sampling_params: Settings
-    num_samples: int = 1
+    num_samples: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
+    topk_prompt_logprobs: Top = 0
+    topk_sample_logprobs: Top = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
     type: str = "sample"
@@ -240,22 +219,18 @@ def read_sample(body: dict[str, Any]) -> SampleRequest:
     """Raises RequestError; a field that nothing here serves is refused by its name, unless it is empty."""
     unknown = sorted(key for key in body.keys() - set(SampleRequest.__struct_fields__) if body[key])
     if unknown:
-        raise RequestError(422, unknown[0], "samples have no such field here", "leave it out")
+        raise RequestError(unknown[0], "samples have no such field here", "leave it out")
     try:
         request = msgspec.convert(body, SampleRequest)
     except msgspec.ValidationError as error:
-        raise RequestError(422, "sample", str(error)[:200], "correct the request") from None
+        reason, _, key = str(error)[:200].partition(" - at `$.")
+        raise RequestError(key.rstrip("`") or "sample", reason, "correct the request") from None
     if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
-        raise RequestError(422, "prompt", "images and sounds are not supported", "send text as tokens")
-    if not 1 <= request.num_samples <= MAX_SAMPLES:
-        raise RequestError(422, "num_samples", f"it is not from 1 to {MAX_SAMPLES}", "correct it")
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if not 0 <= getattr(request, name) <= MAX_TOP:
-            raise RequestError(422, name, f"it is not from 0 to {MAX_TOP}", "correct it")
+        raise RequestError("prompt", "images and sounds are not supported", "send text as tokens")
     last = request.prompt_logprobs_last_n
     if last is not None and not (request.prompt_logprobs and 1 <= last < len(request.token_ids)):
         reason = "it is not from 1 to the length of the prompt - 1, or prompt_logprobs is not set"
-        raise RequestError(422, "prompt_logprobs_last_n", reason, "correct it")
+        raise RequestError("prompt_logprobs_last_n", reason, "correct it")
     return request
 
 
@@ -309,7 +284,7 @@ def sampled_body(request: SampleRequest, payload: bytes) -> bytes:
     for choice in sorted(answer.choices, key=lambda each: each.index):
         reasons = {"stop": passes.STOP, "length": passes.LENGTH}
         if choice.finish_reason not in reasons:
-            raise RequestError(503, "sample", "a server ended the sample early", "sample again")
+            raise RequestError("sample", "a server ended the sample early", "sample again", status=503)
         sequence = message.sequences.add(stop_reason=reasons[choice.finish_reason])
         sequence.tokens = np.array(choice.token_ids[n_prompt:], "<i4").tobytes()
         sequence.logprobs = np.array(choice.logprobs.token_logprobs[n_prompt:], "<f4").tobytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import TypeVar
 
 from areal_lora.run_folder.desired import DesiredPhase
@@ -32,7 +31,7 @@ class Ledger:
             self.db.execute(statement)
         for tenant in ("acme", "bolt"):
             self.db.execute("INSERT INTO tenants VALUES (?, '{}')", (tenant,))
-        self.tables = Tables(quotas=MappingProxyType({"acme": quota, "bolt": quota}))
+        self.tables = Tables(quotas={"acme": quota, "bolt": quota})
 
     def change(self, work: Callable[[Transaction], T]) -> T:
         tx = self.last = Transaction(db=self.db, now_s=self.now_s, tables=self.tables)
@@ -54,5 +53,5 @@ class Ledger:
             tenant=tenant, name=name, incarnation=1, wanted=DesiredPhase.ACTIVE, settings={}, created_s=self.now_s
         )
         self.tables = self.tables.after(row, 1)
-        self.change(lambda tx: insert_model(tx, row, session, model_seq, f"{model}:create", "f", action, LORA))
+        self.change(lambda tx: insert_model(tx, row, session, model_seq, "f", action, LORA))
         return model, row.key

@@ -10,7 +10,7 @@ import pytest
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from areal_lora.network.rpc import HANDSHAKE_REFUSED, OnlyKeyOf, connect_curve, serve_curve
+from areal_lora.network.rpc import HANDSHAKE_REFUSED, connect_curve, only_key_of, serve_curve
 
 SECRET, LIMIT = "5e" * 32, 1000
 
@@ -20,7 +20,7 @@ def server() -> Iterator[tuple[zmq.Socket[bytes], str]]:
     context = zmq.Context()
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyKeyOf(SECRET, "client"))
+    authenticator.configure_curve_callback(domain="*", credentials_provider=only_key_of(SECRET, "client"))
     listening = context.socket(zmq.PULL)
     serve_curve(listening, SECRET, "server", LIMIT)
     listening.bind("tcp://127.0.0.1:0")

@@ -14,7 +14,8 @@ from socket import create_connection, create_server, gethostname
 import pytest
 
 from areal_lora.engine.vllm_ext.server.guards import write_client_files
-from areal_lora.network.tls import Plane, bearer_key, ca_pem, client_context, on_loopback, server_context
+from areal_lora.network.addresses import on_loopback
+from areal_lora.network.tls import Plane, bearer_key, ca_pem, client_context, server_context
 from areal_lora.run_folder.paths import RunFolder
 from tests.support import shared_memory
 

@@ -23,7 +23,7 @@ class Taken:
     async def __call__(self, section: dict[str, Any], request: str) -> None:
         self.requests.append(request)
         if section["name"].startswith("bad"):
-            raise RequestError(422, "rank", "it is too high", "lower it")
+            raise RequestError("rank", "it is too high", "lower it")
         self.sections.append(section)
 
 

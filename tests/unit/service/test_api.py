@@ -520,7 +520,7 @@ def test_a_client_that_stops_reading_holds_no_version(tmp_path: Path, monkeypatc
         writer.write(head.encode() + body)
         assert b"200" in await reader.readline()
         await asyncio.wait_for(ended.wait(), 20.0)
-        assert it.api._meter._tokens == {}
+        assert it.api.meter._tokens == {}
         writer.close()
         http.should_exit = True
         await serving

@@ -69,7 +69,7 @@ def test_a_client_that_leaves_during_a_read_is_no_error() -> None:
 
     asyncio.run(run())
     assert file.closed
-    assert not downloads._open, "the place is free"
+    assert not +downloads._open, "the place is free"
 
 
 def test_downloads_of_one_tenant_are_bounded_and_anothers_are_not() -> None:

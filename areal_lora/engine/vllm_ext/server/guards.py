@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from areal_lora.network.addresses import on_loopback
 from areal_lora.network.http_server import BodyLimit, header, refusal
-from areal_lora.network.tls import Plane, authorized, bearer_key, ca_pem, on_loopback
+from areal_lora.network.tls import Plane, authorized, bearer_key, ca_pem
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 

@@ -39,9 +39,9 @@ from areal_lora.engine.vllm_ext.plugin import SERVER_PID
 from areal_lora.engine.vllm_ext.server.guards import write_client_files
 from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
-from areal_lora.network.addresses import set_variables
+from areal_lora.network.addresses import on_loopback, set_variables
 from areal_lora.network.http_server import CLOSE_S, HttpServer
-from areal_lora.network.tls import Plane, on_loopback, server_context
+from areal_lora.network.tls import Plane, server_context
 from areal_lora.processes import stacks
 from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.startup import collector_paused, die_with_parent, take_devices

@@ -21,7 +21,7 @@ from vllm.tool_parsers import ToolParser, ToolParserManager
 from areal_lora.config.models import AgentWorkflowConfig, Config
 from areal_lora.engine.vllm_ext.server.openai_api import error_body
 from areal_lora.errors import ConfigError
-from areal_lora.network.completions import ParsedCall, ParsedText, ToolCallsAnswer, ToolCallsBody
+from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsAnswer, ToolCallsBody
 from areal_lora.tasks.loading import load_import_path
 
 PATH = "/v1/tool_calls"

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.collate import collate
 from areal_lora.data.prompts import Formatter, Prompt
-from areal_lora.network.completions import ParsedCall, ParsedText, ToolCallsBody
+from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
 from areal_lora.rollout.agents import AgentTask, AgentWorkflow, agent_gateway
 from areal_lora.rollout.completion_client import CompletionClient, GenerationFault
 from areal_lora.rollout.conversations import MultiTurnWorkflow, Reply

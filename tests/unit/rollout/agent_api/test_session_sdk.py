@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from areal_lora.data.prompts import Formatter
 from areal_lora.engine.vllm_ext.server.tool_calls import ToolCallParsers
-from areal_lora.network.completions import ToolCallsBody
+from areal_lora.network.http_server import ToolCallsBody
 from areal_lora.rollout.agents import AgentTask
 from areal_lora.rollout.conversations import ConversationFile, read_conversations
 from areal_lora.run_folder.paths import RunFolder

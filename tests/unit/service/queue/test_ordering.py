@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from areal_lora.operations.protocol import DropState, LoadState, Loss, OptimStep, Pass, Poison, Publish, SaveState
 from areal_lora.service.queue.ordering import (
     GAP_S,
-    Fate,
     Op,
     OpKind,
     QueueUsage,
@@ -103,10 +102,7 @@ def test_a_gap_is_sealed_when_what_waits_behind_it_is_old() -> None:
 def test_what_was_answered_as_failed_fails_again(ops: str, poisoned: list[int]) -> None:
     """p: pass, s: step, o: another one; !: it was answered as failed."""
     kinds = {"p": OpKind.PASS, "s": OpKind.CLOSE, "o": OpKind.OTHER}
-    rows = [
-        Op(number=number, kind=kinds[word[0]], fate=Fate.FAILED if "!" in word else Fate.DONE)
-        for number, word in enumerate(ops.split(), 1)
-    ]
+    rows = [Op(number=number, kind=kinds[word[0]], failed="!" in word) for number, word in enumerate(ops.split(), 1)]
     assert [op.number for op in rows if spoiled(rows, op.number)] == poisoned
 
 

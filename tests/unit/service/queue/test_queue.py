@@ -10,24 +10,13 @@ from typing import TypeVar
 import pytest
 
 from areal_lora.operations.protocol import Operation, OperationFailure, OptimStep, Pass, PassResult, Poison, StepResult
-from areal_lora.service.queue.client_sessions import expire, models, open_sampler, saved, unload
+from areal_lora.service.queue.client_sessions import expire, open_sampler, saved, unload
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.placement import DEAD_S, SILENT_S
 from areal_lora.service.queue.queue import SHARED_S
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import UNUSED_S
-from areal_lora.service.queue.requests import (
-    CreateModel,
-    Load,
-    LoadedModel,
-    OpenedSampler,
-    Pending,
-    Save,
-    SaveForSampler,
-    Serve,
-    StoredState,
-    Train,
-)
+from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Pending, Save, SaveForSampler, Train
 from areal_lora.service.queue.sequencer import set_ttl
 from areal_lora.service.refused import RequestError
 from tests.support.operations.scripted_trainer import scores
@@ -84,10 +73,10 @@ def test_save_load_and_begin_from_what_was_saved(tmp_path: Path) -> None:
             await it.asked(model, 1, tokens(1, 2))
             await it.asked(model, 2, STEP)
             stored = await it.asked(model, 3, Save(name="one"))
-            assert stored == StoredState(path=f"tinker://{model}/weights/one")
+            assert stored == ActionResult(path=f"tinker://{model}/weights/one")
             await it.asked(model, 4, tokens(1, 2))
             assert await it.asked(model, 5, STEP) == StepResult(step=2, grad_norm=1.0, skipped=False)
-            assert await it.asked(model, 6, Load(path=stored.path, optimizer=True)) == LoadedModel(
+            assert await it.asked(model, 6, Load(path=stored.path, optimizer=True)) == ActionResult(
                 model=model, path=stored.path
             )
             await it.asked(model, 7, tokens(1, 2))
@@ -120,29 +109,29 @@ def test_sampling_sessions(tmp_path: Path) -> None:
             adapter = (await it.queue.change(lambda tx: tx.model("acme", model))).adapter
             session = model.partition(":")[0]
             base = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 50, None))
-            assert await it.queue.serve("acme", base) == Serve(model=None)
+            assert await it.queue.serve("acme", base) == ""
             opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
-            assert isinstance(opened, OpenedSampler)
-            assert await it.queue.serve("acme", opened.sampler) == Serve(model=f"{adapter}@v0")
+            assert isinstance(opened, ActionResult)
+            assert await it.queue.serve("acme", opened.sampler) == f"{adapter}@v0"
             await it.asked(model, 2, tokens(1, 2))
             await it.asked(model, 3, STEP)
             flying = await it.asked(model, 4, SaveForSampler(sampler_seq=1, in_flight=True))
-            assert isinstance(flying, OpenedSampler)
-            assert await it.queue.serve("acme", flying.sampler) == Serve(model=adapter)
+            assert isinstance(flying, ActionResult)
+            assert await it.queue.serve("acme", flying.sampler) == adapter
             await asyncio.sleep(2 * SHARED_S)
             first = await it.queue.serve("acme", opened.sampler)
             assert isinstance(first, Pending)
             assert first.capacity
 
             async def served() -> bool:
-                return isinstance(await it.queue.serve("acme", opened.sampler), Serve)
+                return isinstance(await it.queue.serve("acme", opened.sampler), str)
 
             await until(served)
             again = await it.queue.serve("acme", opened.sampler)
-            assert isinstance(again, Serve)
-            assert again.model is not None
-            assert again.model.startswith("acme-snapshot-")
-            loaded = [op for op in it.trainer.carried_out if op.adapter == again.model.partition("@")[0]]
+            assert isinstance(again, str)
+            assert again is not None
+            assert again.startswith("acme-snapshot-")
+            loaded = [op for op in it.trainer.carried_out if op.adapter == again.partition("@")[0]]
             assert [type(op.what).__name__ for op in loaded] == ["LoadState", "Publish"]
 
     asyncio.run(run())
@@ -154,11 +143,11 @@ def test_a_snapshot_leaves_for_a_model_and_is_loaded_again(tmp_path: Path) -> No
             model = await it.model()
             session = model.partition(":")[0]
             stored = await it.asked(model, 1, Save(name="one"))
-            assert isinstance(stored, StoredState)
+            assert isinstance(stored, ActionResult)
             sampler = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 0, stored.path))
 
             async def served() -> bool:
-                return isinstance(await it.queue.serve("acme", sampler), Serve)
+                return isinstance(await it.queue.serve("acme", sampler), str)
 
             await until(served)
             other = await it.queue.create_model(
@@ -220,7 +209,7 @@ def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
             model = await it.model()
             session = model.partition(":")[0]
             stored = await it.asked(model, 1, Save(name="one"))
-            assert isinstance(stored, StoredState)
+            assert isinstance(stored, ActionResult)
             sampler = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 0, stored.path))
             own = await it.queue.open_session("bolt")
             mine = await it.model("bolt", own)
@@ -260,7 +249,10 @@ def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
                 assert reasons[0] == reasons[1], what
             assert await queue.change(lambda tx: saved(tx, "bolt")) == []
             assert await queue.change(lambda tx: saved(tx, "bolt", model)) == []
-            assert [each.model for each in await queue.change(lambda tx: models(tx, "bolt"))] == [mine]
+            assert [
+                each.model
+                for each in await queue.change(lambda tx: tx.models("tenant = ? AND of_state IS NULL", "bolt"))
+            ] == [mine]
             reasons = []
             for seq, path in enumerate((stored.path, odd_path := stored.path.replace(session, "s" + "0" * 12)), 1):
                 answer = await it.asked(mine, seq, Load(path=path, optimizer=True), "bolt")
@@ -277,14 +269,14 @@ def test_a_silent_session_ends_and_its_states_stay(tmp_path: Path) -> None:
         async with town(tmp_path / "run") as it:
             model, other = await it.model(), await it.model()
             stored = await it.asked(model, 1, Save(name="one"))
-            assert isinstance(stored, StoredState)
+            assert isinstance(stored, ActionResult)
             it.now_s += SILENT_S - 10
             await it.queue.heartbeat("acme", other.partition(":")[0])
             it.now_s += 20
 
             async def ended() -> bool:
-                left = await it.queue.change(lambda tx: models(tx, "acme"))
-                return [each.removed for each in left] == [False, True]
+                left = await it.queue.change(lambda tx: tx.models("tenant = ? AND of_state IS NULL", "acme"))
+                return [each.removed for each in left] == [True, False]
 
             await until(ended)
             with pytest.raises(RequestError) as refused:
@@ -421,7 +413,7 @@ def test_sessions_that_end_leave_nothing_that_grows(tmp_path: Path, monkeypatch:
                 model = await it.model()
                 session = model.partition(":")[0]
                 opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
-                assert isinstance(opened, OpenedSampler)
+                assert isinstance(opened, ActionResult)
                 await it.queue.serve("acme", opened.sampler)
                 await it.queue.end_session("acme", session)
                 if n % 4 == 3:
@@ -439,7 +431,7 @@ def test_samples_that_wait_share_one_look_up(tmp_path: Path) -> None:
         async with town(tmp_path / "run", capacity=1) as it:
             model = await it.model()
             stored = await it.asked(model, 1, Save(name="one"))
-            assert isinstance(stored, StoredState)
+            assert isinstance(stored, ActionResult)
             sampler = await it.queue.change(
                 lambda tx: open_sampler(tx, "acme", model.partition(":")[0], 0, stored.path)
             )

@@ -14,7 +14,7 @@ import pytest
 from areal_lora.errors import ConfigError, RecordError
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue.client_sessions import AdapterRequest, changed, create
-from areal_lora.service.queue.queue_rows import AdapterOperation, AdapterRow, Key, Quota, Tables, Verb, digest_of
+from areal_lora.service.queue.queue_rows import AdapterRow, Key, Quota, Tables, Verb, digest_of
 from areal_lora.service.queue.queue_store import Store
 from areal_lora.service.refused import RequestError, Unavailable
 
@@ -33,17 +33,9 @@ def opened(folder: Path) -> Store:
     return store
 
 
-def operation(row: AdapterRow, verb: Verb, request: str = "", fingerprint: str = "f") -> AdapterOperation:
-    return AdapterOperation(
-        tenant=row.tenant,
-        name=row.name,
-        incarnation=row.incarnation,
-        verb=verb,
-        request=request or None,
-        fingerprint=fingerprint,
-        answer=b"answer " + request.encode(),
-        at_s=1.5,
-    )
+def operation(verb: Verb, request: str = "", fingerprint: str = "f") -> dict[str, object]:
+    answer = b"answer " + request.encode()
+    return {"verb": verb, "request": request or None, "fingerprint": fingerprint, "answer": answer, "at_s": 1.5}
 
 
 def new(tables: Tables, name: str = "math", tenant: str = "acme") -> AdapterRow:
@@ -65,7 +57,7 @@ def test_what_was_loaded_is_what_the_operations_made(tmp_path: Path) -> None:
             row = new(tables, name, tenant) if verb is Verb.CREATE else changed(tables, {}, tenant, name, verb)
         except RequestError:
             continue
-        number = store.record(row, operation(row, verb, request=f"r{n}"))
+        number = store.record(row, **operation(verb, request=f"r{n}"))
         tables = tables.after(row, number)
         if draw.random() < 0.1:
             store.close()
@@ -77,7 +69,7 @@ def test_what_was_loaded_is_what_the_operations_made(tmp_path: Path) -> None:
 
 def test_an_answer_is_found_by_tenant_and_request(store: Store) -> None:
     row = new(store.load())
-    store.record(row, operation(row, Verb.CREATE, "key", "print"))
+    store.record(row, **operation(Verb.CREATE, "key", "print"))
     assert store.answered("acme", "key") == ("print", b"answer key")
     assert store.answered("bolt", "key") is None
     assert store.answered("acme", "other") is None
@@ -86,12 +78,12 @@ def test_an_answer_is_found_by_tenant_and_request(store: Store) -> None:
 def test_a_name_has_one_bearer_and_a_request_one_operation(store: Store) -> None:
     tables = store.load()
     row = new(tables)
-    tables = tables.after(row, store.record(row, operation(row, Verb.CREATE, "key")))
+    tables = tables.after(row, store.record(row, **operation(Verb.CREATE, "key")))
     second = AdapterRow(
         tenant="acme", name="math", incarnation=2, wanted=DesiredPhase.ACTIVE, settings={}, created_s=0.0
     )
     with pytest.raises(sqlite3.IntegrityError, match="UNIQUE"):
-        store.record(second, operation(second, Verb.CREATE, "another"))
+        store.record(second, **operation(Verb.CREATE, "another"))
 
 
 def test_a_label_has_one_key(store: Store) -> None:
@@ -104,8 +96,8 @@ def test_a_label_has_one_key(store: Store) -> None:
 
 def test_operations_that_were_carried_out_are_not_open(store: Store) -> None:
     row = new(store.load())
-    first = store.record(row, operation(row, Verb.CREATE))
-    second = store.record(row, operation(row, Verb.RESUME))
+    first = store.record(row, **operation(Verb.CREATE))
+    second = store.record(row, **operation(Verb.RESUME))
     store.carried_out([first])
     assert [each.number for each in store.load().open] == [second]
 
@@ -124,7 +116,7 @@ def test_deleted_adapters_and_their_operations_stay_bounded(store: Store, monkey
     monkeypatch.setattr("areal_lora.service.queue.queue_store.MAX_OPERATIONS", 16)
     sizes, keys, tables = [], set[str](), store.load()
     kept = new(tables, "kept", "bolt")
-    store.record(kept, operation(kept, Verb.CREATE, "kept"))
+    store.record(kept, **operation(Verb.CREATE, "kept"))
     for n in range(3):
         for k in range(40):
             for verb in (Verb.CREATE, Verb.DELETE):
@@ -134,7 +126,7 @@ def test_deleted_adapters_and_their_operations_stay_bounded(store: Store, monkey
                 if verb is Verb.CREATE:
                     assert row.key not in keys, "what the run knows by this name has it for ever"
                     keys.add(row.key)
-                number = store.record(row, operation(row, verb, f"{n} {k} {verb}" if k % 2 else ""))
+                number = store.record(row, **operation(verb, f"{n} {k} {verb}" if k % 2 else ""))
                 store.carried_out([number])
         store.prune()
         sizes.append([*store.change(_counts), len(store.load().highest)])
@@ -160,9 +152,9 @@ def test_any_exception_rolls_back_and_the_file_is_used_again(store: Store) -> No
     with pytest.raises(OverflowError):
         store.change(fails)
     with pytest.raises(OverflowError):
-        store.record(row, operation(row, Verb.CREATE), fails)
+        store.record(row, fails, **operation(Verb.CREATE))
     assert store.load() == before
-    store.record(row, operation(row, Verb.CREATE))
+    store.record(row, **operation(Verb.CREATE))
     assert [each.name for each in store.load().adapters.values()] == ["math"]
 
 

@@ -19,7 +19,7 @@ from areal_lora.operations.protocol import (
 )
 from areal_lora.service.queue import client_sessions, queue_writer
 from areal_lora.service.queue.client_sessions import end_session, open_sampler, served, unload
-from areal_lora.service.queue.requests import CreateModel, Load, Save, SaveForSampler, Train, UnloadedModel
+from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Save, SaveForSampler, Train
 from areal_lora.service.queue.sequencer import completed, expected, look, submit, to_send
 from areal_lora.service.refused import RequestError
 from tests.support.service.ledger import QUOTA, Ledger
@@ -231,7 +231,9 @@ def test_a_model_that_is_unloaded_leaves_once_and_what_it_saved_stays() -> None:
     waits = it.submit(PASS)
     requests = {it.ledger.change(lambda tx: unload(tx, "acme", it.model)) for _ in range(2)}
     assert requests == {f"{it.model}:unload"}
-    assert it.ledger.change(lambda tx: look(tx, "acme", f"{it.model}:unload"))[0] == UnloadedModel(model=it.model)
+    assert it.ledger.change(lambda tx: look(tx, "acme", f"{it.model}:unload"))[0] == ActionResult(
+        model=it.model, unloaded=True
+    )
     answer, _ = it.ledger.change(lambda tx: look(tx, "acme", waits))
     assert isinstance(answer, OperationFailure)
     assert it.ledger.change(lambda tx: tx.state("acme", f"tinker://{it.model}/weights/one"))
@@ -251,4 +253,4 @@ def test_a_pass_above_the_quota_of_bytes_fails_its_window_and_the_next_one_begin
     it.submit(STEP)
     it.done(OperationFailure(reason="its window has failed", by_client=True))
     it.submit(PASS)
-    assert it.count("client_operations WHERE fate IS NULL") == 1
+    assert it.count("client_operations WHERE failed IS NULL") == 1

@@ -213,7 +213,7 @@ def test_tokens_count_until_their_end_once(
         second = await it.sample()
         assert sorted([(await first).status_code, second.status_code]) == [200, 507]
         await asyncio.gather(*(sample.task for sample in kept.values()))
-        assert it.it.api._meter._tokens == {}
+        assert it.it.api.meter._tokens == {}
 
     play(tmp_path, scene)
 

@@ -9,7 +9,7 @@ import pytest
 from areal_lora.config.models import AgentWorkflowConfig
 from areal_lora.engine.vllm_ext.server.tool_calls import ToolCallParsers, configured_parsers
 from areal_lora.errors import ConfigError
-from areal_lora.network.completions import ParsedCall, ParsedText, ToolCallsBody
+from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
 from tests.support.obs.fake_run import make_config
 from tests.support.paths import ROOT
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config.load import load_config
-from areal_lora.config.sources import configuration_file, examples
+from areal_lora.config.load import configuration_file, examples, load_config
 from areal_lora.errors import ConfigError
 from tests.support.paths import TINY_MODEL
 
