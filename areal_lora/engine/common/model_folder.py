@@ -25,13 +25,15 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
-from torch import Tensor
 
 from areal_lora.config.models import ModelConfig
 from areal_lora.errors import EnvironmentError_, UnknownTensorError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "areal_lora-base-"
