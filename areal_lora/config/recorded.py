@@ -21,7 +21,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import try_to_load_from_cache
 from pydantic import ValidationError
 
 from areal_lora.config.load import to_config_errors, without_tags
@@ -148,6 +147,8 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 def cached_snapshot(name: str, revision: str | None) -> Path | None:
     """Return the cached folder of ``revision`` of hub model ``name``, complete or not; None if there is none."""
+    from huggingface_hub import try_to_load_from_cache  # its HTTP client takes a sixth of a command's start
+
     config = try_to_load_from_cache(name, "config.json", revision=revision)
     return Path(config).absolute().parent if isinstance(config, str) else None
 
