@@ -147,10 +147,9 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 def cached_snapshot(name: str, revision: str | None) -> Path | None:
     """Return the cached folder of ``revision`` of hub model ``name``, complete or not; None if there is none."""
-    from huggingface_hub import try_to_load_from_cache  # its HTTP client takes a sixth of a command's start
+    from huggingface_hub import try_to_load_from_cache as look  # its HTTP client takes a sixth of a command's start
 
-    config = try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(config).absolute().parent if isinstance(config, str) else None
+    return Path(at).absolute().parent if isinstance(at := look(name, "config.json", revision=revision), str) else None
 
 
 def wanted(names: Iterable[str]) -> list[str]:

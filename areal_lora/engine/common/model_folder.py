@@ -135,8 +135,7 @@ class ModelFolder:
         """With ``model.shared_memory`` the node's copy, which this process then holds until it ends."""
         if not model.shared_memory:
             return cls.at(model.folder)
-        files = share(_files(model.folder), first=int(os.environ.get("LOCAL_RANK", "0")))
-        return cls(model.folder, files)
+        return cls(model.folder, share(_files(model.folder), first=int(os.environ.get("LOCAL_RANK", "0"))))
 
     @classmethod
     def at(cls, path: str) -> ModelFolder:
