@@ -25,13 +25,15 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
-from torch import Tensor
 
 from areal_lora.config.models import ModelConfig
 from areal_lora.errors import EnvironmentError_, UnknownTensorError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "areal_lora-base-"
@@ -133,8 +135,7 @@ class ModelFolder:
         """With ``model.shared_memory`` the node's copy, which this process then holds until it ends."""
         if not model.shared_memory:
             return cls.at(model.folder)
-        files = share(_files(model.folder), first=int(os.environ.get("LOCAL_RANK", "0")))
-        return cls(model.folder, files)
+        return cls(model.folder, share(_files(model.folder), first=int(os.environ.get("LOCAL_RANK", "0"))))
 
     @classmethod
     def at(cls, path: str) -> ModelFolder:
