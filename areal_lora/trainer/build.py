@@ -20,7 +20,7 @@ from areal_lora.config.recorded import probe_tolerance
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import broadcast_backend
 from areal_lora.data.prompts import load_tokenizer
-from areal_lora.distributed.exchange import Exchange, GroupExchange
+from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.fsdp_engine import FsdpEngine
 from areal_lora.engine.megatron_engine import MegatronEngine
@@ -70,7 +70,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     started_s = time.monotonic()
     set_status(run_folder, "trainer", rank, "loading the base model")
     engine = build_engine(config)
-    control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
+    control = Exchange(timeout_s=CONTROL_TIMEOUT_S)
     mine = None
     if rank == 0:  # which tokenizes for all ranks
         tokenizer = load_tokenizer(config.model.folder)
@@ -87,14 +87,14 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     client = _connect(config, run_folder, states, restored) if rank == 0 else None
     clients = _clients(config, run_folder, engine) if rank == 0 and config.service else None
     rank_0 = _rank_0(config, run_folder, client, clients, states, restored, started_s) if client else None
-    store = CheckpointStore(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
+    store = CheckpointStore(run_folder, Exchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
     saver = Saver(
         store=store,
         config=config.checkpoint,
         committed=partial(_commit, client, clients) if client else None,
         kept=clients.kept if clients else None,
     )
-    exchange = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
+    exchange = Exchange(timeout_s=CONTROL_TIMEOUT_S)
     leader = _leader(config, run_folder, client, rank_0) if client and rank_0 else None
     publisher = build_publisher(config, run_folder, engine, exchange, leader)
     on_report = rank_0.recorder.reported if rank_0 else None

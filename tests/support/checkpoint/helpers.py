@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class ThreadExchange:
-    """Collective over threads; ``GroupExchange`` without processes."""
+    """Collective over threads; ``Exchange`` without processes."""
 
     def __init__(self, rank: int, world: int, shared: dict[str, Any]) -> None:
         self.rank, self._world, self._shared = rank, world, shared

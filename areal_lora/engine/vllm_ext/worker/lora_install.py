@@ -7,7 +7,7 @@ per layout; a publish then runs compiled copies only. This module knows wire nam
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from areal_lora.engine.vllm_ext.compat.weights import Matrix
 from areal_lora.errors import AdapterError, ManifestError, RefusalReason
 from areal_lora.families.family import Scope, covers
 from areal_lora.families.registry import path_of
-from areal_lora.platforms.device import LaneFactory, lane_of
+from areal_lora.platforms.device import Lane, lane_of
 from areal_lora.processes.watched import renamed
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.kernels import ITEM_BYTES, Block, Marks, TensorBlocks
@@ -57,7 +57,9 @@ class StackedSlotWriter:
     mirror of one slot, and ``flush`` copies the mirror.
     """
 
-    def __init__(self, matrices: Iterable[Matrix], max_rank: int, lane: LaneFactory = lane_of) -> None:
+    def __init__(
+        self, matrices: Iterable[Matrix], max_rank: int, lane: Callable[[torch.device], Lane | None] = lane_of
+    ) -> None:
         self._matrices = {renamed("server.matrix", m.name): m for m in matrices if path_of(m.module) is not None}
         self._max_rank = max_rank
         stacks = {id(m.stacked): m.stacked for m in self._matrices.values() if m.stacked is not None}
