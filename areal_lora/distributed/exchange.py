@@ -51,7 +51,7 @@ class Exchange:
         return _unframed(head)
 
     def send(self, data: np.ndarray, to: int) -> None:
-        """Send ``data`` (uint8, contiguous) to rank ``to``, which calls `receive`; not collective. Raises PublishError."""
+        """Send ``data`` (uint8, contiguous) to rank ``to``, which calls `receive`, alone. Raises PublishError."""
         with self._named():
             self._group.send([torch.from_numpy(data)], to, 0).wait()
 

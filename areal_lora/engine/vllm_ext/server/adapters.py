@@ -128,7 +128,7 @@ class ServedAdapters:
 
     async def ping(self) -> None:
         """Ping every worker's background thread. Raises PublishError if one does not answer."""
-        await self._channel.call(workers.Ping(), workers.CommandDone, PING_S)
+        await self._channel.call(workers.Ping(), PING_S)
 
     async def join(self, request: JoinRequest, came: float | None = None) -> None:
         """Have all workers join the trainer's groups. Raises PublishError.
@@ -140,9 +140,7 @@ class ServedAdapters:
         deadline = _deadline(request.timeout_s, came)
         async with self._turn("a join", deadline):
             left = msgspec.structs.replace(request, timeout_s=max(deadline - time.monotonic(), 0.0))
-            answers = await self._channel.call(
-                workers.JoinCommand(request=left), workers.CommandDone, left.timeout_s + GRACE_S
-            )
+            answers = await self._channel.call(workers.JoinCommand(request=left), left.timeout_s + GRACE_S)
         errors = [f"worker {w}: {a.error}" for w, a in enumerate(answers) if a.error]
         if errors:
             raise PublishError("; ".join(errors))
@@ -205,7 +203,7 @@ class ServedAdapters:
         async with self.turn:
             running = self.versions.drop(name)
             self._released.set()
-            await self._channel.call(workers.Forget(name=name), workers.CommandDone, PING_S)
+            await self._channel.call(workers.Forget(name=name), PING_S)
             await self._forget(self.versions.retire_left())
         if running and (self._dropping is None or self._dropping.done()):
             self._dropping = watched_task("dropped-adapters", free_dropped)
@@ -248,8 +246,10 @@ class ServedAdapters:
             deadline=deadline,
             active=tuple(map(str, sorted(self.versions.active))),
         )
-        answers = await self._channel.call(receive, workers.ReceiveResult, deadline - time.monotonic() + GRACE_S)
-        return [a.result for a in answers]
+        answers = await self._channel.call(receive, deadline - time.monotonic() + GRACE_S)
+        staged = [answer.staged for answer in answers if answer.staged is not None]
+        assert len(staged) == len(answers), "a Receive is answered with its result"
+        return staged
 
     @asynccontextmanager
     async def _alone(self, ref: AdapterRef, staged: list[StageResult], deadline: float) -> AsyncIterator[float]:
