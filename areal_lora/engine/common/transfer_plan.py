@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from areal_lora.algorithms.merging import CastLoss, merged
-from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange, held_rows, is_routed
+from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange, held_rows
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.families.sites import Piece, SiteKey, sites_of, wire_names
 from areal_lora.types import AdapterSpec, ExpertLayout
@@ -105,27 +105,12 @@ def pack_plan(model: ShardedModel, spec: AdapterSpec, rank: int, layout: Adapter
         for name, copies, owned in _tensors(model, bank, index, key):
             if not owned:
                 continue
-            tensors.append(
-                [
-                    Block(
-                        src=space.element(bank, c.part, c.at) * ITEM,
-                        src_pitch=c.pitch * ITEM,
-                        dst=offsets[name] + c.to * item,
-                        dst_pitch=c.to_pitch * item,
-                        rows=c.rows,
-                        cols=c.cols,
-                    )
-                    for c in copies
-                ]
-            )
+            tensors.append([c.block(space.element(bank.split, c.part, c.at), offsets[name], item) for c in copies])
         cutter.add(bank, index, len(tensors))
     if rank == model.layout.first_rank_of_last_stage():
-        for name, at, size in _head(model, spec, arena):
-            run = Block(
-                src=at * ITEM, src_pitch=size * ITEM, dst=offsets[name], dst_pitch=size * item, rows=1, cols=size
-            )
-            tensors.append([run])
-            cutter.add_own(size, len(tensors))
+        for name, run in _head(model, spec, arena):
+            tensors.append([run.block(run.at, offsets[name], item)])
+            cutter.add_own(run.cols, len(tensors))
     ends, transfers = cutter.finish()
     blocks = TensorBlocks.of(tensors, "float32", layout.dtype)
     nbytes = sum(s.nbytes for s in layout.shards if s.source == rank)
@@ -147,34 +132,21 @@ def load_plan(model: ShardedModel, spec: AdapterSpec, rank: int) -> tuple[list[s
             if not owned and index:
                 continue  # what experts share is loaded with the first of them
             names.append(name)
-            tensors.append(
-                [
-                    Block(
-                        src=c.at * ITEM,
-                        src_pitch=c.pitch * ITEM,
-                        dst=c.to * ITEM,
-                        dst_pitch=c.to_pitch * ITEM,
-                        rows=c.rows,
-                        cols=c.cols,
-                    )
-                    for c in copies
-                    if c.part is None or c.part == mine
-                ]
-            )
-    for name, at, size in _head(model, spec, arena):
+            tensors.append([c.block(c.at, 0, ITEM) for c in copies if c.part in (None, mine)])
+    for name, run in _head(model, spec, arena):
         names.append(name)
-        tensors.append([Block(src=at * ITEM, src_pitch=size * ITEM, dst=0, dst_pitch=size * ITEM, rows=1, cols=size)])
+        tensors.append([run.block(run.at, 0, ITEM)])
     packed = TensorBlocks.of(tensors, "float32", "float32")
     packed.check(src_bytes=arena.size * ITEM, dst_bytes=1 << 62)
     return names, packed.reversed()
 
 
-def _head(model: ShardedModel, spec: AdapterSpec, arena: Arena) -> Iterator[tuple[str, int, int]]:
-    """Name, first element and size of each tensor of the value head in a rank's memory."""
+def _head(model: ShardedModel, spec: AdapterSpec, arena: Arena) -> Iterator[tuple[str, _Copy]]:
+    """The tensors of the value head in a rank's memory."""
     if (at := arena.head) is None:
         return
     for name, (size,) in model.head(spec).items():
-        yield name, at, size
+        yield name, _run(None, at, 0, size)
         at += size
 
 
@@ -189,6 +161,17 @@ class _Copy:
     to_pitch: int
     rows: int
     cols: int
+
+    def block(self, src: int, dst: int, item: int) -> Block:
+        """From element ``src`` to the tensor at byte ``dst``, whose elements have ``item`` bytes."""
+        return Block(
+            src=src * ITEM,
+            src_pitch=self.pitch * ITEM,
+            dst=dst + self.to * item,
+            dst_pitch=self.to_pitch * item,
+            rows=self.rows,
+            cols=self.cols,
+        )
 
 
 def _run(part: int | None, at: int, to: int, count: int) -> _Copy:
@@ -257,11 +240,10 @@ class _Space:
             size += (ranks - 1) * (end - start)
         return cls(arena=arena, others=others, size=size)
 
-    def element(self, bank: Bank, part: int | None, at: int) -> int:
+    def element(self, split: Range, part: int | None, at: int) -> int:
         """Address of element ``at`` of the memory of rank ``part`` of the group; the packing rank is its rank 0."""
         if not part:
             return at
-        split = Range.EXPERT_SPLIT if is_routed(bank.scope) else Range.DENSE_SPLIT
         start, end = self.arena.extent(split)
         return self.others[split] + (part - 1) * (end - start) + at - start
 
@@ -281,8 +263,7 @@ class _Sections:
         """Add a site whose last tensor is ``tensors - 1``. Sites are added in wire order."""
         start, shape = (bank.b, bank.b_shape) if bank.column_parallel else (bank.a, bank.a_shape)
         count = shape[1] * shape[2]
-        part = Range.EXPERT_SPLIT if is_routed(bank.scope) else Range.DENSE_SPLIT
-        self._ahead[part] = start + (index + 1) * count
+        self._ahead[bank.split] = start + (index + 1) * count
         self._elements += bank.a_shape[1] * bank.a_shape[2] + bank.b_shape[1] * bank.b_shape[2]
         self._tensors = tensors
         if self._elements * ITEM >= SECTION_BYTES:
@@ -301,10 +282,8 @@ class _Sections:
     def _close(self) -> None:
         for part, end in self._ahead.items():
             start = self._done[part]
-            first, last = self._space.arena.extent(part)
             size = self._model.layout.etp if part is Range.EXPERT_SPLIT else self._model.layout.tp
             for k in range(1, size):
-                to = self._space.others[part] + (k - 1) * (last - first) + start - first
                 self._transfers.append(
                     Transfer(
                         section=len(self._ends),
@@ -313,7 +292,7 @@ class _Sections:
                         receiver=self._rank,
                         start=start,
                         end=end,
-                        to=to,
+                        to=self._space.element(part, k, start),
                     )
                 )
             self._done[part] = end
