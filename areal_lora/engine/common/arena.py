@@ -258,6 +258,10 @@ class ShardedModel:
         """Whether ``rank`` holds the adapter's value head: all ranks of the last stage do."""
         return spec.value_head and rank >= self.layout.first_rank_of_last_stage()
 
+    def split_over(self, split: Range) -> int:
+        """How many ranks a split range is divided over."""
+        return self.layout.etp if split is Range.EXPERT_SPLIT else self.layout.tp
+
     def group_size(self, scope: Scope) -> int:
         return self.layout.etp if is_routed(scope) else self.layout.tp
 
