@@ -90,31 +90,36 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
     )
 
 
-def finish(
+Judge = Callable[[PackedMicroBatch, Tensor, Tensor, dist.ProcessGroup | None], tuple[Tensor, Result]]
+"""`judge` of one batch, called on the last pipeline stage for each of its micro-batches."""
+
+
+def judge(
     packed: PackedMicroBatch,
     output: Tensor,
     rows: Tensor,
+    group: dist.ProcessGroup | None,
+    *,
     loss_fn: LossFn | None,
     readout: Readout,
-    *,
     need_entropy: bool,
-    group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Mapping[str, float | Tensor], Tensor]:
-    """Scalar to differentiate, sums to report, and what ``readout`` reads of each token, [t] without grad.
+) -> tuple[Tensor, Result]:
+    """Scalar to differentiate, and the result, without grad.
 
-    ``output`` [t, *] is the model's, ``rows`` [p] are those of ``packed``'s predictions. The sums are those of
-    ``loss_fn`` plus ``loss``; there are none without one.
+    ``output`` [t, *] is the model's, ``rows`` [p] are those of ``packed``'s predictions, ``group`` is the
+    tensor-parallel one. The sums are those of ``loss_fn`` plus ``loss``; there are none without one.
     """
     predicted, entropy = readout(output, rows, packed.targets, group)
     scores = to_sequences(predicted, packed)
     if loss_fn is None:
-        return scores.sum(), {}, scores.detach()
+        return scores.sum(), (packed.sequences, {}, scores.detach())
     if packed.micro is None:
         # Padding only: the backward pass must still run, its collectives are shared with other ranks.
-        return output.sum() * 0.0, {}, scores.detach()
+        return output.sum() * 0.0, (packed.sequences, {}, scores.detach())
     sums = loss_fn(packed.micro, scores, to_sequences(entropy, packed) if need_entropy else None)
     # Keep every rank's graph alive even if no token of this micro-batch is on the mask.
-    return sums.loss + predicted.sum() * 0.0, {"loss": sums.loss.detach(), **sums.stats}, scores.detach()
+    stats = {"loss": sums.loss.detach(), **sums.stats}
+    return sums.loss + predicted.sum() * 0.0, (packed.sequences, stats, scores.detach())
 
 
 def whole_scores(batch: TrainBatch, results: Sequence[Result], *, reports: bool) -> Tensor:

@@ -14,10 +14,9 @@ from torch import nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.data.collate import MicroPlan
-from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
 from areal_lora.engine.common.arena import Bank, Range, ShardedModel, is_routed
-from areal_lora.engine.common.micro_batches import OutputSite, Readout, Result, finish
+from areal_lora.engine.common.micro_batches import Judge, OutputSite, Result
 from areal_lora.engine.fsdp_utils.model import LinearLora, LinearSite, build_model, take_experts
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora
@@ -65,13 +64,7 @@ class FsdpModel:
         self._output.heads.pop(name, None)
 
     def run(
-        self,
-        batches: Iterator[PackedMicroBatch],
-        plans: Sequence[MicroPlan],
-        loss_fn: LossFn | None,
-        readout: Readout,
-        *,
-        need_entropy: bool,
+        self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: Judge, *, train: bool
     ) -> list[Result]:
         def step(packed: PackedMicroBatch) -> Result:
             self.active.keys = packed.keys
@@ -84,10 +77,10 @@ class FsdpModel:
             )
             logits = output.logits[0]
             rows = torch.arange(len(logits), device=logits.device)
-            loss, sums, scores = finish(packed, logits, rows, loss_fn, readout, need_entropy=need_entropy, group=None)
-            if loss_fn is not None:
+            loss, result = judge(packed, logits, rows, None)
+            if train:
                 loss.backward()
-            return packed.sequences, sums, scores
+            return result
 
         return list(map(step, batches))  # not a loop, whose variable would outlive the making of the next micro-batch
 

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.data.collate import MicroPlan
-from areal_lora.engine.base import DTYPES, LossFn
+from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
 from areal_lora.engine.common.arena import ParallelLayout, Range, ShardedModel
-from areal_lora.engine.common.micro_batches import Readout, Result, finish
+from areal_lora.engine.common.micro_batches import Judge, Result
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter
@@ -232,13 +232,7 @@ class MegatronModel:
             self._output.heads.pop(name, None)
 
     def run(
-        self,
-        batches: Iterator[PackedMicroBatch],
-        plans: Sequence[MicroPlan],
-        loss_fn: LossFn | None,
-        readout: Readout,
-        *,
-        need_entropy: bool,
+        self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: Judge, *, train: bool
     ) -> list[Result]:
         """Through Megatron's pipeline schedule."""
         results: list[Result] = []
@@ -246,7 +240,7 @@ class MegatronModel:
         # each stage before it has one more in progress.
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         later = stages - 1 - parallel_state.get_pipeline_model_parallel_rank()
-        in_progress = 0 if loss_fn is None else later
+        in_progress = later if train else 0
 
         def forward_step(iterator: Iterator[PackedMicroBatch], module: nn.Module) -> tuple[Tensor, Any]:
             self._packing.keep(in_progress)
@@ -254,15 +248,12 @@ class MegatronModel:
             # Positions are part of the attention plan; the model's embedding takes none.
             predictions = module(packed.token_ids, None, self._packing.add(packed.attention, packed.keys))
 
-            def judge(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                group = parallel_state.get_tensor_model_parallel_group()
-                loss, sums, scores = finish(
-                    packed, output[0], packed.sources, loss_fn, readout, need_entropy=need_entropy, group=group
-                )
-                results.append((packed.sequences, sums, scores))
+            def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                loss, result = judge(packed, output[0], packed.sources, self.groups[Range.DENSE_SPLIT])
+                results.append(result)
                 return loss, torch.ones((), dtype=torch.int32, device=output.device), {}
 
-            return predictions, judge
+            return predictions, loss_of
 
         try:
             get_forward_backward_func()(
@@ -272,7 +263,7 @@ class MegatronModel:
                 num_microbatches=len(plans),
                 seq_length=plans[0].n_tokens,
                 micro_batch_size=1,
-                forward_only=loss_fn is None,
+                forward_only=not train,
             )
         finally:
             self._packing.keep(0)
