@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,10 +80,10 @@ class Snapshot:
     manifest: Manifest
 
 
-class _Rank0Report(msgspec.Struct, frozen=True):
-    """Broadcast of rank 0 to all ranks: the folder to write to, or the reason of a failure."""
+class _Outcome(msgspec.Struct, frozen=True):
+    """Broadcast of rank 0 to all ranks: what an action returned, or the reason of its failure."""
 
-    folder: str = ""
+    value: str = ""
     failure: str = ""
 
 
@@ -113,35 +113,37 @@ class CheckpointStore:
         to = version_folder(self._run_folder.adapter_checkpoints(name), version)
         if label:
             to = self._run_folder.saved_state(name, label)
-        opened = self._broadcast(self._open(to) if self._exchange.rank == 0 else None)
-        if opened.failure:
-            raise CheckpointError(opened.failure)
-        scratch = Path(opened.folder)
+        scratch = Path(self._on_rank0(to, lambda: self._open(to)))
         parts = [
             msgspec.msgpack.decode(raw, type=_Part)
             for raw in self._exchange.all_gather_bytes(msgspec.msgpack.encode(self._write_own(snapshot, scratch)))
         ]
-        closed = self._broadcast(self._close(snapshot, scratch, to, parts, label) if self._exchange.rank == 0 else None)
-        if closed.failure:
-            raise CheckpointError(closed.failure)
+        self._on_rank0(scratch, lambda: self._close(snapshot, scratch, to, parts, label))
         return sum(entry.nbytes for part in parts for entry in part.entries)
 
-    def _broadcast(self, mine: _Rank0Report | None) -> _Rank0Report:
-        raw = self._exchange.broadcast_bytes(None if mine is None else msgspec.msgpack.encode(mine))
-        return msgspec.msgpack.decode(raw, type=_Rank0Report)
+    def _on_rank0(self, path: Path, act: Callable[[], str]) -> str:
+        """What ``act`` returns on rank 0. Raises CheckpointError on every rank if it or the disk fails there."""
+        mine = None
+        if self._exchange.rank == 0:
+            try:
+                outcome = _Outcome(value=act())
+            except (CheckpointError, OSError) as e:
+                outcome = _Outcome(failure=_reason(e, path) if isinstance(e, OSError) else str(e))
+            mine = msgspec.msgpack.encode(outcome)
+        outcome = msgspec.msgpack.decode(self._exchange.broadcast_bytes(mine), type=_Outcome)
+        if outcome.failure:
+            raise CheckpointError(outcome.failure)
+        return outcome.value
 
-    def _open(self, to: Path) -> _Rank0Report:
+    def _open(self, to: Path) -> str:
         root = to.parent
+        for folder in (root.parent, root):
+            if not folder.is_dir():
+                self._disk.make_folder(folder)
+                self._disk.fsync_folder(folder.parent)
         scratch = root / f".{to.name}.{secrets.token_hex(4)}"
-        try:
-            for folder in (root.parent, root):
-                if not folder.is_dir():
-                    self._disk.make_folder(folder)
-                    self._disk.fsync_folder(folder.parent)
-            self._disk.make_folder(scratch)
-        except OSError as e:
-            return _Rank0Report(failure=_reason(e, scratch))
-        return _Rank0Report(folder=str(scratch))
+        self._disk.make_folder(scratch)
+        return str(scratch)
 
     def _write_own(self, snapshot: Snapshot, scratch: Path) -> _Part:
         entries: list[FileEntry] = []
@@ -155,33 +157,33 @@ class CheckpointStore:
                 return _Part(entries=(), random=snapshot.random, failure=_reason(e, path))
         return _Part(entries=tuple(entries), random=snapshot.random)
 
-    def _close(self, snapshot: Snapshot, scratch: Path, to: Path, parts: list[_Part], label: str) -> _Rank0Report:
+    def _close(self, snapshot: Snapshot, scratch: Path, to: Path, parts: list[_Part], label: str) -> str:
         """Write the manifest, then rename the folder (rank 0)."""
-        failures = [part.failure for part in parts if part.failure]
+        failures = "; ".join(part.failure for part in parts if part.failure)
         root = scratch.parent
         try:
             reached("trainer.checkpoint.files_written")
-            if not failures:
-                manifest = msgspec.structs.replace(
-                    snapshot.manifest,
-                    files=tuple(entry for part in parts for entry in part.entries),
-                    random=tuple(part.random for part in parts),
-                    written_s=time.time(),
-                )
-                self._disk.write(scratch / MANIFEST_FILE, [encode_manifest(manifest)])
-                self._disk.fsync_folder(scratch)
-                reached("trainer.checkpoint.manifest_written")
-                self._name(scratch, to, replace=bool(label))
-                reached("trainer.checkpoint.renamed")
-                if not label:
-                    newest = root / f".{NEWEST_FILE}.{secrets.token_hex(4)}"
-                    self._disk.write(newest, [f"{snapshot.ref.version}\n".encode()])
-                    self._disk.rename(newest, root / NEWEST_FILE)
-        except OSError as e:
-            failures = [_reason(e, scratch)]
-        if failures:
+            if failures:
+                raise CheckpointError(failures)
+            manifest = msgspec.structs.replace(
+                snapshot.manifest,
+                files=tuple(entry for part in parts for entry in part.entries),
+                random=tuple(part.random for part in parts),
+                written_s=time.time(),
+            )
+            self._disk.write(scratch / MANIFEST_FILE, [encode_manifest(manifest)])
+            self._disk.fsync_folder(scratch)
+            reached("trainer.checkpoint.manifest_written")
+            self._name(scratch, to, replace=bool(label))
+            reached("trainer.checkpoint.renamed")
+            if not label:
+                newest = root / f".{NEWEST_FILE}.{secrets.token_hex(4)}"
+                self._disk.write(newest, [f"{snapshot.ref.version}\n".encode()])
+                self._disk.rename(newest, root / NEWEST_FILE)
+        except (CheckpointError, OSError):
             self._clear(scratch)
-        return _Rank0Report(failure="; ".join(failures))
+            raise
+        return ""
 
     def _name(self, scratch: Path, to: Path, *, replace: bool) -> None:
         """Give the finished folder its name. What had the name stays if that fails, and is beside it after a crash."""
