@@ -132,8 +132,6 @@ MEGATRON_PATCHES = (
     Patch("megatron.core.models.gpt.gpt_layer_specs", "LNImpl", RmsNorm, "final norm of the local layer spec"),
     Patch("megatron.core.transformer.transformer_block", "LayerNormImpl", RmsNorm, "final norm of the block"),
 )
-
-
 BRIDGE_PATCHES = (
     Patch("megatron.bridge.peft.utils", "HAVE_TE", False, "the stand-in's classes are no layers to match"),
 )

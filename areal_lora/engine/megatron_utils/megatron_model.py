@@ -33,8 +33,16 @@ from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
-from areal_lora.engine.megatron_utils.lora import attach, detach, take_output
-from areal_lora.engine.megatron_utils.modules import GroupedExperts, PackedAttention, Packing, Rotary, follow_tokens
+from areal_lora.engine.megatron_utils.modules import (
+    GroupedExperts,
+    PackedAttention,
+    Packing,
+    Rotary,
+    attach,
+    detach,
+    follow_tokens,
+    take_output,
+)
 from areal_lora.platforms.device import collective_of
 from areal_lora.types import ExpertLayout
 
@@ -165,7 +173,7 @@ def classify(memory: AdapterMemory) -> list[GradientClass]:
     """The groups over which the gradients of each range of a rank's memory must be summed.
 
     Split tensors are whole after the sum over their replicas, replicated ones need their tensor-parallel
-    ranks' parts as well (see `lora`). The gradient of what all experts share covers this rank's experts only: its
+    ranks' parts as well (see `modules`). The gradient of what all experts share covers this rank's experts only: its
     replicas include the expert-parallel ranks. With ``shared_outer`` these are the whole matrices, and the split ones
     are each expert's own. Each element counts once in the norm.
     """

@@ -176,8 +176,8 @@ def adapted(seed: int, overlap: bool) -> dict[str, Any]:
     from areal_lora.engine.common.adapter_memory import AdapterMemory
     from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
     from areal_lora.engine.layers.expert_mlp import ActiveAdapter
-    from areal_lora.engine.megatron_utils.lora import attach
     from areal_lora.engine.megatron_utils.megatron_model import initialize_parallel
+    from areal_lora.engine.megatron_utils.modules import attach
     from areal_lora.families.shape import ModelShape
 
     utils.HAVE_TE, utils.TELayerNormColumnParallelLinear = True, LayerNormColumn

@@ -36,20 +36,11 @@ class CpuLoraLinear(PunicaWrapperCPU):
         self.batch = BatchSlots.of(self.token_lora_indices.numpy())
 
     def add_lora_linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: Any,
-        lora_b_stacked: Any,
-        scale: float,
-        output_slices: tuple[int, ...],
-        **kwargs: Any,
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Any, lora_b_stacked: Any, *args: Any, **kwargs: Any
     ) -> None:
         # Scale is 1: alpha / rank was folded into B when the slot was written.
-        batch = self.batch
-        add_lora_rows(
-            y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), batch.rows, batch.cells, lora_a_stacked, lora_b_stacked
-        )
+        rows, cells = self.batch.rows, self.batch.cells
+        add_lora_rows(y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), rows, cells, lora_a_stacked, lora_b_stacked)
 
 
 class PackedExperts:
@@ -154,15 +145,7 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         return not moe_parallel_config.use_all2all_kernels
 
     def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: MoEActivation,
+        self, M: int, N: int, K: int, *others: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         return (0,), (0,), (M, K)
 
@@ -171,21 +154,15 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
 
     def apply(
         self,
+        *,
         output: torch.Tensor,
         hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         activation: MoEActivation,
-        global_num_experts: int,
         expert_map: torch.Tensor | None,
-        a1q_scale: Any,
-        a2_scale: Any,
-        workspace13: Any,
-        workspace2: Any,
-        expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
+        **others: Any,
     ) -> None:
         if activation != MoEActivation.SILU or apply_router_weight_on_input:
             raise AdapterError(f"MoE LoRA on CPU knows SwiGLU with weights on the output only, not {activation}")

@@ -242,22 +242,18 @@ def _delay_s(body: Body) -> float:
     return BACKGROUND_S if body.background else 0.0
 
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "stop", "stop_token_ids", "ignore_eos")
+"""Settings with vLLM's names."""
+
+
 def _sampling(body: Body, max_tokens: int) -> SamplingParams:
     """Raises VLLMClientError for values the engine refuses."""
     echo = isinstance(body, CompletionBody) and body.echo
     return SamplingParams(
         n=body.n,
         max_tokens=max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        min_tokens=body.min_tokens,
-        seed=body.seed,
-        stop=body.stop,
-        stop_token_ids=body.stop_token_ids,
+        **{name: getattr(body, name) for name in _SAMPLING},
         logprobs=body.wants_logprobs,
-        ignore_eos=body.ignore_eos,
         prompt_logprobs=body.wants_logprobs if echo else None,
         extra_args={SCORE_TEMPERATURE: body.temperature or 1.0} if echo else None,
         # Text is decoded once at the end, not token by token, unless there are stop strings to find.

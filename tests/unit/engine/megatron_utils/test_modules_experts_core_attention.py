@@ -8,8 +8,11 @@ from torch import Tensor
 
 from areal_lora.data.collate import MicroPlan, Tree
 from areal_lora.engine.layers.attention import AttentionPlan, Segment, pack
-from areal_lora.engine.megatron_utils.modules import PackedAttention, Packing, Rotary
+from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 from tests.support.distributed.engine_ranks import make_batch
+
+install_cpu_patches()
+from areal_lora.engine.megatron_utils.modules import PackedAttention, Packing, Rotary  # noqa: E402  Bridge needs the patches
 
 CPU = torch.device("cpu")
 WIDTH, HEADS, GROUPS = 8, 4, 2
