@@ -112,13 +112,7 @@ class AdapterMemory:
 
     def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `export`, copied section by section. Collective like `Packer.fill`."""
-        shard = self.shard("float32")
-        for first, last, section in self.packer("float32").sections(source, shard, groups):
-            assert shard is not None
-            values, start = torch.from_numpy(section).view(torch.float32), shard.tensors[first].offset
-            for t in shard.tensors[first:last]:
-                at = (t.offset - start) // 4
-                yield t.name, values[at : at + math.prod(t.shape)].view(t.shape)
+        return self.packer("float32").tensors(source, self.shard("float32"), groups)
 
     def shared_tensors(self) -> dict[str, Tensor]:
         """Copies of the wire tensors that experts have in common: whole on every rank that has experts."""
@@ -199,18 +193,19 @@ class Packer:
             blocks.copy(0, flat.ctypes.data, tensors=(start, end))
             yield end
 
-    def sections(
+    def tensors(
         self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
-    ) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(first tensor, last tensor, the bytes of these), each section in memory of its own. Otherwise like `fill`."""
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The fp32 tensors of the shard, each section in memory of its own. Otherwise like `fill`."""
         blocks = self._blocks(weights)
         for first, last in self._ready(weights, groups):
             assert shard is not None
             start = shard.tensors[first].offset
             end = shard.tensors[last].offset if last < len(shard.tensors) else shard.nbytes
-            section = np.empty(end - start, dtype=np.uint8)
-            blocks.copy(0, section.ctypes.data - start, tensors=(first, last))
-            yield first, last, section
+            section = torch.empty((end - start) // 4)
+            blocks.copy(0, section.data_ptr() - start, tensors=(first, last))
+            for t in shard.tensors[first:last]:
+                yield t.name, section[(t.offset - start) // 4 :][: math.prod(t.shape)].view(t.shape)
 
     def _ready(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[int, int]]:
         """Gather the split ranges; yield the (first, last) tensors of each section."""

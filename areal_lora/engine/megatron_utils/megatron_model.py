@@ -55,9 +55,8 @@ def build_model(
     Parallel state must be initialised.
     """
     dtype = DTYPES[model.dtype]
-    provider = GPTModelProvider(
-        **architecture(hf), **_parallel(trainer, layout, dtype), **_numerics(trainer, on_cpu=device.type == "cpu")
-    )
+    settings = _settings(trainer, layout, dtype, on_cpu=device.type == "cpu")
+    provider = GPTModelProvider(**architecture(hf), **settings)
     provider.finalize()
     module: nn.Module = provider.provide(
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
@@ -85,11 +84,11 @@ def build_model(
     return module, packing
 
 
-def _parallel(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:
+def _settings(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype, *, on_cpu: bool) -> dict[str, Any]:
     stages = [["decoder"] * count for count in layout.stage_layers]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
-    return {
+    fields: dict[str, Any] = {
         "tensor_model_parallel_size": trainer.tp,
         "pipeline_model_parallel_size": trainer.pp,
         "pipeline_model_parallel_layout": stages if trainer.pp > 1 else None,
@@ -100,11 +99,6 @@ def _parallel(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": False,
-    }
-
-
-def _numerics(trainer: TrainerConfig, *, on_cpu: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {
         "make_vocab_size_divisible_by": 1,
         "gradient_accumulation_fusion": False,
         "hidden_dropout": 0.0,

@@ -46,7 +46,7 @@ class CpuLoraLinear(PunicaWrapperCPU):
 class PackedExperts:
     """An ``ExpertProduct`` through vLLM's oneDNN kernels, with a packed copy of W [E, N, K].
 
-    Raises RuntimeError if oneDNN has no kernel for this type and CPU.
+    torch's product of a few rows is slow. Raises RuntimeError if oneDNN has no kernel for this type and CPU.
     """
 
     MAX_ROWS = 128  # oneDNN builds one kernel per number of rows in about 0.3 ms, and caches this many
@@ -65,7 +65,7 @@ class PackedExperts:
 
 @dataclass(frozen=True, slots=True)
 class PlainExperts:
-    """An ``ExpertProduct`` in float32 through torch, whose bfloat16 is slower on the same CPUs."""
+    """An ``ExpertProduct`` in float32 through torch, for CPUs with AVX2 only: there oneDNN has no bfloat16."""
 
     weight: torch.Tensor  # [E, N, K]
 
@@ -96,7 +96,7 @@ NO_GROUPS = np.array([-1])  # of tokens without an adapter
 
 
 class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
-    """``moe_lora`` as a vLLM experts class; honours ``expert_map`` (expert parallel).
+    """``moe_lora`` as a vLLM experts class, whose own with LoRA need a GPU; honours ``expert_map`` (expert parallel).
 
     vLLM sets a LoRA context only where the configured modules hold experts. Without one the experts are the base's.
     """

@@ -12,7 +12,7 @@ from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 from tests.support.distributed.engine_ranks import make_batch
 
 install_cpu_patches()
-from areal_lora.engine.megatron_utils.modules import PackedAttention, Packing, Rotary  # noqa: E402  Bridge needs the patches
+from areal_lora.engine.megatron_utils.modules import PackedAttention, Packing, Rotary  # noqa: E402
 
 CPU = torch.device("cpu")
 WIDTH, HEADS, GROUPS = 8, 4, 2
