@@ -37,7 +37,6 @@ from areal_lora.engine.megatron_utils.modules import (
     GroupedExperts,
     PackedAttention,
     Packing,
-    Rotary,
     attach,
     detach,
     follow_tokens,
@@ -79,7 +78,7 @@ def build_model(
         rope_scaling_factor=provider.rope_scaling_factor,
         use_cpu_initialization=True,
     )
-    packing = Packing(Rotary(rotary.inv_freq.to(device), dtype))
+    packing = Packing(rotary.inv_freq.to(device), dtype)
     follow_tokens(module)
     return module, packing
 

@@ -19,6 +19,7 @@ A layer is wrapped once, whatever number of adapters it has (`residents`).
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,28 +46,15 @@ from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import Scope
 
 
-class Rotary:
-    """Rotary embedding (Su et al., arXiv 2104.09864) of heads of width d, from its d / 2 inverse frequencies, fp32."""
-
-    def __init__(self, inv_freq: Tensor, dtype: torch.dtype) -> None:
-        self._inv_freq, self._dtype = inv_freq, dtype
-
-    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [t, 1, d] of ``positions`` [t]."""
-        angles = torch.outer(positions.float(), self._inv_freq)
-        both = torch.cat([angles, angles], dim=-1)[:, None]
-        return both.cos().to(self._dtype), both.sin().to(self._dtype)
-
-
 class Packing:
     """The attention plans of the micro-batches in progress; all layers of a model share one object.
 
     Megatron hands a layer one tensor for attention, in the forward pass and when it recomputes it: the number of the
-    micro-batch.
+    micro-batch. Heads of width d are rotated (Su et al., arXiv 2104.09864) by d / 2 inverse frequencies, fp32.
     """
 
-    def __init__(self, rotary: Rotary) -> None:
-        self._rotary = rotary
+    def __init__(self, inv_freq: Tensor, dtype: torch.dtype) -> None:
+        self._inv_freq, self._dtype = inv_freq, dtype
         self._plans: dict[int, tuple[AttentionPlan, Tensor, Tensor]] = {}
         self._keys: dict[int, Tensor] = {}
         self._added = 0
@@ -74,7 +62,9 @@ class Packing:
     def add(self, plan: AttentionPlan, keys: Tensor) -> Tensor:
         """Hold ``plan`` and ``keys`` [t] until :meth:`keep`; the result is Megatron's ``attention_mask``."""
         number, self._added = self._added, self._added + 1
-        self._plans[number] = (plan, *self._rotary.tables(plan.positions))
+        angles = torch.outer(plan.positions.float(), self._inv_freq)
+        both = torch.cat([angles, angles], dim=-1)[:, None]  # [t, 1, d]
+        self._plans[number] = (plan, both.cos().to(self._dtype), both.sin().to(self._dtype))
         self._keys[number] = keys
         return torch.tensor([number], device=torch.device("cpu"))
 
@@ -196,40 +186,36 @@ def _dispatched(dispatcher: Any, keys: Tensor, own: int, probs: Tensor, routing_
     return from_lanes(rows)
 
 
-class ParallelAdapter(nn.Module):  # type: ignore[misc]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelAdapter:
     """``scale * B A x`` next to a parallel linear layer, fp32 parameters, computed in the input's type.
 
-    Column-parallel base (qkv, fc1): ``lora_A`` [r, in] replicated, ``lora_B`` [out / tp, r] split.
-    Row-parallel base (proj, fc2): ``lora_A`` [r, in / tp] split, ``lora_B`` [out, r] replicated.
+    Column-parallel base (qkv, fc1): ``lora_a`` [r, in] replicated, ``lora_b`` [out / tp, r] split.
+    Row-parallel base (proj, fc2): ``lora_a`` [r, in / tp] split, ``lora_b`` [out, r] replicated.
     The adapters of routed experts are in `GroupedLinear`.
     """
 
-    def __init__(
-        self,
-        lora_a: nn.Parameter,
-        lora_b: nn.Parameter,
-        scale: float,
-        site: int,
-        *,
-        gather: bool,
-        scatter: bool,
-        split: bool,
-    ) -> None:
-        super().__init__()
-        self.lora_A, self.lora_B, self.scale, self.site = lora_a, lora_b, scale, site
-        self._gather, self._scatter = gather, scatter  # over the sequence, before and after lora_A
-        self._split = split  # over the inputs
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    scale: float
+    site: int
+    gather: bool
+    """Over the sequence, before lora_A."""
+    scatter: bool
+    """Over the sequence, after lora_A."""
+    split: bool
+    """Over the inputs."""
 
     def add_to(self, output: Tensor, x: Tensor, active: ActiveAdapter) -> Tensor:
         """``output`` [..., out] plus the adapter's share for the layer's input ``x`` [..., in]."""
-        if self._gather:
+        if self.gather:
             x = gather_from_sequence_parallel_region(x)
         if active.dropout is not None:
             x = self._dropped(x, active)
-        hidden = functional.linear(x, self.lora_A.to(x.dtype))
-        if self._scatter:
+        hidden = functional.linear(x, self.lora_a.to(x.dtype))
+        if self.scatter:
             hidden = reduce_scatter_to_sequence_parallel_region(hidden)
-        lora_b = self.lora_B.to(x.dtype).t()
+        lora_b = self.lora_b.to(x.dtype).t()
         return torch.addmm(
             output.reshape(-1, output.shape[-1]),
             hidden.reshape(-1, hidden.shape[-1]),
@@ -239,7 +225,7 @@ class ParallelAdapter(nn.Module):  # type: ignore[misc]
 
     def _dropped(self, x: Tensor, active: ActiveAdapter) -> Tensor:
         """Of the whole sequence; a row-parallel layer has features from the rank's first on."""
-        first = parallel_state.get_tensor_model_parallel_rank() * x.shape[-1] if self._split else 0
+        first = parallel_state.get_tensor_model_parallel_rank() * x.shape[-1] if self.split else 0
         keep = active.keep(self.site, x.shape[-1], first)
         return kept(x.reshape(-1, x.shape[-1]), keep).view(x.shape)
 
@@ -336,10 +322,10 @@ def _add(site: Site, memory: AdapterMemory, bank: Bank) -> None:
     # Bridge also makes Transformer Engine's layers return their normalised input, which lora_A reads.
     over_sequence = not get_adapter_attributes_from_linear(site.to_wrap).disable_sequence_parallel_comm
     site.residents[name] = ParallelAdapter(
-        lora_a,
-        lora_b,
-        scale,
-        sites[0],
+        lora_a=lora_a,
+        lora_b=lora_b,
+        scale=scale,
+        site=sites[0],
         gather=over_sequence and bank.column_parallel,
         scatter=over_sequence and not bank.column_parallel,
         split=not bank.column_parallel,

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from areal_lora.checkpoint.adapter_io import load_peft, peft_writer
-from areal_lora.checkpoint.checkpoint_store import Snapshot
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave, Saver, Snapshot
 from areal_lora.checkpoint.merged_folder import fused
 from areal_lora.checkpoint.recover import ResumePlan, WholeCheckpoint, explain, tidy
-from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.checkpoint.state import (
     MANIFEST_FILE,
     Clock,

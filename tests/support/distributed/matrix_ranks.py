@@ -180,7 +180,7 @@ def check_modules(kind: str, module: nn.Module, adapter: dict[str, Tensor], layo
     for path, found in module.named_modules():
         if isinstance(found, AdaptedLinear):
             part = found.residents["a"]
-            a, b, weight = part.lora_A, part.lora_B, found.to_wrap.weight
+            a, b, weight = part.lora_a, part.lora_b, found.to_wrap.weight
         elif isinstance(found, GroupedLinear):
             lora = found.residents["a"]
             assert lora.a is not None, path

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.algorithms.registry import build_algorithm
-from areal_lora.checkpoint.checkpoint_store import CheckpointStore
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave, CheckpointStore, Saver
 from areal_lora.checkpoint.recover import find
-from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.load import load_config
 from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig

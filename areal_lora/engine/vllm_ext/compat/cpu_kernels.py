@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import llvmlite.binding.ffi
@@ -63,14 +62,9 @@ class PackedExperts:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class PlainExperts:
-    """An ``ExpertProduct`` in float32 through torch, for CPUs with AVX2 only: there oneDNN has no bfloat16."""
-
-    weight: torch.Tensor  # [E, N, K]
-
-    def __call__(self, x: torch.Tensor, runs: Runs) -> torch.Tensor:
-        return torch.cat([x[rows].float() @ self.weight[expert].float().t() for expert, rows in runs]).to(x.dtype)
+def plain_product(weight: torch.Tensor, x: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """In float32 through torch, for CPUs with AVX2 only: there oneDNN has no bfloat16, and torch's is slower."""
+    return torch.cat([x[rows].float() @ weight[expert].float().t() for expert, rows in runs]).to(x.dtype)
 
 
 def expert_product(weight: torch.Tensor) -> ExpertProduct:
@@ -79,7 +73,7 @@ def expert_product(weight: torch.Tensor) -> ExpertProduct:
         return PackedExperts(weight)
     except RuntimeError as e:
         _warn_of_plain_experts(str(weight.dtype).removeprefix("torch."), str(e))
-        return PlainExperts(weight.detach())
+        return partial(plain_product, weight.detach())
 
 
 @cache

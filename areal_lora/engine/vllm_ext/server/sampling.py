@@ -298,25 +298,16 @@ async def _merged(streams: Iterable[AsyncGenerator[T, None]]) -> AsyncGenerator[
     queue: asyncio.Queue[T | None] = asyncio.Queue()
 
     async def pump(stream: AsyncGenerator[T, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for item in stream:
-                    queue.put_nowait(item)
-        finally:
-            queue.put_nowait(None)
+        async with aclosing(stream):
+            async for item in stream:
+                queue.put_nowait(item)
 
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    task = asyncio.ensure_future(all_of([pump(stream) for stream in streams]))
+    task.add_done_callback(lambda _: queue.put_nowait(None))
     try:
-        left = len(tasks)
-        while left:
-            item = await queue.get()
-            if item is None:
-                left -= 1
-            else:
-                yield item
-        for task in tasks:
-            task.result()
+        while (item := await queue.get()) is not None:
+            yield item
+        task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

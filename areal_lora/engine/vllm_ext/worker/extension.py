@@ -162,7 +162,6 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
-    worker: int
     max_rank: int
     modules: dict[str, tuple[int, int]]
     slot_bytes: int
@@ -307,10 +306,7 @@ class AdapterWorkerExtension:
     def al_describe(self) -> bytes:
         state = self._al_state
         described = WorkerDescription(
-            worker=state.rank,
-            max_rank=state.held.max_rank,
-            modules=state.held.modules,
-            slot_bytes=state.held.slot_bytes,
+            max_rank=state.held.max_rank, modules=state.held.modules, slot_bytes=state.held.slot_bytes
         )
         return msgspec.msgpack.encode(described)
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from areal_lora.checkpoint import saver
-from areal_lora.checkpoint.checkpoint_store import CheckpointStore
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave, CheckpointStore, Saver
 from areal_lora.checkpoint.recover import find
-from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError, PublishError, RolloutError
