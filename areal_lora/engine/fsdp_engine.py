@@ -6,7 +6,7 @@ whole on every rank, in fp32; rank 0 publishes them. Importing this file imports
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ class FsdpModel:
         """Join torch.distributed unless the caller has, build the model and load this rank's part of the base."""
         if not dist.is_initialized():
             dist.init_process_group(collective_of(device))
-        self.groups: dict[Range, dist.ProcessGroup] = {}  # no adapter tensor is split
+        self.groups: Mapping[Range, dist.ProcessGroup] = {}  # no adapter tensor is split
         self._sharded = sharded
         self.module = build_model(model, trainer, dist.get_rank(), device)
         self.active = ActiveAdapter()

@@ -56,11 +56,8 @@ class Compute(Protocol):
     """The frozen base on this rank with the adapters attached to it. Every call but `detach` is collective."""
 
     active: ActiveAdapter
-
-    @property
-    def groups(self) -> Mapping[Range, dist.ProcessGroup]:
-        """The tensor-parallel groups of the split ranges."""
-        ...
+    groups: Mapping[Range, dist.ProcessGroup]
+    """The tensor-parallel groups of the split ranges."""
 
     def attach(self, memory: AdapterMemory) -> Sequence[GradientClass]:
         """Add the adapter in ``memory`` to the model's layers; its gradients accumulate in ``memory``.

@@ -208,7 +208,7 @@ class MegatronModel:
     ) -> None:
         """Join torch.distributed unless the caller has, build the model and load the base."""
         tp_group, etp_group = initialize_parallel(trainer, device)
-        self.groups = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
+        self.groups: Mapping[Range, dist.ProcessGroup] = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
         self.active = ActiveAdapter()
         self.module: nn.Module
         self.module, self._packing = build_model(model, trainer, sharded.layout, hf, device)
