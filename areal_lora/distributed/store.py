@@ -40,7 +40,7 @@ WIRE = Wire(
 FORGET_S = 5.0  # least interval of dropping requests whose deadline has passed
 
 
-class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class StoreCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A method of ``dist.Store`` that returns at once."""
 
     method: Literal["set", "add", "compare_set", "delete_key", "check", "num_keys"]
@@ -70,7 +70,7 @@ class KeyTable:
         self._values = dist.HashStore()
         self._waiting: dict[str, list[tuple[list[bytes], Await, float]]] = {}  # by the first key that is missing
 
-    def handle(self, sender: list[bytes], request: Call | Await) -> None:
+    def handle(self, sender: list[bytes], request: StoreCall | Await) -> None:
         if isinstance(request, Await):
             self._await(sender, request, self._clock() + request.timeout_s)
             return
@@ -123,7 +123,7 @@ class StoreServer:
             self._table.forget_late()
             self._forget_at = time.monotonic() + FORGET_S
         try:
-            request = msgspec.msgpack.decode(payload, type=Call | Await)
+            request = msgspec.msgpack.decode(payload, type=StoreCall | Await)
         except msgspec.DecodeError as error:
             self._answer([client, number], StoreReply(error=f"the request is not understood: {error}"))
         else:
@@ -170,10 +170,10 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
     # ------------------------------------------------------------ the names that torch calls
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._call(Call("set", (key, value)))
+        self._call(StoreCall("set", (key, value)))
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._call(Call("add", (key, amount))))
+        return int(self._call(StoreCall("add", (key, amount))))
 
     def get(self, key: str) -> bytes:
         return bytes(self._await([key], None, fetch=True)[0])
@@ -182,16 +182,16 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
         self._await(keys, timeout, fetch=False)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._call(Call("check", (list(keys),))))
+        return bool(self._call(StoreCall("check", (list(keys),))))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return bytes(self._call(Call("compare_set", (key, expected_value, desired_value))))
+        return bytes(self._call(StoreCall("compare_set", (key, expected_value, desired_value))))
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._call(Call("delete_key", (key,))))
+        return bool(self._call(StoreCall("delete_key", (key,))))
 
     def num_keys(self) -> int:
-        return int(self._call(Call("num_keys")))
+        return int(self._call(StoreCall("num_keys")))
 
     deleteKey, getNumKeys = delete_key, num_keys  # the names that C++ looks for
 
@@ -205,7 +205,7 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
         timeout_s = (self.timeout if timeout is None else timeout).total_seconds()
         return self._call(Await(list(keys), timeout_s, fetch), timeout_s)
 
-    def _call(self, request: Call | Await, timeout_s: float | None = None) -> Any:
+    def _call(self, request: StoreCall | Await, timeout_s: float | None = None) -> Any:
         timeout_s = self.timeout.total_seconds() if timeout_s is None else timeout_s
         try:
             with self._connection() as connection:

@@ -70,7 +70,7 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
 Command = JoinCommand | Receive | Forget | Ping
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """``staged`` answers a `Receive`; of the others, ``error`` is empty on success."""
 
     error: str = ""
@@ -85,7 +85,7 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True):
 class _Reply(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     worker: int
-    answer: Answer
+    answer: WorkerAnswer
 
 
 class WorkerChannel:
@@ -121,11 +121,11 @@ class WorkerChannel:
             raise PublishError(f"{problem}; see the log") from None
         self._reader = watched_task("worker-replies", self._read)
 
-    async def call(self, command: Command, timeout_s: float) -> list[Answer]:
+    async def call(self, command: Command, timeout_s: float) -> list[WorkerAnswer]:
         """Send ``command`` and return all answers in worker order. Raises PublishError if one is late."""
         number = next(self._numbers)
         replies = self._calls[number] = asyncio.Queue()
-        got: dict[int, Answer] = {}
+        got: dict[int, WorkerAnswer] = {}
         try:
             async with asyncio.timeout(timeout_s):
                 body = msgspec.msgpack.encode(_Call(number=number, command=command))
@@ -157,7 +157,7 @@ class WorkerChannel:
         self._listener.close()
 
 
-Respond = Callable[[Answer], None]
+Respond = Callable[[WorkerAnswer], None]
 
 
 class CommandThread:
@@ -193,6 +193,6 @@ class CommandThread:
             call = msgspec.msgpack.decode(self._commands.recv(), type=_Call)
             self._handle(call.command, partial(self._respond, call.number))
 
-    def _respond(self, number: int, answer: Answer) -> None:
+    def _respond(self, number: int, answer: WorkerAnswer) -> None:
         with self._sending:
             self._replies.send(msgspec.msgpack.encode(_Reply(number=number, worker=self._worker, answer=answer)))

@@ -225,14 +225,14 @@ class _WorkerAdapters:
     def _handle(self, command: channel.Command, respond: channel.Respond) -> None:
         match command:
             case channel.Ping():
-                respond(channel.Answer())
+                respond(channel.WorkerAnswer())
             case channel.Forget(name=name):
                 if self._last_staged is not None and self._last_staged.name == name:
                     self._last_staged = None
                 self._receiver.forget(name)
-                respond(channel.Answer())
+                respond(channel.WorkerAnswer())
             case channel.JoinCommand() if self._joining:
-                respond(channel.Answer(error="still joining the groups of the previous request"))
+                respond(channel.WorkerAnswer(error="still joining the groups of the previous request"))
             case channel.JoinCommand(request=request):
                 self._joining = True
                 threading.Thread(target=self._join, args=(request, respond), name="join", daemon=True).start()
@@ -260,9 +260,9 @@ class _WorkerAdapters:
     def _staged(self, result: StageResult) -> None:
         if result.ok:
             self._last_staged = AdapterRef.parse(result.ref)
-        self._answer(channel.Answer(staged=result))
+        self._answer(channel.WorkerAnswer(staged=result))
 
-    def _answer(self, staged: channel.Answer) -> None:
+    def _answer(self, staged: channel.WorkerAnswer) -> None:
         respond, self._respond = self._respond, None
         if respond is not None:
             respond(staged)
@@ -277,7 +277,7 @@ class _WorkerAdapters:
         except Exception as e:  # fault boundary: a thread's error must reach the server, not stderr only  # noqa: BLE001
             error = repr(e)
         self._joining = False  # before the answer, because the trainer publishes as soon as it arrives
-        respond(channel.Answer(error=error))
+        respond(channel.WorkerAnswer(error=error))
 
 
 def lower_priority() -> None:
@@ -286,9 +286,9 @@ def lower_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def _unstaged(command: channel.Receive, reason: str, detail: str) -> channel.Answer:
+def _unstaged(command: channel.Receive, reason: str, detail: str) -> channel.WorkerAnswer:
     failed = StageResult(ref=command.ref, slot=command.slot, ok=False, reason=reason, detail=detail)
-    return channel.Answer(staged=failed)
+    return channel.WorkerAnswer(staged=failed)
 
 
 class AdapterWorkerExtension:
