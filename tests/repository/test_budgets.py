@@ -26,20 +26,20 @@ WIDTH, OWN_FILES = 34, "own files"
 LINES = {
     "": 657,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync
     "algorithms": 1178,
-    "checkpoint": 1539,
+    "checkpoint": 1483,
     "cli": 2224,
     "config": 4517,
     "data": 594,
-    "distributed": 433,
+    "distributed": 356,
     "doctor": 1095,
-    "engine": 8297,
+    "engine": 7966,
     "families": 1378,
     "launcher": 3704,
     "library": 477,
     "network": 917,  # the types of /v1/tool_calls, once for client and server; usable() reads the events of the handshake
     "obs": 3389,
     "operations": 552,
-    "platforms": 110,
+    "platforms": 87,
     "processes": 386,  # shared_memory, which servers use, too: from launcher
     "rollout": 6239,
     "run_folder": 1026,  # DesiredWatch logs a faulty file: from trainer

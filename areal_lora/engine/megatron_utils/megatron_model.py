@@ -32,16 +32,9 @@ from areal_lora.engine.common.micro_batches import Judge, Result
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter
+from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
-from areal_lora.engine.megatron_utils.modules import (
-    GroupedExperts,
-    PackedAttention,
-    Packing,
-    attach,
-    detach,
-    follow_tokens,
-    take_output,
-)
+from areal_lora.engine.megatron_utils.modules import Packing
 from areal_lora.platforms.device import collective_of
 from areal_lora.types import ExpertLayout
 
@@ -79,7 +72,7 @@ def build_model(
         use_cpu_initialization=True,
     )
     packing = Packing(rotary.inv_freq.to(device), dtype)
-    follow_tokens(module)
+    modules.follow_tokens(module)
     return module, packing
 
 
@@ -137,9 +130,9 @@ def _layers(config: GPTModelProvider, *, on_cpu: bool) -> Any:
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=not on_cpu, **norm)
     for layer in block.layer_specs:
         parts = layer.submodules
-        parts.self_attention.submodules.core_attention = PackedAttention
+        parts.self_attention.submodules.core_attention = modules.PackedAttention
         if "experts" in vars(parts.mlp.submodules):
-            parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+            parts.mlp.submodules.experts = ModuleSpec(module=modules.GroupedExperts)
     return block
 
 
@@ -213,14 +206,14 @@ class MegatronModel:
         self.module: nn.Module
         self.module, self._packing = build_model(model, trainer, sharded.layout, hf, device)
         load_base(self.module, ModelFolder.of(model), sharded, dist.get_rank())
-        self._output = take_output(self.module, self.active)
+        self._output = modules.take_output(self.module, self.active)
         for parameter in self.module.parameters():
             parameter.requires_grad_(False)
         self._packing.follow(self.module, self.active)
 
     def attach(self, memory: AdapterMemory) -> list[GradientClass]:
         """Make the adapter in ``memory`` resident."""
-        attach(self.module, memory, self.active)
+        modules.attach(self.module, memory, self.active)
         if head := memory.value_head():
             assert self._output is not None, "a value head is on the last stage"
             self._output.heads[memory.spec.name] = head
@@ -228,7 +221,7 @@ class MegatronModel:
 
     def detach(self, name: str) -> None:
         """Forget a resident adapter (not collective)."""
-        detach(self.module, name)
+        modules.detach(self.module, name)
         if self._output:
             self._output.heads.pop(name, None)
 
