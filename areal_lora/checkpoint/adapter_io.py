@@ -99,7 +99,7 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 @contextmanager
 def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A folder that gets the name ``target`` as a whole at the end of the block; nothing is left if the block raises.
+    """A folder that gets the name ``target`` as a whole at the end of the block; nothing remains if the block raises.
 
     The block itself syncs its files. ``replace`` an earlier folder.
     """

@@ -32,7 +32,7 @@ LINES = {
     "data": 594,
     "distributed": 356,
     "doctor": 1095,
-    "engine": 7966,
+    "engine": 7967,
     "families": 1378,
     "launcher": 3704,
     "library": 477,

@@ -1,5 +1,5 @@
 """Hold everything that relies on vLLM's private interfaces, written against vLLM 0.32.
 
-Each module tells what of vLLM it replaces and why. Those with ``cpu_`` in their names are imported on CPUs only: what
+Each module states what of vLLM it replaces and why. Those with ``cpu_`` in their names are imported on CPUs only: what
 vLLM renames there does not stop a server with GPUs. A test compares every name that is used with the sources of vLLM.
 """

@@ -141,6 +141,7 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
     def workspace_shapes(
         self, M: int, N: int, K: int, *others: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """``others``, ``global_num_experts`` among them, decide no shape here."""
         return (0,), (0,), (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
