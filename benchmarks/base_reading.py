@@ -33,7 +33,6 @@ from areal_lora.config.models import ModelConfig, TrainerConfig
 path, engine, world, shared, store = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True", sys.argv[5]
 if engine == "fsdp":
     from areal_lora.engine.fsdp_engine import FsdpEngine as Engine
-    from areal_lora.engine.fsdp_utils import fsdp_model
 else:
     from areal_lora.engine.megatron_utils import cpu_patches
     from areal_lora.engine.megatron_engine import MegatronEngine as Engine

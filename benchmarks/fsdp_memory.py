@@ -61,7 +61,6 @@ def one_rank(path: str, ranks: int) -> dict[str, float]:
     from areal_lora.data.collate import scoring_batch
     from areal_lora.engine.base import LossSums
     from areal_lora.engine.fsdp_engine import FsdpEngine
-    from areal_lora.engine.fsdp_utils import fsdp_model  # noqa: F401  before the first figure
     from areal_lora.types import AdapterSpec
 
     before = private_bytes()

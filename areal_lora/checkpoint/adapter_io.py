@@ -17,7 +17,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,7 @@ from areal_lora.families.peft_folder import (
 )
 from areal_lora.families.registry import target_of
 from areal_lora.families.safetensors_head import head_of
+from areal_lora.run_folder.atomic import sync_folder, write_file
 from areal_lora.types import AdapterSpec
 
 _EXPERT = re.compile(r"(layers\.\d+\.).*\.experts\.0\.[^.]+$")
@@ -95,104 +97,94 @@ Shape = tuple[int, ...]
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-class PeftWriter:
-    """An adapter folder that is written tensor by tensor, in any order.
+@contextmanager
+def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A folder that gets the name ``target`` as a whole at the end of the block; nothing remains if the block raises.
 
-    A crash leaves either no folder or a whole one. Where every tensor lies in the file follows from names and
-    shapes: stock safetensors would write the same.
+    The block itself syncs its files. ``replace`` an earlier folder.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    scratch.chmod(0o755)
+    try:
+        yield scratch
+        sync_folder(scratch)
+        earlier = scratch.with_name(f"{scratch.name}.earlier") if replace and target.exists() else None
+        if earlier is not None:
+            target.rename(earlier)
+        scratch.rename(target)
+        sync_folder(target.parent)
+        if earlier is not None:
+            shutil.rmtree(earlier, ignore_errors=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def peft_writer(
+    folder: str | os.PathLike[str],
+    spec: AdapterSpec,
+    shapes: Mapping[str, Shape],
+    base_model_path: str,
+    aliases: Mapping[str, str] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    replace: bool = False,
+    revision: str | None = None,
+) -> Iterator[Callable[[str, torch.Tensor], None]]:
+    """Write an adapter folder tensor by tensor, in any order; a crash leaves either no folder or a whole one.
+
+    ``shapes`` by wire name: lora_A [r, in] and lora_B [out, r]. ``aliases`` (full name to wire name) are
+    written out as tensors of their own, because readers may scale in place. ``replace`` an earlier folder.
+    ``revision`` is the base's, if it is a hub model: peft's AutoPeft classes load that one. Where every tensor lies in
+    the file follows from names and shapes: stock safetensors would write the same.
 
     Example::
 
-        with PeftWriter(folder, spec, {name: (8, 64), ...}, "path/of/the/base") as writer:
+        with peft_writer(folder, spec, {name: (8, 64), ...}, "path/of/the/base") as write:
             for name, tensor in tensors:
-                writer.write(name, tensor)
+                write(name, tensor)  # by wire name, once
+
+    Raises AdapterError if the folder exists, a lora_A or lora_B lacks its partner, a shape does not fit
+    the rank that ``spec`` gives its module, or the tensors written are not those announced.
     """
+    target, aliases = Path(folder), aliases or {}
+    full = {FILE_PREFIX + name: tuple(shape) for name, shape in shapes.items()}
+    full |= {FILE_PREFIX + name: tuple(shapes[wire]) for name, wire in aliases.items()}
+    modules = checked_modules(spec, full)
+    if target.exists() and not replace:
+        raise AdapterError(f"{target} exists; adapter folders are written once, choose another name")
+    sizes = ((name, DTYPES[dtype], shape, math.prod(shape) * dtype.itemsize) for name, shape in sorted(full.items()))
+    header, offsets = head_of(sizes, {"format": "pt", OWN_KEY: msgspec.json.encode(spec).decode()})
+    places = {name: [offsets[FILE_PREFIX + name]] for name in shapes}
+    for name, wire in aliases.items():
+        places[wire].append(offsets[FILE_PREFIX + name])
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        spec: AdapterSpec,
-        shapes: Mapping[str, Shape],
-        base_model_path: str,
-        aliases: Mapping[str, str] | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
-        replace: bool = False,
-        revision: str | None = None,
-    ) -> None:
-        """``shapes`` by wire name: lora_A [r, in] and lora_B [out, r]. ``aliases`` (full name to wire name) are
-        written out as tensors of their own, because readers may scale in place. ``replace`` an earlier folder.
-        ``revision`` is the base's, if it is a hub model: peft's AutoPeft classes load that one.
+    with new_folder(target, replace=replace) as scratch:
+        with (scratch / TENSOR_FILE).open("xb") as file:
 
-        Raises AdapterError if the folder exists, a lora_A or lora_B lacks its partner, or a shape does not fit
-        the rank that ``spec`` gives its module.
-        """
-        self._target, self._spec, self._dtype = Path(folder), spec, dtype
-        self._base, self._revision = base_model_path, revision
-        self._shapes = dict(shapes)
-        full = {FILE_PREFIX + name: tuple(shape) for name, shape in shapes.items()}
-        full |= {FILE_PREFIX + name: tuple(shapes[wire]) for name, wire in (aliases or {}).items()}
-        self._full = frozenset(full)
-        self._modules = checked_modules(spec, full)
-        if self._target.exists() and not replace:
-            raise AdapterError(f"{self._target} exists; adapter folders are written once, choose another name")
-        metadata = {"format": "pt", OWN_KEY: msgspec.json.encode(spec).decode()}
-        sizes = (
-            (name, DTYPES[dtype], shape, math.prod(shape) * dtype.itemsize) for name, shape in sorted(full.items())
-        )
-        self._header, offsets = head_of(sizes, metadata)
-        self._places = {name: [offsets[FILE_PREFIX + name]] for name in shapes}
-        for name, wire in (aliases or {}).items():
-            self._places[wire].append(offsets[FILE_PREFIX + name])
+            def write(name: str, tensor: torch.Tensor) -> None:
+                if (tuple(tensor.shape), tensor.dtype) != (tuple(shapes.get(name, ())), dtype):
+                    raise AdapterError(
+                        f"{name} has shape {tuple(tensor.shape)} and {tensor.dtype}, announced was another one"
+                    )
+                if name not in places:
+                    raise AdapterError(f"{name} comes twice")
+                data = memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1))
+                for place in places.pop(name):
+                    file.seek(place)
+                    file.write(data)
 
-    def __enter__(self) -> PeftWriter:
-        self._target.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = Path(tempfile.mkdtemp(prefix=f".{self._target.name}.", dir=self._target.parent))
-        self._scratch.chmod(0o755)
-        self._fd = os.open(self._scratch / TENSOR_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        return self
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor by its wire name, once. Raises AdapterError if it is not one of those announced."""
-        if (tuple(tensor.shape), tensor.dtype) != (tuple(self._shapes.get(name, ())), self._dtype):
-            raise AdapterError(f"{name} has shape {tuple(tensor.shape)} and {tensor.dtype}, announced was another one")
-        if name not in self._places:
-            raise AdapterError(f"{name} comes twice")
-        data = memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1))
-        for place in self._places.pop(name):
-            self._put(data, place)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            os.close(self._fd)
-            shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def _finish(self) -> None:
-        if self._places:
-            raise AdapterError(f"{len(self._places)} tensors were not written, first {next(iter(self._places))}")
-        self._put(self._header, 0)
-        names = {name.removeprefix(FILE_PREFIX) for name in self._full}
-        config = peft_config(self._spec, self._modules, names, self._base, self._revision)
-        (self._scratch / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-        for path in (self._scratch / TENSOR_FILE, self._scratch / CONFIG_FILE, self._scratch):
-            _fsync(path)
-        if not self._target.exists():
-            self._scratch.rename(self._target)
-            _fsync(self._target.parent)
-            return
-        earlier = self._scratch.with_name(f"{self._scratch.name}.earlier")
-        self._target.rename(earlier)
-        self._scratch.rename(self._target)
-        _fsync(self._target.parent)
-        shutil.rmtree(earlier, ignore_errors=True)
-
-    def _put(self, data: bytes | memoryview, at: int) -> None:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done:], at + done)
+            yield write
+            if places:
+                raise AdapterError(f"{len(places)} tensors were not written, first {next(iter(places))}")
+            file.seek(0)
+            file.write(header)
+            file.flush()
+            os.fsync(file.fileno())
+        names = {name.removeprefix(FILE_PREFIX) for name in full}
+        config = peft_config(spec, modules, names, base_model_path, revision)
+        write_file(scratch / CONFIG_FILE, json.dumps(config, indent=2) + "\n", durable=True)
 
 
 def save_peft(
@@ -204,12 +196,12 @@ def save_peft(
     *,
     revision: str | None = None,
 ) -> None:
-    """Write an adapter that is in memory, all tensors of one dtype; see `PeftWriter`."""
+    """Write an adapter that is in memory, all tensors of one dtype; see `peft_writer`."""
     shapes = {name: tuple(t.shape) for name, t in tensors.items()}
     dtype = next((t.dtype for t in tensors.values()), torch.float32)
-    with PeftWriter(folder, spec, shapes, base_model_path, aliases, dtype=dtype, revision=revision) as writer:
+    with peft_writer(folder, spec, shapes, base_model_path, aliases, dtype=dtype, revision=revision) as write:
         for name, tensor in tensors.items():
-            writer.write(name, tensor)
+            write(name, tensor)
 
 
 def load_peft(folder: str | os.PathLike[str]) -> tuple[AdapterSpec, dict[str, torch.Tensor]]:
@@ -229,11 +221,3 @@ def load_peft(folder: str | os.PathLike[str]) -> tuple[AdapterSpec, dict[str, to
     spec = declared_spec(source, own, full)
     checked_modules(spec, {name: tuple(t.shape) for name, t in full.items()})
     return spec, {wire_name(source, name): t for name, t in full.items()}
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

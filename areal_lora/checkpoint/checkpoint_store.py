@@ -9,15 +9,30 @@
         broken-v000013/         damaged; a start set it aside and used an older checkpoint
 
 A checkpoint gets its name only when all its files are durable. It is never changed afterwards.
+
+A ``Saver`` per trainer rank writes them in the background of training::
+
+    main thread                     saver thread of every rank
+    copy the state
+    save ------------------------>  files -> fsync -> manifest -> rename -> fsync      `CheckpointStore`
+    publish ...                     durable: the publish of this version may start
+    next batch ...                  rank 0: commit the step, delete old checkpoints
+    join before the next learn <--  ended
+
+What a client saves (``label``) is written in the same way and in the same order, and is no checkpoint.
 """
 
 from __future__ import annotations
 
+import queue
 import re
 import secrets
+import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,8 +53,9 @@ from areal_lora.checkpoint.state import (
     rank_file,
 )
 from areal_lora.config.models import CheckpointConfig
-from areal_lora.errors import CheckpointError
-from areal_lora.processes.watched import reached
+from areal_lora.errors import CheckpointError, PublishError
+from areal_lora.processes.log import get_logger
+from areal_lora.processes.watched import reached, watched_thread
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
 
@@ -49,6 +65,8 @@ if TYPE_CHECKING:  # the launcher reads checkpoints without torch
 NEWEST_FILE = "newest"
 BROKEN_PREFIX = "broken-"
 _VERSION = re.compile(r"v(\d{6,})")
+
+log = get_logger(__name__)
 
 
 def version_folder(root: Path, version: int) -> Path:
@@ -80,10 +98,10 @@ class Snapshot:
     manifest: Manifest
 
 
-class _Rank0Report(msgspec.Struct, frozen=True):
-    """Broadcast of rank 0 to all ranks: the folder to write to, or the reason of a failure."""
+class _Outcome(msgspec.Struct, frozen=True):
+    """Broadcast of rank 0 to all ranks: what an action returned, or the reason of its failure."""
 
-    folder: str = ""
+    value: str = ""
     failure: str = ""
 
 
@@ -113,35 +131,37 @@ class CheckpointStore:
         to = version_folder(self._run_folder.adapter_checkpoints(name), version)
         if label:
             to = self._run_folder.saved_state(name, label)
-        opened = self._broadcast(self._open(to) if self._exchange.rank == 0 else None)
-        if opened.failure:
-            raise CheckpointError(opened.failure)
-        scratch = Path(opened.folder)
+        scratch = Path(self._on_rank0(to, lambda: self._open(to)))
         parts = [
             msgspec.msgpack.decode(raw, type=_Part)
             for raw in self._exchange.all_gather_bytes(msgspec.msgpack.encode(self._write_own(snapshot, scratch)))
         ]
-        closed = self._broadcast(self._close(snapshot, scratch, to, parts, label) if self._exchange.rank == 0 else None)
-        if closed.failure:
-            raise CheckpointError(closed.failure)
+        self._on_rank0(scratch, lambda: self._close(snapshot, scratch, to, parts, label))
         return sum(entry.nbytes for part in parts for entry in part.entries)
 
-    def _broadcast(self, mine: _Rank0Report | None) -> _Rank0Report:
-        raw = self._exchange.broadcast_bytes(None if mine is None else msgspec.msgpack.encode(mine))
-        return msgspec.msgpack.decode(raw, type=_Rank0Report)
+    def _on_rank0(self, path: Path, act: Callable[[], str]) -> str:
+        """What ``act`` returns on rank 0. Raises CheckpointError on every rank if it or the disk fails there."""
+        mine = None
+        if self._exchange.rank == 0:
+            try:
+                outcome = _Outcome(value=act())
+            except (CheckpointError, OSError) as e:
+                outcome = _Outcome(failure=_reason(e, path) if isinstance(e, OSError) else str(e))
+            mine = msgspec.msgpack.encode(outcome)
+        outcome = msgspec.msgpack.decode(self._exchange.broadcast_bytes(mine), type=_Outcome)
+        if outcome.failure:
+            raise CheckpointError(outcome.failure)
+        return outcome.value
 
-    def _open(self, to: Path) -> _Rank0Report:
+    def _open(self, to: Path) -> str:
         root = to.parent
+        for folder in (root.parent, root):
+            if not folder.is_dir():
+                self._disk.make_folder(folder)
+                self._disk.fsync_folder(folder.parent)
         scratch = root / f".{to.name}.{secrets.token_hex(4)}"
-        try:
-            for folder in (root.parent, root):
-                if not folder.is_dir():
-                    self._disk.make_folder(folder)
-                    self._disk.fsync_folder(folder.parent)
-            self._disk.make_folder(scratch)
-        except OSError as e:
-            return _Rank0Report(failure=_reason(e, scratch))
-        return _Rank0Report(folder=str(scratch))
+        self._disk.make_folder(scratch)
+        return str(scratch)
 
     def _write_own(self, snapshot: Snapshot, scratch: Path) -> _Part:
         entries: list[FileEntry] = []
@@ -155,33 +175,33 @@ class CheckpointStore:
                 return _Part(entries=(), random=snapshot.random, failure=_reason(e, path))
         return _Part(entries=tuple(entries), random=snapshot.random)
 
-    def _close(self, snapshot: Snapshot, scratch: Path, to: Path, parts: list[_Part], label: str) -> _Rank0Report:
+    def _close(self, snapshot: Snapshot, scratch: Path, to: Path, parts: list[_Part], label: str) -> str:
         """Write the manifest, then rename the folder (rank 0)."""
-        failures = [part.failure for part in parts if part.failure]
+        failures = "; ".join(part.failure for part in parts if part.failure)
         root = scratch.parent
         try:
             reached("trainer.checkpoint.files_written")
-            if not failures:
-                manifest = msgspec.structs.replace(
-                    snapshot.manifest,
-                    files=tuple(entry for part in parts for entry in part.entries),
-                    random=tuple(part.random for part in parts),
-                    written_s=time.time(),
-                )
-                self._disk.write(scratch / MANIFEST_FILE, [encode_manifest(manifest)])
-                self._disk.fsync_folder(scratch)
-                reached("trainer.checkpoint.manifest_written")
-                self._name(scratch, to, replace=bool(label))
-                reached("trainer.checkpoint.renamed")
-                if not label:
-                    newest = root / f".{NEWEST_FILE}.{secrets.token_hex(4)}"
-                    self._disk.write(newest, [f"{snapshot.ref.version}\n".encode()])
-                    self._disk.rename(newest, root / NEWEST_FILE)
-        except OSError as e:
-            failures = [_reason(e, scratch)]
-        if failures:
+            if failures:
+                raise CheckpointError(failures)
+            manifest = msgspec.structs.replace(
+                snapshot.manifest,
+                files=tuple(entry for part in parts for entry in part.entries),
+                random=tuple(part.random for part in parts),
+                written_s=time.time(),
+            )
+            self._disk.write(scratch / MANIFEST_FILE, [encode_manifest(manifest)])
+            self._disk.fsync_folder(scratch)
+            reached("trainer.checkpoint.manifest_written")
+            self._name(scratch, to, replace=bool(label))
+            reached("trainer.checkpoint.renamed")
+            if not label:
+                newest = root / f".{NEWEST_FILE}.{secrets.token_hex(4)}"
+                self._disk.write(newest, [f"{snapshot.ref.version}\n".encode()])
+                self._disk.rename(newest, root / NEWEST_FILE)
+        except (CheckpointError, OSError):
             self._clear(scratch)
-        return _Rank0Report(failure="; ".join(failures))
+            raise
+        return ""
 
     def _name(self, scratch: Path, to: Path, *, replace: bool) -> None:
         """Give the finished folder its name. What had the name stays if that fails, and is beside it after a crash."""
@@ -200,21 +220,15 @@ class CheckpointStore:
             self._clear(aside)
 
     def _clear(self, scratch: Path) -> None:
-        try:
+        with suppress(OSError):  # the next start removes it as a leftover
             self._disk.remove(scratch)
-        except OSError:
-            return  # the next start removes it as a leftover
 
     def delete_old(self, snapshot: Snapshot, config: CheckpointConfig) -> list[int]:
         """Delete what `plan_deletions` selects, after ``snapshot`` is written (rank 0). Raises OSError."""
         root = self._run_folder.adapter_checkpoints(snapshot.ref.name)
         present = versions_in(root)
-        sound: list[int] = []
-        for version in reversed(present):
-            if looks_whole(version_folder(root, version)):
-                sound.append(version)
-            if len(sound) == config.keep_last:
-                break
+        whole = (version for version in reversed(present) if looks_whole(version_folder(root, version)))
+        sound = list(islice(whole, config.keep_last))
         manifest = snapshot.manifest
         old = plan_deletions(present, sound, manifest.evaluations, manifest.awaited)
         for version in old:
@@ -250,3 +264,148 @@ def looks_whole(folder: Path) -> bool:
 
 def _reason(error: OSError, path: Path) -> str:
     return f"{error.filename or path}: {error.strerror or error}"
+
+
+WAIT_LINE_S = 10.0
+MAX_FAILURES = 3
+"""Failed checkpoints of an adapter in a row that a run survives: a full or absent disk for some steps."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointSave:
+    """One checkpoint in progress at one rank, of the adapter after ``step`` optimizer steps.
+
+    ``label`` is that of a client's saved state, empty for a checkpoint. ``reason`` is that of a ``failed`` one.
+    ``ended_s`` is time.monotonic.
+    """
+
+    ref: AdapterRef
+    step: int = 0
+    label: str = ""
+    settled: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    failed: bool = False
+    reason: str = ""
+    ended_s: float = 0.0
+    in_doubt: bool = False  # an error ended it, so it is unknown whether it is durable
+    write_s: float = 0.0
+    nbytes: int = 0
+    error: BaseException | None = None
+
+    def wait_settled(self) -> None:
+        """Wait until the checkpoint is durable or has failed; only then may the version be published.
+
+        Raises PublishError if it is unknown whether it is durable, because the run is ending (see `Saver.join`).
+        """
+        _wait(self.settled, f"the checkpoint of {self.ref} to be on the disk")
+        if self.in_doubt:
+            raise PublishError(f"{self.ref} is not sent, its checkpoint ended with: {self.error}") from self.error
+
+
+class Saver:
+    """Write one checkpoint at a time. Rank 0 passes ``committed``, which is called once a checkpoint is durable.
+
+    ``kept``, of rank 0 as well, is called when a client's saved state is durable or has failed.
+
+    Only the saver's thread uses the exchange of ``store``.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: CheckpointStore,
+        config: CheckpointConfig,
+        committed: Callable[[AdapterRef], None] | None,
+        kept: Callable[[CheckpointSave], None] | None = None,
+    ) -> None:
+        self._store, self._config, self._committed, self._kept = store, config, committed, kept
+        self._failures: dict[str, int] = {}
+        self._pending: dict[str, CheckpointSave] = {}
+        self._jobs: queue.SimpleQueue[tuple[CheckpointSave, Snapshot] | None] = queue.SimpleQueue()
+        self._thread = watched_thread("saver", self._work)
+
+    def save(self, snapshot: Snapshot, label: str = "") -> CheckpointSave:
+        """Start a save. At most one per adapter is in progress: call ``join`` first. Collective."""
+        assert snapshot.ref.name not in self._pending, "join the save before"
+        job = self._pending[snapshot.ref.name] = CheckpointSave(ref=snapshot.ref, step=snapshot.state.step, label=label)
+        self._jobs.put((job, snapshot))
+        return job
+
+    def pending(self, adapter: str) -> CheckpointSave | None:
+        """The adapter's save that was not joined yet (not collective)."""
+        return self._pending.get(adapter)
+
+    def join(self, adapter: str) -> CheckpointSave | None:
+        """Wait for the adapter's save in progress, if any, and return it.
+
+        Raises CheckpointError on every rank when more than `MAX_FAILURES` saves in a row have failed. Raises the
+        error of the saver thread otherwise: PublishError (a rank is lost), RolloutError (the controller is lost).
+        """
+        job = self._pending.pop(adapter, None)
+        if job is None:
+            return None
+        _wait(job.ended, f"the checkpoint of {job.ref} to be written and committed")
+        if job.error is not None:
+            raise job.error
+        if job.label:
+            return job
+        self._failures[adapter] = self._failures.get(adapter, 0) + 1 if job.failed else 0
+        if self._failures[adapter] > MAX_FAILURES:
+            raise CheckpointError(
+                f"{self._failures[adapter]} checkpoints of {adapter!r} in a row could not be written, "
+                f"at most {MAX_FAILURES} may fail; the log has path and reason of each "
+                "(fix: free disk space or repair the disk, then start the run again)"
+            )
+        return job
+
+    def close(self) -> None:
+        """End the thread after the save in progress."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    # ------------------------------------------------------------ saver thread
+
+    def _work(self) -> None:
+        while (next_one := self._jobs.get()) is not None:
+            job, snapshot = next_one
+            try:
+                self._run(job, snapshot)
+            except Exception as e:  # fault boundary: `join` raises it in the main thread  # noqa: BLE001
+                job.error, job.in_doubt = e, not job.settled.is_set()
+            job.ended_s = time.monotonic()
+            job.settled.set()
+            job.ended.set()
+            del next_one, snapshot  # free the memory of an adapter state while the thread waits
+
+    def _run(self, job: CheckpointSave, snapshot: Snapshot) -> None:
+        began_s = time.monotonic()
+        try:
+            job.nbytes = self._store.write(snapshot, job.label)
+        except CheckpointError as e:
+            job.failed, job.reason = True, str(e)
+            what = f"state {job.label!r}" if job.label else "checkpoint"
+            log.warning("the %s of %s could not be written: %s; older ones are kept", what, job.ref, e)
+        finally:
+            job.write_s = time.monotonic() - began_s
+        if job.label:
+            if self._kept is not None:
+                self._kept(job)
+            return
+        if job.failed:
+            return
+        job.settled.set()
+        if self._committed is None:
+            return
+        self._committed(job.ref)
+        try:
+            if deleted := self._store.delete_old(snapshot, self._config):
+                log.debug("deleted checkpoints of %s: %s", job.ref.name, deleted)
+        except OSError as e:
+            log.warning("old checkpoints of %s could not be deleted: %s: %s", job.ref.name, e.filename, e.strerror)
+
+
+def _wait(event: threading.Event, what: str) -> None:
+    waited_s = 0.0
+    while not event.wait(WAIT_LINE_S):
+        waited_s += WAIT_LINE_S
+        log.info("waiting for %s since %.0f s", what, waited_s)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from areal_lora.algorithms.merging import FLOATS, CastLoss, adapted_weights, merged
-from areal_lora.checkpoint.adapter_io import DTYPES
+from areal_lora.checkpoint.adapter_io import DTYPES, new_folder
 from areal_lora.config.recorded import INDEX_FILE, WEIGHT_FILE, wanted
 from areal_lora.errors import AdapterError, ConfigError, UnknownTensorError
 from areal_lora.families.peft_folder import misfits, module_of
@@ -72,19 +71,13 @@ def write_merged(
             "are not those of single experts"
         )
     loss = CastLoss()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        nbytes = 0
+    nbytes = 0
+    with new_folder(out) as scratch:
         for file in files:
             own = {n: t for n, t in adapter.items() if n.rpartition(".lora_")[0] + ".weight" in heads[file]}
             stream = merged(_tensors(base / file, heads[file]), own, scale_of, dtype=dtype, loss=loss)
             nbytes += _write(scratch / file, heads[file], stream, dtype)
         _copy_rest(base, scratch, dtype, nbytes)
-        scratch.chmod(0o755)
-        scratch.rename(out)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return MergeReport(weights=len(adapted_weights(adapter)), nbytes=nbytes, dtype=dtype, bfloat16=loss)
 
 

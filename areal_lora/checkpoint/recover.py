@@ -167,16 +167,12 @@ def _steps_without(run_folder: RunFolder, adapter: str) -> list[BrokenCheckpoint
 def _vanished(root: Path) -> list[BrokenCheckpoint]:
     """Return the checkpoint that was written last, if its folder is missing."""
     try:
-        text = (root / NEWEST_FILE).read_text(encoding="ascii").strip()
-        version = int(text)
+        version = int((root / NEWEST_FILE).read_text(encoding="ascii"))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as e:
-        return (
-            [BrokenCheckpoint(path=root / NEWEST_FILE, reason=f"it does not name a version: {e}")]
-            if versions_in(root)
-            else []
-        )
+        reason = f"it does not name a version: {e}"
+        return [BrokenCheckpoint(path=root / NEWEST_FILE, reason=reason)] if versions_in(root) else []
     if version <= max(versions_in(root), default=-1):
         return []
     return [BrokenCheckpoint(path=version_folder(root, version), reason="it was written and its folder is missing")]

@@ -14,7 +14,6 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -22,6 +21,7 @@ import numpy as np
 
 from areal_lora.errors import CheckpointError
 from areal_lora.families.safetensors_head import head_of, read_head
+from areal_lora.run_folder.atomic import sync_folder
 from areal_lora.types import AdapterSpec
 
 FORMAT = 2
@@ -42,15 +42,6 @@ class AdapterState:
     step: int
     shapes: Mapping[str, tuple[int, ...]]
     parts: Named
-
-    def tensors(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return views of the tensors by part, then by wire name."""
-        sizes = [math.prod(shape) for shape in self.shapes.values()]
-        places = list(zip(self.shapes.items(), accumulate([0, *sizes]), sizes, strict=False))
-        return {
-            part: {name: flat[at : at + size].reshape(shape) for (name, shape), at, size in places}
-            for part, flat in self.parts.items()
-        }
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -255,11 +246,7 @@ class Disk:
     def fsync_folder(self, path: Path) -> None:
         """Make the names in ``path`` last."""
         self.about_to("fsync", path)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_folder(path)
 
     def rename(self, path: Path, to: Path) -> None:
         self.about_to("rename", to)

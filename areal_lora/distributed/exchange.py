@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,44 +16,16 @@ from areal_lora.errors import PublishError
 INLINE_BYTES = 4096  # messages up to this size need one collective, larger ones a second
 
 
-class Exchange(Protocol):
-    """Collectives over all trainer ranks. Always the same thread of each rank calls them, in the same order.
-
-    ``timeout_s`` bounds the wait for the other ranks; None stands for the exchange's own bound.
-    """
-
-    @property
-    def rank(self) -> int: ...
-
-    def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """Return the data of every rank, in rank order. Raises PublishError if a rank does not take part."""
-        ...
-
-    def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
-        """Return the data of rank 0; the other ranks pass None. Raises PublishError if rank 0 does not take part."""
-        ...
-
-    def send(self, data: np.ndarray, to: int) -> None:
-        """Send ``data`` (uint8, contiguous) to rank ``to``, which calls `receive`; not collective.
-
-        Raises PublishError if the other rank does not take part.
-        """
-        ...
-
-    def receive(self, room: np.ndarray, source: int) -> None:
-        """Fill ``room`` (uint8, contiguous) with the data of rank ``source``. Raises PublishError like `send`."""
-        ...
-
-
 def first_problem(mine: str, exchange: Exchange) -> str:
     """The problem of the first rank that has one; empty if none has. The same on every rank. Collective."""
     return next((raw.decode() for raw in exchange.all_gather_bytes(mine.encode()) if raw), "")
 
 
-class GroupExchange:
-    """Exchange over a separate gloo group of all ranks of the default process group (created collectively).
+class Exchange:
+    """Collectives over a gloo group of its own of all trainer ranks, created collectively.
 
-    It is unusable after a PublishError.
+    Always the same thread of each rank calls them, in the same order. ``timeout_s`` bounds the wait for the other
+    ranks; None stands for the exchange's own bound. It is unusable after a PublishError: a rank did not take part.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -64,6 +35,7 @@ class GroupExchange:
         self._world = dist.get_world_size()
 
     def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
+        """Return the data of every rank, in rank order. Raises PublishError."""
         heads = self._gather(_framed(data, INLINE_BYTES), timeout_s)
         sizes = [_size(head) for head in heads]
         widest = max(sizes)
@@ -72,16 +44,19 @@ class GroupExchange:
         return [_unframed(head) for head in heads]
 
     def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
+        """Return the data of rank 0; the other ranks pass None. Raises PublishError."""
         head = self._broadcast(_framed(data or b"", INLINE_BYTES), timeout_s)
         if _size(head) > INLINE_BYTES:
             head = self._broadcast(_framed(data or b"", _size(head)), timeout_s)
         return _unframed(head)
 
     def send(self, data: np.ndarray, to: int) -> None:
+        """Send ``data`` (uint8, contiguous) to rank ``to``, which calls `receive`, alone. Raises PublishError."""
         with self._named():
             self._group.send([torch.from_numpy(data)], to, 0).wait()
 
     def receive(self, room: np.ndarray, source: int) -> None:
+        """Fill ``room`` (uint8, contiguous) with the data of rank ``source``. Raises PublishError."""
         with self._named():
             self._group.recv([torch.from_numpy(room)], source, 0).wait()
 

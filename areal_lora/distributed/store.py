@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 import torch.distributed as dist
@@ -40,32 +40,11 @@ WIRE = Wire(
 FORGET_S = 5.0  # least interval of dropping requests whose deadline has passed
 
 
-class Put(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    key: str
-    value: bytes
+class StoreCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A method of ``dist.Store`` that returns at once."""
 
-
-class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    key: str
-    amount: int
-
-
-class Swap(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    key: str
-    expected: bytes
-    desired: bytes
-
-
-class Delete(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    key: str
-
-
-class Has(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    keys: list[str]
-
-
-class Count(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    pass
+    method: Literal["set", "add", "compare_set", "delete_key", "check", "num_keys"]
+    arguments: tuple[Any, ...] = ()
 
 
 class Await(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -76,14 +55,10 @@ class Await(msgspec.Struct, frozen=True, tag=True, array_like=True):
     fetch: bool
 
 
-StoreRequest = Put | Add | Swap | Delete | Has | Count | Await
-
-
 class StoreReply(msgspec.Struct, frozen=True, array_like=True):
-    """Reply to any request; ``error`` is empty on success."""
+    """Reply to any request: the method's result, or the values; ``error`` is empty on success."""
 
-    number: int = 0
-    values: list[bytes] = []
+    result: Any = None
     error: str = ""
 
 
@@ -92,40 +67,22 @@ class KeyTable:
 
     def __init__(self, answer: Callable[[list[bytes], StoreReply], None], clock: Callable[[], float]) -> None:
         self._answer, self._clock = answer, clock
-        self._values: dict[str, bytes] = {}
+        self._values = dist.HashStore()
         self._waiting: dict[str, list[tuple[list[bytes], Await, float]]] = {}  # by the first key that is missing
 
-    def handle(self, sender: list[bytes], request: StoreRequest) -> None:
-        values = self._values
-        match request:
-            case Put(key, value):
-                self._store(key, value)
-                reply = StoreReply()
-            case Add(key, amount):
-                try:
-                    total = int(values.get(key, b"0")) + amount
-                except ValueError:
-                    self._answer(sender, StoreReply(error=f"{key} is not a number"))
-                    return
-                self._store(key, str(total).encode())
-                reply = StoreReply(number=total)
-            case Swap(key, expected, desired):
-                # As torch's own stores do, a missing key counts as empty and is answered with what was expected.
-                held = values.get(key)
-                if held == expected or (held is None and not expected):
-                    self._store(key, desired)
-                    held = desired
-                reply = StoreReply(values=[expected if held is None else held])
-            case Delete(key):
-                reply = StoreReply(number=int(values.pop(key, None) is not None))
-            case Has(keys):
-                reply = StoreReply(number=int(all(key in values for key in keys)))
-            case Count():
-                reply = StoreReply(number=len(values))
-            case Await():
-                self._await(sender, request, self._clock() + request.timeout_s)
-                return
-        self._answer(sender, reply)
+    def handle(self, sender: list[bytes], request: StoreCall | Await) -> None:
+        if isinstance(request, Await):
+            self._await(sender, request, self._clock() + request.timeout_s)
+            return
+        try:
+            result = getattr(self._values, request.method)(*request.arguments)
+        except (TypeError, ValueError) as error:
+            self._answer(sender, StoreReply(error=f"{request.method} of {request.arguments[:1]}: {error}"))
+            return
+        if request.method in ("set", "add", "compare_set"):
+            for waiter in self._waiting.pop(request.arguments[0], ()):
+                self._await(*waiter)
+        self._answer(sender, StoreReply(result))
 
     def forget_late(self) -> None:
         """Drop waiting requests whose deadline has passed."""
@@ -135,17 +92,12 @@ class KeyTable:
             if not self._waiting[key]:
                 del self._waiting[key]
 
-    def _store(self, key: str, value: bytes) -> None:
-        self._values[key] = value
-        for waiter in self._waiting.pop(key, ()):
-            self._await(*waiter)
-
     def _await(self, sender: list[bytes], request: Await, until: float) -> None:
         for key in request.keys:
-            if key not in self._values:
+            if not self._values.check([key]):
                 self._waiting.setdefault(key, []).append((sender, request, until))
                 return
-        self._answer(sender, StoreReply(values=[self._values[k] for k in request.keys] if request.fetch else []))
+        self._answer(sender, StoreReply([self._values.get(key) for key in request.keys] if request.fetch else None))
 
 
 class StoreServer:
@@ -171,7 +123,7 @@ class StoreServer:
             self._table.forget_late()
             self._forget_at = time.monotonic() + FORGET_S
         try:
-            request = msgspec.msgpack.decode(payload, type=StoreRequest)
+            request = msgspec.msgpack.decode(payload, type=StoreCall | Await)
         except msgspec.DecodeError as error:
             self._answer([client, number], StoreReply(error=f"the request is not understood: {error}"))
         else:
@@ -218,28 +170,28 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
     # ------------------------------------------------------------ the names that torch calls
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._call(Put(key, _raw(value)))
+        self._call(StoreCall("set", (key, value)))
 
     def add(self, key: str, amount: int) -> int:
-        return self._call(Add(key, amount)).number
+        return int(self._call(StoreCall("add", (key, amount))))
 
     def get(self, key: str) -> bytes:
-        return self._await([key], None, fetch=True)[0]
+        return bytes(self._await([key], None, fetch=True)[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._await(keys, timeout, fetch=False)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._call(Has(list(keys))).number)
+        return bool(self._call(StoreCall("check", (list(keys),))))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._call(Swap(key, _raw(expected_value), _raw(desired_value))).values[0]
+        return bytes(self._call(StoreCall("compare_set", (key, expected_value, desired_value))))
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._call(Delete(key)).number)
+        return bool(self._call(StoreCall("delete_key", (key,))))
 
     def num_keys(self) -> int:
-        return self._call(Count()).number
+        return int(self._call(StoreCall("num_keys")))
 
     deleteKey, getNumKeys = delete_key, num_keys  # the names that C++ looks for
 
@@ -249,11 +201,11 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
 
     # ------------------------------------------------------------ requests
 
-    def _await(self, keys: Sequence[str], timeout: timedelta | None, *, fetch: bool) -> list[bytes]:
+    def _await(self, keys: Sequence[str], timeout: timedelta | None, *, fetch: bool) -> Any:
         timeout_s = (self.timeout if timeout is None else timeout).total_seconds()
-        return self._call(Await(list(keys), timeout_s, fetch), timeout_s).values
+        return self._call(Await(list(keys), timeout_s, fetch), timeout_s)
 
-    def _call(self, request: StoreRequest, timeout_s: float | None = None) -> StoreReply:
+    def _call(self, request: StoreCall | Await, timeout_s: float | None = None) -> Any:
         timeout_s = self.timeout.total_seconds() if timeout_s is None else timeout_s
         try:
             with self._connection() as connection:
@@ -268,7 +220,7 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
         reply = msgspec.msgpack.decode(raw, type=StoreReply)
         if reply.error:
             raise dist.DistStoreError(reply.error)
-        return reply
+        return reply.result
 
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
@@ -294,7 +246,3 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
                 over = self._closed and self._busy == 0
             if over:
                 self._context.term()
-
-
-def _raw(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)

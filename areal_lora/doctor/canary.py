@@ -153,7 +153,7 @@ def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
     import torch
 
     from areal_lora.data.prompts import load_tokenizer
-    from areal_lora.distributed.exchange import GroupExchange
+    from areal_lora.distributed.exchange import Exchange
     from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
     from areal_lora.trainer.adapter import build_adapter, probe_rows
     from areal_lora.trainer.build import build_engine, build_publisher
@@ -186,7 +186,7 @@ def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
         config=config.weight_sync,
         tolerance=probe_tolerance(config),
     )
-    publisher = build_publisher(config, folder, engine, GroupExchange(timeout_s=SERVER_S), leader)
+    publisher = build_publisher(config, folder, engine, Exchange(timeout_s=SERVER_S), leader)
     reports: list[PublishReport] = []
     publishing = AdapterPublishing(
         engine, publisher, config.rollout.adapter_mode, lambda report, _: reports.append(report)

@@ -1,20 +1,115 @@
 """The FSDP2 engine: one rank of a Hugging Face model whose frozen weights are sharded over all ranks.
 
-`fsdp_utils.fsdp_model` computes. Adapters are whole
-on every rank, in fp32; rank 0 publishes them.
+Data parallelism only: every rank computes its own packed token trees [1, t] with the same gathered layers. Adapters are
+whole on every rank, in fp32; rank 0 publishes them. Importing this file imports transformers' modelling code.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
+from areal_lora.data.collate import MicroPlan
 from areal_lora.engine.common.adapter_engine import AdapterEngine
-from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
-from areal_lora.errors import ConfigError
+from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
+from areal_lora.engine.common.arena import Bank, ParallelLayout, Range, ShardedModel, is_routed
+from areal_lora.engine.common.micro_batches import Judge, OutputSite, Result
+from areal_lora.engine.fsdp_utils.model import LinearLora, LinearSite, build_model, take_experts
+from areal_lora.engine.layers.attention import PackedMicroBatch
+from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora
+from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.shape import read_shape
+from areal_lora.platforms.device import collective_of
+
+
+class FsdpModel:
+    """The frozen base on this rank, and the adapters attached to it. Every call but `detach` is collective."""
+
+    def __init__(self, model: ModelConfig, trainer: TrainerConfig, sharded: ShardedModel, device: torch.device) -> None:
+        """Join torch.distributed unless the caller has, build the model and load this rank's part of the base."""
+        if not dist.is_initialized():
+            dist.init_process_group(collective_of(device))
+        self.groups: Mapping[Range, dist.ProcessGroup] = {}  # no adapter tensor is split
+        self._sharded = sharded
+        self.module = build_model(model, trainer, dist.get_rank(), device)
+        self.active = ActiveAdapter()
+        self._linears: dict[str, LinearSite] = {}
+        self._experts = take_experts(self.module, self.active)
+        self._output = OutputSite(self.module.get_output_embeddings(), self.active, lambda values: values)
+
+    def attach(self, memory: AdapterMemory) -> list[GradientClass]:
+        """Add the adapter in ``memory`` to the sites of its banks.
+
+        Raises UnknownTensorError for a bank whose layers the model lacks or computes in a way that takes no adapter.
+        """
+        for bank in memory.arena.banks:
+            if is_routed(bank.scope):
+                self._attach_experts(memory, bank)
+            else:
+                self._attach_linear(memory, bank)
+        if head := memory.value_head():
+            self._output.heads[memory.spec.name] = head
+        everywhere = [dist.group.WORLD] if dist.get_world_size() > 1 else []
+        return [GradientClass(start=0, end=memory.arena.size, groups=everywhere, counted=memory.rank == 0)]
+
+    def detach(self, name: str) -> None:
+        """Forget an attached adapter (not collective)."""
+        for linear in self._linears.values():
+            linear.adapters.pop(name, None)
+        for experts in self._experts.values():
+            experts.fc1.pop(name, None)
+            experts.fc2.pop(name, None)
+        self._output.heads.pop(name, None)
+
+    def run(
+        self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: Judge, *, train: bool
+    ) -> list[Result]:
+        def step(packed: PackedMicroBatch) -> Result:
+            self.active.keys = packed.keys
+            output = self.module(
+                input_ids=packed.token_ids,
+                position_ids=packed.attention.positions[None],
+                use_cache=False,
+                logits_to_keep=packed.sources,
+                packing=packed.attention,
+            )
+            logits = output.logits[0]
+            rows = torch.arange(len(logits), device=logits.device)
+            loss, result = judge(packed, logits, rows, None)
+            if train:
+                loss.backward()
+            return result
+
+        return list(map(step, batches))  # not a loop, whose variable would outlive the making of the next micro-batch
+
+    def _attach_linear(self, memory: AdapterMemory, bank: Bank) -> None:
+        lora_a, lora_b = memory.parameters(bank, 0)
+        (key,), (scale, sites) = bank.keys, memory.scale_and_sites(bank)
+        for piece in self._sharded.pieces(key):
+            if piece.name not in self._linears:
+                try:
+                    module = self.module.get_submodule(piece.name)
+                except AttributeError:
+                    raise UnknownTensorError(f"the model has no module {piece.name} to adapt") from None
+                if not isinstance(module, nn.Linear):
+                    raise UnknownTensorError(f"{piece.name} is a {type(module).__name__} and no linear layer")
+                self._linears[piece.name] = LinearSite(module, self.active)
+            self._linears[piece.name].adapters[memory.spec.name] = LinearLora(
+                lora_a=lora_a, lora_b=lora_b, rows=piece.rows, scale=scale, site=sites[0]
+            )
+
+    def _attach_experts(self, memory: AdapterMemory, bank: Bank) -> None:
+        lora_a, lora_b = memory.parameters(bank, None if bank.experts else 0)
+        sites = [site for path, site in self._experts.items() if f".layers.{bank.layer}." in path]
+        if len(sites) != 1:
+            raise UnknownTensorError(f"layer {bank.layer}: {len(sites)} groups of fused experts that take an adapter")
+        lora = ExpertLora(lora_a, lora_b, *memory.scale_and_sites(bank))
+        (sites[0].fc1 if bank.column_parallel else sites[0].fc2)[memory.spec.name] = lora
 
 
 class FsdpEngine(AdapterEngine):
@@ -29,7 +124,4 @@ class FsdpEngine(AdapterEngine):
         shape = read_shape(Path(model.folder))
         layout = ParallelLayout.of(trainer, layers=shape.layers, experts=shape.experts)
         sharded = ShardedModel(shape=shape, layout=layout)
-        # This import loads transformers' modelling code.
-        from areal_lora.engine.fsdp_utils.fsdp_model import FsdpModel
-
         super().__init__(FsdpModel(model, trainer, sharded, device), sharded, model, trainer, device)

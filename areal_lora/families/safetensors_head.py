@@ -1,7 +1,7 @@
 """The head of a safetensors file: names, shapes and places of its tensors. This module imports no torch.
 
 The library writes tensors that are all in memory; checkpoints and exports are written piece by piece (`Disk`,
-`PeftWriter`, `write_merged`), behind the head that the library would write.
+`peft_writer`, `write_merged`), behind the head that the library would write.
 """
 
 from __future__ import annotations

@@ -12,17 +12,15 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.algorithms.fair_queue import FairQueue
-from areal_lora.checkpoint.checkpoint_store import CheckpointStore
-from areal_lora.checkpoint.saver import Saver
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore, Saver
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import probe_tolerance
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import broadcast_backend
 from areal_lora.data.prompts import load_tokenizer
-from areal_lora.distributed.exchange import Exchange, GroupExchange
+from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
-from areal_lora.engine.fsdp_engine import FsdpEngine
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.families.shape import read_shape
 from areal_lora.operations.link import TrainerEnd
@@ -59,7 +57,6 @@ from areal_lora.weight_sync.trainer.publisher import Publisher
 
 _encode = msgspec.msgpack.Encoder().encode
 _probe_decoder = msgspec.msgpack.Decoder(dict[str, TokenRows])
-ENGINES = {"megatron": MegatronEngine, "fsdp": FsdpEngine}
 STARTUP_TIMEOUT_S = 900.0
 CONTROLLER_START_S = 120.0  # start of a restarted controller until it answers
 CONTROL_TIMEOUT_S = 7200.0  # longest wait of the other ranks for rank 0 without a signal from it (`work.Waiting`)
@@ -70,7 +67,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     started_s = time.monotonic()
     set_status(run_folder, "trainer", rank, "loading the base model")
     engine = build_engine(config)
-    control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
+    control = Exchange(timeout_s=CONTROL_TIMEOUT_S)
     mine = None
     if rank == 0:  # which tokenizes for all ranks
         tokenizer = load_tokenizer(config.model.folder)
@@ -87,14 +84,14 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     client = _connect(config, run_folder, states, restored) if rank == 0 else None
     clients = _clients(config, run_folder, engine) if rank == 0 and config.service else None
     rank_0 = _rank_0(config, run_folder, client, clients, states, restored, started_s) if client else None
-    store = CheckpointStore(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
+    store = CheckpointStore(run_folder, Exchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
     saver = Saver(
         store=store,
         config=config.checkpoint,
         committed=partial(_commit, client, clients) if client else None,
         kept=clients.kept if clients else None,
     )
-    exchange = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
+    exchange = Exchange(timeout_s=CONTROL_TIMEOUT_S)
     leader = _leader(config, run_folder, client, rank_0) if client and rank_0 else None
     publisher = build_publisher(config, run_folder, engine, exchange, leader)
     on_report = rank_0.recorder.reported if rank_0 else None
@@ -113,7 +110,11 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
 def build_engine(config: Config) -> AdapterEngine:
     """This rank's engine on its device. Raises ConfigError where sizes and model do not fit it."""
     device = own_device(config.cluster.device, int(os.environ.get("LOCAL_RANK", "0")))
-    return ENGINES[config.trainer.engine](config.model, config.trainer, device)
+    if config.trainer.engine == "megatron":
+        return MegatronEngine(config.model, config.trainer, device)
+    from areal_lora.engine.fsdp_engine import FsdpEngine  # loads transformers' modelling code
+
+    return FsdpEngine(config.model, config.trainer, device)
 
 
 def build_publisher(

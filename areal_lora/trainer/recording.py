@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from areal_lora.checkpoint.saver import CheckpointSave
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import recorded_s
 from areal_lora.obs.metrics.writer import MetricsWriter

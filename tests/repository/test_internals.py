@@ -248,7 +248,6 @@ from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 install_cpu_patches()
 import areal_lora.engine.fsdp_engine
 import areal_lora.engine.megatron_engine
-import areal_lora.engine.megatron_utils.lora
 import areal_lora.engine.megatron_utils.megatron_model
 print("imported")
 """

@@ -38,7 +38,7 @@ DEFAULT_KV_GIB = 4.0
 KEY_COPIES = 2.0
 """Keys and values per packed token: the shared prompt of a group is gathered for each of its answers."""
 LOGIT_PARTS, CHUNK = 4, 2**24
-"""fp32 buffers of one part of the logits, and its logits: `engine.layers.vocab_logprobs`."""
+"""fp32 buffers of one part of the logits, and its logits: `engine.common.micro_batches`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -55,11 +56,8 @@ class Compute(Protocol):
     """The frozen base on this rank with the adapters attached to it. Every call but `detach` is collective."""
 
     active: ActiveAdapter
-
-    @property
-    def groups(self) -> Mapping[Range, dist.ProcessGroup]:
-        """The tensor-parallel groups of the split ranges."""
-        ...
+    groups: Mapping[Range, dist.ProcessGroup]
+    """The tensor-parallel groups of the split ranges."""
 
     def attach(self, memory: AdapterMemory) -> Sequence[GradientClass]:
         """Add the adapter in ``memory`` to the model's layers; its gradients accumulate in ``memory``.
@@ -73,17 +71,11 @@ class Compute(Protocol):
         ...
 
     def run(
-        self,
-        batches: Iterator[PackedMicroBatch],
-        plans: Sequence[MicroPlan],
-        loss_fn: LossFn | None,
-        readout: micro.Readout,
-        *,
-        need_entropy: bool,
+        self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: micro.Judge, *, train: bool
     ) -> list[micro.Result]:
         """Run every micro-batch; the results on the last pipeline stage, elsewhere nothing.
 
-        With a ``loss_fn`` gradients of its plain sums are accumulated; without one nothing is differentiated.
+        ``train``: the gradients of what ``judge`` returns are accumulated.
         """
         ...
 
@@ -236,7 +228,8 @@ class AdapterEngine:
         layout = self._sharded.layout
         plans = micro.plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
         packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device) for plan in plans)
-        return self._model.run(packed, plans, loss_fn, readout, need_entropy=need_entropy)
+        judge = partial(micro.judge, loss_fn=loss_fn, readout=readout, need_entropy=need_entropy)
+        return self._model.run(packed, plans, judge, train=loss_fn is not None)
 
     def optim_step(self, adapter: str, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
         """Divide the gradients by ``denominator``, reduce, clip by the adapter's norm, Adam step at ``lr``.

@@ -3,8 +3,8 @@
 Adam's moments are arranged like the weights, so the same plans move them. The plans are made once
 (`transfer_plan`); a publish runs them without Python work per tensor::
 
-    tensor-parallel neighbours ->  receive section 0 | section 1 | ...     only where tp or etp > 1
-    this rank's memory         ->       blocks of section 0 | section 1 ... -> the shard
+    tensor-parallel neighbours -> their split ranges, where tp or etp > 1 --+
+    this rank's memory -----------------------------------------------------+--> section 0 | section 1 ... -> the shard
 
 Every adapter steps alone (contract C1), by a plain AdamW of its own, written out: its memory is flat, and
 the import of torch's optimizers loads torch's compiler, 0.8 s of a processor for each rank.
@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from areal_lora.config.models import OptimizerConfig
 from areal_lora.engine.base import AdamValues
 from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange, spans
 from areal_lora.engine.common.micro_batches import ValueHead
-from areal_lora.engine.common.transfer_plan import PackPlan, Transfer, load_plan, pack_plan, wire_layout
+from areal_lora.engine.common.transfer_plan import PackPlan, load_plan, pack_plan, wire_layout
 from areal_lora.engine.layers.expert_mlp import site_key
 from areal_lora.errors import AdapterError, UnknownTensorError
 from areal_lora.families.sites import LORA_A, LORA_B
@@ -112,13 +112,7 @@ class AdapterMemory:
 
     def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `export`, copied section by section. Collective like `Packer.fill`."""
-        shard = self.shard("float32")
-        for first, last, section in self.packer("float32").sections(source, shard, groups):
-            assert shard is not None
-            values, start = torch.from_numpy(section).view(torch.float32), shard.tensors[first].offset
-            for t in shard.tensors[first:last]:
-                at = (t.offset - start) // 4
-                yield t.name, values[at : at + math.prod(t.shape)].view(t.shape)
+        return self.packer("float32").tensors(source, self.shard("float32"), groups)
 
     def shared_tensors(self) -> dict[str, Tensor]:
         """Copies of the wire tensors that experts have in common: whole on every rank that has experts."""
@@ -167,14 +161,17 @@ class Packer:
     def __init__(self, memory: AdapterMemory, layout: AdapterLayout) -> None:
         model, spec, rank = memory.model, memory.spec, memory.rank
         self._plan: PackPlan = pack_plan(model, spec, rank, layout)
-        own = self._plan.own
-        where = model.layout
-        owners = {rank - where.tp_rank(rank), rank - where.etp_rank(rank)} - {rank}
-        plans = [pack_plan(model, spec, owner, layout) for owner in sorted(owners)]
-        self._sends = [t for plan in plans for t in plan.transfers if t.sender == rank]
-        self._received = torch.empty(self._plan.space - own, device=memory.weights.device)
+        where, self._rank = model.layout, rank
+        owners = {Range.DENSE_SPLIT: rank - where.tp_rank(rank), Range.EXPERT_SPLIT: rank - where.etp_rank(rank)}
+        self._gathers = [
+            (part, owner, *memory.arena.extent(part), model.split_over(part))
+            for part, owner in owners.items()
+            if part in pack_plan(model, spec, owner, layout).others
+        ]
+        """By split range that an owner has from this group: the owner, the elements, the ranks of the group."""
+        self._received = torch.empty(self._plan.space - self._plan.own, device=memory.weights.device)
         on_gpu = memory.weights.device.type != "cpu"
-        # The blocks run on the host: GPU memory is mirrored there first, section by section.
+        # The blocks run on the host: GPU memory is mirrored there first.
         self._mirror = torch.empty(self._plan.space, pin_memory=True) if on_gpu else None
         self._bound: dict[int, TensorBlocks] = {}
 
@@ -196,58 +193,36 @@ class Packer:
             blocks.copy(0, flat.ctypes.data, tensors=(start, end))
             yield end
 
-    def sections(
+    def tensors(
         self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
-    ) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(first tensor, last tensor, the bytes of these), each section in memory of its own. Otherwise like `fill`."""
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The fp32 tensors of the shard, each section in memory of its own. Otherwise like `fill`."""
         blocks = self._blocks(weights)
         for first, last in self._ready(weights, groups):
             assert shard is not None
             start = shard.tensors[first].offset
             end = shard.tensors[last].offset if last < len(shard.tensors) else shard.nbytes
-            section = np.empty(end - start, dtype=np.uint8)
-            blocks.copy(0, section.ctypes.data - start, tensors=(first, last))
-            yield first, last, section
+            section = torch.empty((end - start) // 4)
+            blocks.copy(0, section.data_ptr() - start, tensors=(first, last))
+            for t in shard.tensors[first:last]:
+                yield t.name, section[(t.offset - start) // 4 :][: math.prod(t.shape)].view(t.shape)
 
     def _ready(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[int, int]]:
-        """Run the transfers; yield the (first, last) tensors of each section once its memory has arrived."""
-        plan = self._plan
-        # Sections one by one on both sides: NCCL matches batches, not single messages.
-        sent: list[dist.Work] = []
-        for t in self._sends:
-            sent += dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, weights[t.start : t.end], t.receiver, groups[t.part])]
-            )
-        received: list[list[dist.Work]] = [[] for _ in plan.ends]
-        for (section, part), transfers in groupby(plan.transfers, key=lambda t: (t.section, t.part)):
-            received[section] += dist.batch_isend_irecv(
-                [dist.P2POp(dist.irecv, self._of(t), t.sender, groups[part]) for t in transfers]
-            )
-        start = 0
-        for section, end in enumerate(plan.ends):
-            for work in received[section]:
+        """Gather the split ranges; yield the (first, last) tensors of each section."""
+        for part, owner, start, end, ranks in self._gathers:
+            if owner != self._rank:
+                ops = [dist.P2POp(dist.isend, weights[start:end], owner, groups[part])]
+            else:
+                at = self._plan.others[part] - self._plan.own
+                rooms = self._received[at:][: (ranks - 1) * (end - start)].view(ranks - 1, end - start)
+                ops = [dist.P2POp(dist.irecv, room, owner + k, groups[part]) for k, room in enumerate(rooms, 1)]
+            for work in dist.batch_isend_irecv(ops) if ops else ():
                 work.wait()
-            if self._mirror is not None:
-                self._fetch(weights, section)
-            yield start, end
-            start = end
-        for work in sent:
-            work.wait()
-
-    def _of(self, transfer: Transfer) -> Tensor:
-        """Where the receive buffer has what arrives by ``transfer``."""
-        return self._received[transfer.to - self._plan.own :][: transfer.end - transfer.start]
-
-    def _fetch(self, weights: Tensor, section: int) -> None:
-        """Copy GPU memory to the mirror: own memory with section 0, received memory with its section."""
-        assert self._mirror is not None
-        own = self._plan.own
-        if section == 0:
-            self._mirror[:own].copy_(weights, non_blocking=True)
-        for t in self._plan.transfers:
-            if t.section == section:
-                self._mirror[t.to : t.to + t.end - t.start].copy_(self._of(t), non_blocking=True)
-        torch.get_device_module(weights.device).current_stream().synchronize()
+        if self._mirror is not None:
+            self._mirror[: self._plan.own].copy_(weights, non_blocking=True)
+            self._mirror[self._plan.own :].copy_(self._received, non_blocking=True)
+            torch.get_device_module(weights.device).current_stream().synchronize()
+        yield from pairwise((0, *self._plan.ends))
 
 
 def checked(layout: AdapterLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -202,14 +202,19 @@ class Bank:
     scope: Scope
     experts: range
     shared: str
-    a: int
-    b: int
+    a: int = 0
+    b: int = 0
     a_shape: tuple[int, int, int]
     b_shape: tuple[int, int, int]
 
     @property
     def column_parallel(self) -> bool:
         return self.linear in COLUMN_PARALLEL
+
+    @property
+    def split(self) -> Range:
+        """Of its split side; the whole one is in the next range."""
+        return Range.EXPERT_SPLIT if is_routed(self.scope) else Range.DENSE_SPLIT
 
     @property
     def keys(self) -> list[SiteKey]:
@@ -253,6 +258,10 @@ class ShardedModel:
         """Whether ``rank`` holds the adapter's value head: all ranks of the last stage do."""
         return spec.value_head and rank >= self.layout.first_rank_of_last_stage()
 
+    def split_over(self, split: Range) -> int:
+        """How many ranks a split range is divided over."""
+        return self.layout.etp if split is Range.EXPERT_SPLIT else self.layout.tp
+
     def group_size(self, scope: Scope) -> int:
         return self.layout.etp if is_routed(scope) else self.layout.tp
 
@@ -268,7 +277,7 @@ class Arena:
     """
 
     banks: tuple[Bank, ...]
-    bounds: tuple[int, int, int, int, int]
+    bounds: tuple[int, ...]
     head: int | None = None
 
     def extent(self, part: Range) -> tuple[int, int]:
@@ -282,46 +291,24 @@ class Arena:
 
 def arrange(model: ShardedModel, spec: AdapterSpec, rank: int) -> Arena:
     """The arena of ``rank``; every rank of its stage has the same but for the numbers of its experts."""
-    shapes = list(_shapes(model, spec, rank))
     sizes = [0, 0, 0, 0]
-    places: list[tuple[int, int, int, int]] = []  # range and offset in it of lora_A, then of lora_B
-    for linear, _, scope, _, _, a_shape, b_shape in shapes:
-        split, whole = (
-            (Range.EXPERT_SPLIT, Range.EXPERT_WHOLE) if is_routed(scope) else (Range.DENSE_SPLIT, Range.DENSE_WHOLE)
-        )
-        a_part, b_part = (whole, split) if linear in COLUMN_PARALLEL else (split, whole)
-        places.append((a_part, sizes[a_part], b_part, sizes[b_part]))
-        sizes[a_part] += math.prod(a_shape)
-        sizes[b_part] += math.prod(b_shape)
+    placed: list[tuple[Bank, Range, Range]] = []  # a bank at its offsets in the ranges of its lora_A and lora_B
+    for bank in _banks(model, spec, rank):
+        whole = Range(bank.split + 1)
+        a_part, b_part = (whole, bank.split) if bank.column_parallel else (bank.split, whole)
+        placed.append((replace(bank, a=sizes[a_part], b=sizes[b_part]), a_part, b_part))
+        sizes[a_part] += math.prod(bank.a_shape)
+        sizes[b_part] += math.prod(bank.b_shape)
     before_head = sizes[Range.DENSE_WHOLE]
     has_head = model.has_head(spec, rank)
     if has_head:
         sizes[Range.DENSE_WHOLE] += sum(size for (size,) in model.head(spec).values())
-    bounds = list(accumulate(sizes, initial=0))
-    banks = tuple(
-        Bank(
-            linear=linear,
-            layer=layer,
-            scope=scope,
-            experts=experts,
-            shared=shared,
-            a=bounds[a_part] + a,
-            b=bounds[b_part] + b,
-            a_shape=a_shape,
-            b_shape=b_shape,
-        )
-        for (linear, layer, scope, experts, shared, a_shape, b_shape), (a_part, a, b_part, b) in zip(
-            shapes, places, strict=True
-        )
-    )
+    bounds = tuple(accumulate(sizes, initial=0))
     return Arena(
-        banks=banks,
-        bounds=(bounds[0], bounds[1], bounds[2], bounds[3], bounds[4]),
+        banks=tuple(replace(bank, a=bounds[a] + bank.a, b=bounds[b] + bank.b) for bank, a, b in placed),
+        bounds=bounds,
         head=bounds[Range.DENSE_WHOLE] + before_head if has_head else None,
     )
-
-
-Shape3 = tuple[int, int, int]
 
 
 class Span(NamedTuple):
@@ -347,10 +334,8 @@ def spans(arena: Arena, *, apart: bool) -> list[Span]:
     return [Span(start, end, is_b) for (start, is_b), end in zip(runs, ends, strict=True)]
 
 
-def _shapes(
-    model: ShardedModel, spec: AdapterSpec, trainer_rank: int
-) -> Iterator[tuple[str, int, Scope, range, str, Shape3, Shape3]]:
-    """Per linear layer of the rank's stage: name, layer, scope, experts, shared side, shapes of lora_A and lora_B."""
+def _banks(model: ShardedModel, spec: AdapterSpec, trainer_rank: int) -> Iterator[Bank]:
+    """The bank of each linear layer of the rank's stage, at element 0."""
     layers, mine = model.layout.layers_of(trainer_rank), model.layout.experts_of(trainer_rank)
     for key in model.sites(spec):
         # One stack per linear layer, made at the first of the rank's experts.
@@ -367,7 +352,15 @@ def _shapes(
         experts = range(0) if key.expert is None else mine
         rank = spec.rank_of(pieces[0].name)
         n_a, n_b = (1 if key.shared == side else n for side in (LORA_A, LORA_B))
-        yield key.linear, key.layer, key.scope, experts, key.shared, (n_a, rank, n_in), (n_b, n_out, rank)
+        yield Bank(
+            linear=key.linear,
+            layer=key.layer,
+            scope=key.scope,
+            experts=experts,
+            shared=key.shared,
+            a_shape=(n_a, rank, n_in),
+            b_shape=(n_b, n_out, rank),
+        )
 
 
 def held_rows(linear: str, rows: int, size: int) -> Callable[[int], RowRanges]:

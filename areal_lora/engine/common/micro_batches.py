@@ -6,7 +6,7 @@ head one value per token and no logits. `Readout` is the other side: what a call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,6 @@ from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.arena import ParallelLayout
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter
-from areal_lora.engine.layers.vocab_logprobs import vocab_logprobs
 from areal_lora.types import TrainBatch
 
 Readout = Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup | None], tuple[Tensor, Tensor]]
@@ -90,31 +89,36 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
     )
 
 
-def finish(
+Judge = Callable[[PackedMicroBatch, Tensor, Tensor, dist.ProcessGroup | None], tuple[Tensor, Result]]
+"""`judge` of one batch, called on the last pipeline stage for each of its micro-batches."""
+
+
+def judge(
     packed: PackedMicroBatch,
     output: Tensor,
     rows: Tensor,
+    group: dist.ProcessGroup | None,
+    *,
     loss_fn: LossFn | None,
     readout: Readout,
-    *,
     need_entropy: bool,
-    group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Mapping[str, float | Tensor], Tensor]:
-    """Scalar to differentiate, sums to report, and what ``readout`` reads of each token, [t] without grad.
+) -> tuple[Tensor, Result]:
+    """Scalar to differentiate, and the result, without grad.
 
-    ``output`` [t, *] is the model's, ``rows`` [p] are those of ``packed``'s predictions. The sums are those of
-    ``loss_fn`` plus ``loss``; there are none without one.
+    ``output`` [t, *] is the model's, ``rows`` [p] are those of ``packed``'s predictions, ``group`` is the
+    tensor-parallel one. The sums are those of ``loss_fn`` plus ``loss``; there are none without one.
     """
     predicted, entropy = readout(output, rows, packed.targets, group)
     scores = to_sequences(predicted, packed)
     if loss_fn is None:
-        return scores.sum(), {}, scores.detach()
+        return scores.sum(), (packed.sequences, {}, scores.detach())
     if packed.micro is None:
         # Padding only: the backward pass must still run, its collectives are shared with other ranks.
-        return output.sum() * 0.0, {}, scores.detach()
+        return output.sum() * 0.0, (packed.sequences, {}, scores.detach())
     sums = loss_fn(packed.micro, scores, to_sequences(entropy, packed) if need_entropy else None)
     # Keep every rank's graph alive even if no token of this micro-batch is on the mask.
-    return sums.loss + predicted.sum() * 0.0, {"loss": sums.loss.detach(), **sums.stats}, scores.detach()
+    stats = {"loss": sums.loss.detach(), **sums.stats}
+    return sums.loss + predicted.sum() * 0.0, (packed.sequences, stats, scores.detach())
 
 
 def whole_scores(batch: TrainBatch, results: Sequence[Result], *, reports: bool) -> Tensor:
@@ -150,3 +154,83 @@ def _broadcast_names(names: list[str], source: int, rank: int) -> list[str]:
     dist.broadcast(data, source)
     received: bytes = data.numpy().tobytes()
     return received.decode().split("\n")
+
+
+CHUNK = 2**24
+"""Logits of one part of the rows; each of its fp32 buffers takes 64 MiB.
+
+The rows are computed in parts, and again in the backward pass: only parts exist in fp32. The logits and their gradient
+have the model's type.
+"""
+
+
+class _VocabParallel(torch.autograd.Function):  # type: ignore[misc]
+    """``(log p(target), entropy)`` from logit shards [t, V / tp] of which prediction k uses row ``rows[k]``.
+
+    With z the logits over the temperature and p = softmax(z): d log p(y) / dz = onehot(y) - p, and
+    d H / dz = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, rows: Tensor, target: Tensor, temperature: float, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
+        world = 1 if group is None else dist.get_world_size(group)
+        rank = 0 if group is None else dist.get_rank(group)
+        top = (logits.amax(-1).float() / temperature).index_select(0, rows)
+        if world > 1:
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        local = target - rank * logits.shape[-1]
+        here = (local >= 0) & (local < logits.shape[-1])
+        local = local.clamp(0, logits.shape[-1] - 1)
+        sums = top.new_empty(3, rows.numel())  # of exp(z), z of the target, of z exp(z), all after the maximum
+        for part, shifted in _parts(logits, rows, top, temperature):
+            sums[1, part] = shifted.gather(-1, local[part, None])[:, 0] * here[part]
+            exps = shifted.exp()
+            sums[0, part] = exps.sum(-1)
+            sums[2, part] = exps.mul_(shifted).sum(-1)
+        if world > 1:
+            dist.all_reduce(sums, group=group)
+        total, chosen, weighted = sums.unbind(0)
+        log_total = total.log()
+        entropy = log_total - weighted / total
+        ctx.save_for_backward(logits, rows, top, log_total, entropy, local, here)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return chosen - log_total, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+        logits, rows, top, log_total, entropy, local, here = ctx.saved_tensors
+        d_logprob, d_entropy = grads
+        gradient = torch.zeros_like(logits)
+        for part, shifted in _parts(logits, rows, top, ctx.temperature):
+            logp = shifted.sub_(log_total[part, None])
+            change = torch.zeros_like(logp) if d_logprob is None else logp.exp().mul_(-d_logprob[part, None])
+            if d_logprob is not None:
+                change.scatter_add_(-1, local[part, None], (d_logprob[part] * here[part])[:, None])
+            if d_entropy is not None:
+                change -= d_entropy[part, None] * logp.exp().mul_(logp + entropy[part, None])
+            gradient.index_add_(0, rows[part], change.div_(ctx.temperature).to(logits.dtype))
+        return gradient, None, None, None, None
+
+
+def _parts(logits: Tensor, rows: Tensor, top: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of predictions, and their logits over the temperature minus ``top``, fp32 [run, V / tp]."""
+    size = max(1, CHUNK // logits.shape[-1])
+    for first in range(0, rows.numel(), size):
+        part = slice(first, first + size)
+        scaled = logits.index_select(0, rows[part]).float().div_(temperature)
+        yield part, scaled.sub_(top[part, None])
+
+
+def vocab_logprobs(
+    logits: Tensor, rows: Tensor, target: Tensor, group: dist.ProcessGroup | None, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of ``target`` [p] and entropy, [p] fp32 each, differentiable.
+
+    ``logits`` [t, V / tp] is this rank's part of the vocabulary, in rank order. Prediction k is that of row
+    ``rows[k]`` [p] int64; a row may have several.
+    """
+    logprobs, entropy = _VocabParallel.apply(logits, rows, target, temperature, group)
+    return logprobs, entropy

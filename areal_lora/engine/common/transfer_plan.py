@@ -2,7 +2,7 @@
 
 Packing reads one address space and writes the shard: tensor by tensor, layer by layer, in wire
 order. The space is the rank's own memory, then, per range that is split, the parts of the other
-ranks of its tensor-parallel group, received section by section::
+ranks of its tensor-parallel group::
 
     own memory | dense split of tp rank 1 | ... | expert split of etp rank 1 | ...
 
@@ -19,6 +19,7 @@ rank that has the expert. What experts share is in the memory of every such rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from areal_lora.algorithms.merging import CastLoss, merged
-from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange, held_rows, is_routed
+from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange, held_rows
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.families.sites import Piece, SiteKey, sites_of, wire_names
 from areal_lora.types import AdapterSpec, ExpertLayout
@@ -40,30 +41,17 @@ SECTION_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """Elements [start, end) of ``sender``'s memory go to element ``to`` of ``receiver``'s address space."""
-
-    section: int
-    part: Range
-    sender: int
-    receiver: int
-    start: int
-    end: int
-    to: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PackPlan:
     """Fill an owner's shard.
 
-    Section i is tensors ``[ends[i - 1], ends[i])`` of the shard; ``transfers`` are what it needs
-    from other ranks, in order of sections. ``blocks`` read the address space of ``space`` elements
-    of which the first ``own`` are the rank's memory.
+    ``blocks`` read the address space of ``space`` elements of which the first ``own`` are the rank's memory. At
+    element ``others[part]`` are the ranges ``part`` of the other ranks of its group, one after the other. Section i is
+    tensors ``[ends[i - 1], ends[i])`` of the shard.
     """
 
     blocks: TensorBlocks
     ends: tuple[int, ...]
-    transfers: tuple[Transfer, ...]
+    others: dict[Range, int]
     own: int
     space: int
 
@@ -95,42 +83,41 @@ def pack_plan(model: ShardedModel, spec: AdapterSpec, rank: int, layout: Adapter
     """Plan how ``rank`` fills its shard of ``layout``; an empty plan for a rank without a shard."""
     arena = arrange(model, spec, rank)
     offsets = {t.name: t.offset for shard in layout.shards if shard.source == rank for t in shard.tensors}
-    space = _Space.of(model, arena)
+    mine = [site for site in _sites(arena.banks) if model.layout.owner(site[1].layer, site[1].expert) == rank]
+    others: dict[Range, int] = {}
+    space = arena.size
+    for split in sorted({bank.split for bank, _, _ in mine}):
+        start, end = arena.extent(split)
+        others[split] = space
+        space += (model.split_over(split) - 1) * (end - start)
     item = ITEM_BYTES[layout.dtype]
     tensors: list[list[Block]] = []
-    cutter = _Sections(model, arena, space, rank)
-    for bank, key, index in _sites(arena.banks):
-        if model.layout.owner(key.layer, key.expert) != rank:
-            continue
+    ends: list[int] = []
+
+    def add(name: str, copies: Sequence[_Copy], split: Range) -> None:
+        start, end = arena.extent(split)
+        places = (others[split] + (c.part - 1) * (end - start) + c.at - start if c.part else c.at for c in copies)
+        tensors.append([c.block(at, offsets[name], item) for c, at in zip(copies, places, strict=True)])
+
+    elements = 0
+    for bank, key, index in mine:
         for name, copies, owned in _tensors(model, bank, index, key):
-            if not owned:
-                continue
-            tensors.append(
-                [
-                    Block(
-                        src=space.element(bank, c.part, c.at) * ITEM,
-                        src_pitch=c.pitch * ITEM,
-                        dst=offsets[name] + c.to * item,
-                        dst_pitch=c.to_pitch * item,
-                        rows=c.rows,
-                        cols=c.cols,
-                    )
-                    for c in copies
-                ]
-            )
-        cutter.add(bank, index, len(tensors))
+            if owned:
+                add(name, copies, bank.split)
+        elements += math.prod(bank.a_shape[1:]) + math.prod(bank.b_shape[1:])
+        if elements * ITEM >= SECTION_BYTES:
+            ends.append(len(tensors))
+            elements = 0
     if rank == model.layout.first_rank_of_last_stage():
-        for name, at, size in _head(model, spec, arena):
-            run = Block(
-                src=at * ITEM, src_pitch=size * ITEM, dst=offsets[name], dst_pitch=size * item, rows=1, cols=size
-            )
-            tensors.append([run])
-            cutter.add_own(size, len(tensors))
-    ends, transfers = cutter.finish()
+        for name, run in _head(model, spec, arena):
+            add(name, [run], Range.DENSE_SPLIT)
+            elements += run.cols
+    if elements:
+        ends.append(len(tensors))
     blocks = TensorBlocks.of(tensors, "float32", layout.dtype)
     nbytes = sum(s.nbytes for s in layout.shards if s.source == rank)
-    blocks.check(src_bytes=space.size * ITEM, dst_bytes=nbytes)
-    return PackPlan(blocks=blocks, ends=ends, transfers=transfers, own=arena.size, space=space.size)
+    blocks.check(src_bytes=space * ITEM, dst_bytes=nbytes)
+    return PackPlan(blocks=blocks, ends=tuple(ends), others=others, own=arena.size, space=space)
 
 
 def load_plan(model: ShardedModel, spec: AdapterSpec, rank: int) -> tuple[list[str], TensorBlocks]:
@@ -147,34 +134,21 @@ def load_plan(model: ShardedModel, spec: AdapterSpec, rank: int) -> tuple[list[s
             if not owned and index:
                 continue  # what experts share is loaded with the first of them
             names.append(name)
-            tensors.append(
-                [
-                    Block(
-                        src=c.at * ITEM,
-                        src_pitch=c.pitch * ITEM,
-                        dst=c.to * ITEM,
-                        dst_pitch=c.to_pitch * ITEM,
-                        rows=c.rows,
-                        cols=c.cols,
-                    )
-                    for c in copies
-                    if c.part is None or c.part == mine
-                ]
-            )
-    for name, at, size in _head(model, spec, arena):
+            tensors.append([c.block(c.at, 0, ITEM) for c in copies if c.part in (None, mine)])
+    for name, run in _head(model, spec, arena):
         names.append(name)
-        tensors.append([Block(src=at * ITEM, src_pitch=size * ITEM, dst=0, dst_pitch=size * ITEM, rows=1, cols=size)])
+        tensors.append([run.block(run.at, 0, ITEM)])
     packed = TensorBlocks.of(tensors, "float32", "float32")
     packed.check(src_bytes=arena.size * ITEM, dst_bytes=1 << 62)
     return names, packed.reversed()
 
 
-def _head(model: ShardedModel, spec: AdapterSpec, arena: Arena) -> Iterator[tuple[str, int, int]]:
-    """Name, first element and size of each tensor of the value head in a rank's memory."""
+def _head(model: ShardedModel, spec: AdapterSpec, arena: Arena) -> Iterator[tuple[str, _Copy]]:
+    """The tensors of the value head in a rank's memory."""
     if (at := arena.head) is None:
         return
     for name, (size,) in model.head(spec).items():
-        yield name, at, size
+        yield name, _run(None, at, 0, size)
         at += size
 
 
@@ -189,6 +163,17 @@ class _Copy:
     to_pitch: int
     rows: int
     cols: int
+
+    def block(self, src: int, dst: int, item: int) -> Block:
+        """From element ``src`` to the tensor at byte ``dst``, whose elements have ``item`` bytes."""
+        return Block(
+            src=src * ITEM,
+            src_pitch=self.pitch * ITEM,
+            dst=dst + self.to * item,
+            dst_pitch=self.to_pitch * item,
+            rows=self.rows,
+            cols=self.cols,
+        )
 
 
 def _run(part: int | None, at: int, to: int, count: int) -> _Copy:
@@ -238,88 +223,6 @@ def _copies(model: ShardedModel, bank: Bank, index: int, pieces: Sequence[Piece]
                     local += stop - start
             filled += last - first
         yield copies
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Space:
-    """The address space of a packing rank (see the top). Elements."""
-
-    arena: Arena
-    others: dict[Range, int]  # start of the parts of the group's other ranks
-    size: int
-
-    @classmethod
-    def of(cls, model: ShardedModel, arena: Arena) -> _Space:
-        others, size = {}, arena.size
-        for part, ranks in ((Range.DENSE_SPLIT, model.layout.tp), (Range.EXPERT_SPLIT, model.layout.etp)):
-            start, end = arena.extent(part)
-            others[part] = size
-            size += (ranks - 1) * (end - start)
-        return cls(arena=arena, others=others, size=size)
-
-    def element(self, bank: Bank, part: int | None, at: int) -> int:
-        """Address of element ``at`` of the memory of rank ``part`` of the group; the packing rank is its rank 0."""
-        if not part:
-            return at
-        split = Range.EXPERT_SPLIT if is_routed(bank.scope) else Range.DENSE_SPLIT
-        start, end = self.arena.extent(split)
-        return self.others[split] + (part - 1) * (end - start) + at - start
-
-
-class _Sections:
-    """Cut the sites of an owner into sections, and collect what each needs from the other ranks."""
-
-    def __init__(self, model: ShardedModel, arena: Arena, space: _Space, rank: int) -> None:
-        self._model, self._space, self._rank = model, space, rank
-        self._done = {part: arena.extent(part)[0] for part in (Range.DENSE_SPLIT, Range.EXPERT_SPLIT)}
-        self._ahead: dict[Range, int] = {}
-        self._elements = self._tensors = 0
-        self._ends: list[int] = []
-        self._transfers: list[Transfer] = []
-
-    def add(self, bank: Bank, index: int, tensors: int) -> None:
-        """Add a site whose last tensor is ``tensors - 1``. Sites are added in wire order."""
-        start, shape = (bank.b, bank.b_shape) if bank.column_parallel else (bank.a, bank.a_shape)
-        count = shape[1] * shape[2]
-        part = Range.EXPERT_SPLIT if is_routed(bank.scope) else Range.DENSE_SPLIT
-        self._ahead[part] = start + (index + 1) * count
-        self._elements += bank.a_shape[1] * bank.a_shape[2] + bank.b_shape[1] * bank.b_shape[2]
-        self._tensors = tensors
-        if self._elements * ITEM >= SECTION_BYTES:
-            self._close()
-
-    def add_own(self, elements: int, tensors: int) -> None:
-        """Add a tensor that the packing rank holds in whole."""
-        self._elements += elements
-        self._tensors = tensors
-
-    def finish(self) -> tuple[tuple[int, ...], tuple[Transfer, ...]]:
-        if self._elements:
-            self._close()
-        return tuple(self._ends), tuple(self._transfers)
-
-    def _close(self) -> None:
-        for part, end in self._ahead.items():
-            start = self._done[part]
-            first, last = self._space.arena.extent(part)
-            size = self._model.layout.etp if part is Range.EXPERT_SPLIT else self._model.layout.tp
-            for k in range(1, size):
-                to = self._space.others[part] + (k - 1) * (last - first) + start - first
-                self._transfers.append(
-                    Transfer(
-                        section=len(self._ends),
-                        part=part,
-                        sender=self._rank + k,
-                        receiver=self._rank,
-                        start=start,
-                        end=end,
-                        to=to,
-                    )
-                )
-            self._done[part] = end
-        self._ahead.clear()
-        self._ends.append(self._tensors)
-        self._elements = 0
 
 
 MEASURED_ROWS = 64

@@ -11,11 +11,9 @@ torch holds what it gathers twice for a moment, as it arrived and as parameters.
 
 Attention and experts are this module's (packed token trees, LoRA inside): transformers looks them up by the name in
 the model's configuration. A place where adapters act is wrapped once, however many adapters come. Adapters' parameters
-are no parameters of the modules, so `fully_shard` never sees them: they stay whole and fp32 on every rank.
+are no parameters of the modules, so `fully_shard` never sees them.
 
-Weights of the frozen base: from a Hugging Face folder straight into one rank's shards.
-
-Every rank reads the rows that it holds: no weight travels between ranks, and no rank ever holds the whole model.
+Every rank reads the rows of the base that it holds: no weight travels between ranks, and no rank holds the whole model.
 transformers keeps the experts of a layer in one parameter and some modules under other names than the published
 folders; its own table of conversions maps them.
 """

@@ -132,11 +132,7 @@ MEGATRON_PATCHES = (
     Patch("megatron.core.models.gpt.gpt_layer_specs", "LNImpl", RmsNorm, "final norm of the local layer spec"),
     Patch("megatron.core.transformer.transformer_block", "LayerNormImpl", RmsNorm, "final norm of the block"),
 )
-
-
-BRIDGE_PATCHES = (
-    Patch("megatron.bridge.peft.utils", "HAVE_TE", False, "the stand-in's classes are no layers to match"),
-)
+BRIDGE_PATCH = Patch("megatron.bridge.peft.utils", "HAVE_TE", False, "the stand-in's classes are no layers to match")
 
 
 class _StubModule(types.ModuleType):
@@ -187,5 +183,5 @@ def install_cpu_patches() -> None:
     with _transformer_engine_stub():
         importlib.import_module("megatron.bridge.models.gpt_provider")
         importlib.import_module("megatron.bridge.peft.lora_layers")
-    _apply(BRIDGE_PATCHES)
+    _apply((BRIDGE_PATCH,))
     _installed = True

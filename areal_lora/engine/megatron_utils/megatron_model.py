@@ -25,16 +25,16 @@ from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.data.collate import MicroPlan
-from areal_lora.engine.base import DTYPES, LossFn
+from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
 from areal_lora.engine.common.arena import ParallelLayout, Range, ShardedModel
-from areal_lora.engine.common.micro_batches import Readout, Result, finish
+from areal_lora.engine.common.micro_batches import Judge, Result
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter
+from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
-from areal_lora.engine.megatron_utils.lora import attach, detach, take_output
-from areal_lora.engine.megatron_utils.modules import GroupedExperts, PackedAttention, Packing, Rotary, follow_tokens
+from areal_lora.engine.megatron_utils.modules import Packing
 from areal_lora.platforms.device import collective_of
 from areal_lora.types import ExpertLayout
 
@@ -47,9 +47,8 @@ def build_model(
     Parallel state must be initialised.
     """
     dtype = DTYPES[model.dtype]
-    provider = GPTModelProvider(
-        **architecture(hf), **_parallel(trainer, layout, dtype), **_numerics(trainer, on_cpu=device.type == "cpu")
-    )
+    settings = _settings(trainer, layout, dtype, on_cpu=device.type == "cpu")
+    provider = GPTModelProvider(**architecture(hf), **settings)
     provider.finalize()
     module: nn.Module = provider.provide(
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
@@ -72,16 +71,16 @@ def build_model(
         rope_scaling_factor=provider.rope_scaling_factor,
         use_cpu_initialization=True,
     )
-    packing = Packing(Rotary(rotary.inv_freq.to(device), dtype))
-    follow_tokens(module)
+    packing = Packing(rotary.inv_freq.to(device), dtype)
+    modules.follow_tokens(module)
     return module, packing
 
 
-def _parallel(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:
+def _settings(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype, *, on_cpu: bool) -> dict[str, Any]:
     stages = [["decoder"] * count for count in layout.stage_layers]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
-    return {
+    fields: dict[str, Any] = {
         "tensor_model_parallel_size": trainer.tp,
         "pipeline_model_parallel_size": trainer.pp,
         "pipeline_model_parallel_layout": stages if trainer.pp > 1 else None,
@@ -92,11 +91,6 @@ def _parallel(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": False,
-    }
-
-
-def _numerics(trainer: TrainerConfig, *, on_cpu: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {
         "make_vocab_size_divisible_by": 1,
         "gradient_accumulation_fusion": False,
         "hidden_dropout": 0.0,
@@ -136,9 +130,9 @@ def _layers(config: GPTModelProvider, *, on_cpu: bool) -> Any:
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=not on_cpu, **norm)
     for layer in block.layer_specs:
         parts = layer.submodules
-        parts.self_attention.submodules.core_attention = PackedAttention
+        parts.self_attention.submodules.core_attention = modules.PackedAttention
         if "experts" in vars(parts.mlp.submodules):
-            parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+            parts.mlp.submodules.experts = ModuleSpec(module=modules.GroupedExperts)
     return block
 
 
@@ -165,7 +159,7 @@ def classify(memory: AdapterMemory) -> list[GradientClass]:
     """The groups over which the gradients of each range of a rank's memory must be summed.
 
     Split tensors are whole after the sum over their replicas, replicated ones need their tensor-parallel
-    ranks' parts as well (see `lora`). The gradient of what all experts share covers this rank's experts only: its
+    ranks' parts as well (see `modules`). The gradient of what all experts share covers this rank's experts only: its
     replicas include the expert-parallel ranks. With ``shared_outer`` these are the whole matrices, and the split ones
     are each expert's own. Each element counts once in the norm.
     """
@@ -207,19 +201,19 @@ class MegatronModel:
     ) -> None:
         """Join torch.distributed unless the caller has, build the model and load the base."""
         tp_group, etp_group = initialize_parallel(trainer, device)
-        self.groups = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
+        self.groups: Mapping[Range, dist.ProcessGroup] = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
         self.active = ActiveAdapter()
         self.module: nn.Module
         self.module, self._packing = build_model(model, trainer, sharded.layout, hf, device)
         load_base(self.module, ModelFolder.of(model), sharded, dist.get_rank())
-        self._output = take_output(self.module, self.active)
+        self._output = modules.take_output(self.module, self.active)
         for parameter in self.module.parameters():
             parameter.requires_grad_(False)
         self._packing.follow(self.module, self.active)
 
     def attach(self, memory: AdapterMemory) -> list[GradientClass]:
         """Make the adapter in ``memory`` resident."""
-        attach(self.module, memory, self.active)
+        modules.attach(self.module, memory, self.active)
         if head := memory.value_head():
             assert self._output is not None, "a value head is on the last stage"
             self._output.heads[memory.spec.name] = head
@@ -227,18 +221,12 @@ class MegatronModel:
 
     def detach(self, name: str) -> None:
         """Forget a resident adapter (not collective)."""
-        detach(self.module, name)
+        modules.detach(self.module, name)
         if self._output:
             self._output.heads.pop(name, None)
 
     def run(
-        self,
-        batches: Iterator[PackedMicroBatch],
-        plans: Sequence[MicroPlan],
-        loss_fn: LossFn | None,
-        readout: Readout,
-        *,
-        need_entropy: bool,
+        self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: Judge, *, train: bool
     ) -> list[Result]:
         """Through Megatron's pipeline schedule."""
         results: list[Result] = []
@@ -246,7 +234,7 @@ class MegatronModel:
         # each stage before it has one more in progress.
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         later = stages - 1 - parallel_state.get_pipeline_model_parallel_rank()
-        in_progress = 0 if loss_fn is None else later
+        in_progress = later if train else 0
 
         def forward_step(iterator: Iterator[PackedMicroBatch], module: nn.Module) -> tuple[Tensor, Any]:
             self._packing.keep(in_progress)
@@ -254,15 +242,12 @@ class MegatronModel:
             # Positions are part of the attention plan; the model's embedding takes none.
             predictions = module(packed.token_ids, None, self._packing.add(packed.attention, packed.keys))
 
-            def judge(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                group = parallel_state.get_tensor_model_parallel_group()
-                loss, sums, scores = finish(
-                    packed, output[0], packed.sources, loss_fn, readout, need_entropy=need_entropy, group=group
-                )
-                results.append((packed.sequences, sums, scores))
+            def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                loss, result = judge(packed, output[0], packed.sources, self.groups[Range.DENSE_SPLIT])
+                results.append(result)
                 return loss, torch.ones((), dtype=torch.int32, device=output.device), {}
 
-            return predictions, judge
+            return predictions, loss_of
 
         try:
             get_forward_backward_func()(
@@ -272,7 +257,7 @@ class MegatronModel:
                 num_microbatches=len(plans),
                 seq_length=plans[0].n_tokens,
                 micro_batch_size=1,
-                forward_only=loss_fn is None,
+                forward_only=not train,
             )
         finally:
             self._packing.keep(0)

@@ -21,9 +21,9 @@ to each other. Base weights are multiplied once per expert that has tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numba
 import numpy as np
@@ -156,10 +156,8 @@ Runs = Sequence[tuple[int, slice]]
 """Experts, and the rows that go to each: the rows follow each other."""
 
 
-class ExpertProduct(Protocol):
-    """``x[rows] @ W[expert]^T`` for every run; W [E, N, K], ``x`` [P, K], result [P, N]."""
-
-    def __call__(self, x: torch.Tensor, runs: Runs) -> torch.Tensor: ...
+ExpertProduct = Callable[[torch.Tensor, Runs], torch.Tensor]
+"""Of ``x`` [P, K] and runs: ``x[rows] @ W[expert]^T`` for every run, [P, N], with a W [E, N, K]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

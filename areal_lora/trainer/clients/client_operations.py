@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.checkpoint.saver import CheckpointSave
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.checkpoint.state import Disk
 from areal_lora.operations import protocol
 from areal_lora.operations.link import TrainerEnd

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 
 from areal_lora.algorithms.fair_queue import before
-from areal_lora.checkpoint.saver import CheckpointSave
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.data.collate import assert_staleness, collate
 from areal_lora.errors import AlignmentError
 from areal_lora.operations.protocol import Operation, Pass, Publish

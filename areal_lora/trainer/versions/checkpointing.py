@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_lora.checkpoint.adapter_io import PeftWriter, load_peft
-from areal_lora.checkpoint.checkpoint_store import Snapshot
+from areal_lora.checkpoint.adapter_io import load_peft, peft_writer
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave, Saver, Snapshot
 from areal_lora.checkpoint.merged_folder import fused
 from areal_lora.checkpoint.recover import ResumePlan, WholeCheckpoint, explain, tidy
-from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.checkpoint.state import (
     MANIFEST_FILE,
     Clock,
@@ -83,10 +82,10 @@ def _write(
         shutil.rmtree(leftover)  # of an export that a crash has ended
     shapes = {t.name: t.shape for shard in layout.shards for t in shard.tensors}
     spec, revision = adapter.spec, adapter.base_commit
-    with PeftWriter(folder, spec, shapes, spec.base_model, layout.aliases, replace=True, revision=revision) as writer:
+    with peft_writer(folder, spec, shapes, spec.base_model, layout.aliases, replace=True, revision=revision) as write:
         for shard in layout.shards:
             for name, tensor in mine if shard.source == exchange.rank else _received(shard, exchange):
-                writer.write(name, tensor)
+                write(name, tensor)
 
 
 def _received(shard: ShardLayout, exchange: Exchange) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal
 
 from areal_lora.algorithms.merging import MAX_LOST, CastLoss
-from areal_lora.checkpoint.saver import CheckpointSave
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.data.collate import split_rows
 from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.adapter_engine import AdapterEngine

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.errors import ConfigError
-from areal_lora.platforms.device import Lane, StreamLane
+from areal_lora.platforms.device import Lane
 from areal_lora.processes.watched import watched_thread
 
 MOST_CTAS = 2  # blocks of a broadcast's kernel on the device: enough for a link, few beside a model
@@ -75,7 +75,7 @@ def _nccl(seat: GroupSeat) -> Backend:
         del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
         if before is not None:
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
-    return Backend(group, StreamLane(seat.device), timed_from_issue=True)
+    return Backend(group, Lane(seat.device), timed_from_issue=True)
 
 
 _BACKENDS: dict[str, BackendFactory] = {"gloo": gloo, "nccl": _nccl}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ R = TypeVar("R")
 
 
 class ThreadExchange:
-    """Collective over threads; ``GroupExchange`` without processes."""
+    """Collective over threads; ``Exchange`` without processes."""
 
     def __init__(self, rank: int, world: int, shared: dict[str, Any]) -> None:
         self.rank, self._world, self._shared = rank, world, shared
@@ -49,6 +51,16 @@ def state_of(version: int, rank: int) -> AdapterState:
     return AdapterState(
         step=3 * version, shapes=shapes, parts={p: random.standard_normal(24).astype(np.float32) for p in PARTS}
     )
+
+
+def tensors_of(state: AdapterState) -> dict[str, dict[str, np.ndarray]]:
+    """Views of the tensors by part, then by wire name."""
+    sizes = [math.prod(shape) for shape in state.shapes.values()]
+    places = list(zip(state.shapes.items(), itertools.accumulate([0, *sizes]), sizes, strict=False))
+    return {
+        part: {name: flat[at : at + size].reshape(shape) for (name, shape), at, size in places}
+        for part, flat in state.parts.items()
+    }
 
 
 def manifest_of(version: int, evaluations: dict[int, Evaluation] | None = None) -> Manifest:

@@ -22,6 +22,7 @@ from areal_lora.engine.fsdp_engine import FsdpEngine
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import ArealLoraError
 from areal_lora.types import AdapterSpec, ExpertLayout, TrainBatch
+from tests.support.checkpoint.helpers import tensors_of
 from tests.support.distributed.oracle import (
     ALPHA,
     ALPHA_PATTERN,
@@ -476,12 +477,12 @@ def single_rank_extras(path: str, wire: dict[str, Any]) -> dict[str, Any]:
     engine.forward_backward(batch, loss_fn, need_entropy=True)
     engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr)
     seen["second"] = numpy_of(engine.export_adapter("a"))
-    engine.load_state("a", middle.tensors(), middle.step)
+    engine.load_state("a", tensors_of(middle), middle.step)
     engine.forward_backward(batch, loss_fn, need_entropy=True)
     engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr)
     seen["resumed"] = numpy_of(engine.export_adapter("a"))
 
-    engine.load_state("a", state.tensors(), state.step)
+    engine.load_state("a", tensors_of(state), state.step)
     for part in split_minibatches(batch, 2):
         engine.forward_backward(part, loss_fn, need_entropy=True)
     engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from areal_lora.config.load import load_config
 from areal_lora.config.sections.run import own_place
-from areal_lora.distributed.exchange import GroupExchange
+from areal_lora.distributed.exchange import Exchange
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.trainer.main import join_world
@@ -36,7 +36,7 @@ def main(folder: Path, rank: int, bind: str, interface: str) -> None:
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     place = own_place(config.cluster, RunFolder(folder))
-    secret, exchange = read_secret(RunFolder(folder)), GroupExchange(timeout_s=TIMEOUT_S)
+    secret, exchange = read_secret(RunFolder(folder)), Exchange(timeout_s=TIMEOUT_S)
     flat = torch.full((5000,), 7 * (1 - rank), dtype=torch.uint8)
     if rank == 0:
         listener = GroupListener(

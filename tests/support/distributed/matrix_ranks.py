@@ -172,8 +172,7 @@ def check_modules(kind: str, module: nn.Module, adapter: dict[str, Tensor], layo
     """Every adapted module of this rank against hand-made slices; returns how many there were."""
     from megatron.core import parallel_state
 
-    from areal_lora.engine.megatron_utils.lora import AdaptedLinear
-    from areal_lora.engine.megatron_utils.modules import GroupedLinear
+    from areal_lora.engine.megatron_utils.modules import AdaptedLinear, GroupedLinear
 
     ep = parallel_state.get_expert_model_parallel_rank()
     each = EXPERTS.get(kind, 0) // parallel_state.get_expert_model_parallel_world_size()
@@ -181,7 +180,7 @@ def check_modules(kind: str, module: nn.Module, adapter: dict[str, Tensor], layo
     for path, found in module.named_modules():
         if isinstance(found, AdaptedLinear):
             part = found.residents["a"]
-            a, b, weight = part.lora_A, part.lora_B, found.to_wrap.weight
+            a, b, weight = part.lora_a, part.lora_b, found.to_wrap.weight
         elif isinstance(found, GroupedLinear):
             lora = found.residents["a"]
             assert lora.a is not None, path
@@ -210,17 +209,17 @@ def check_modules(kind: str, module: nn.Module, adapter: dict[str, Tensor], layo
 def one_adapter(kind: str, module: nn.Module, model: ShardedModel, spec: AdapterSpec, groups: Any, layers: int) -> str:
     """Load, compare, pack, compare; returns the digest of the wire layout."""
     from areal_lora.engine.layers.expert_mlp import ActiveAdapter
-    from areal_lora.engine.megatron_utils import lora
+    from areal_lora.engine.megatron_utils import modules
 
     adapter = peft_adapter(kind, layers, spec.expert_layout, spec.rank)
     memory = AdapterMemory(model, spec, dist.get_rank(), CPU)
-    lora.attach(module, memory, ActiveAdapter())
+    modules.attach(module, memory, ActiveAdapter())
     layout = memory.layout("float32")
     names = {t.name for s in layout.shards for t in s.tensors}
     assert names | layout.aliases.keys() == adapter.keys()
     memory.load(memory.weights, checked(layout, adapter))
     assert check_modules(kind, module, adapter, spec.expert_layout) > 0
-    lora.detach(module, "a")
+    modules.detach(module, "a")
     for dtype, kept in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         if kept is torch.bfloat16 and spec.rank != RANKS[-1]:
             continue

@@ -7,8 +7,7 @@ from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 
 install_cpu_patches()
 
-from areal_lora.engine import megatron_engine  # noqa: E402, F401
-from areal_lora.engine.fsdp_utils import fsdp_model  # noqa: E402, F401
+from areal_lora.engine import fsdp_engine, megatron_engine  # noqa: E402, F401
 from areal_lora.rollout import main as rollout_main  # noqa: E402, F401
 from areal_lora.trainer import build, loop, main  # noqa: E402, F401
 from areal_lora.weight_sync import kernels  # noqa: E402

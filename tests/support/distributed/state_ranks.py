@@ -12,6 +12,7 @@ from areal_lora.config.models import OptimizerConfig
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import ArealLoraError
 from areal_lora.trainer.learn import learning_rate
+from tests.support.checkpoint.helpers import tensors_of
 from tests.support.distributed.engine_ranks import (
     DENOMINATOR,
     Case,
@@ -30,7 +31,7 @@ def whole_state(engine: AdapterEngine) -> State:
     """All ranks' shares together, on every rank."""
     mine = engine.export_state("a")
     shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, (mine.step, mine.tensors()))
+    dist.all_gather_object(shares, (mine.step, tensors_of(mine)))
     found: dict[str, dict[str, np.ndarray]] = {part: {} for part in PARTS}
     for step, tensors in shares:
         assert step == mine.step

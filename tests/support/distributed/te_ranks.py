@@ -176,8 +176,8 @@ def adapted(seed: int, overlap: bool) -> dict[str, Any]:
     from areal_lora.engine.common.adapter_memory import AdapterMemory
     from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
     from areal_lora.engine.layers.expert_mlp import ActiveAdapter
-    from areal_lora.engine.megatron_utils.lora import attach
     from areal_lora.engine.megatron_utils.megatron_model import initialize_parallel
+    from areal_lora.engine.megatron_utils.modules import attach
     from areal_lora.families.shape import ModelShape
 
     utils.HAVE_TE, utils.TELayerNormColumnParallelLinear = True, LayerNormColumn
@@ -207,8 +207,8 @@ def adapted(seed: int, overlap: bool) -> dict[str, Any]:
         _, a, b = own_part(name, n, rank)
         adapter = site.residents["a"]
         with torch.no_grad():
-            adapter.lora_A.copy_(a)
-            adapter.lora_B.copy_(b)
+            adapter.lora_a.copy_(a)
+            adapter.lora_b.copy_(b)
 
     x = n.x.chunk(TP)[rank].clone().requires_grad_()
     with active.using("a"):
@@ -216,7 +216,7 @@ def adapted(seed: int, overlap: bool) -> dict[str, Any]:
         y = x + sites["linear_proj"](firsts(y, 1, HIDDEN // TP))[0]
         y, _ = sites["linear_fc2"](firsts(sites["linear_fc1"](y)[0], 1, FFN // TP))
         (y * n.weight.chunk(TP)[rank]).sum().backward()
-    grads = {f"a.{name}": site.residents["a"].lora_A.grad for name, site in sites.items()}
-    grads |= {f"b.{name}": site.residents["a"].lora_B.grad for name, site in sites.items()}
+    grads = {f"a.{name}": site.residents["a"].lora_a.grad for name, site in sites.items()}
+    grads |= {f"b.{name}": site.residents["a"].lora_b.grad for name, site in sites.items()}
     found = {name: t.double().numpy() for name, t in ({"out": y.detach(), "x": x.grad} | grads).items()}
     return {"values": found, "gathered": {m: sites[m].to_wrap.return_layernorm_output_gathered for m in COLUMN}}

@@ -18,8 +18,7 @@ from typing import Any
 import yaml
 
 from areal_lora.algorithms.fair_queue import FairQueue
-from areal_lora.checkpoint.checkpoint_store import CheckpointStore
-from areal_lora.checkpoint.saver import Saver
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore, Saver
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from areal_lora.algorithms.fair_queue import FairQueue
-from areal_lora.distributed.exchange import GroupExchange
+from areal_lora.distributed.exchange import Exchange
 from areal_lora.operations.protocol import LoadState, Outcome
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.run_folder.paths import RunFolder
@@ -49,7 +49,7 @@ def wait_for_rollouts() -> Work | None:
     recorder: Any = SimpleNamespace(status=lambda _: None, beat=lambda: None)
     client: Any = LateRollouts()
     adapter: Any = SimpleNamespace(name=NAME, config=SimpleNamespace(is_client=False))
-    exchange = GroupExchange(timeout_s=TIMEOUT_S)
+    exchange = Exchange(timeout_s=TIMEOUT_S)
     rank_0 = SimpleNamespace(
         controller=ControllerLink(run, client, recorder, {NAME: ControllerState()}),
         turns=FairQueue({NAME: 1.0}),
@@ -78,7 +78,7 @@ def load(folders: Sequence[Path]) -> list[tuple[Outcome, list[int]]]:
 
     Rank 1 has a folder of its own: what a shared file system shows it.
     """
-    exchange, found = GroupExchange(timeout_s=10.0), []
+    exchange, found = Exchange(timeout_s=10.0), []
     for folder in folders:
         engine: Any = Engine()
         asked = LoadState(adapter=SPEC.name, label="one", optimizer=True)

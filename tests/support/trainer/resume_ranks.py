@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.algorithms.registry import build_algorithm
-from areal_lora.checkpoint.checkpoint_store import CheckpointStore
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave, CheckpointStore, Saver
 from areal_lora.checkpoint.recover import find
-from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.load import load_config
 from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
@@ -26,7 +25,7 @@ from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sections.adapter import AlgorithmConfig
 from areal_lora.data.collate import scoring_batch
 from areal_lora.data.prompts import locate
-from areal_lora.distributed.exchange import GroupExchange
+from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.processes import watched
 from areal_lora.run_folder.paths import RunFolder
@@ -206,15 +205,13 @@ def live(session: Session) -> dict[str, Any]:
         algorithm=build_algorithm(entry.algorithm, minibatches=1, max_new_tokens=8),
     )
     engine.add_adapter(adapter.spec, entry.optimizer, seed=1)
-    restored = resume(engine, [adapter], config, RunFolder(folder), GroupExchange(60.0))
+    restored = resume(engine, [adapter], config, RunFolder(folder), Exchange(60.0))
     begun = restored.get("a", RestoredState(version=0, controller=ControllerState()))
     state = TrainingState(adapter=adapter, version=begun.version)
     controller: Any = Controller(folder, engine, begun, config.run.steps)
     commit = partial(_commit, controller) if engine.rank == 0 else None
     saver = Saver(
-        store=CheckpointStore(RunFolder(folder), GroupExchange(60.0), Disk()),
-        config=config.checkpoint,
-        committed=commit,
+        store=CheckpointStore(RunFolder(folder), Exchange(60.0), Disk()), config=config.checkpoint, committed=commit
     )
     trainer = Trainer(
         config=config,
@@ -223,7 +220,7 @@ def live(session: Session) -> dict[str, Any]:
         states={"a": state},
         checkpointing=Checkpointing(config, engine, saver, {n: r.version for n, r in restored.items()}),
         publishing=Publishing(folder),  # type: ignore[arg-type]
-        control=GroupExchange(60.0),
+        control=Exchange(60.0),
         rank_0=Rank0(controller=controller, recorder=controller, auditor=controller, turns=FairQueue({"a": 1.0}))
         if engine.rank == 0
         else None,

@@ -1,7 +1,7 @@
 """Servers that come and go in virtual time, around the real leader, membership, watcher, router and feed.
 
 The servers, their network and the trainer's transfers are simulated; nothing sleeps. A server that leaves takes part
-in publishes until it is dismissed or its grace is over, like ``vllm_ext.server.gate``; one that crashes does not.
+in publishes until it is dismissed or its grace is over, like ``vllm_ext.server.leaving``; one that crashes does not.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.distributed.exchange import Exchange, GroupExchange
+from areal_lora.distributed.exchange import Exchange
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
@@ -167,7 +167,7 @@ def train_many(pipe: Connection, rank: int, port: int, server: ServerEndpoint, n
     store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     attempts = []
-    with counted_formations() as formed, Adapters(server, exchange=GroupExchange(timeout_s=60.0), ranks=2) as adapters:
+    with counted_formations() as formed, Adapters(server, exchange=Exchange(timeout_s=60.0), ranks=2) as adapters:
         for version in range(rounds):
             handles = [adapters.publish(made(i), version) for i in range(n)]
             attempts += [handle.wait().attempts for handle in handles]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.distributed.exchange import GroupExchange
+from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import ArealLoraError, ManifestError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
@@ -115,7 +115,7 @@ class Rank:
 
     def __init__(self, rank: int, watch: Watch) -> None:
         self.rank, self.watch = rank, watch
-        self.exchange = GroupExchange(timeout_s=60.0)
+        self.exchange = Exchange(timeout_s=60.0)
         self.active: list[Any] = []
         self.announce_s = 0.0  # how long the controller lets itself be waited for
         self.publisher: Publisher | None = None

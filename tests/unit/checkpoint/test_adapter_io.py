@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from areal_lora.checkpoint.adapter_io import PeftWriter, load_peft, save_peft
+from areal_lora.checkpoint.adapter_io import load_peft, peft_writer, save_peft
 from areal_lora.errors import AdapterError
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.types import AdapterSpec
@@ -194,21 +194,21 @@ def test_broken_adapters_are_not_saved(tmp_path, change, word):
 
 
 @pytest.mark.parametrize(
-    ("write", "word"),
+    ("chosen", "word"),
     [
         (lambda names: names[:-1], "1 tensors were not written"),
         (lambda names: [*names, names[0]], "comes twice"),
         (lambda names: [*names[1:], "model.layers.9.x.lora_A.weight"], "announced was another"),
     ],
 )
-def test_a_folder_appears_only_when_every_tensor_was_written_once(tmp_path, write, word):
+def test_a_folder_appears_only_when_every_tensor_was_written_once(tmp_path, chosen, word):
     tensors, aliases = adapter()
     shapes = {name: tuple(t.shape) for name, t in tensors.items()}
 
     def written():
-        with PeftWriter(tmp_path / "x", spec(), shapes, "b", aliases) as writer:
-            for name in write(list(tensors)):
-                writer.write(name, tensors.get(name, torch.zeros(4, 32)))
+        with peft_writer(tmp_path / "x", spec(), shapes, "b", aliases) as write:
+            for name in chosen(list(tensors)):
+                write(name, tensors.get(name, torch.zeros(4, 32)))
 
     with pytest.raises(AdapterError, match=word):
         written()

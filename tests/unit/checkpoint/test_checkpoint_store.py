@@ -18,7 +18,17 @@ from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.checkpoint.faulty_disk import FaultyDisk
-from tests.support.checkpoint.helpers import COMPANION, SPEC, on_ranks, snapshot_of, state_of, stores, write, written
+from tests.support.checkpoint.helpers import (
+    COMPANION,
+    SPEC,
+    on_ranks,
+    snapshot_of,
+    state_of,
+    stores,
+    tensors_of,
+    write,
+    written,
+)
 
 
 def read_back(run_folder: Path) -> tuple[int, bytes]:
@@ -28,7 +38,7 @@ def read_back(run_folder: Path) -> tuple[int, bytes]:
     version = found.manifest.version
     for role, begin in (("", 0), ("critic", COMPANION)):
         tensors = read_files([found.path / entry.name for entry in files_of(found.manifest, role)])
-        want = [state_of(version, begin + rank).tensors() for rank in range(2)]
+        want = [tensors_of(state_of(version, begin + rank)) for rank in range(2)]
         for part in PARTS:
             whole = want[0][part] | want[1][part]
             assert tensors[part].keys() == whole.keys()

@@ -22,7 +22,7 @@ from areal_lora.checkpoint.state import (
     read_files,
 )
 from areal_lora.errors import CheckpointError
-from tests.support.checkpoint.helpers import manifest_of, state_of
+from tests.support.checkpoint.helpers import manifest_of, state_of, tensors_of
 
 
 def test_a_manifest_comes_back() -> None:
@@ -76,7 +76,7 @@ def test_stock_safetensors_reads_a_rank_file_and_so_do_we(tmp_path: Path) -> Non
         Disk().write(paths[-1], file_parts(state_of(1, rank)))
     stock = load_file(paths[0]) | load_file(paths[1])
     ours = read_files(paths)
-    want = {part: state_of(1, 0).tensors()[part] | state_of(1, 1).tensors()[part] for part in PARTS}
+    want = {part: tensors_of(state_of(1, 0))[part] | tensors_of(state_of(1, 1))[part] for part in PARTS}
     assert {f"{p}/{n}" for p in PARTS for n in want[p]} == stock.keys()
     for part in PARTS:
         assert ours[part].keys() == want[part].keys()
@@ -99,5 +99,5 @@ def test_a_tensor_in_two_files_and_garbage_are_errors(tmp_path: Path) -> None:
 def test_views_lie_where_the_shapes_say() -> None:
     flat = np.arange(6, dtype=np.float32)
     state = AdapterState(step=0, shapes={"a": (2, 2), "b": (1, 2)}, parts=dict.fromkeys(PARTS, flat))
-    assert state.tensors()["weight"]["a"].tolist() == [[0, 1], [2, 3]]
-    assert state.tensors()["exp_avg"]["b"].tolist() == [[4, 5]]
+    assert tensors_of(state)["weight"]["a"].tolist() == [[0, 1], [2, 3]]
+    assert tensors_of(state)["exp_avg"]["b"].tolist() == [[4, 5]]

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from areal_lora.distributed.store import Await, CurveStore, KeyTable, Put, StoreServer
+from areal_lora.distributed.store import Await, CurveStore, KeyTable, StoreCall, StoreServer
 from areal_lora.network.rpc import zmq_curve_keys
 from tests.support.weight_sync.helpers import SECRET
 
@@ -198,6 +198,6 @@ def test_those_who_gave_up_are_forgotten():
     now[0] = 2.0
     table.forget_late()
     assert sum(map(len, table._waiting.values())) == 1
-    table.handle([b"putter"], Put("k", b"v"))
+    table.handle([b"putter"], StoreCall("set", ("k", b"v")))
     assert answers == [b"late", b"putter"]
     assert not table._waiting

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import llvmlite.binding.ffi
@@ -36,26 +35,17 @@ class CpuLoraLinear(PunicaWrapperCPU):
         self.batch = BatchSlots.of(self.token_lora_indices.numpy())
 
     def add_lora_linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: Any,
-        lora_b_stacked: Any,
-        scale: float,
-        output_slices: tuple[int, ...],
-        **kwargs: Any,
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Any, lora_b_stacked: Any, *args: Any, **kwargs: Any
     ) -> None:
         # Scale is 1: alpha / rank was folded into B when the slot was written.
-        batch = self.batch
-        add_lora_rows(
-            y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), batch.rows, batch.cells, lora_a_stacked, lora_b_stacked
-        )
+        rows, cells = self.batch.rows, self.batch.cells
+        add_lora_rows(y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), rows, cells, lora_a_stacked, lora_b_stacked)
 
 
 class PackedExperts:
     """An ``ExpertProduct`` through vLLM's oneDNN kernels, with a packed copy of W [E, N, K].
 
-    Raises RuntimeError if oneDNN has no kernel for this type and CPU.
+    torch's product of a few rows is slow. Raises RuntimeError if oneDNN has no kernel for this type and CPU.
     """
 
     MAX_ROWS = 128  # oneDNN builds one kernel per number of rows in about 0.3 ms, and caches this many
@@ -72,14 +62,9 @@ class PackedExperts:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class PlainExperts:
-    """An ``ExpertProduct`` in float32 through torch, whose bfloat16 is slower on the same CPUs."""
-
-    weight: torch.Tensor  # [E, N, K]
-
-    def __call__(self, x: torch.Tensor, runs: Runs) -> torch.Tensor:
-        return torch.cat([x[rows].float() @ self.weight[expert].float().t() for expert, rows in runs]).to(x.dtype)
+def plain_product(weight: torch.Tensor, x: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """In float32 through torch, for CPUs with AVX2 only: there oneDNN has no bfloat16, and torch's is slower."""
+    return torch.cat([x[rows].float() @ weight[expert].float().t() for expert, rows in runs]).to(x.dtype)
 
 
 def expert_product(weight: torch.Tensor) -> ExpertProduct:
@@ -88,7 +73,7 @@ def expert_product(weight: torch.Tensor) -> ExpertProduct:
         return PackedExperts(weight)
     except RuntimeError as e:
         _warn_of_plain_experts(str(weight.dtype).removeprefix("torch."), str(e))
-        return PlainExperts(weight.detach())
+        return partial(plain_product, weight.detach())
 
 
 @cache
@@ -105,7 +90,7 @@ NO_GROUPS = np.array([-1])  # of tokens without an adapter
 
 
 class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
-    """``moe_lora`` as a vLLM experts class; honours ``expert_map`` (expert parallel).
+    """``moe_lora`` as a vLLM experts class, whose own with LoRA need a GPU; honours ``expert_map`` (expert parallel).
 
     vLLM sets a LoRA context only where the configured modules hold experts. Without one the experts are the base's.
     """
@@ -154,16 +139,9 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         return not moe_parallel_config.use_all2all_kernels
 
     def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: MoEActivation,
+        self, M: int, N: int, K: int, *others: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """``others``, ``global_num_experts`` among them, decide no shape here."""
         return (0,), (0,), (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
@@ -171,21 +149,15 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
 
     def apply(
         self,
+        *,
         output: torch.Tensor,
         hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         activation: MoEActivation,
-        global_num_experts: int,
         expert_map: torch.Tensor | None,
-        a1q_scale: Any,
-        a2_scale: Any,
-        workspace13: Any,
-        workspace2: Any,
-        expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
+        **others: Any,
     ) -> None:
         if activation != MoEActivation.SILU or apply_router_weight_on_input:
             raise AdapterError(f"MoE LoRA on CPU knows SwiGLU with weights on the output only, not {activation}")

@@ -295,7 +295,8 @@ def enable_slots(worker: Any) -> None:
 def activate(worker: Any, lora_id: int, slot: int, rank: int) -> None:
     """Serve requests with ``lora_id`` from ``slot``. Call it between two engine steps only.
 
-    Raises AdapterError if the slot is in use or vLLM would evict an adapter.
+    vLLM itself loads adapters from files only, and evicts them without a request to do so. Raises AdapterError if the
+    slot is in use or vLLM would evict an adapter.
     """
     manager = adapter_manager(worker)
     if manager.lora_index_to_id[slot] is not None or len(manager._registered_adapters) >= manager.capacity:

@@ -10,7 +10,7 @@
 the previous versions keep serving.
 
 With merged rollouts the weights of the model are the one version. Then the commit comes between two requests, not
-only between two steps (``gate``): pinned requests get half of the remaining time to end, rollouts are cut and continue
+only between two steps (`Gate`): pinned requests get half of the remaining time to end, rollouts are cut and continue
 on the new version, and cached blocks are dropped. A commit that fails leaves a mixture, and the server serves no
 version until one is written whole.
 """
@@ -30,7 +30,6 @@ import msgspec
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from areal_lora.engine.vllm_ext.server.gate import Gate
 from areal_lora.engine.vllm_ext.worker import channel as workers
 from areal_lora.errors import PublishError, UnknownVersionError
 from areal_lora.processes.log import get_logger
@@ -49,6 +48,86 @@ DRAIN_POLL_S = 0.005  # between two questions whether the engine's batch still u
 DROP_POLL_S = 0.05  # between two looks at the requests of dropped adapters
 PINNED_S = 10.0  # a version stays this long after a pinned request, for the next request of the same evaluation
 PINNED_ALONE_S = 1.0  # where it holds up the next version
+
+
+@dataclass(slots=True, eq=False)
+class _Inside:
+    task: asyncio.Task[Any] | None
+    pinned: bool
+    ended: str = ""  # why the request was ended from outside
+
+
+class Gate:
+    """Holds requests back while a server's weights change (merged rollouts). Call it from one event loop only::
+
+        open     requests enter and leave; each is on the one version that the weights are
+        closing  none enters; those inside end: rollouts are cut, pinned requests fail with the reason
+        closed   none is inside: the weights may change
+
+    What waits at the gate starts on the next version. So no step of the model, and no cached block, mixes two versions.
+    """
+
+    def __init__(self) -> None:
+        self._open, self._left = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._inside: set[_Inside] = set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+    async def opened(self) -> None:
+        """Wait until requests may enter. Enter before the next ``await``."""
+        await self._open.wait()
+
+    @contextmanager
+    def inside(self, *, pinned: bool) -> Iterator[None]:
+        """Count a request in. Raises PublishError where the caller did not wait, UnknownVersionError if it is ended."""
+        if not self.is_open:
+            raise PublishError("the weights of this server are being replaced; try again")
+        request = _Inside(asyncio.current_task() if pinned else None, pinned)
+        self._inside.add(request)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not request.ended or request.task is None:
+                raise
+            request.task.uncancel()
+            raise UnknownVersionError(request.ended) from None
+        finally:
+            self._inside.discard(request)
+            self._left.set()
+
+    @property
+    def holds_pinned(self) -> bool:
+        return any(request.pinned for request in self._inside)
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Let no request enter meanwhile."""
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
+    def end_pinned(self, reason: str) -> int:
+        """End the pinned requests inside, and return how many."""
+        ended = [request for request in self._inside if request.pinned and request.task is not None]
+        for request in ended:
+            request.ended = reason
+            assert request.task is not None
+            request.task.cancel()
+        return len(ended)
+
+    async def empty(self, timeout_s: float) -> bool:
+        """Wait until no request is inside; False if one is, after ``timeout_s``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._inside:
+                    self._left.clear()
+                    await self._left.wait()
+        return not self._inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +207,7 @@ class ServedAdapters:
 
     async def ping(self) -> None:
         """Ping every worker's background thread. Raises PublishError if one does not answer."""
-        await self._channel.call(workers.Ping(), workers.CommandDone, PING_S)
+        await self._channel.call(workers.Ping(), PING_S)
 
     async def join(self, request: JoinRequest, came: float | None = None) -> None:
         """Have all workers join the trainer's groups. Raises PublishError.
@@ -140,9 +219,7 @@ class ServedAdapters:
         deadline = _deadline(request.timeout_s, came)
         async with self._turn("a join", deadline):
             left = msgspec.structs.replace(request, timeout_s=max(deadline - time.monotonic(), 0.0))
-            answers = await self._channel.call(
-                workers.JoinCommand(request=left), workers.CommandDone, left.timeout_s + GRACE_S
-            )
+            answers = await self._channel.call(workers.JoinCommand(request=left), left.timeout_s + GRACE_S)
         errors = [f"worker {w}: {a.error}" for w, a in enumerate(answers) if a.error]
         if errors:
             raise PublishError("; ".join(errors))
@@ -205,7 +282,7 @@ class ServedAdapters:
         async with self.turn:
             running = self.versions.drop(name)
             self._released.set()
-            await self._channel.call(workers.Forget(name=name), workers.CommandDone, PING_S)
+            await self._channel.call(workers.Forget(name=name), PING_S)
             await self._forget(self.versions.retire_left())
         if running and (self._dropping is None or self._dropping.done()):
             self._dropping = watched_task("dropped-adapters", free_dropped)
@@ -248,8 +325,10 @@ class ServedAdapters:
             deadline=deadline,
             active=tuple(map(str, sorted(self.versions.active))),
         )
-        answers = await self._channel.call(receive, workers.ReceiveResult, deadline - time.monotonic() + GRACE_S)
-        return [a.result for a in answers]
+        answers = await self._channel.call(receive, deadline - time.monotonic() + GRACE_S)
+        staged = [answer.staged for answer in answers if answer.staged is not None]
+        assert len(staged) == len(answers), "a Receive is answered with its result"
+        return staged
 
     @asynccontextmanager
     async def _alone(self, ref: AdapterRef, staged: list[StageResult], deadline: float) -> AsyncIterator[float]:

@@ -8,7 +8,6 @@ A server that leaves answers pings so, until the trainer posts ``/admin/dismiss`
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.applications import Starlette
@@ -32,10 +31,6 @@ def _answer(message: wire.AdminMessage, status: int = 200) -> Response:
     return Response(wire.encode_message(message), status_code=status, media_type=wire.CONTENT_TYPE)
 
 
-def _failure(status: int, reason: object) -> Response:
-    return Response(str(reason), status_code=status, media_type="text/plain")
-
-
 class AdminPlane:
     """The routes of the admin plane."""
 
@@ -54,15 +49,16 @@ class AdminPlane:
         routes = [
             Route(wire.INFO_PATH, self.info),
             Route(wire.MODULES_PATH, self.modules),
-            Route(wire.PING_PATH, _guarded(self.ping)),
-            Route(wire.JOIN_PATH, _guarded(self.join), methods=["POST"]),
-            Route(wire.PUBLISH_PATH, _guarded(self.publish), methods=["POST"]),
-            Route(wire.DROP_PATH, _guarded(self.drop), methods=["POST"]),
-            Route(wire.SCORE_PATH, _guarded(self.score), methods=["POST"]),
+            Route(wire.PING_PATH, self.ping),
+            Route(wire.JOIN_PATH, self.join, methods=["POST"]),
+            Route(wire.PUBLISH_PATH, self.publish, methods=["POST"]),
+            Route(wire.DROP_PATH, self.drop, methods=["POST"]),
+            Route(wire.SCORE_PATH, self.score, methods=["POST"]),
             Route(wire.DISMISS_PATH, self.dismiss, methods=["POST"]),
             Route(wire.SHUTDOWN_PATH, self.shutdown, methods=["POST"]),
         ]
-        return BearerAuth(BodyLimit(Starlette(routes=routes), wire.MAX_BODY_BYTES), secret, Plane.ADMIN)
+        app = Starlette(routes=routes, exception_handlers=dict.fromkeys(STATUS, _refused))
+        return BearerAuth(BodyLimit(app, wire.MAX_BODY_BYTES), secret, Plane.ADMIN)
 
     async def info(self, request: Request) -> Response:
         refs, stats = [str(r) for r in sorted(self._adapters.versions.active)], self._generator.counters.stats()
@@ -108,21 +104,19 @@ class AdminPlane:
         return _answer(wire.PingReply())
 
 
-def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Turn known errors into status codes; any other error is a 500 with a traceback in the log."""
+async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, ManifestError):
+        return _answer(wire.RefusalReply(reason=error.reason, detail=error.detail), 409)
+    status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+    return Response(str(error), status_code=status, media_type="text/plain")
 
-    async def handle(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ManifestError as e:
-            return _answer(wire.RefusalReply(reason=e.reason, detail=e.detail), 409)
-        except UnknownVersionError as e:
-            return _failure(404, e)
-        except (msgspec.MsgspecError, BadRequest) as e:
-            return _failure(400, e)
-        except ValueError as e:
-            return _failure(409, e)
-        except PublishError as e:
-            return _failure(503, e)
 
-    return handle
+STATUS = {
+    ManifestError: 409,
+    UnknownVersionError: 404,
+    msgspec.MsgspecError: 400,
+    BadRequest: 400,
+    ValueError: 409,
+    PublishError: 503,
+}
+"""Of known errors; any other error is a 500 with a traceback in the log."""

@@ -51,7 +51,6 @@ class Parts:
     engine: AsyncLLM
     channel: WorkerChannel
     adapters: ServedAdapters
-    generator: Generator
     data_app: ASGIApp
     admin_app: ASGIApp
     n_slots: int
@@ -219,7 +218,6 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
         engine=engine,
         channel=channel,
         adapters=adapters,
-        generator=generator,
         n_slots=adapter_slots(config),
         shared_before=shared_before,
         data_app=data_app,

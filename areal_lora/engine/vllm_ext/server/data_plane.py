@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -66,13 +66,14 @@ class DataPlane:
     def app(self) -> ASGIApp:
         return Starlette(
             routes=[
-                Route("/v1/completions", _guarded(self.completions), methods=["POST"]),
-                Route("/v1/chat/completions", _guarded(self.chat), methods=["POST"]),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route(PATH, tool_calls_handler(self._parsers), methods=["POST"]),
                 Route("/v1/models", self.models),
                 Route("/health", self.health),
                 Route("/metrics", self.metrics),
-            ]
+            ],
+            exception_handlers=dict.fromkeys(STATUS, _refused),
         )
 
     async def completions(self, request: Request) -> Response:
@@ -242,22 +243,18 @@ def _delay_s(body: Body) -> float:
     return BACKGROUND_S if body.background else 0.0
 
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "stop", "stop_token_ids", "ignore_eos")
+"""Settings with vLLM's names."""
+
+
 def _sampling(body: Body, max_tokens: int) -> SamplingParams:
     """Raises VLLMClientError for values the engine refuses."""
     echo = isinstance(body, CompletionBody) and body.echo
     return SamplingParams(
         n=body.n,
         max_tokens=max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        min_tokens=body.min_tokens,
-        seed=body.seed,
-        stop=body.stop,
-        stop_token_ids=body.stop_token_ids,
+        **{name: getattr(body, name) for name in _SAMPLING},
         logprobs=body.wants_logprobs,
-        ignore_eos=body.ignore_eos,
         prompt_logprobs=body.wants_logprobs if echo else None,
         extra_args={SCORE_TEMPERATURE: body.temperature or 1.0} if echo else None,
         # Text is decoded once at the end, not token by token, unless there are stop strings to find.
@@ -266,22 +263,24 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
     )
 
 
-def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Turn known errors into OpenAI error bodies."""
+STATUS = {
+    UnicodeError: 400,
+    RecursionError: 400,
+    UnknownVersionError: 404,
+    msgspec.MsgspecError: 400,
+    BadRequest: 400,
+    VLLMClientError: 400,
+    PublishError: 503,
+    EngineDeadError: 500,  # 503: nothing has started, another server may be used
+}
+"""Of known errors."""
 
-    async def handle(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except (UnicodeError, RecursionError) as e:
-            status, reason = 400, f"the body cannot be read: {type(e).__name__}"
-        except UnknownVersionError as e:
-            status, reason = 404, str(e)
-        except (msgspec.MsgspecError, BadRequest, VLLMClientError) as e:
-            status, reason = 400, str(e)
-        except PublishError as e:
-            status, reason = 503, str(e)
-        except EngineDeadError as e:
-            status, reason = 500, f"the engine has ended: {e}"  # 503: nothing has started, another server may be used
-        return Response(error_body(status, reason), status_code=status, media_type=JSON)
 
-    return handle
+async def _refused(request: Request, error: Exception) -> Response:
+    status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+    reason = str(error)
+    if isinstance(error, UnicodeError | RecursionError):
+        reason = f"the body cannot be read: {type(error).__name__}"
+    elif isinstance(error, EngineDeadError):
+        reason = f"the engine has ended: {error}"
+    return Response(error_body(status, reason), status_code=status, media_type=JSON)

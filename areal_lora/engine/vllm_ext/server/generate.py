@@ -40,6 +40,9 @@ class BadRequest(ValueError):
     """The request is invalid and would fail again: status 400."""
 
 
+COUNTS = ("requests", "prompt_tokens", "generated_tokens", "aborted", "interrupted", "recomputed_tokens")
+
+
 @dataclass(slots=True)
 class RequestCounters:
     """Count for ``/metrics`` and ``/admin/info``; vLLM's own statistics cost time at every step."""
@@ -77,12 +80,7 @@ class RequestCounters:
             idle_s=self._idle_s + (0.0 if self.in_flight else now - self._idle_since_s),
             running=min(self.in_flight, self.max_num_seqs),
             waiting=max(0, self.in_flight - self.max_num_seqs),
-            requests=self.requests,
-            prompt_tokens=self.prompt_tokens,
-            generated_tokens=self.generated_tokens,
-            aborted=self.aborted,
-            interrupted=self.interrupted,
-            recomputed_tokens=self.recomputed_tokens,
+            **{name: getattr(self, name) for name in COUNTS},
         )
 
 

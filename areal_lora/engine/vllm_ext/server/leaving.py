@@ -63,21 +63,16 @@ class Door:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self.in_flight = 0
-        self._closed, self._cut = False, asyncio.Event()
-
-    def close(self) -> None:
-        """Hand back new requests."""
-        self._closed = True
-
-    def cut(self) -> None:
-        """Hand back the requests in progress; an answer that has started is cut off."""
-        self._cut.set()
+        self.closed = False
+        """Whether new requests are handed back."""
+        self.cut = asyncio.Event()
+        """Set it to hand back the requests in progress; an answer that has started is cut off."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        if self._closed:
+        if self.closed:
             await _handed_back()(scope, receive, send)
             return
         started = False
@@ -89,7 +84,7 @@ class Door:
 
         self.in_flight += 1
         work = asyncio.ensure_future(self._app(scope, receive, noted))
-        cut = asyncio.ensure_future(self._cut.wait())
+        cut = asyncio.ensure_future(self.cut.wait())
         try:
             await asyncio.wait({work, cut}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -119,13 +114,13 @@ async def leave_in_order(
     is withdrawn if it is still that of this process.
     """
     await stop.leaving.wait()
-    door.close()
+    door.closed = True
     set_status(run_folder, "server", index, f"leaving: {door.in_flight} requests in progress")
     log.info("leaving; %d requests are in progress", door.in_flight)
     await _until(lambda: stop.dismissed.is_set() and not door.in_flight, stop.grace_s)
     if door.in_flight:
         log.info("%d requests are handed back after %g s", door.in_flight, stop.grace_s)
-    door.cut()
+    door.cut.set()
     await _until(lambda: not busy(), publish_s)
     withdraw(run_folder, index, os.getpid())
     stop.event.set()

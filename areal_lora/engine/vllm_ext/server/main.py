@@ -92,19 +92,15 @@ def main(argv: list[str] | None = None) -> int:
 @contextlib.contextmanager
 def bound_sockets(host: str) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Open listening sockets for the data plane and the admin plane. Raises ConfigError for a wrong ``host``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.ExitStack() as stack:
-        sockets = []
-        for _ in range(2):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((host, 0))
-            except OSError as e:
-                raise ConfigError("cluster.bind", f"cannot bind {host}: {e.strerror}", "use another address") from e
-            sock.listen(1024)
-            sockets.append(sock)
-        yield sockets[0], sockets[1]
+        try:
+            data, admin = (
+                stack.enter_context(socket.create_server((host, 0), family=family, backlog=1024)) for _ in range(2)
+            )
+        except OSError as e:
+            raise ConfigError("cluster.bind", f"cannot bind {host}: {e.strerror}", "use another address") from e
+        yield data, admin
 
 
 def server_tls(host: str, run_folder: RunFolder, secret: str, *, closed: bool = False) -> dict[str, ssl.SSLContext]:

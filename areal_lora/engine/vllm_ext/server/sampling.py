@@ -9,7 +9,7 @@ The continuation is a new request of the engine, in the place of the first one: 
 again under the new version, the limit is the remaining one, and random numbers come from (seed, tokens so far).
 Requests that are pinned, that score their prompt or that name the base are not cut.
 
-Merged rollouts always interrupt: a server has one version (``gate``). There the sequences are cut before the new
+Merged rollouts always interrupt: a server has one version (`adapters.Gate`). There the sequences are cut before the new
 version is written, and continue as soon as it is.
 """
 
@@ -89,13 +89,6 @@ class SampledPart:
     prompt_rows: list[dict[int, float]] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
-
-    def add(self, sample: CompletionOutput, lease: VersionLease) -> None:
-        n = len(sample.token_ids)
-        self.ref = lease.ref
-        self.token_ids += sample.token_ids
-        self.versions += [lease.ref.version if lease.ref else -1] * n
-        self.logprobs += [{token: p.logprob for token, p in row.items()} for row in sample.logprobs or ()]
 
     def keep(self, n: int) -> None:
         """Drop all but the first ``n`` tokens."""
@@ -275,16 +268,17 @@ def _nth(params: SamplingParams, index: int) -> SamplingParams:
 def _part(
     output: RequestOutput, sample: CompletionOutput, lease: VersionLease, index: int | None = None
 ) -> SampledPart:
-    part = SampledPart(
+    return SampledPart(
         index=sample.index if index is None else index,
-        ref=None,
+        ref=lease.ref,
+        token_ids=list(sample.token_ids),
+        logprobs=[{token: p.logprob for token, p in row.items()} for row in sample.logprobs or ()],
+        versions=[lease.ref.version if lease.ref else -1] * len(sample.token_ids),
         text=sample.text,
         finish_reason=sample.finish_reason,
         prompt_logprobs=prompt_logprobs(output) if output.prompt_logprobs else [],
         prompt_rows=prompt_rows(output),
     )
-    part.add(sample, lease)
-    return part
 
 
 async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -304,25 +298,16 @@ async def _merged(streams: Iterable[AsyncGenerator[T, None]]) -> AsyncGenerator[
     queue: asyncio.Queue[T | None] = asyncio.Queue()
 
     async def pump(stream: AsyncGenerator[T, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for item in stream:
-                    queue.put_nowait(item)
-        finally:
-            queue.put_nowait(None)
+        async with aclosing(stream):
+            async for item in stream:
+                queue.put_nowait(item)
 
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    task = asyncio.ensure_future(all_of([pump(stream) for stream in streams]))
+    task.add_done_callback(lambda _: queue.put_nowait(None))
     try:
-        left = len(tasks)
-        while left:
-            item = await queue.get()
-            if item is None:
-                left -= 1
-            else:
-                yield item
-        for task in tasks:
-            task.result()
+        while (item := await queue.get()) is not None:
+            yield item
+        task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

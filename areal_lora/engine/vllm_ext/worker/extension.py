@@ -162,20 +162,19 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
-    worker: int
     max_rank: int
     modules: dict[str, tuple[int, int]]
     slot_bytes: int
 
 
-class AdapterSlots:
+class AdapterSlots(StackedSlotWriter):
     """The versions of a worker with LoRA: each in a slot of its own."""
 
     def __init__(self, worker: Any) -> None:
-        self._worker, self.max_rank = worker, adapter_manager(worker).lora_config.max_lora_rank
+        self._worker = worker
         refuse_files(worker)
         enable_slots(worker)
-        self.writer = StackedSlotWriter(bound_matrices(worker), self.max_rank)
+        super().__init__(bound_matrices(worker), adapter_manager(worker).lora_config.max_lora_rank)
 
     def commit(self, lora_id: int, slot: int, retired: Sequence[int]) -> list[int]:
         """Serve the version in ``slot`` as ``lora_id``, and stop serving ``retired`` as `retire` does."""
@@ -198,24 +197,22 @@ class _WorkerAdapters:
     def __init__(self, worker: Any, rank: int, setup: WorkerSetup) -> None:
         self.rank = rank
         self.held: AdapterSlots | MergedWeights
-        self.writer: StackedSlotWriter | MergedWeights
         if setup.payload is Payload.MERGED:
             targets = sorted({t for spec in setup.declared.values() for t in spec.target_modules})
             base = ModelFolder.at(setup.model)
-            self.held = self.writer = MergedWeights(fused_weights(worker), worker.device, base, targets)
+            self.held = MergedWeights(fused_weights(worker), worker.device, base, targets)
         else:
             self.held = AdapterSlots(worker)
-            self.writer = self.held.writer
         secret = read_secret(RunFolder.of(setup.run_folder))
         self._receiver = AdapterReceiver(
-            self.writer,
+            self.held,
             run=setup.run,
             secret=secret,
             base_digest=setup.base_digest,
             on_staged=self._staged,
             declared=setup.declared,
             bind=setup.bind,
-            device=self.writer.device,
+            device=self.held.device,
             layouts=setup.adapters,
         )
         self._respond: channel.Respond | None = None  # answers the ``Receive`` in progress
@@ -228,14 +225,14 @@ class _WorkerAdapters:
     def _handle(self, command: channel.Command, respond: channel.Respond) -> None:
         match command:
             case channel.Ping():
-                respond(channel.CommandDone())
+                respond(channel.WorkerAnswer())
             case channel.Forget(name=name):
                 if self._last_staged is not None and self._last_staged.name == name:
                     self._last_staged = None
                 self._receiver.forget(name)
-                respond(channel.CommandDone())
+                respond(channel.WorkerAnswer())
             case channel.JoinCommand() if self._joining:
-                respond(channel.CommandDone(error="still joining the groups of the previous request"))
+                respond(channel.WorkerAnswer(error="still joining the groups of the previous request"))
             case channel.JoinCommand(request=request):
                 self._joining = True
                 threading.Thread(target=self._join, args=(request, respond), name="join", daemon=True).start()
@@ -263,9 +260,9 @@ class _WorkerAdapters:
     def _staged(self, result: StageResult) -> None:
         if result.ok:
             self._last_staged = AdapterRef.parse(result.ref)
-        self._answer(channel.ReceiveResult(result=result))
+        self._answer(channel.WorkerAnswer(staged=result))
 
-    def _answer(self, staged: channel.ReceiveResult) -> None:
+    def _answer(self, staged: channel.WorkerAnswer) -> None:
         respond, self._respond = self._respond, None
         if respond is not None:
             respond(staged)
@@ -280,7 +277,7 @@ class _WorkerAdapters:
         except Exception as e:  # fault boundary: a thread's error must reach the server, not stderr only  # noqa: BLE001
             error = repr(e)
         self._joining = False  # before the answer, because the trainer publishes as soon as it arrives
-        respond(channel.CommandDone(error=error))
+        respond(channel.WorkerAnswer(error=error))
 
 
 def lower_priority() -> None:
@@ -289,10 +286,9 @@ def lower_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def _unstaged(command: channel.Receive, reason: str, detail: str) -> channel.ReceiveResult:
-    return channel.ReceiveResult(
-        result=StageResult(ref=command.ref, slot=command.slot, ok=False, reason=reason, detail=detail)
-    )
+def _unstaged(command: channel.Receive, reason: str, detail: str) -> channel.WorkerAnswer:
+    failed = StageResult(ref=command.ref, slot=command.slot, ok=False, reason=reason, detail=detail)
+    return channel.WorkerAnswer(staged=failed)
 
 
 class AdapterWorkerExtension:
@@ -310,10 +306,7 @@ class AdapterWorkerExtension:
     def al_describe(self) -> bytes:
         state = self._al_state
         described = WorkerDescription(
-            worker=state.rank,
-            max_rank=state.held.max_rank,
-            modules=state.writer.modules,
-            slot_bytes=state.writer.slot_bytes,
+            max_rank=state.held.max_rank, modules=state.held.modules, slot_bytes=state.held.slot_bytes
         )
         return msgspec.msgpack.encode(described)
 

@@ -18,7 +18,7 @@ from areal_lora.engine.vllm_ext.compat.weights import Matrix
 from areal_lora.errors import AdapterError, ManifestError, RefusalReason
 from areal_lora.families.family import Scope, covers
 from areal_lora.families.registry import path_of
-from areal_lora.platforms.device import LaneFactory, lane_of
+from areal_lora.platforms.device import lane_of
 from areal_lora.processes.watched import renamed
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.kernels import ITEM_BYTES, Block, Marks, TensorBlocks
@@ -57,15 +57,15 @@ class StackedSlotWriter:
     mirror of one slot, and ``flush`` copies the mirror.
     """
 
-    def __init__(self, matrices: Iterable[Matrix], max_rank: int, lane: LaneFactory = lane_of) -> None:
+    def __init__(self, matrices: Iterable[Matrix], max_rank: int) -> None:
         self._matrices = {renamed("server.matrix", m.name): m for m in matrices if path_of(m.module) is not None}
-        self._max_rank = max_rank
+        self.max_rank = max_rank
         stacks = {id(m.stacked): m.stacked for m in self._matrices.values() if m.stacked is not None}
         self._dtype = held_dtype({t.dtype for t in stacks.values()})
         self._stacks = list(stacks.values())
         self._n_slots = self._stacks[0].shape[0]
         self.device = self._stacks[0].device
-        self._lane = lane(self.device)
+        self._lane = lane_of(self.device)
         self._mirrors: dict[int, torch.Tensor] = {}  # by id of the stack
         if self._lane is not None:
             self._mirrors = {id(t): self._lane.host(t.shape[1:], t.dtype) for t in self._stacks}
@@ -78,10 +78,10 @@ class StackedSlotWriter:
 
     def expected(self, structure: AdapterStructure) -> dict[str, Shape]:
         """Full names and shapes for ``structure``. Raises ManifestError (``rank``, ``targets``)."""
-        if structure.max_rank > self._max_rank:
+        if structure.max_rank > self.max_rank:
             raise ManifestError(
                 RefusalReason.RANK,
-                f"the adapter has rank {structure.max_rank}, this server holds up to {self._max_rank}; "
+                f"the adapter has rank {structure.max_rank}, this server holds up to {self.max_rank}; "
                 "raise rollout.max_lora_rank",
             )
         check_targets(self.modules, structure)

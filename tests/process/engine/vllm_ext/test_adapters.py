@@ -46,7 +46,7 @@ class Worker:
             self._late.append(respond)
             return
         if not isinstance(command, ch.Receive):
-            respond(ch.CommandDone())
+            respond(ch.WorkerAnswer())
             return
         self.begins.append(command)
         self.overlapped |= self.busy > 0
@@ -57,13 +57,13 @@ class Worker:
         self.busy -= 1
         result = self.answer(command)
         if result is not None:
-            respond(ch.ReceiveResult(result=result))
+            respond(ch.WorkerAnswer(staged=result))
 
     def speak(self) -> None:
         """Say what was held back while ``deaf``."""
         self.deaf = False
         for respond in self._late:
-            respond(ch.CommandDone(error="late"))
+            respond(ch.WorkerAnswer(error="late"))
 
 
 def accept(begin: ch.Receive) -> StageResult:

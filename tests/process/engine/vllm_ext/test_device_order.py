@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +73,7 @@ class Worker:
     def __init__(self, folder: Path, ports: tuple[int, ...], calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
-        from areal_lora.engine.vllm_ext.worker import extension
+        from areal_lora.engine.vllm_ext.worker import extension, lora_install
 
         class Manager(LRUCacheLoRAModelManager):
             capacity = SLOTS
@@ -92,9 +91,8 @@ class Worker:
         }
         matrices = [Matrix(name=n, stacked=t, index=0, start=0, full=WIDTH) for n, t in self.stacks.items()]
         lane = RecordedLane(calls, CPU)
-        writer = partial(extension.StackedSlotWriter, lane=lambda device: lane)
         monkeypatch.setattr(extension, "bound_matrices", lambda worker: matrices)
-        monkeypatch.setattr(extension, "StackedSlotWriter", writer)
+        monkeypatch.setattr(lora_install, "lane_of", lambda device: lane)
         staged = extension._WorkerAdapters._staged
 
         def record(state: Any, result: Any) -> None:
@@ -168,7 +166,7 @@ async def publish(gate: Gate, folder: RunFolder, path: Path, calls: list[str], m
         assert gate.reached.is_set()
         try:
             for _ in range(3):
-                await channel.call(ch.Ping(), ch.CommandDone, LONG_S / 3)
+                await channel.call(ch.Ping(), LONG_S / 3)
             assert not gate.open.is_set()
         finally:
             gate.open.set()

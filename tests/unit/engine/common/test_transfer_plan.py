@@ -99,9 +99,10 @@ def pack(
     found = plans.pack_plan(model, spec, rank, layout)
     space = np.full(found.space, np.nan, dtype=np.float32)
     space[: found.own] = held[rank]
-    for t in found.transfers:
-        assert t.receiver == rank
-        space[t.to : t.to + t.end - t.start] = held[t.sender][t.start : t.end]
+    for part, at in found.others.items():
+        start, end = arrange(model, spec, rank).extent(part)
+        parts = [held[rank + k][start:end] for k in range(1, model.split_over(part))]
+        space[at:][: sum(map(len, parts))] = np.concatenate([space[:0], *parts])
     (shard,) = [s for s in layout.shards if s.source == rank] or [None]
     flat = np.zeros(shard.nbytes if shard else 0, dtype=np.uint8)
     first = 0

@@ -8,8 +8,11 @@ from torch import Tensor
 
 from areal_lora.data.collate import MicroPlan, Tree
 from areal_lora.engine.layers.attention import AttentionPlan, Segment, pack
-from areal_lora.engine.megatron_utils.modules import PackedAttention, Packing, Rotary
+from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 from tests.support.distributed.engine_ranks import make_batch
+
+install_cpu_patches()
+from areal_lora.engine.megatron_utils.modules import PackedAttention, Packing  # noqa: E402
 
 CPU = torch.device("cpu")
 WIDTH, HEADS, GROUPS = 8, 4, 2
@@ -53,7 +56,7 @@ def random_inputs(n: int, seed: int) -> list[Tensor]:
 def test_packed_trees_equal_whole_sequences(padding: int) -> None:
     n_tokens = 9 + 2 + 1 + 5 + 3 + 23 + 1 + padding
     packed = pack(make_batch(ROWS), MicroPlan(trees=(TREES,), n_tokens=n_tokens), 0, CPU)
-    attention, packing = PackedAttention(None), Packing(Rotary(INV_FREQ, torch.float32))
+    attention, packing = PackedAttention(None), Packing(INV_FREQ, torch.float32)
     attention.packing = packing
     q, k, v = random_inputs(n_tokens, seed=3)
     out = attention(q, k, v, packing.add(packed.attention, packed.keys))
@@ -95,7 +98,7 @@ def test_sequences_without_a_shared_start_need_no_mask() -> None:
 
 
 def test_recomputation_finds_the_plan_of_its_micro_batch() -> None:
-    packing = Packing(Rotary(INV_FREQ, torch.float32))
+    packing = Packing(INV_FREQ, torch.float32)
     first, second = (AttentionPlan.of([Segment(start=0, own=n)], n, CPU) for n in (3, 4))
     keys = [torch.zeros(n, dtype=torch.int64) for n in (3, 4)]
     numbers = packing.add(first, keys[0]), packing.add(second, keys[1])

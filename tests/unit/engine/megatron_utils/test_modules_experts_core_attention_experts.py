@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from areal_lora.engine.layers.expert_mlp import ExpertLora
-from areal_lora.engine.megatron_utils.modules import GroupedExperts, GroupedLinear
+from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
+
+install_cpu_patches()
+from areal_lora.engine.megatron_utils.modules import GroupedExperts, GroupedLinear  # noqa: E402
 
 HIDDEN, WIDTH, RANK, SCALE = 12, 6, 3, 1.7
 SPLITS = [4, 0, 7, 1]

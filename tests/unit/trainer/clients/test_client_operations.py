@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.checkpoint.saver import CheckpointSave
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.operations.link import TrainerEnd
 from areal_lora.operations.protocol import (
     DropState,

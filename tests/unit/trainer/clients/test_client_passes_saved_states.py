@@ -21,7 +21,7 @@ from areal_lora.processes import watched
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.clients.client_passes import leftovers, load_saved, loadable, named, tidy_states
 from tests.support.checkpoint.faulty_disk import FaultyDisk
-from tests.support.checkpoint.helpers import SPEC, snapshot_of, state_of
+from tests.support.checkpoint.helpers import SPEC, snapshot_of, state_of, tensors_of
 from tests.support.distributed.spawn import run_ranks
 from tests.support.solo_exchange import SoloExchange
 from tests.support.trainer.control_ranks import load
@@ -79,7 +79,7 @@ def test_a_state_is_loaded_with_moments_and_clock_or_without(folder: RunFolder) 
     assert own < n_bytes, "its companion's file is none of it"
     name, parts, step = engine.found
     assert (name, step) == ("b", 3)
-    expected = state_of(1, 0).tensors()
+    expected = tensors_of(state_of(1, 0))
     for part in PARTS:
         for key, values in expected[part].items():
             np.testing.assert_array_equal(parts[part][key], values)

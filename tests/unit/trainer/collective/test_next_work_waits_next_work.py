@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areal_lora.checkpoint.saver import CheckpointSave
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.errors import PublishError
 from areal_lora.operations.protocol import (
     DropState,

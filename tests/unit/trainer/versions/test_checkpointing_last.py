@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from areal_lora.algorithms.fair_queue import FairQueue
-from areal_lora.checkpoint.checkpoint_store import CheckpointStore
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave, CheckpointStore, Saver
 from areal_lora.checkpoint.recover import find
-from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.checkpoint.state import Disk
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder

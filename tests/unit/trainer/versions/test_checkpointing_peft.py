@@ -112,7 +112,7 @@ class PlainEngine:
 
 
 class Wires:
-    """What ranks as threads send each other: `GroupExchange` without processes."""
+    """What ranks as threads send each other: `Exchange` without processes."""
 
     def __init__(self, rank: int, sent: dict[int, queue.Queue[np.ndarray]]) -> None:
         self.rank, self._sent = rank, sent

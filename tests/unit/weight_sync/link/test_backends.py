@@ -72,7 +72,7 @@ def test_nccl_waits_on_the_host_and_takes_few_blocks(monkeypatch: pytest.MonkeyP
             made.update(options=options, blocking=os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
 
     monkeypatch.setattr(backends.dist, "ProcessGroupNCCL", Nccl, raising=False)
-    monkeypatch.setattr(backends, "StreamLane", partial(RecordedLane, []))
+    monkeypatch.setattr(backends, "Lane", partial(RecordedLane, []))
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     seat = GroupSeat(
         store=dist.HashStore(), rank=0, world=2, bind="127.0.0.1", timeout_s=4.0, device=torch.device("meta")

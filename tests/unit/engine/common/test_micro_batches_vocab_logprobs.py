@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from areal_lora.config.sizing import memory
-from areal_lora.engine.layers import vocab_logprobs as module
-from areal_lora.engine.layers.vocab_logprobs import vocab_logprobs
+from areal_lora.engine.common import micro_batches as module
+from areal_lora.engine.common.micro_batches import vocab_logprobs
 from tests.support.distributed.spawn import run_ranks
 
 N, VOCAB = 37, 24

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.checkpoint import saver
-from areal_lora.checkpoint.checkpoint_store import CheckpointStore
+from areal_lora.checkpoint import checkpoint_store
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave, CheckpointStore, Saver
 from areal_lora.checkpoint.recover import find
-from areal_lora.checkpoint.saver import CheckpointSave, Saver
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError, PublishError, RolloutError
@@ -72,7 +71,7 @@ def test_neither_the_gate_opens_nor_the_step_is_committed_before_it_is_durable(t
 def test_a_full_disk_is_survived_until_it_has_failed_too_often(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver, "MAX_FAILURES", 2)
+    monkeypatch.setattr(checkpoint_store, "MAX_FAILURES", 2)
     saving = Saving(tmp_path)
     saving.disk.go_on.set()
     saving.disk.full = True
@@ -127,7 +126,7 @@ def test_what_the_commit_raised_comes_out_of_join(tmp_path: Path) -> None:
 
 def test_what_a_client_saves_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said when it is durable or has failed, commits no step, and its failures end no adapter."""
-    monkeypatch.setattr(saver, "MAX_FAILURES", 0)
+    monkeypatch.setattr(checkpoint_store, "MAX_FAILURES", 0)
     saving = Saving(tmp_path)
     first = saving.saver.save(snapshot_of(1, 0), "mine")
     assert saving.saver.pending(SPEC.name) is first
