@@ -204,8 +204,8 @@ def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     """transformers' experts interface: ``hidden`` [t, h], experts ``chosen`` [t, k], router's ``weights`` [t, k]."""
     site: ExpertsSite = vars(module)[_SITE]
     k = chosen.shape[1]
-    experts = chosen.reshape(-1)
-    order = experts.argsort(stable=True)
+    experts, order = chosen.reshape(-1).sort(stable=True)
+    numbers = torch.arange(module.num_experts, device=experts.device)
     active = site.active
     fc1, fc2 = (adapters.get(active.name or "", ExpertLora()) for adapters in (site.fc1, site.fc2))
     rows = expert_mlp(
@@ -213,7 +213,7 @@ def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
         weights.reshape(-1).index_select(0, order),
         (fc1, fc2),
         (module.gate_up_proj, module.down_proj),
-        experts.bincount(minlength=module.num_experts).tolist(),
+        torch.searchsorted(experts, numbers, right=True, out_int32=True),
         active,
         None if active.keys is None else active.keys.index_select(0, order // k),
     )

@@ -171,7 +171,7 @@ def _add(site: Site, memory: AdapterMemory, bank: Bank) -> None:
     name, (scale, sites) = memory.spec.name, memory.scale_and_sites(bank)
     if isinstance(site, GroupedLinear):
         lora_a, lora_b = memory.parameters(bank, None if bank.experts else 0)
-        site.residents[name] = ExpertLora(lora_a, lora_b, scale, sites)
+        site.residents[name] = ExpertLora(lora_a, lora_b, scale, torch.tensor(sites, device=lora_a.device))
         return
     lora_a, lora_b = memory.parameters(bank, 0)
     # Bridge also makes Transformer Engine's layers return their normalised input, which lora_A reads.

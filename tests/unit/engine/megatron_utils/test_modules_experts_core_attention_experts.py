@@ -12,7 +12,7 @@ from torch.nn import functional
 from areal_lora.engine.layers.expert_mlp import ExpertLora
 from areal_lora.engine.megatron_utils.modules import GroupedExperts, GroupedLinear
 
-HIDDEN, WIDTH, RANK, SCALE = 12, 6, 3, 1.7
+HIDDEN, WIDTH, RANK, SCALE = 16, 8, 3, 1.7
 SPLITS = [4, 0, 7, 1]
 TOLERANCE = 1e-6  # of the norm; fp32 against float64
 
