@@ -36,7 +36,7 @@ LINES = {
     "families": 1378,
     "launcher": 3704,
     "library": 477,
-    "network": 917,  # the types of /v1/tool_calls, once for client and server; usable() reads the events of the handshake
+    "network": 917,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 3389,
     "operations": 552,
     "platforms": 110,
