@@ -46,11 +46,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Attention of some tokens over some: rows of ``queries`` and ``keys`` (None: all) by ``runs``."""
+    """Attention of the tokens ``queries`` over the tokens ``keys`` by ``runs``."""
 
     runs: VarlenRuns
-    queries: Tensor | None = None
-    keys: Tensor | None = None
+    queries: Tensor | slice
+    keys: Tensor | slice
 
 
 class AttentionPlan:
@@ -77,7 +77,7 @@ class AttentionPlan:
     def own(self) -> Pass:
         """Each segment over itself."""
         own = self._segments[:, 1]
-        return Pass(VarlenRuns(own, own, self._device))
+        return Pass(VarlenRuns(own, own, self._device), slice(None), slice(None))
 
     @cached_property
     def shared(self) -> Pass | None:
@@ -88,8 +88,12 @@ class AttentionPlan:
         at = np.flatnonzero(np.diff(branches[:, 2], prepend=-1))  # a tree's first branch
         own = np.add.reduceat(branches[:, 1], at)
         start, length = branches[at, 2], branches[at, 3]
+        at_runs = VarlenRuns(own, length, self._device)
+        if len(at) == 1:  # a tree of long answers fills a micro-batch: nothing has to be gathered
+            first = int(branches[0, 0])
+            return Pass(at_runs, slice(first, first + int(own[0])), slice(int(start[0]), int(start[0] + length[0])))
         queries, keys = runs(branches[:, 0], branches[:, 1]), runs(start, length)
-        return Pass(VarlenRuns(own, length, self._device), self._upload(queries), self._upload(keys))
+        return Pass(at_runs, self._upload(queries), self._upload(keys))
 
     def window(self, width: int) -> Pass:
         """Each segment over the end of its start, as far as the first query sees it, and itself."""
@@ -98,7 +102,7 @@ class AttentionPlan:
             before = np.minimum(shared, width - 1)
             first = np.stack([shared_start + shared - before, start], axis=1).reshape(-1)
             keys = runs(first, np.stack([before, own], axis=1).reshape(-1))
-            self._windows[width] = Pass(VarlenRuns(own, before + own, self._device), keys=self._upload(keys))
+            self._windows[width] = Pass(VarlenRuns(own, before + own, self._device), slice(None), self._upload(keys))
         return self._windows[width]
 
 
@@ -132,32 +136,28 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None
     ) -> Tensor:
         ctx.plan, ctx.scale, ctx.window = plan, scale, window
-        context = torch.zeros_like(q)
+        n_tokens = len(q)
         if not plan.n:  # a rank of padding only
             ctx.save_for_backward(q, k, v)
-            return context
+            return torch.zeros_like(q)
         q, k, v = (x[: plan.n].contiguous() for x in (q, k, v))
         if window is not None:
             keys = plan.window(window).keys
             k, v = k.index_select(0, keys), v.index_select(0, keys)
             out, lse, saved = varlen.forward(plan.window(window).runs, q, k, v, causal=True, scale=scale, window=window)
             ctx.save_for_backward(q, k, v, out, lse, *saved)
-            context[: plan.n] = out
-            return context
+            return _filled(out, n_tokens)
         out, lse, saved = varlen.forward(plan.own.runs, q, k, v, causal=True, scale=scale)
         if plan.shared is not None:
             rows, keys = plan.shared.queries, plan.shared.keys
-            parts = (x.index_select(0, i) for x, i in ((q, rows), (k, keys), (v, keys)))
+            parts = (_take(x, i) for x, i in ((q, rows), (k, keys), (v, keys)))
             before, its_lse, more = varlen.forward(plan.shared.runs, *parts, causal=False, scale=scale)
             saved += more
-            own, own_lse = out.index_select(0, rows), lse.index_select(1, rows)
-            both = torch.logaddexp(own_lse, its_lse)
-            merged = own * _weight(own_lse - both) + before * _weight(its_lse - both)
-            out.index_copy_(0, rows, merged.to(out.dtype))
-            lse.index_copy_(1, rows, both)
+            own, own_lse = _take(out, rows), _take(lse, rows, 1)
+            share = (own_lse - its_lse).sigmoid().t()[..., None].to(out.dtype)  # of the sum of exponentials
+            out[rows], lse[:, rows] = torch.lerp(before, own, share), torch.logaddexp(own_lse, its_lse)
         ctx.save_for_backward(q, k, v, out, lse, *saved)
-        context[: plan.n] = out
-        return context
+        return _filled(out, n_tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -180,19 +180,28 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
             )
             if plan.shared is not None:
                 rows, keys = plan.shared.queries, plan.shared.keys
-                over, queries, context = (x.index_select(0, rows) for x in (d_out, q, out))
+                over, queries, context = (_take(x, rows) for x in (d_out, q, out))
                 parts = varlen.backward(
-                    plan.shared.runs, over, queries, k.index_select(0, keys), v.index_select(0, keys), context,
-                    lse.index_select(1, rows), tuple(saved[half:]), causal=False, scale=scale,
+                    plan.shared.runs, over, queries, _take(k, keys), _take(v, keys), context,
+                    _take(lse, rows, 1).contiguous(), tuple(saved[half:]), causal=False, scale=scale,
                 )  # fmt: skip
-                for total, index, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
-                    total.index_add_(0, index, part)
-        return *(functional.pad(x, (0, 0, 0, 0, 0, n_tokens - plan.n)) for x in (dq, dk, dv)), None, None, None
+                for total, at, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+                    if isinstance(at, slice):
+                        total[at] += part
+                    else:
+                        total.index_add_(0, at, part)
+        return *(_filled(x, n_tokens) for x in (dq, dk, dv)), None, None, None
 
 
-def _weight(log: Tensor) -> Tensor:
-    """[n, h, 1] of the logarithms [h, n]."""
-    return log.exp().t()[..., None]
+def _take(x: Tensor, at: Tensor | slice, dim: int = 0) -> Tensor:
+    if isinstance(at, Tensor):
+        return x.index_select(dim, at)
+    return x[at] if dim == 0 else x[:, at]
+
+
+def _filled(x: Tensor, n_tokens: int) -> Tensor:
+    """``x`` [n, h, d] with zeros for padding up to ``n_tokens``."""
+    return functional.pad(x, (0, 0, 0, 0, 0, n_tokens - len(x))) if len(x) < n_tokens else x
 
 
 PAD_ID = 0

@@ -99,7 +99,8 @@ def forward(
     out, lse = torch.zeros_like(q), q.new_full((q.shape[1], len(q)), float("-inf"), dtype=torch.float32)
     for block in runs.blocks:
         heads = [_gather(x, rows) for x, rows in ((q, block.queries), (k, block.keys), (v, block.keys))]
-        found, sums = _block_forward(*heads, **_masking(block, q, causal, window), scale=scale)
+        mask, inside = _masking(block, q, causal, window)
+        found, sums = _block_forward(heads[0], heads[1], heads[2], mask, inside, scale)
         rows = block.queries[block.real]
         out.index_copy_(0, rows, found.transpose(1, 2)[block.real])
         lse.index_copy_(1, rows, sums.transpose(1, 2)[block.real].t())
@@ -137,7 +138,8 @@ def backward(
         # Queries of padding are copies of a real one.
         over = _gather(d_out, block.queries).masked_fill_(~block.real[:, None, :, None], 0.0)
         context, sums = _gather(out, block.queries), lse[:, block.queries].transpose(0, 1)
-        parts = _block_backward(over, *heads, context, sums, **_masking(block, q, causal, window), scale=scale)
+        mask, inside = _masking(block, q, causal, window)
+        parts = _block_backward(over, heads[0], heads[1], heads[2], context, sums, mask, inside, scale)
         dq.index_copy_(0, block.queries[block.real], parts[0].transpose(1, 2)[block.real])
         for total, part in ((dk, parts[1]), (dv, parts[2])):
             total.index_add_(0, block.keys.reshape(-1), part.transpose(1, 2).flatten(0, 1))
@@ -148,11 +150,9 @@ def _band(window: int | None) -> dict[str, int]:
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def _masking(block: Block, q: Tensor, causal: bool, window: int | None) -> dict[str, Any]:
-    """Padding follows the runs, so that causal attention over a run's own keys needs no mask."""
-    if causal and window is None:
-        return {"mask": None, "causal": True}
-    return {"mask": block.mask(window, q.dtype), "causal": False}
+def _masking(block: Block, q: Tensor, causal: bool, window: int | None) -> tuple[Tensor | None, bool]:
+    """A mask, and whether the kernel masks causally: padding follows the runs, so that is enough without a window."""
+    return (None, True) if causal and window is None else (block.mask(window, q.dtype), False)
 
 
 def _gather(x: Tensor, rows: Tensor) -> Tensor:
