@@ -108,7 +108,8 @@ class FsdpModel:
         sites = [site for path, site in self._experts.items() if f".layers.{bank.layer}." in path]
         if len(sites) != 1:
             raise UnknownTensorError(f"layer {bank.layer}: {len(sites)} groups of fused experts that take an adapter")
-        lora = ExpertLora(lora_a, lora_b, *memory.scale_and_sites(bank))
+        scale, numbers = memory.scale_and_sites(bank)
+        lora = ExpertLora(lora_a, lora_b, scale, torch.tensor(numbers, device=lora_a.device))
         (sites[0].fc1 if bank.column_parallel else sites[0].fc2)[memory.spec.name] = lora
 
 

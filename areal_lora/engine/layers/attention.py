@@ -6,8 +6,9 @@ itself causally and to one shared start before it, if it has one (`data.collate`
     tokens        p0 p1 p2 | a3 a4 | b3          positions restart in every branch
     a4 attends    p0 p1 p2   a3 a4
 
-Segments of similar length form a block [m, a] of padded queries and [m, p + a] keys. Only attention sees this
-padding.
+Attention is a cascade: a causal pass of each segment over itself, a pass of all branches of a tree over their shared
+start, once, and a sum of both by their log-sum-exps. No mask of tokens by tokens is needed, and the start's keys are
+read once.
 
 `pack` lays the tokens of a micro-batch's trees out in one row. The model predicts every token of a tree once. A
 sequence reads the predictions of its tokens (`to_sequences`), so those of a shared start count once for each of its
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +28,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from areal_lora.data.collate import MicroPlan, Tree, runs, select
+from areal_lora.engine.layers import varlen
 from areal_lora.engine.layers.expert_mlp import text_keys
+from areal_lora.engine.layers.varlen import VarlenRuns
 from areal_lora.types import TrainBatch
-
-SPREAD = 2  # a block's longest segment, in multiples of its shortest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,80 +44,66 @@ class Segment:
     shared: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionBlock:
-    """Segments of similar length, padded. ``queries`` [m, a] and ``keys`` [m, p + a] are packed token numbers.
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Attention of the tokens ``queries`` over the tokens ``keys`` by ``runs``."""
 
-    ``mask`` [m, 1, a, p + a] is True where attention is allowed; None for causal attention, which suffices without
-    shared starts: padding follows the tokens of a row. ``kept`` are the numbers of the real queries in m * a.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    mask: Tensor | None
-    kept: Tensor
+    runs: VarlenRuns
+    queries: Tensor | slice
+    keys: Tensor | slice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """One micro-batch's attention. ``order`` [t]: the row of each token among the blocks' real queries.
+    """One micro-batch's attention: ``segments`` without gaps, then padding up to ``n_tokens``.
 
-    Padding at the end has the number of the row of zeros behind them.
+    ``positions`` [n_tokens] int64 on ``device`` restart in every sequence.
     """
 
-    blocks: tuple[AttentionBlock, ...]
-    order: Tensor
-    positions: Tensor  # [t] int64
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment], n_tokens: int, device: torch.device) -> AttentionPlan:
-        """Plan the attention of ``segments`` within ``n_tokens`` packed tokens."""
+    def __init__(self, segments: Sequence[Segment], n_tokens: int, device: torch.device) -> None:
+        self._segments = np.array([(s.start, s.own, s.shared_start, s.shared) for s in segments if s.own])
+        self._segments, self._device = self._segments.reshape(-1, 4).astype(np.int64), device
+        self._windows: dict[int, Pass] = {}
+        start, own, _, shared = self._segments.T
+        self.n = int(own.sum())
+        assert np.array_equal(start, own.cumsum() - own), "segments follow each other"
         positions = np.zeros(n_tokens, dtype=np.int64)
-        order = np.full(n_tokens, sum(s.own for s in segments), dtype=np.int64)
-        blocks, row = [], 0
-        for group in _similar(segments):
-            blocks.append(_block(group, device))
-            start, own, shared = np.array([(s.start, s.own, s.shared) for s in group]).T
-            tokens = runs(start, own)
-            positions[tokens] = runs(shared, own)
-            order[tokens] = np.arange(row, row + len(tokens))
-            row += len(tokens)
-        return cls(
-            blocks=tuple(blocks),
-            order=torch.from_numpy(order).to(device),
-            positions=torch.from_numpy(positions).to(device),
-        )
+        positions[: self.n] = runs(shared, own)
+        self.positions = self._upload(positions)
 
+    def _upload(self, numbers: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(numbers).to(self._device, non_blocking=True)
 
-def _similar(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Group segments with and without a shared start, each by length."""
-    groups: list[list[Segment]] = []
-    for s in sorted(segments, key=lambda s: (s.shared > 0, -s.own, s.start)):
-        first = groups[-1][0] if groups else None
-        if first is None or (first.shared > 0) != (s.shared > 0) or first.own > SPREAD * s.own:
-            groups.append([])
-        groups[-1].append(s)
-    return groups
+    @cached_property
+    def own(self) -> Pass:
+        """Each segment over itself."""
+        own = self._segments[:, 1]
+        return Pass(VarlenRuns(own, own, self._device), slice(None), slice(None))
 
+    @cached_property
+    def shared(self) -> Pass | None:
+        """The branches of each tree, one run, over their start; None without trees."""
+        branches = self._segments[self._segments[:, 3] > 0]
+        if not len(branches):
+            return None
+        at = np.flatnonzero(np.diff(branches[:, 2], prepend=-1))  # a tree's first branch
+        own = np.add.reduceat(branches[:, 1], at)
+        start, length = branches[at, 2], branches[at, 3]
+        at_runs = VarlenRuns(own, length, self._device)
+        if len(at) == 1:  # a tree of long answers fills a micro-batch: nothing has to be gathered
+            first = int(branches[0, 0])
+            return Pass(at_runs, slice(first, first + int(own[0])), slice(int(start[0]), int(start[0] + length[0])))
+        queries, keys = runs(branches[:, 0], branches[:, 1]), runs(start, length)
+        return Pass(at_runs, self._upload(queries), self._upload(keys))
 
-def _block(group: Sequence[Segment], device: torch.device) -> AttentionBlock:
-    host = torch.device("cpu")
-    own = torch.tensor([s.own for s in group], device=host)[:, None]
-    start = torch.tensor([s.start for s in group], device=host)[:, None]
-    shared = torch.tensor([s.shared for s in group], device=host)[:, None]
-    shared_start = torch.tensor([s.shared_start for s in group], device=host)[:, None]
-    a, p = int(own.max()), int(shared.max())
-    columns, before = torch.arange(a, device=host), torch.arange(p, device=host)
-    real = columns < own  # [m, a]
-    queries = torch.where(real, start + columns, start)
-    keys = torch.cat([torch.where(before < shared, shared_start + before, start), queries], dim=1)
-    mask = None
-    if p:
-        causal = columns[None, :, None] >= columns[None, None, :]
-        visible = (before < shared)[:, None, :].expand(-1, a, -1)
-        mask = torch.cat([visible, causal.expand(len(group), -1, -1)], dim=2)[:, None].to(device)
-    kept = real.reshape(-1).nonzero()[:, 0]
-    return AttentionBlock(queries=queries.to(device), keys=keys.to(device), mask=mask, kept=kept.to(device))
+    def window(self, width: int) -> Pass:
+        """Each segment over the end of its start, as far as the first query sees it, and itself."""
+        if width not in self._windows:
+            start, own, shared_start, shared = self._segments.T
+            before = np.minimum(shared, width - 1)
+            first = np.stack([shared_start + shared - before, start], axis=1).reshape(-1)
+            keys = runs(first, np.stack([before, own], axis=1).reshape(-1))
+            self._windows[width] = Pass(VarlenRuns(own, before + own, self._device), slice(None), self._upload(keys))
+        return self._windows[width]
 
 
 def attend(
@@ -126,49 +115,93 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of every packed token to its own sequence: context [t, h * dv].
+    """Attention of every packed token to its own sequence: context [t, h * dv]; that of padding is 0.
 
     ``query`` [t, h, d], ``key`` [t, g, d], ``value`` [t, g, dv], rotated. ``scale`` is 1 / sqrt(d) by default. With a
     ``window`` a token sees itself and the ``window - 1`` tokens before it.
     """
-    heads, n = query.shape[1], query.shape[0]
-    flat = (query.reshape(n, -1), key.reshape(n, -1), value.reshape(n, -1))
-    widths = (query.shape[2], key.shape[2], value.shape[2])
-    parts = [_attend(block, flat, widths, scale, _mask(plan, block, window)) for block in plan.blocks]
-    padding = query.new_zeros(1, heads * widths[2])
-    if not parts:  # also a rank of padding only goes backward through the layer: FSDP's collectives follow that order
-        padding = padding + 0.0 * sum(x[:1].sum() for x in flat)
-    return torch.cat([*parts, padding]).index_select(0, plan.order)
+    d, dv = query.shape[2], value.shape[2]
+    scale = d**-0.5 if scale is None else scale
+    if d != dv:  # the kernels have one width
+        query, key, value = (functional.pad(x, (0, max(d, dv) - x.shape[2])) for x in (query, key, value))
+    context: Tensor = _Attention.apply(query, key, value, plan, scale, window)
+    return context[..., :dv].reshape(len(query), -1)
 
 
-def _attend(
-    block: AttentionBlock,
-    flat: tuple[Tensor, Tensor, Tensor],
-    widths: tuple[int, int, int],
-    scale: float | None,
-    mask: Tensor | None,
-) -> Tensor:
-    queries, keys, values = (
-        x.index_select(0, index.reshape(-1)).view(*index.shape, -1, width).transpose(1, 2)
-        for x, width, index in zip(flat, widths, (block.queries, block.keys, block.keys), strict=True)
-    )
-    out = functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
-    m, a = block.queries.shape
-    return out.transpose(1, 2).reshape(m * a, -1).index_select(0, block.kept)
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
+    """`attend` of one width: [t, h, d], with a backward pass per part over the whole's log-sum-exps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None
+    ) -> Tensor:
+        ctx.plan, ctx.scale, ctx.window = plan, scale, window
+        n_tokens = len(q)
+        if not plan.n:  # a rank of padding only
+            ctx.save_for_backward(q, k, v)
+            return torch.zeros_like(q)
+        q, k, v = (x[: plan.n].contiguous() for x in (q, k, v))
+        if window is not None:
+            keys = plan.window(window).keys
+            k, v = k.index_select(0, keys), v.index_select(0, keys)
+            out, lse, saved = varlen.forward(plan.window(window).runs, q, k, v, causal=True, scale=scale, window=window)
+            ctx.save_for_backward(q, k, v, out, lse, *saved)
+            return _filled(out, n_tokens)
+        out, lse, saved = varlen.forward(plan.own.runs, q, k, v, causal=True, scale=scale)
+        if plan.shared is not None:
+            rows, keys = plan.shared.queries, plan.shared.keys
+            parts = (_take(x, i) for x, i in ((q, rows), (k, keys), (v, keys)))
+            before, its_lse, more = varlen.forward(plan.shared.runs, *parts, causal=False, scale=scale)
+            saved += more
+            own, own_lse = _take(out, rows), _take(lse, rows, 1)
+            share = (own_lse - its_lse).sigmoid().t()[..., None].to(out.dtype)  # of the sum of exponentials
+            out[rows], lse[:, rows] = torch.lerp(before, own, share), torch.logaddexp(own_lse, its_lse)
+        ctx.save_for_backward(q, k, v, out, lse, *saved)
+        return _filled(out, n_tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        plan, scale, window = ctx.plan, ctx.scale, ctx.window
+        q, k, v, *rest = ctx.saved_tensors
+        if not plan.n:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None, None
+        n_tokens, d_out = len(grads[0]), grads[0][: plan.n].contiguous()
+        out, lse, *saved = rest
+        if window is not None:
+            at = plan.window(window)
+            dq, *others = varlen.backward(
+                at.runs, d_out, q, k, v, out, lse, tuple(saved), causal=True, scale=scale, window=window
+            )
+            dk, dv = (x.new_zeros(plan.n, *x.shape[1:]).index_add_(0, at.keys, x) for x in others)
+        else:
+            half = len(saved) // 2 if plan.shared is not None else len(saved)
+            dq, dk, dv = varlen.backward(
+                plan.own.runs, d_out, q, k, v, out, lse, tuple(saved[:half]), causal=True, scale=scale
+            )
+            if plan.shared is not None:
+                rows, keys = plan.shared.queries, plan.shared.keys
+                over, queries, context = (_take(x, rows) for x in (d_out, q, out))
+                parts = varlen.backward(
+                    plan.shared.runs, over, queries, _take(k, keys), _take(v, keys), context,
+                    _take(lse, rows, 1).contiguous(), tuple(saved[half:]), causal=False, scale=scale,
+                )  # fmt: skip
+                for total, at, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+                    if isinstance(at, slice):
+                        total[at] += part
+                    else:
+                        total.index_add_(0, at, part)
+        return *(_filled(x, n_tokens) for x in (dq, dk, dv)), None, None, None
 
 
-def _mask(plan: AttentionPlan, block: AttentionBlock, window: int | None) -> Tensor | None:
-    """``block.mask``, narrowed to a sliding window."""
-    if window is None:
-        return block.mask
-    queries, keys = plan.positions[block.queries], plan.positions[block.keys]
-    near = queries[:, :, None] - keys[:, None, :] < window
-    if block.mask is not None:
-        return block.mask & near[:, None]
-    columns = torch.arange(queries.shape[1], device=queries.device)
-    return (near & (columns[:, None] >= columns))[:, None]
+def _take(x: Tensor, at: Tensor | slice, dim: int = 0) -> Tensor:
+    if isinstance(at, Tensor):
+        return x.index_select(dim, at)
+    return x[at] if dim == 0 else x[:, at]
+
+
+def _filled(x: Tensor, n_tokens: int) -> Tensor:
+    """``x`` [n, h, d] with zeros for padding up to ``n_tokens``."""
+    return functional.pad(x, (0, 0, 0, 0, 0, n_tokens - len(x))) if len(x) < n_tokens else x
 
 
 PAD_ID = 0
@@ -219,7 +252,7 @@ def pack(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device)
         sequences=sequences,
         token_ids=torch.from_numpy(row)[None].to(device),
         keys=torch.from_numpy(keys).to(device),
-        attention=AttentionPlan.of(segments, plan.n_tokens, device),
+        attention=AttentionPlan(segments, plan.n_tokens, device),
         sources=torch.from_numpy(sources).to(device),
         targets=torch.from_numpy(targets).to(device),
         index=torch.from_numpy(number[where]).to(device),

@@ -25,7 +25,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -116,57 +115,35 @@ ALIGN_BYTES = 16  # torch's grouped matrix product wants rows that start at mult
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The rows of each expert: expert e has rows ``bounds[e]:bounds[e + 1]``. Weights are [n, ...] or [...] for all."""
+    """The rows of each expert, sorted by expert: expert e has those before ``ends[e]``, [n] int32 on their device.
 
-    bounds: tuple[int, ...]
+    Weights are [n, ...], or [...] for all experts. Each product is one launch whatever n is, and none reads ``ends`` on
+    the host.
+    """
 
-    @classmethod
-    def of(cls, splits: Sequence[int]) -> Groups:
-        return cls((0, *accumulate(splits)))
+    ends: Tensor
 
     def times(self, x: Tensor, weight: Tensor) -> Tensor:
         """[T, out] = x [T, in] times the transposed weight [n, out, in] of each row's expert."""
         if weight.dim() == 2:
             return x @ weight.t()
-        if x.is_cuda and _aligned(x, weight):
-            return functional.grouped_mm(x, weight.transpose(1, 2), offs=self._ends(x))
-        out = x.new_empty(x.shape[0], weight.shape[1])
-        for e, rows in self._slices():
-            torch.mm(x[rows], weight[e].t(), out=out[rows])
-        return out
-
-    def add_times(self, out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Add `times` to ``out`` in place."""
-        if weight.dim() == 2:
-            return out.addmm_(x, weight.t())
-        if x.is_cuda:
-            return out.add_(self.times(x, weight))
-        for e, rows in self._slices():
-            out[rows].addmm_(x[rows], weight[e].t())
-        return out
+        if not len(x):
+            return x.new_empty(0, weight.shape[1])
+        return functional.grouped_mm(x, weight.transpose(1, 2), offs=self.ends)
 
     def outer(self, y: Tensor, x: Tensor, like: Tensor) -> Tensor:
         """The gradient fp32 of a weight ``like`` [n, out, in]: y [T, out] transposed times x [T, in], per expert."""
         if like.dim() == 2:
             return (y.t() @ x).float()
-        grad = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        for e, rows in self._slices():
-            if y.dtype == torch.float32:
-                torch.mm(y[rows].t(), x[rows], out=grad[e])
-            else:
-                grad[e] = y[rows].t() @ x[rows]
-        return grad
-
-    def _slices(self) -> Iterator[tuple[int, slice]]:
-        return ((e, slice(a, b)) for e, (a, b) in enumerate(pairwise(self.bounds)) if b > a)
-
-    def _ends(self, x: Tensor) -> Tensor:
-        return torch.tensor(self.bounds[1:], dtype=torch.int32, device=x.device)
+        if not len(x):
+            return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+        return functional.grouped_mm(y.t(), x, offs=self.ends).float()
 
 
-def _aligned(x: Tensor, weight: Tensor) -> bool:
-    item = x.element_size()
-    return bool(x.shape[0]) and not (x.shape[1] * item % ALIGN_BYTES or weight.shape[1] * item % ALIGN_BYTES)
+def _padded(weight: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """``weight`` in ``dtype``, its rank dimension (-2 of A, -1 of B) filled up with zeros to `ALIGN_BYTES`."""
+    missing = -weight.shape[dim] % (ALIGN_BYTES // dtype.itemsize)
+    return functional.pad(weight.to(dtype), (0, 0) * (-1 - dim) + (0, missing)) if missing else weight.to(dtype)
 
 
 class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
@@ -221,11 +198,11 @@ class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
 def _add_adapter(
     groups: Groups, out: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, scale: float, keep: Tensor | None
 ) -> Tensor | None:
-    """Add ``scale * B A x`` to ``out``, of x what ``keep`` [T, in] keeps; returns the scaled ``A x`` [T, r]."""
+    """Add ``scale * B A x`` to ``out``, of x what ``keep`` [T, in] keeps; returns the scaled ``A x``, [T, padded r]."""
     if a is None or b is None:
         return None
-    hidden = groups.times(kept(x, keep), a.to(x.dtype)).mul_(scale)
-    groups.add_times(out, hidden, b.to(x.dtype))
+    hidden = groups.times(kept(x, keep), _padded(a, -2, x.dtype)).mul_(scale)
+    out.add_(groups.times(hidden, _padded(b, -1, x.dtype)))
     return hidden
 
 
@@ -244,26 +221,25 @@ def _adapter_grads(
     if a is None or b is None:
         return None, None
     assert hidden is not None
-    dh = groups.times(dy, b.to(dy.dtype).transpose(-1, -2)).mul_(scale)
-    back = a.to(dy.dtype).transpose(-1, -2)
-    if keep is None:
-        groups.add_times(dx, dh, back)
-    else:
-        dx.add_(groups.times(dh, back).masked_fill_(~keep, 0.0))
-    return groups.outer(dh, kept(x(), keep), a), groups.outer(dy, hidden, b)
+    wide_a, wide_b = _padded(a, -2, dy.dtype), _padded(b, -1, dy.dtype)
+    dh = groups.times(dy, wide_b.transpose(-1, -2)).mul_(scale)
+    back = groups.times(dh, wide_a.transpose(-1, -2))
+    dx.add_(back if keep is None else back.masked_fill_(~keep, 0.0))
+    d_a, d_b = groups.outer(dh, kept(x(), keep), wide_a), groups.outer(dy, hidden, wide_b)
+    return d_a[..., : a.shape[-2], :], d_b[..., : b.shape[-1]]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLora:
     """One adapter's part: stacks ``a`` [n, r, in] and ``b`` [n, out, r], or one [r, in], [out, r] of all experts.
 
-    ``sites`` are the numbers of the experts' sites (`dropout.site_key`), one each or one of all.
+    ``sites`` int64, on their device, are the numbers of the experts' sites (`site_key`), one each or one of all.
     """
 
     a: Tensor | None = None
     b: Tensor | None = None
     scale: float = 1.0
-    sites: tuple[int, ...] = ()
+    sites: Tensor | None = None
 
     def keep(
         self, dropout: Dropout | None, keys: Tensor | None, groups: Groups, features: int, first: int = 0
@@ -272,10 +248,10 @@ class ExpertLora:
         if dropout is None or self.a is None:
             return None
         assert keys is not None
-        sites = torch.tensor(self.sites, device=keys.device)
-        if len(self.sites) > 1:
-            counts = torch.tensor([b - a for a, b in pairwise(groups.bounds)], device=keys.device)
-            sites = sites.repeat_interleave(counts)
+        assert self.sites is not None
+        sites = self.sites
+        if len(sites) > 1:
+            sites = sites.repeat_interleave(groups.ends.diff(prepend=groups.ends.new_zeros(1)), output_size=len(keys))
         return dropout.keep(keys, sites, features, first)
 
 
@@ -319,16 +295,16 @@ def expert_mlp(
     probs: Tensor,
     loras: tuple[ExpertLora, ExpertLora],
     weights: tuple[Tensor, Tensor],
-    splits: Sequence[int],
+    ends: Tensor,
     active: ActiveAdapter,
     keys: Tensor | None,
     first_column: int = 0,
 ) -> Tensor:
-    """`ExpertMlp` of rows ``x`` [T, h], ``splits`` for each expert, with the parts ``loras`` of the active adapter.
+    """`ExpertMlp` of rows ``x`` [T, h], with the parts ``loras`` of the active adapter; ``ends`` [n] as in `Groups`.
 
     ``keys`` [T] are the rows' where inputs are dropped; this rank has columns from ``first_column`` on.
     """
-    groups, (fc1, fc2), (w1, w2) = Groups.of(splits), loras, weights
+    groups, (fc1, fc2), (w1, w2) = Groups(ends), loras, weights
     scales = fc1.scale * active.factor, fc2.scale * active.factor
     keeps = (
         fc1.keep(active.dropout, keys, groups, x.shape[1]),

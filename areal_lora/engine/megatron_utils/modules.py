@@ -155,8 +155,9 @@ class GroupedExperts(nn.Module):  # type: ignore[misc]
         """``x`` [T, h] sorted by expert, ``probs`` [T]: (outputs [T, h], no bias)."""
         fc1, fc2 = self.linear_fc1.lora(), self.linear_fc2.lora()
         weights = self.linear_fc1.weight, self.linear_fc2.weight
-        splits = tokens_per_expert.tolist()
-        return expert_mlp(x, probs, (fc1, fc2), weights, splits, self.active, self.row_keys, self._first_column), None
+        # Megatron's dispatchers have the counts on the host: a copy of n numbers, which waits for nothing.
+        ends = tokens_per_expert.cumsum(0).to(x.device, torch.int32, non_blocking=True)
+        return expert_mlp(x, probs, (fc1, fc2), weights, ends, self.active, self.row_keys, self._first_column), None
 
 
 def follow_tokens(model: nn.Module) -> None:
@@ -316,7 +317,7 @@ def _add(site: Site, memory: AdapterMemory, bank: Bank) -> None:
     name, (scale, sites) = memory.spec.name, memory.scale_and_sites(bank)
     if isinstance(site, GroupedLinear):
         lora_a, lora_b = memory.parameters(bank, None if bank.experts else 0)
-        site.residents[name] = ExpertLora(lora_a, lora_b, scale, sites)
+        site.residents[name] = ExpertLora(lora_a, lora_b, scale, torch.tensor(sites, device=lora_a.device))
         return
     lora_a, lora_b = memory.parameters(bank, 0)
     # Bridge also makes Transformer Engine's layers return their normalised input, which lora_A reads.

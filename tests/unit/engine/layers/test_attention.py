@@ -1,12 +1,16 @@
-"""Attention with a sliding window over token trees against a loop over whole sequences in float64."""
+"""Attention over token trees, also with a sliding window, against a loop over whole sequences in float64."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from areal_lora.data.collate import MicroPlan, Tree
-from areal_lora.engine.layers.attention import attend, pack
+from areal_lora.engine.layers.attention import AttentionPlan, Segment, attend, pack
 from tests.support.distributed.engine_ranks import make_batch
 
 ROWS = [[7] * 9 + [1, 2], [7] * 9 + [3], [7] * 9 + [4, 5, 6, 7, 8], [9, 9, 1], [5] * 23, [2]]
@@ -20,8 +24,12 @@ def test_a_token_sees_its_own_sequence_as_far_as_the_window(window: int | None) 
     n = sum(tree.size([len(row) for row in ROWS]) for tree in TREES)
     packed = pack(make_batch(ROWS), MicroPlan(trees=(TREES,), n_tokens=n + 3), 0, torch.device("cpu"))
     q, k, v = (torch.randn(n + 3, *shape) for shape in ((HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, VALUES)))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
     found = attend(packed.attention, q, k, v, scale=0.3, window=window).view(n + 3, HEADS, VALUES).double()
     assert not found[n:].any()
+    factors, total = torch.randn(found.shape).double(), torch.zeros((), dtype=torch.float64)
+    gradients = torch.autograd.grad((found[:n] * factors[:n]).sum(), inputs)
+    q, k, v = exact = [x.detach().double().requires_grad_() for x in inputs]
     at = 0
     for tree in TREES:
         shared = list(range(at, at + tree.shared))
@@ -30,12 +38,16 @@ def test_a_token_sees_its_own_sequence_as_far_as_the_window(window: int | None) 
             own = len(ROWS[row]) - tree.shared
             places = [*shared, *range(at, at + own)]
             at += own
-            for i, place in enumerate(places):
+            # A shared token counts once.
+            for i, place in list(enumerate(places))[0 if row == tree.sequences[0] else tree.shared :]:
                 seen = places[max(0, i + 1 - (window or i + 1)) : i + 1]
                 for head in range(HEADS):
-                    keys, values = k[seen, head // 2].double(), v[seen, head // 2].double()
-                    want = (0.3 * keys @ q[place, head].double()).softmax(0) @ values
+                    keys, values = k[seen, head // 2], v[seen, head // 2]
+                    want = (0.3 * keys @ q[place, head]).softmax(0) @ values
                     torch.testing.assert_close(found[place, head], want, atol=1e-5, rtol=0)
+                    total = total + (want * factors[place, head]).sum()
+    for got, expected in zip(gradients, torch.autograd.grad(total, exact), strict=True):
+        torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=0)
 
 
 def test_gradients_pass_through_padding_alone() -> None:
@@ -47,3 +59,29 @@ def test_gradients_pass_through_padding_alone() -> None:
     assert not found.any()
     for gradient in torch.autograd.grad(found.sum(), (q, k, v)):
         assert not gradient.any()
+
+
+def test_a_gpu_launches_flash_attention_once_a_part_and_nothing_has_tokens_times_tokens() -> None:
+    """Real widths on ``meta``: three answers of 8 k after 512 shared tokens."""
+    sizes: list[int] = []
+    names: Counter[str] = Counter()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            names[func._opname] += 1
+            sizes.extend(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+            return out
+
+    segments = [Segment(start=0, own=512)]
+    segments += [Segment(start=512 + 8000 * i, own=8000, shared_start=0, shared=512) for i in range(3)]
+    plan = AttentionPlan(segments, 24520, torch.device("meta"))
+    q, *kv = (torch.empty(24520, n, 128, device="meta", dtype=torch.bfloat16, requires_grad=True) for n in (32, 4, 4))
+    with Watch():
+        attend(plan, q, *kv).sum().backward()
+        assert (names["_flash_attention_forward"], names["_flash_attention_backward"]) == (2, 2)
+        names.clear()
+        attend(plan, q, *kv, window=1024).sum().backward()
+        assert (names["_flash_attention_forward"], names["_flash_attention_backward"]) == (1, 1)
+    assert max(sizes) == q.numel()
+    assert names.total() < 60

@@ -53,7 +53,7 @@ def test_a_rank_without_sequences_gets_padding_of_the_same_size() -> None:
     assert packed.micro is None
     assert packed.token_ids.tolist() == [[0] * 4]
     assert packed.index.numel() == packed.sources.numel() == 0
-    assert packed.attention.order.tolist() == [0] * 4
+    assert packed.attention.n == 0
 
 
 def test_a_batch_is_packed_on_the_host_whatever_the_default_device_is() -> None:
@@ -67,10 +67,7 @@ def test_a_batch_is_packed_on_the_host_whatever_the_default_device_is() -> None:
         torch.set_default_device(None)
     for name in ("token_ids", "sources", "targets", "index"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
-    assert torch.equal(got.attention.order, want.attention.order)
-    for mine, theirs in zip(got.attention.blocks, want.attention.blocks, strict=True):
-        assert torch.equal(mine.queries, theirs.queries)
-        assert torch.equal(mine.keys, theirs.keys)
+    assert torch.equal(got.attention.positions, want.attention.positions)
     assert got.micro is not None
     assert got.micro.token_ids.device == padding.index.device == values.device == CPU
     assert values.tolist() == [0, 32, 33, 34, 0, 32, 43, 0]
@@ -80,6 +77,9 @@ def test_a_batch_reaches_the_device_that_was_asked_for() -> None:
     packed = packed_on(torch.device("meta"))
     assert packed.micro is not None
     plan = packed.attention
-    tensors = [packed.token_ids, packed.index, packed.micro.token_ids, packed.micro.cu_seqlens, plan.order]
-    tensors += [t for b in plan.blocks for t in (b.queries, b.keys, b.mask, b.kept) if t is not None]
+    tensors = [packed.token_ids, packed.index, packed.micro.token_ids, packed.micro.cu_seqlens, plan.positions]
+    passes = [plan.own, plan.shared, plan.window(3)]
+    tensors += [
+        t for p in passes if p for t in (p.runs.cu_q, p.runs.cu_k, p.queries, p.keys) if isinstance(t, torch.Tensor)
+    ]
     assert {t.device.type for t in tensors} == {"meta"}

@@ -79,27 +79,29 @@ def test_lanes_hold_every_key() -> None:
 def test_experts_with_masks_equal_autograd(shared: str) -> None:
     print("seed", SEED)
     torch.manual_seed(SEED)
-    h, f, r, splits = 6, 5, 3, (4, 0, 7)
-    groups, n = Groups.of(splits), sum(splits)
+    h, f, r, splits = 8, 4, 3, (4, 0, 7)
+    groups, n = Groups(torch.tensor(splits).cumsum(0).int()), sum(splits)
     lora = {"a1": (r, h), "b1": (2 * f, r), "a2": (r, f), "b2": (h, r)}
     parts = {
-        name: torch.randn(*(() if name in shared else (3,)), *shape).double().requires_grad_()
-        for name, shape in lora.items()
+        name: torch.randn(*(() if name in shared else (3,)), *shape).requires_grad_() for name, shape in lora.items()
     }
-    x, probs = torch.randn(n, h).double().requires_grad_(), torch.rand(n).double().requires_grad_()
-    w1, w2 = torch.randn(3, 2 * f, h).double(), torch.randn(3, h, f).double()
+    x, probs = torch.randn(n, h).requires_grad_(), torch.rand(n).requires_grad_()
+    w1, w2 = torch.randn(3, 2 * f, h), torch.randn(3, h, f)
     drop = Dropout(rate=0.4, seed=5)
     fc = [
-        ExpertLora(parts["a1"], parts["b1"], 1.5, (11,) if shared == "a1 b1 a2 b2" else (11, 12, 13)),
-        ExpertLora(parts["a2"], parts["b2"], 0.5, (21, 22, 23)),
+        ExpertLora(parts["a1"], parts["b1"], 1.5, torch.tensor((11,) if shared == "a1 b1 a2 b2" else (11, 12, 13))),
+        ExpertLora(parts["a2"], parts["b2"], 0.5, torch.tensor((21, 22, 23))),
     ]
     keys = keys_of(n)
     keeps = (fc[0].keep(drop, keys, groups, h), fc[1].keep(drop, keys, groups, f))
     scales = (1.5 * drop.factor, 0.5 * drop.factor)
     y = ExpertMlp.apply(x, probs, parts["a1"], parts["b1"], parts["a2"], parts["b2"], w1, w2, groups, scales, keeps)
-    weight = torch.randn(n, h).double()
+    weight = torch.randn(n, h)
     leaves = [x, probs, *parts.values()]
     found = torch.autograd.grad((y * weight).sum(), leaves)
+    # The reference, in float64.
+    x, probs, *others = leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    parts, w1, w2 = dict(zip(parts, others, strict=True)), w1.double(), w2.double()
 
     def of(name: str, e: int) -> Tensor:
         return parts[name] if name in shared else parts[name][e]
@@ -114,10 +116,10 @@ def test_experts_with_masks_equal_autograd(shared: str) -> None:
             g = w1[e] @ x[t] + 1.5 * of("b1", e) @ of("a1", e) @ (x[t] * first / 0.6)
             u = functional.silu(g[:f]) * g[f:] * probs[t]
             row = w2[e] @ u + 0.5 * of("b2", e) @ of("a2", e) @ (u * second / 0.6)
-            torch.testing.assert_close(y[t], row, atol=1e-10, rtol=1e-10)
+            torch.testing.assert_close(y[t].double(), row, atol=2e-5, rtol=1e-5)
             total = total + (row * weight[t]).sum()
         at += count
     expected = torch.autograd.grad(total, leaves)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)  # gradients of weights are fp32
+        assert float((one.double() - other).norm() / other.norm()) < 1e-5
     assert kept(x, None) is x

@@ -84,22 +84,9 @@ def test_packed_trees_equal_whole_sequences(padding: int) -> None:
         torch.testing.assert_close(got.grad[:, 0].double(), want.grad, rtol=0, atol=2e-5)
 
 
-def test_blocks_hold_segments_of_similar_length() -> None:
-    """A long answer does not pad the short ones beyond twice their length."""
-    segments = [Segment(start=10 * i, own=n, shared_start=500, shared=4) for i, n in enumerate((100, 60, 50, 20, 3))]
-    plan = AttentionPlan.of(segments, 600, CPU)
-    assert [tuple(b.queries.shape) for b in plan.blocks] == [(3, 100), (1, 20), (1, 3)]
-    assert all(b.mask is not None and b.mask.shape[-1] == b.queries.shape[1] + 4 for b in plan.blocks)
-
-
-def test_sequences_without_a_shared_start_need_no_mask() -> None:
-    plan = AttentionPlan.of([Segment(start=0, own=5), Segment(start=5, own=4)], 9, CPU)
-    assert [b.mask for b in plan.blocks] == [None]
-
-
 def test_recomputation_finds_the_plan_of_its_micro_batch() -> None:
     packing = Packing(INV_FREQ, torch.float32)
-    first, second = (AttentionPlan.of([Segment(start=0, own=n)], n, CPU) for n in (3, 4))
+    first, second = (AttentionPlan([Segment(start=0, own=n)], n, CPU) for n in (3, 4))
     keys = [torch.zeros(n, dtype=torch.int64) for n in (3, 4)]
     numbers = packing.add(first, keys[0]), packing.add(second, keys[1])
     assert packing.plan(numbers[0]) is first
