@@ -194,66 +194,42 @@ class Leader:
                 raise
             except AdapterError as e:
                 raise AdapterError(f"{job.ref}: {e}") from e
-            self._in_step(members)
-            newly_short = job.progress.short_since is None
-            loading = self._loading() if len(members) < self._min_servers else ()
+            same = self._in_step(members)
+            if len(members) >= self._min_servers:
+                job.progress.short_since, self._awaited, self._formed = None, (), members
+                return self._attempt(None if same else list(members))
+            loading, shortage = self._loading(), f"{job.ref}: {self.roster.shortage(self._min_servers)}"
             if loading and loading != self._awaited:
                 log.warning("%s: waits without limit for %s: loading the model", job.ref, ", ".join(loading))
             self._awaited = loading
-            job.progress, look = decisions.after_look(
-                job.progress,
-                len(members),
-                started=started,
-                now=time.monotonic(),
-                until=until,
-                config=self._config,
-                min_servers=self._min_servers,
-                watched=self.roster.watcher is not None,
-                loading=bool(loading),
-            )
-            if look is decisions.Look.CONNECT:
-                same, self._formed = self._in_step(members), members
-                return self._attempt(None if same else list(members))
-            if newly_short:
-                log.warning(
-                    "%s: %s; waiting up to %g s",
-                    job.ref,
-                    self.roster.shortage(self._min_servers),
-                    self._config.rejoin_s,
-                )
-            if look is decisions.Look.STOP:
-                raise PublishError(f"{job.ref}: {self.roster.shortage(self._min_servers)}")
-            if look is decisions.Look.WAIT:
+            if job.progress.short_since is None:
+                log.warning("%s; waiting up to %g s", shortage, self._config.rejoin_s)
+            now = time.monotonic()
+            short_s = job.progress.short_for(started, now, loading=bool(loading))
+            if self.roster.watcher is None or short_s >= self._config.rejoin_s:
+                raise PublishError(shortage)
+            if now >= until:
                 return decisions.Wait()
             time.sleep(PAUSE_S)
 
     def _follow(self, job: PublishJob, results: Sequence[Sent], next_turn: int | None) -> Step:
         """Judge an attempt by the results of the ranks and the answers of the servers."""
         assert job.progress is not None
-        if not decisions.sent_in_step(job.ref, job.layout.digest, results):
-            self._formed = None
-        decisions.check_results(job.ref, job.layout.digest, results)
+        what = job.ref, job.layout.digest
+        if not all(sent.own is None and sent.wire is None and (sent.ref, sent.layout) == what for sent in results):
+            self._formed = None  # else all ranks have sent it whole: receivers can take another one in the same groups
+        decisions.check_results(*what, results)
         digest = adapter_digest(job.layout, (sent.sum for sent in results))
         replies, findings = self._collect(job, digest, results)
         if any(f.broken for f in findings):
             self._formed = None
-        job.progress, judgement = decisions.judged(
-            job.progress, findings, now=time.monotonic(), timeout_s=self._config.timeout_s
-        )
+        judgement = job.progress.judge(findings, now=time.monotonic(), timeout_s=self._config.timeout_s)
         self._fleet.end([f.server for f in findings if f.leftover], self._config.ping_s)
         self.roster.exclude(judgement.lost)
         acked_s, cast = time.monotonic(), _total_cast(results)
         probes = self._probe(job, judgement.keep, cast) if judgement.complete else {}
-        job.progress, move = decisions.after_attempt(
-            job.progress,
-            findings,
-            judgement,
-            remaining=len(self.roster.members),
-            left_s=job.budget.deadline - time.monotonic(),
-            config=self._config,
-            min_servers=self._min_servers,
-        )
-        match move:
+        enough, left_s = len(self.roster.members) >= self._min_servers, job.budget.deadline - time.monotonic()
+        match job.progress.move(findings, judgement, enough=enough, left_s=left_s, ping_s=self._config.ping_s):
             case Move.FINISH:
                 report = self._report(job, results, digest, replies, probes, acked_s)
                 self.roster.served()
