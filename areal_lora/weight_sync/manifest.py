@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,38 +27,34 @@ LORA_A, LORA_B = ".lora_A.", ".lora_B."
 _MAGIC = b"ALM6"  # wire format version of an encoded announcement
 
 
-class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of ``POST /admin/publish``. The layout is included if the server may not know it.
+L = TypeVar("L")
+"""A layout, or None if the server knows it; or either encoded, once for several servers: it takes a few megabytes."""
+
+
+class Announcement(msgspec.Struct, Generic[L], frozen=True, kw_only=True):
+    """Body of ``POST /admin/publish``.
 
     ``timeout_s`` is the time from sending the request to the end of the transfer: a duration, because clocks of two
     machines differ. The server must drop a transfer that has not ended by then.
     """
 
     manifest: ShardManifest
-    layout: AdapterLayout | None
+    layout: L
     timeout_s: float
 
 
-class EncodedAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
-    """An ``Announcement`` whose layout, a few megabytes, is already encoded for several servers."""
-
-    manifest: ShardManifest
-    layout: msgspec.Raw
-    timeout_s: float = 0.0
-
-
-def encode(announcement: Announcement | EncodedAnnouncement) -> bytes:
+def encode(announcement: Announcement[Any]) -> bytes:
     return _MAGIC + msgspec.msgpack.encode(announcement)
 
 
-def decode(data: bytes) -> Announcement:
+def decode(data: bytes) -> Announcement[AdapterLayout | None]:
     """Decode and check the types of an announcement. Raises ManifestError (``malformed``)."""
     if data[: len(_MAGIC)] != _MAGIC:
         raise ManifestError(
             RefusalReason.MALFORMED, "not a manifest of this wire format; run one version of areal_lora"
         )
     try:
-        announcement = msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) :], type=Announcement)
+        announcement = msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) :], type=Announcement[AdapterLayout | None])
     except msgspec.MsgspecError as e:
         raise ManifestError(RefusalReason.MALFORMED, str(e)) from e
     if not 0.0 < announcement.timeout_s < math.inf:

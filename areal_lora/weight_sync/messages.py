@@ -28,16 +28,13 @@ without a free slot), which keeps the groups usable. The transfer of a version t
 active is drained and acknowledged again: when a server was lost, the trainer sends the version
 again to all others.
 
-Compare an adapter with the modules that a server can adapt, once, before step 0.
-
-vLLM ignores unknown names: a publish would succeed, and parts of the policy would be the base
-model's. Therefore names and sizes are compared before training starts.
+`check_served` compares names and sizes of an adapter with the modules of a server, once, before step 0: vLLM ignores
+unknown names, so a publish would succeed, and parts of the policy would be the base model's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
 
 import msgspec
 
@@ -61,8 +58,6 @@ RESTART_EXIT = 75  # exit code of a server after /admin/shutdown: EX_TEMPFAIL, t
 PING_S = 2.0  # a worker whose thread does not answer for this long counts as stopped
 CONTENT_TYPE = "application/msgpack"
 MAX_BODY_BYTES = 64 << 20  # a layout of 73,000 tensors takes 5 MB, a token of a sequence to be scored at most 5 bytes
-
-M = TypeVar("M")
 
 
 class AdminMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -239,15 +234,6 @@ class ScoreReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     logprobs: list[list[float]]
-
-
-def encode_message(message: AdminMessage) -> bytes:
-    return msgspec.msgpack.encode(message)
-
-
-def decode_message(body: bytes, kind: type[M]) -> M:
-    """Decode strictly. Raises ``msgspec.ValidationError`` or ``msgspec.DecodeError``."""
-    return msgspec.msgpack.decode(body, type=kind)
 
 
 LORA_A, LORA_B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"

@@ -31,7 +31,7 @@ from areal_lora.weight_sync.probe import ProbeResult
 from areal_lora.weight_sync.trainer import decisions
 from areal_lora.weight_sync.trainer.decisions import Move, PublishReport, Sent, Step
 from areal_lora.weight_sync.trainer.fleet import Fleet, answers, errors
-from areal_lora.weight_sync.trainer.membership import MemberRoster, ServerFinding, ServerWatch
+from areal_lora.weight_sync.trainer.membership import MemberRoster, RendezvousWatch, ServerFinding
 from areal_lora.weight_sync.trainer.publish_job import PublishJob
 
 PAUSE_S = 0.1  # between two looks for servers or slots
@@ -71,7 +71,7 @@ class Leader:
         config: WeightSyncConfig,
         tolerance: float = PROBE_TOLERANCES["float32"],
         min_servers: int = 1,
-        watch: ServerWatch | None = None,
+        watch: RendezvousWatch | None = None,
         on_active: Callable[[Active], None] | None = None,
         on_wait: Callable[[AdapterRef, str], None] | None = None,
         loading: Callable[[], Sequence[str]] = tuple,

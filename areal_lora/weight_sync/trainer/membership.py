@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError, RefusalReason
 from areal_lora.processes.log import get_logger
@@ -119,14 +118,6 @@ def _ordered(servers: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
     return tuple(sorted(servers, key=lambda s: (len(s.name), s.name)))
 
 
-class ServerWatch(Protocol):
-    """A source of the servers that are present."""
-
-    def present(self) -> list[ServerEndpoint]:
-        """Servers that have announced themselves; some may be dead. Raises OSError if they cannot be read now."""
-        ...
-
-
 class RendezvousWatch:
     """Watch servers that publish their ports in a run folder; restarted servers publish new ports."""
 
@@ -134,6 +125,7 @@ class RendezvousWatch:
         self._run_folder, self._workers = run_folder, workers
 
     def present(self) -> list[ServerEndpoint]:
+        """Servers that have published their ports; some may be dead. Raises OSError if they cannot be read now."""
         indices = published_indices(self._run_folder, "server")
         return [found for index in indices if (found := self.server(index)) is not None]
 
@@ -163,7 +155,7 @@ class ServerWatcher:
 
     def __init__(
         self,
-        watch: ServerWatch,
+        watch: RendezvousWatch,
         roster: MemberRoster,
         ping: Callable[[ServerEndpoint], PingReply | None],
         period_s: float = WATCH_S,
@@ -222,7 +214,7 @@ class MemberRoster:
     """
 
     def __init__(
-        self, fleet: Fleet, servers: Iterable[ServerEndpoint], *, ping_s: float, watch: ServerWatch | None = None
+        self, fleet: Fleet, servers: Iterable[ServerEndpoint], *, ping_s: float, watch: RendezvousWatch | None = None
     ) -> None:
         self._fleet, self._ping_s = fleet, ping_s
         self.members = _ordered(servers)
