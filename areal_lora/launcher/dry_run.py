@@ -44,6 +44,7 @@ from areal_lora.run_folder.paths import RunFolder
 _WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller", SERVICE: "service"}
 _SHORT = {"trainer": "rank:", "rollout": "server:", "controller": "controller:", "service": "service:"}
 _KV = (LEAST_KV, "KV cache")
+_PLANES = ("data", "admin")
 SMALL = 4 * GIB
 """Below this many bytes of a process parts are printed in MiB."""
 
@@ -222,7 +223,9 @@ def _first_to_run_out(config: Config, plan: JobPlan) -> str:
 
 
 def details(config: Config, plan: JobPlan) -> Iterator[Table]:
-    yield from (_processes(plan), _ranks(config), _ports(config), _sizes(config, plan.shape))
+    yield from (_processes(plan), _ranks(config))
+    yield make_table("Ports", ("process", "plane", "bind", "port"), ports(config), right=("port",))
+    yield _sizes(config, plan.shape)
     files = [(name,) for name in file_names(config, plan.run_folder)]
     yield from (_what_if(config, plan.shape), make_table("Files", [f"in RUN = {plan.run_folder}"], files))
 
@@ -259,18 +262,6 @@ class RankCoordinates(NamedTuple):
     etp: int
 
 
-class PortPlan(NamedTuple):
-    """One listening socket: ``host`` is an address, or words where each node finds its own.
-
-    ``port`` 0 is chosen by the system and published in ``rendezvous/``.
-    """
-
-    process: str
-    plane: str
-    host: str
-    port: int
-
-
 def rank_coordinates(config: Config, rank: int) -> RankCoordinates:
     """Megatron's ``tp-cp-ep-dp-pp`` order; attention and expert layouts share only the pipeline stage."""
     t = config.trainer
@@ -287,21 +278,16 @@ def _ranks(config: Config) -> Table:
     return make_table(f"Trainer ranks (tp {t.tp}, pp {t.pp}, ep {t.ep}, etp {t.etp})", columns, rows, right=columns)
 
 
-def ports(config: Config) -> list[PortPlan]:
-    """Every port that the processes of a run listen on."""
+def ports(config: Config) -> list[tuple[str, str, str, str]]:
+    """(process, plane, host, port) of every socket that listens; ``host``: words where each node finds its own."""
+    chosen = "chosen by the system"  # and published in ``rendezvous/``
     bind, interface = config.cluster.bind, config.cluster.interface
     host = bind if bind not in WILDCARDS else "the node's address" + ("" if interface == "auto" else f" ({interface})")
-    found = [PortPlan(f"{TRAINER}-0", "store", host, 0), PortPlan(f"{CONTROLLER}-0", "control", host, 0)]
+    found = [(f"{TRAINER}-0", "store", host, chosen), (f"{CONTROLLER}-0", "control", host, chosen)]
     if config.service is not None and config.service.api is not None:
-        found.append(PortPlan(f"{SERVICE}-0", "api", "127.0.0.1", config.service.api.port))
-    for i in range(config.rollout.servers):
-        found += [PortPlan(f"{SERVER}-{i}", "data", host, 0), PortPlan(f"{SERVER}-{i}", "admin", host, 0)]
-    return found
-
-
-def _ports(config: Config) -> Table:
-    rows = [(p.process, p.plane, p.host, str(p.port) if p.port else "chosen by the system") for p in ports(config)]
-    return make_table("Ports", ("process", "plane", "bind", "port"), rows, right=("port",))
+        found.append((f"{SERVICE}-0", "api", "127.0.0.1", str(config.service.api.port or chosen)))
+    planes = [(f"{SERVER}-{i}", plane, host, chosen) for i in range(config.rollout.servers) for plane in _PLANES]
+    return found + planes
 
 
 def _sizes(config: Config, shape: ModelShape) -> Table:

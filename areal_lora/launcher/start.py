@@ -30,7 +30,7 @@ from areal_lora.config.models import AdapterConfig, Config, ModelConfig
 from areal_lora.config.recorded import conflict, read_config, steps_of, write_config
 from areal_lora.config.rules.findings import Finding, warning
 from areal_lora.data.prompts import Formatter, load_tokenizer
-from areal_lora.errors import ConfigError, EnvironmentError_, undo_on_error
+from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.launcher.slurm.job_query import look
 from areal_lora.launcher.slurm.states import Phase, explain, is_active
 from areal_lora.obs.report.summary import read_summary
@@ -41,6 +41,7 @@ from areal_lora.run_folder.status import begin_session, forget_sessions
 from areal_lora.tasks.datasets import hub_sources, load_samples
 from areal_lora.types import Sample
 
+WAIT = "wait for it, or set another run.name"
 NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
@@ -124,60 +125,45 @@ def lock_holders(locks: str, inode: int) -> list[int]:
     return [int(pid) for pid, number in _LOCK.findall(locks) if int(number) == inode]
 
 
-class RunLock:
-    """Held from :meth:`take` to :meth:`release`, or until the process ends."""
-
-    def __init__(self, run_folder: RunFolder) -> None:
-        self._folder, self._path, self.owner_path = run_folder, run_folder.lock, run_folder.owner
-        self._fd = -1
-        self._mine = False
-
-    def take(self) -> None:
-        """Raises ConfigError where another launcher holds the folder, or may hold it."""
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        with undo_on_error(self.release):
-            self._take()
-
-    def release(self) -> None:
-        if self._mine:
-            self.owner_path.unlink(missing_ok=True)
-            self._mine = False
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _take(self) -> None:
+@contextlib.contextmanager
+def run_lock(folder: RunFolder) -> Iterator[None]:
+    """Hold ``folder`` in the block, or until the process ends. Raises ConfigError where a launcher holds it, or may."""
+    with contextlib.ExitStack() as held:
+        fd = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o600)
+        held.callback(os.close, fd)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise self._going("") from None
+            raise ConfigError("run.name", f"a run in {folder} is still going", WAIT) from None
         except OSError as error:
             if error.errno not in NO_FLOCK:
-                raise ConfigError("run.root", f"{self._path} cannot be locked: {error.strerror}") from error
-            lacks = f"the file system of {self._path.parent} has no flock ({error.strerror})"
-            log.warning("%s: %s marks the run as started here instead", lacks, self.owner_path.name)
-        else:
-            return
-        with _one_at_a_time(self.owner_path):
-            other = Owner.of(self.owner_path)
-            if other is None and self.owner_path.exists():
-                raise self._going(", according to a mark that cannot be read", self.owner_path)
-            if other is not None:
-                if not other.is_over():
-                    raise self._going(f", started by process {other.pid} on {other.host}", self.owner_path)
-                self.owner_path.unlink()
-            try:
-                with self.owner_path.open("xb") as file:
-                    self._mine = True
-                    file.write(msgspec.json.encode(Owner.me()))
-            except FileExistsError:
-                raise self._going(", started a moment ago", self.owner_path) from None
+                raise ConfigError("run.root", f"{folder.lock} cannot be locked: {error.strerror}") from error
+            lacks = f"the file system of {folder.path.parent} has no flock ({error.strerror})"
+            log.warning("%s: %s marks the run as started here instead", lacks, folder.owner.name)
+            with _one_at_a_time(folder.owner):
+                _mark(folder, held)
+        yield
 
-    def _going(self, holder: str, mark: Path | None = None) -> ConfigError:
-        fix = "wait for it, or set another run.name"
-        if mark is not None:
-            fix += f", or remove {mark} if that process is over"
-        return ConfigError("run.name", f"a run in {self._folder} is still going{holder}", fix)
+
+def _mark(folder: RunFolder, held: contextlib.ExitStack) -> None:
+    """Name this process as the owner until ``held`` closes. Raises ConfigError where another one may be alive."""
+    other, holder = Owner.of(folder.owner), ""
+    if other is None and folder.owner.exists():
+        holder = "according to a mark that cannot be read"
+    elif other is not None and not other.is_over():
+        holder = f"started by process {other.pid} on {other.host}"
+    elif other is not None:
+        folder.owner.unlink()
+    try:
+        if not holder:
+            with folder.owner.open("xb") as file:
+                held.callback(folder.owner.unlink, missing_ok=True)
+                file.write(msgspec.json.encode(Owner.me()))
+    except FileExistsError:
+        holder = "started a moment ago"
+    if holder:
+        fix = f"{WAIT}, or remove {folder.owner} if that process is over"
+        raise ConfigError("run.name", f"a run in {folder} is still going, {holder}", fix)
 
 
 def _one_at_a_time(path: Path) -> socket.socket:
@@ -262,12 +248,11 @@ class RunStart:
         self.previous: PreviousRun | None = None
         self.moved: Path | None = None
         self._fresh, self._code = fresh, code or {}
-        self._lock = RunLock(self.folder)
 
     def __enter__(self) -> RunStart:
         self.folder.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock.take()
-        with undo_on_error(self._lock.release):
+        with contextlib.ExitStack() as held:
+            held.enter_context(run_lock(self.folder))
             check_no_job(self.folder)
             if self._fresh and _holds_run(self.folder):
                 n = 1
@@ -277,10 +262,11 @@ class RunStart:
             self.previous = previous_run(self.folder)
             if self.previous is not None and (error := conflict(self.previous.config, self.config)) is not None:
                 raise error
+            self._held = held.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._lock.release()
+        self._held.close()
 
     def prepare(self) -> None:
         """Write the configuration and the given code; start the session of a run on this machine."""

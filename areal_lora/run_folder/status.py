@@ -187,10 +187,8 @@ def last_beats(run_folder: RunFolder) -> dict[str, int]:
     beats = {}
     try:
         for path in list(run_folder.heartbeats.glob("*-*")):
-            try:
+            with contextlib.suppress(OSError):
                 beats[path.name] = path.stat().st_mtime_ns
-            except OSError:
-                continue
     except OSError as error:
         log.warning("heartbeats cannot be read: %s", error)
     return beats
