@@ -71,8 +71,8 @@ class Supervisor:
         for spec in specs:
             env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES} | spec.env
             env[guardian.MARK] = self._mark
-            note_restart(self.log_path(spec), spec.name)
-            with self.log_path(spec).open("ab") as log:
+            note_restart(log_path := self._logs / f"{spec.name}.log", spec.name)
+            with log_path.open("ab") as log:
                 try:
                     # No preexec_fn: with one the child runs Python after the fork, and destroys there what other
                     # threads hold (torch keeps process groups so), which does not return.
@@ -108,9 +108,6 @@ class Supervisor:
         ended = [e for e in self.poll(specs) if e.spec in specs]
         return [replace(e, why=why) if e.pid in alive else e for e in ended]
 
-    def log_path(self, spec: ProcessSpec) -> Path:
-        return self._logs / f"{spec.name}.log"
-
     def poll(self, only: Collection[ProcessSpec] | None = None) -> list[ProcessExit]:
         """Processes (of ``only``) that ended since the last call, in starting order."""
         ended, running = [], []
@@ -119,7 +116,7 @@ class Supervisor:
             if code is None:
                 running.append((spec, process))
             else:
-                ended.append(ProcessExit(spec=spec, pid=process.pid, code=code, log=self.log_path(spec)))
+                ended.append(ProcessExit(spec=spec, pid=process.pid, code=code, log=self._logs / f"{spec.name}.log"))
         self._running = running
         return ended
 

@@ -88,9 +88,11 @@ class Watch:
             # The other ranks and the controller may end well shortly before rank 0 does.
             early = [e for e in ended if e.code == ExitCode.DONE and e.spec.role != SERVER]
             self._early += [(now, e) for e in early]
+            too_early = [e for at, e in self._early if now - at > EARLY_END_S]
+            self._early = [(at, e) for at, e in self._early if e not in too_early]
             ended = [e for e in ended if e not in early]
             self._pulse.look(last_beats(self._folder), now)
-            failure = self._settle(ended + self._early_too_long(now), now) or self._end_stalled(now)
+            failure = self._settle(ended + too_early, now) or self._end_stalled(now)
             if failure is not None:
                 return failure
             for specs in self._restarts.due(time.monotonic()):
@@ -118,12 +120,6 @@ class Watch:
             if verdict.ends_run:
                 return verdict.ended
         return None
-
-    def _early_too_long(self, now: float) -> list[ProcessExit]:
-        """Return processes that exited with 0 over ``EARLY_END_S`` ago, when trainer rank 0 should have ended too."""
-        late = [e for at, e in self._early if now - at > EARLY_END_S]
-        self._early = [(at, e) for at, e in self._early if now - at <= EARLY_END_S]
-        return late
 
     def _end_stalled(self, now: float) -> ProcessExit | None:
         """Record and end processes without a heartbeat for too long. Returns the failure that ends the run."""

@@ -54,10 +54,6 @@ class EvalTracker:
         newest = max(state.evaluations.keys() | state.pending, default=-1)
         return cls(results=dict(state.evaluations), pending=set(state.pending), newest=newest)
 
-    def requested(self, version: int) -> None:
-        self.pending.add(version)
-        self.newest = max(self.newest, version)
-
 
 class ControllerLink:
     """One per run, on rank 0. ``restored`` are the adapters and what their checkpoints kept (empty without one)."""
@@ -161,7 +157,9 @@ class ControllerLink:
                 )
 
     def request_eval(self, ref: AdapterRef) -> None:
-        self._evals[ref.name].requested(ref.version)
+        tracker = self._evals[ref.name]
+        tracker.pending.add(ref.version)
+        tracker.newest = max(tracker.newest, ref.version)
         self._client.request_eval(ref, EVAL_TAG)
 
     def record_evals(self, results: Iterable[EvalResult]) -> None:

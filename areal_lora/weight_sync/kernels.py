@@ -22,12 +22,6 @@ from numba.extending import intrinsic
 
 F32, BF16 = 0, 1  # element kinds
 
-BLOCK = np.dtype(
-    [(name, np.int64) for name in ("src", "src_pitch", "dst", "dst_pitch", "rows", "cols", "dst_step")]
-    + [("scale", np.float32)],
-    align=True,
-)
-
 
 @intrinsic
 def pointer(context: Any, address: Any) -> Any:
@@ -232,6 +226,9 @@ class Block(NamedTuple):
     cols: int
     dst_step: int = 0
     scale: float = 1.0
+
+
+BLOCK = np.dtype([(name, np.float32 if name == "scale" else np.int64) for name in Block._fields], align=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

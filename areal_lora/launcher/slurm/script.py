@@ -21,17 +21,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.config.sections.run import Role, SlurmComponent, SlurmConfig
+from areal_lora.config.sections.run import SlurmComponent, SlurmConfig
 from areal_lora.config.sizing.slots import Pool
 from areal_lora.errors import EnvironmentError_, ExitCode
-from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
+from areal_lora.launcher.plan import CONTROLLER, ROLES, SERVER, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm import job_query
 from areal_lora.run_folder.paths import RunFolder
 
 SIGNAL_LEAD_S = 60
 """Time between Slurm's signal to the script and the time limit."""
-ROLES: dict[str, Role] = {TRAINER: "trainer", SERVER: "rollout", CONTROLLER: "controller"}
-"""Role of a process -> its name in the configuration."""
 _GRES = {"cuda": "gpu", "npu": "npu"}
 
 

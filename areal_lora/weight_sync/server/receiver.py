@@ -83,27 +83,16 @@ class _Source:
 
     def verify(self, ref: AdapterRef) -> int:
         """Return the shard's sum. Raises ManifestError unless its bytes are unchanged, finite and for ``ref``."""
-        n = len(self.shard.tensors)
-        sent, sealed = self.trailer[: 8 * n].view(np.uint64), self.trailer[-SEAL_BYTES:].tobytes()
+        tensors, rank = self.shard.tensors, f"source rank {self.shard.source}"
+        sent, sealed = self.trailer[: 8 * len(tensors)].view(np.uint64), self.trailer[-SEAL_BYTES:].tobytes()
         total = shard_sum(self._layout, self.index, sent)
         if sealed != seal(ref, self._layout.digest, total):
-            raise ManifestError(
-                RefusalReason.HASH,
-                f"the trailer of source rank {self.shard.source} does not belong to {ref} or is damaged",
-            )
-        changed = np.flatnonzero(sent != self.marks.sums)
-        if len(changed):
-            name = self.shard.tensors[changed[0]].name
-            raise ManifestError(
-                RefusalReason.HASH,
-                f"{len(changed)} tensors of source rank {self.shard.source} arrived changed, first {name}",
-            )
-        bad = np.flatnonzero(self.marks.bad)
-        if len(bad):
-            name = self.shard.tensors[bad[0]].name
-            raise ManifestError(
-                RefusalReason.NON_FINITE, f"{name} from source rank {self.shard.source} holds NaN or infinity"
-            )
+            raise ManifestError(RefusalReason.HASH, f"the trailer of {rank} does not belong to {ref} or is damaged")
+        if len(changed := np.flatnonzero(sent != self.marks.sums)):
+            text = f"{len(changed)} tensors of {rank} arrived changed, first {tensors[changed[0]].name}"
+            raise ManifestError(RefusalReason.HASH, text)
+        if len(bad := np.flatnonzero(self.marks.bad)):
+            raise ManifestError(RefusalReason.NON_FINITE, f"{tensors[bad[0]].name} from {rank} holds NaN or infinity")
         return total
 
 

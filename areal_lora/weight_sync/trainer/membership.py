@@ -32,6 +32,9 @@ PINGS = 32  # at once
 SCORE_PINGS = 5  # scores of the probe take longer than a ping
 FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # back-off before an excluded server is tried again
 
+NO_REFUSAL = (RefusalReason.WIRE, RefusalReason.UNKNOWN_LAYOUT, RefusalReason.SLOT)
+"""A broken transfer, no slot, and a layout that a server no longer holds: it leaves its groups, and is sent it then."""
+
 log = get_logger(__name__)
 
 
@@ -51,16 +54,8 @@ class ServerFinding:
 
     @property
     def refused(self) -> bool:
-        """Whether the server refused the version or the adapter, or acknowledged wrong numbers.
-
-        Neither a broken transfer nor a ``full`` server is a refusal, nor is a layout that a server no longer holds: it
-        leaves its groups, and is sent the layout after the next join.
-        """
-        again = isinstance(self.error, ManifestError) and self.error.reason in (
-            RefusalReason.WIRE,
-            RefusalReason.UNKNOWN_LAYOUT,
-        )
-        return isinstance(self.error, (AdapterError, ParityError)) and not again and not self.full
+        """Whether the server refused the version or the adapter, or acknowledged wrong numbers."""
+        return isinstance(self.error, (AdapterError, ParityError)) and self._reason not in NO_REFUSAL
 
     @property
     def broken(self) -> bool:
@@ -70,7 +65,11 @@ class ServerFinding:
     @property
     def full(self) -> bool:
         """Whether the server has no free adapter slot: running requests hold older versions."""
-        return isinstance(self.error, ManifestError) and self.error.reason == RefusalReason.SLOT
+        return self._reason == RefusalReason.SLOT
+
+    @property
+    def _reason(self) -> str:
+        return self.error.reason if isinstance(self.error, ManifestError) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
