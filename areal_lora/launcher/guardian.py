@@ -44,19 +44,19 @@ def main() -> int:
         if time.monotonic() > ended_s + GRACE_S:
             break
         # Only what the launcher started gets it: it knows in which order its own children must go.
-        _signal(sessions.intersection(members) - signalled, signal.SIGTERM)
+        signal_all(sessions.intersection(members) - signalled, signal.SIGTERM)
         signalled |= sessions.intersection(members)
         shared |= shared_memory.used_by(members) - before
         time.sleep(0.1)
         sessions |= sessions_with(sys.argv[1])
     while members := members_of(sessions):
-        _signal(members, signal.SIGKILL)
+        signal_all(members, signal.SIGKILL)
         time.sleep(0.05)
     shared_memory.remove(shared)
     return 0
 
 
-def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -204,9 +204,7 @@ class Supervisor:
 
 def kill_sessions(leaders: set[int]) -> None:
     """SIGKILL to every process in the sessions of ``leaders``, also to those whose leader has ended."""
-    for pid in guardian.members_of(leaders):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    guardian.signal_all(guardian.members_of(leaders), signal.SIGKILL)
 
 
 class Interrupts:

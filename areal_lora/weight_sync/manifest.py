@@ -233,9 +233,8 @@ SAMPLES_PER_FILE = 32
 def base_digest(model_path: str | os.PathLike[str]) -> str:
     """Identity of a frozen base: ``config.json`` and every ``*.safetensors`` file of a Hugging Face folder.
 
-    File names, sizes, headers and contents count; above ``FULL_HASH_LIMIT_BYTES`` in total the
-    contents are sampled in evenly spaced blocks. Equal folders at different paths agree. The
-    result is cached for as long as sizes and modification times stay. Raises AdapterError if
+    File names, sizes, headers and contents count; above ``FULL_HASH_LIMIT_BYTES`` in total the contents are sampled in
+    evenly spaced blocks. The result is cached for as long as sizes and modification times stay. Raises AdapterError if
     the folder is not a checkpoint.
     """
     folder = Path(model_path)

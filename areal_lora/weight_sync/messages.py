@@ -17,16 +17,14 @@ POST     ``/admin/dismiss``  none                                    200: no pub
 POST     ``/admin/shutdown`` none                                    200, then the server exits
 =======  ==================  ======================================  =================================
 
-A refusal is 409 with ``RefusalReply``; a missing or wrong key is 401, a longer body 413; anything else
-that is not 200 is a failure of the server. ``/admin/join`` answers when all workers of the server
-are members of all groups, ``/admin/publish`` when the version can be requested by name.
+A refusal is 409 with ``RefusalReply``; a missing or wrong key is 401, a longer body 413; anything else that is not 200
+is a failure of the server. ``/admin/join`` answers when all workers of the server are members of all groups,
+``/admin/publish`` when the version can be requested by name.
 
-The trainer posts ``/admin/publish`` and broadcasts at the same time. A server must therefore
-pass every announcement that it can decode to its receivers, also one that it refuses:
-``AdapterReceiver.start`` drains the transfer of a refused version (or, with ``slot=None``, of one
-without a free slot), which keeps the groups usable. The transfer of a version that is already
-active is drained and acknowledged again: when a server was lost, the trainer sends the version
-again to all others.
+The trainer posts ``/admin/publish`` and broadcasts at the same time. A server must therefore pass every announcement
+that it can decode to its receivers, also one that it refuses: ``AdapterReceiver.start`` drains the transfer, so that
+that it can decode to its receivers, also one that it refuses: ``AdapterReceiver.start`` drains the transfer, so the
+the trainer sends the version again to all others.
 
 `check_served` compares names and sizes of an adapter with the modules of a server, once, before step 0: vLLM ignores
 unknown names, so a publish would succeed, and parts of the policy would be the base model's.
@@ -188,9 +186,8 @@ class StageResult(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class PublishReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Acknowledgement of an activated version. ``phases`` in milliseconds: ``wire``, ``verify`` and
-    ``write`` of the slowest worker; ``stage``, from the request until all workers have reported; ``commit``, the
-    pause of generation; ``commit_wait``, ``commit`` including the wait for its turn."""
+    """Acknowledgement of an activated version. ``phases`` in milliseconds: ``wire``, ``verify`` and ``write`` of the
+    slowest worker; ``stage`` of all; ``commit``, the pause of generation; ``commit_wait``, that and its turn."""
 
     ref: str
     digest: str

@@ -29,15 +29,12 @@ def look(job: str, tries: int = 1) -> JobRecord:
         time.sleep(AGAIN_S)
         tries -= 1
         output, problem = query("scontrol", "-o", "show", "job", job)
-    if output:
-        records = list(parse_scontrol(output, job))
-        if records:
-            return records[0]
+    if records := list(parse_scontrol(output, job)):
+        return records[0]
     if problem and _FORGOTTEN not in problem:
         return JobRecord(id=job, why=problem)
     output, _ = query("sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_SACCT_FIELDS))
-    records = list(parse_sacct(output, job))
-    if records:
+    if records := list(parse_sacct(output, job)):
         return records[-1]
     return JobRecord(id=job, forgotten=True, why="it ended some minutes ago, and there is no accounting")
 

@@ -140,18 +140,13 @@ REASONS: dict[str, tuple[str, str]] = {
 """Why a PENDING job waits, by the prefix of Slurm's reason (the first that fits). Others are shown as they are."""
 
 
-def explain(job: JobRecord) -> Explanation:
-    """What has happened to ``job``, and what to do. ``JOB`` in the text is its number."""
-    phase, what, do = _explained(job)
-    return Explanation(phase=phase, what=what.replace("JOB", job.id), do=do.replace("JOB", job.id))
-
-
 def is_active(job: JobRecord) -> bool:
     """Whether ``job`` waits, runs or is ending."""
     return explain(job).phase in (Phase.WAITING, Phase.RUNNING, Phase.ENDING)
 
 
-def _explained(job: JobRecord) -> tuple[Phase, str, str]:
+def explain(job: JobRecord) -> Explanation:
+    """What has happened to ``job``, and what to do. ``JOB`` in the text is its number."""
     phase = PHASES.get(job.state, Phase.UNKNOWN)
     if not job.state:
         what = f"Slurm does not know job {job.id}: {job.why}" if job.why else f"Slurm does not know job {job.id}"
@@ -167,7 +162,7 @@ def _explained(job: JobRecord) -> tuple[Phase, str, str]:
     else:
         over = RESUME if phase is Phase.OVER else ""
         what, do = STATES.get(job.state, (f"Slurm reports the state {job.state}", over))
-    return phase, what, do
+    return Explanation(phase=phase, what=what.replace("JOB", job.id), do=do.replace("JOB", job.id))
 
 
 def _waiting(job: JobRecord) -> tuple[str, str]:

@@ -121,7 +121,7 @@ class AdapterPublishing:
     def ended(self, adapter: str) -> bool:
         """Whether a publish was not joined yet, and ``join`` would not wait (not collective)."""
         kept = self._published.get(adapter)
-        return kept is not None and kept.handle is not None and kept.handle.done()
+        return kept is not None and kept.handle is not None and kept.handle.outcome.done()
 
     def newest(self, adapter: str) -> int | None:
         """The version that was published last; None before the first."""

@@ -1,9 +1,8 @@
 """Broadcast groups, one per source rank: the source is rank 0, the receivers are 1..n.
 
-Each group is a process group on a store of its own, independent of any default group. Trainer and
-servers, which share no launcher, can form and leave groups at any time. The store runs at the source
-and requires the run secret (``distributed.store``). gloo's own connections do not: see "Security"
-in docs/en/cluster.md. Every wait has a deadline.
+Each group is a process group on a store of its own: trainer and servers, which share no launcher, can form and leave
+groups at any time. The store runs at the source and requires the run secret (``distributed.store``). gloo's own
+connections do not: see "Security" in docs/en/cluster.md. Every wait has a deadline.
 
 When all members have joined they agree whether every receiver can read the source's memory (``same_host``).
 If so, broadcasts carry only signals about its versions. If one cannot, the bytes are sent to all.

@@ -3,11 +3,10 @@
     wire     bucket 0 | bucket 1 | bucket 2 | trailer
     thread            `-> fingerprint 0, write 0 | fingerprint 1, write 1 | ... | compare -> staged
 
-No request uses a slot that is being written, so buckets are written as they arrive, directly from
-the group's memory: a small ring of staging buffers, or the source's own memory on the same machine.
-A version is reported as staged, and may be activated, only if every fingerprint equals the source's.
-The thread runs while the same process generates: it uses compiled loops without the GIL and no
-OpenMP, which would take the cores from the model.
+No request uses a slot that is being written, so buckets are written as they arrive, directly from the group's memory: a
+small ring of staging buffers, or the source's own memory on the same machine. A version is reported as staged only if
+every fingerprint equals the source's. The thread runs while the same process generates: it uses compiled loops without
+the GIL and no OpenMP, which would take the cores from the model.
 """
 
 from __future__ import annotations
@@ -111,8 +110,7 @@ class Reception:
     def receive(self, ref: AdapterRef, on_tensors: OnTensors) -> str:
         """Pass all tensors to ``on_tensors`` once, sources in turn, verify all and return the adapter's digest.
 
-        Raises ManifestError (``hash``, ``non_finite``) after all bytes are drained, PublishError if the
-        transfer breaks or its deadline passes.
+        Raises ManifestError (``hash``, ``non_finite``) after all bytes are drained, PublishError for a broken transfer.
         """
         for source, bucket, base in self._stream:
             self.check_time(ref)
@@ -157,36 +155,28 @@ class SlotWriter(Protocol):
     def expected(self, structure: AdapterStructure) -> dict[str, Shape]:
         """Map every full name the model serves to its shape in an adapter of ``structure``, the same on all workers.
 
-        A worker that holds a part (tensor or expert parallel) lists all names and selects its
-        part in ``plan``. Raises ManifestError (``rank``, ``targets``) for a structure the
-        engine cannot serve.
+        A worker that holds a part (tensor or expert parallel) lists all names and selects its part in ``plan``. Raises
+        ManifestError (``rank``, ``targets``) for a structure the engine cannot serve.
         """
-        ...
 
     def plan(self, layout: AdapterLayout) -> Sequence[TensorBlocks]:
         """Plan, per shard, which part of each tensor this worker copies where in slot 0; once per layout.
 
-        ``src`` counts bytes from the shard's start; ``write`` uses ``dst`` as it is. Aliases are
-        further blocks of their wire tensor. ``scale`` is ``alpha / rank`` on lora_B and 1 on lora_A;
-        no other code folds it in.
+        ``src`` counts bytes from the shard's start; ``write`` uses ``dst`` as it is. Aliases are further blocks of a
+        wire tensor. ``scale`` is ``alpha / rank`` on lora_B and 1 on lora_A; no other code folds it in.
         """
-        ...
 
     def prepare(self, slot: int, layout: AdapterLayout) -> None:
         """Clear the part of an inactive slot that ``layout`` does not overwrite."""
-        ...
 
     def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
         """Store tensors [first, last) of a shard and measure them; the shard's byte 0 has the address ``base``."""
-        ...
 
     def flush(self, slot: int) -> None:
         """Complete all writes: after this the slot can be activated."""
-        ...
 
     def zero(self, slot: int) -> None:
         """Clear an inactive slot."""
-        ...
 
 
 @dataclass(slots=True)
@@ -200,11 +190,9 @@ class _KnownLayout:
 class AdapterReceiver:
     """Join every source's group and stage versions, one at a time.
 
-    ``declared`` maps names to the adapters of the configuration: a publish that differs from its
-    declaration is refused. Without a declaration the first accepted version declares the adapter.
-    ``secret`` is the run's, ``bind`` this machine's address towards the sources, ``device`` the
-    worker's compute device. The ``layouts`` used last are kept, a few megabytes each at tens of thousands of tensors:
-    as many as there may be adapters.
+    ``declared`` are the adapters of the configuration by name: a publish that differs is refused. Any other adapter is
+    declared by its first accepted version. ``secret`` is the run's, ``bind`` this machine's address towards the
+    sources, ``device`` the worker's compute device. The ``layouts`` used last are kept, a few megabytes each.
     """
 
     def __init__(
@@ -249,10 +237,9 @@ class AdapterReceiver:
     def start(self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, timeout_s: float) -> None:
         """Start staging ``manifest`` into ``slot`` and return; ``on_staged`` is called exactly once.
 
-        The first receives are posted before this returns: the sources send only after that.
-        The staging thread is a child of the first caller's thread and shares its cores and priority.
-        ``layout`` may be None if this worker has received it before. Without a slot (none is free, or
-        the version is active already) the transfer is drained and refused.
+        The first receives are posted before this returns: the sources send only after that. The staging thread shares
+        the cores and priority of the first caller's thread. ``layout`` may be None if this worker has received it
+        before. Without a slot (none is free, or the version is active already) the transfer is drained and refused.
         Raises PublishError if the previous ``start`` is in progress or no group is joined.
         """
         if not self._idle.is_set():

@@ -97,8 +97,7 @@ class PublishTransaction:
     """Publish ``ref``. Raises PublishError from ``deadline`` on, ValueError during another publish.
 
     At most half of the time until ``deadline`` goes into waiting for a slot, at most ``SLOT_WAIT_S`` where there are
-    several adapters. A repeated publish of the newest
-    version needs no slot: it gets the first reply again, because the trainer may not have received it.
+    several adapters. A repeated publish of the newest version gets the first reply again and needs no slot.
     """
 
     def __init__(self, versions: ServedVersions, ref: AdapterRef, deadline: float, now: float) -> None:

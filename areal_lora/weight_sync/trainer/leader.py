@@ -56,7 +56,7 @@ class Active:
 class Leader:
     """``servers`` are the first members; ``watch``, if given, shows restarted and further servers.
 
-    ``on_active`` is called in the publisher thread, before ``PublishHandle.wait`` returns. ``on_wait`` is called there
+    ``on_active`` is called in the publisher thread, before ``PublishJob.wait`` returns. ``on_wait`` is called there
     with the version that waits for an adapter slot and with what holds the slots, empty when it has one.
     ``loading`` names the servers that load their model; while there are any, a publish that has too few members waits.
     ``tolerance`` is that of ``check_probe``.
@@ -72,8 +72,8 @@ class Leader:
         tolerance: float = PROBE_TOLERANCES["float32"],
         min_servers: int = 1,
         watch: RendezvousWatch | None = None,
-        on_active: Callable[[Active], None] | None = None,
-        on_wait: Callable[[AdapterRef, str], None] | None = None,
+        on_active: Callable[[Active], None] = lambda _: None,
+        on_wait: Callable[[AdapterRef, str], None] = lambda *_: None,
         loading: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._config, self._tolerance, self._min_servers = config, tolerance, min_servers
@@ -131,8 +131,7 @@ class Leader:
         """
         roster = self.roster
         left = tuple(s.name for s in roster.left)
-        if self._on_active is not None:
-            self._on_active(Active(ref=job.ref, servers=roster.members, lost=tuple(roster.lost), left=left))
+        self._on_active(Active(ref=job.ref, servers=roster.members, lost=tuple(roster.lost), left=left))
         self._fleet.dismiss(roster.left, self._config.ping_s)
         roster.lost.clear()
         roster.left.clear()
@@ -234,7 +233,7 @@ class Leader:
                 report = self._report(job, results, digest, replies, probes, acked_s)
                 self.roster.served()
                 self._served[job.ref.name] = frozenset(self.roster.members), report
-                if job.full_s is not None and self._on_wait is not None:
+                if job.full_s is not None:
                     self._on_wait(job.ref, "")
                 return decisions.FinishPublish(report=report)
             case Move.AWAIT_SLOT:
@@ -257,8 +256,7 @@ class Leader:
         if now >= job.full_s + self._config.slot_s and len(full) == len(findings):
             raise ManifestError(RefusalReason.SLOT, f"{job.ref} found no slot within {self._config.slot_s:g} s: {held}")
         log.warning("%s waits for an adapter slot: %s", job.ref, held)
-        if self._on_wait is not None:
-            self._on_wait(job.ref, held)
+        self._on_wait(job.ref, held)
         if next_turn is not None:
             return decisions.Yield(number=next_turn)
         time.sleep(PAUSE_S)

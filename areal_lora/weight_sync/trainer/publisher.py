@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -113,13 +114,12 @@ class Publisher:
     ) -> PublishJob:
         """Start publishing ``ref``; this rank's shard of ``layout`` is packed before this returns.
 
-        No server receives the version before ``gate``, called in the publisher thread of every rank, has
-        returned; times and deadlines start then, on all ranks at once. ``weight_sync.publish_s`` bounds the
-        rest, retries included, except waiting while too few servers remain (``rejoin_s``), for a slot (``slot_s``) and
-        for publishes of other adapters. Only rank 0's ``probe`` is used. Waits for the adapter's previous publish
-        first and raises its error, unless ``wait`` has reported it. ``wait`` raises an ArealLoraError of ``pack`` on
-        every rank; any other error of ``pack`` is raised here. ``pack`` counts in ``cast``, if it
-        casts; the report has the sums of all ranks.
+        No server receives the version before ``gate``, called in the publisher thread of every rank, has returned;
+        times and deadlines start then, on all ranks at once. ``weight_sync.publish_s`` bounds the rest, retries
+        included, except waiting while too few servers remain (``rejoin_s``), for a slot (``slot_s``) and for publishes
+        of other adapters. Only rank 0's ``probe`` is used. Waits for the adapter's previous publish first and raises
+        its error, unless ``wait`` has reported it. ``wait`` raises an ArealLoraError of ``pack`` on every rank; any
+        other error of ``pack`` is raised here. ``pack`` counts in ``cast``; the report has the sums of all ranks.
         """
         lane = self._lane(ref.name, layout)
         now = time.monotonic()
@@ -173,7 +173,8 @@ class Publisher:
         """
         lane = self._lanes.pop(name, None)
         if lane is not None and lane.previous is not None:
-            lane.previous.abandon()
+            lane.previous.dropped = True  # it waits for no slot any more
+            wait([lane.previous.outcome])
         if self._leader is not None:
             self._leader.drop(name)
 
@@ -221,17 +222,19 @@ class Publisher:
                 if isinstance(outcome, Yield):
                     job = self._jobs.take(outcome.number, job.budget.patience_s)
                     continue
-                job.answer = outcome
             except ArealLoraError as e:
                 self._leave()
-                job.answer = e
+                outcome = e
             except Exception as e:  # fault boundary: the main thread waits for an answer in any case
                 log.exception("publish of %s", job.ref)
                 self._leave()
-                job.answer = PublishError(f"{job.ref}: publisher thread of rank {self._exchange.rank}: {e!r}")
+                outcome = PublishError(f"{job.ref}: publisher thread of rank {self._exchange.rank}: {e!r}")
             self._jobs.end(job)
-            job.ended.set()
-            del job  # or it would keep the memory of a dropped adapter's shard until the next publish
+            if isinstance(outcome, PublishReport):
+                job.outcome.set_result(outcome)
+            else:
+                job.outcome.set_exception(outcome)
+            del job, outcome  # or they would keep the memory of a dropped adapter's shard until the next publish
             job = self._jobs.oldest()
 
     def _run(self, job: PublishJob) -> PublishReport | ArealLoraError | Yield:
