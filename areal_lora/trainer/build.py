@@ -53,7 +53,8 @@ from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
 from areal_lora.trainer.versions.publishing import AdapterPublishing
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.trainer.leader import Active, Leader
+from areal_lora.weight_sync.trainer.decisions import PublishReport
+from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
 
@@ -214,12 +215,12 @@ def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, ran
     watch = RendezvousWatch(run_folder, config.rollout.tp)
     wait_servers(run_folder, config.rollout.servers, STARTUP_TIMEOUT_S)
 
-    def announce(active: Active) -> None:
+    def announce(active: PublishReport) -> None:
         rank_0.auditor.servers = active.servers
         if rank_0.clients and active.ref.name in rank_0.clients.known:
             rank_0.clients.active(active.ref)
         else:
-            client.announce(active.ref, {s.name: s.data_url for s in active.servers}, active.lost, active.left)
+            client.announce(active.ref, {s.name: s.data_url for s in active.servers}, [*active.lost], active.left)
         reached("trainer.published")
 
     def waits(ref: AdapterRef, held: str) -> None:

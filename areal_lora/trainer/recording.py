@@ -134,7 +134,7 @@ class Recorder:
                     probe_mean_abs=report.probe_mean_abs,
                     probe_max_abs=report.probe_max_abs,
                     differs_from_base=bool(report.differs),
-                    servers=len(report.acks),
+                    servers=len(report.servers),
                     lost=report.lost,
                     merge_survives=cast.survives if cast else None,
                     merge_error=cast.error if cast else None,
@@ -146,7 +146,7 @@ class Recorder:
                 records.MembersRecord(
                     adapter=report.ref.name,
                     version=report.ref.version,
-                    servers=len(report.acks),
+                    servers=len(report.servers),
                     joined=report.joined,
                     left=report.left,
                     lost=report.lost,

@@ -22,8 +22,8 @@ is a failure of the server. ``/admin/join`` answers when all workers of the serv
 ``/admin/publish`` when the version can be requested by name.
 
 The trainer posts ``/admin/publish`` and broadcasts at the same time. A server must therefore pass every announcement
-that it can decode to its receivers, also one that it refuses: ``AdapterReceiver.start`` drains the transfer, so that
-that it can decode to its receivers, also one that it refuses: ``AdapterReceiver.start`` drains the transfer, so the
+that it can decode to its receivers, also one that it refuses: ``AdapterReceiver.start`` drains the transfer, and the
+groups stay usable. That of a version that is active already is drained and acknowledged again: when a server was lost,
 the trainer sends the version again to all others.
 
 `check_served` compares names and sizes of an adapter with the modules of a server, once, before step 0: vLLM ignores

@@ -15,31 +15,24 @@ from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint
 from areal_lora.weight_sync.trainer.membership import Judgement, ServerFinding, judge
 
 
-class ServerAck(msgspec.Struct, frozen=True, kw_only=True):
-    """Acknowledgement of one server: the digest of what it serves."""
-
-    server: ServerEndpoint
-    digest: str
-
-
 class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A completed publish: ``acks`` of the servers that serve the version, reasons for those that were ``lost``.
+    """A completed publish: ``ref`` serves, and passed its probe, on exactly ``servers``.
 
-    ``joined`` became members in it, ``left`` left in order since the last one.
+    ``joined`` became members in it. Since the last report ``lost`` were excluded (reasons by name), and ``left`` have
+    left in order: they still end what they run.
 
-    ``phases`` in milliseconds: ``pack`` (main threads) and ``send`` (publisher threads) of the slowest
-    rank, ``ack`` from the call of ``publish`` to the last acknowledgement, ``probe`` after it; the
-    slowest server's ``wire``, ``verify``, ``write``, ``commit`` and its further phases.
-    ``attempts`` is 1 unless servers were lost or a transfer was repeated. ``differs``: every server
-    scores the probe differently from its base; None without a probe. ``cast``: what the cast to the serving dtype
-    leaves of a merged adapter; None for one that is not merged.
+    ``phases`` in milliseconds: ``pack`` (main threads) and ``send`` (publisher threads) of the slowest rank, ``ack``
+    from the call of ``publish`` to the last acknowledgement, ``probe`` after it; the slowest server's ``wire``,
+    ``verify``, ``write``, ``commit`` and its further phases. ``attempts`` is 1 unless servers were lost or a transfer
+    was repeated. ``differs``: every server scores the probe differently from its base; None without a probe. ``cast``:
+    what the cast to the serving dtype leaves of a merged adapter; None for one that is not merged.
     """
 
     ref: AdapterRef
     digest: str
     nbytes: int
     phases: dict[str, float]
-    acks: list[ServerAck]
+    servers: tuple[ServerEndpoint, ...]
     lost: dict[str, str] = {}
     joined: list[str] = []
     left: list[str] = []

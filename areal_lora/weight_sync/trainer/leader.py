@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
@@ -40,19 +40,6 @@ WAIT_STEP_S = 1.0  # the longest time without a step for the other ranks
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Active:
-    """``ref`` serves, and passed its probe, on exactly ``servers``.
-
-    Since the last version ``lost`` were excluded, and ``left`` have left in order: they still end what they run.
-    """
-
-    ref: AdapterRef
-    servers: tuple[ServerEndpoint, ...]
-    lost: tuple[str, ...]
-    left: tuple[str, ...] = ()
-
-
 class Leader:
     """``servers`` are the first members; ``watch``, if given, shows restarted and further servers.
 
@@ -72,7 +59,7 @@ class Leader:
         tolerance: float = PROBE_TOLERANCES["float32"],
         min_servers: int = 1,
         watch: RendezvousWatch | None = None,
-        on_active: Callable[[Active], None] = lambda _: None,
+        on_active: Callable[[PublishReport], None] = lambda _: None,
         on_wait: Callable[[AdapterRef, str], None] = lambda *_: None,
         loading: Callable[[], Sequence[str]] = tuple,
     ) -> None:
@@ -124,17 +111,15 @@ class Leader:
         self._served.pop(name, None)
         self._fleet.drop(self.roster.members, name, self._config.attempt_s)
 
-    def conclude(self, job: PublishJob) -> None:
+    def conclude(self, report: PublishReport) -> None:
         """Report the active version, which all ranks know. Then servers that left may end.
 
         May take as long as ``on_active`` does, which no deadline bounds.
         """
-        roster = self.roster
-        left = tuple(s.name for s in roster.left)
-        self._on_active(Active(ref=job.ref, servers=roster.members, lost=tuple(roster.lost), left=left))
-        self._fleet.dismiss(roster.left, self._config.ping_s)
-        roster.lost.clear()
-        roster.left.clear()
+        self._on_active(report)
+        self._fleet.dismiss(self.roster.left, self._config.ping_s)
+        self.roster.lost.clear()
+        self.roster.left.clear()
 
     # ------------------------------------------------------------ steps
 
@@ -165,7 +150,7 @@ class Leader:
             servers, report = self._served.get(job.ref.name, (frozenset(), None))
             if job.repeated and report is not None and report.ref == job.ref and servers >= set(members):
                 return decisions.FinishPublish(
-                    report=msgspec.structs.replace(report, lost={}, joined=[], left=[], attempts=0)
+                    report=msgspec.structs.replace(report, servers=members, lost={}, joined=[], left=[], attempts=0)
                 )
             if self._fleet.checked(members, job.layout):
                 return self._attempt(None)
@@ -330,7 +315,7 @@ class Leader:
             digest=digest,
             nbytes=job.layout.nbytes,
             phases=phases,
-            acks=[decisions.ServerAck(server=server, digest=replies[server].digest) for server in members],
+            servers=members,
             lost=dict(self.roster.lost),
             joined=sorted(s.name for s in self.roster.joining & set(members)),
             left=[s.name for s in self.roster.left],

@@ -254,7 +254,7 @@ class Publisher:
                 case FinishPublish(report=report):
                     # The controller may be away for longer than other ranks would wait: they have received the step.
                     if self._leader is not None:
-                        self._leader.conclude(job)
+                        self._leader.conclude(report)
                     return report
                 case Yield():
                     return step
