@@ -55,7 +55,7 @@ def print_plan(config: Config, plan: JobPlan, console: Console, *, full: bool = 
     steps = f"{total_steps(config)} steps{several}"
     console.print(f"[bold]{config.run.name}[/bold]: {steps} on {where}; nothing is started")
     console.print(_summary(config, plan))
-    for line in (*_adapters(config, plan.shape), *_algorithms(config)):
+    for line in _adapters(config, plan.shape):
         console.print(line, markup=False, soft_wrap=True)
     console.print(_memory(plan))
     for line in (*_publishes(config, plan), *_kv(config, plan), _first_to_run_out(config, plan)):
@@ -87,7 +87,7 @@ def _summary(config: Config, plan: JobPlan) -> Table:
 
 
 def _adapters(config: Config, shape: ModelShape) -> Iterator[str]:
-    """A line for each of several adapters: its own steps, its part of the tokens, the bytes of a publish."""
+    """Of several adapters their steps, part of the tokens, bytes of a publish; what each algorithm and its keys set."""
     runs = adapter_runs(config)
     weights = sum(run.weight for run in runs.values())
     for adapter in config.adapters if len(runs) > 1 else ():
@@ -97,10 +97,6 @@ def _adapters(config: Config, shape: ModelShape) -> Iterator[str]:
             f"{100 * run.weight / weights:.0f}% of the trained tokens while all train, "
             f"{human_bytes(version_bytes(config, shape, adapter))} ({run.wire_dtype}) a version"
         )
-
-
-def _algorithms(config: Config) -> Iterator[str]:
-    """What each adapter's algorithm sets, and what of it the configuration has changed."""
     for adapter in config.adapters:
         chosen, changed = adapter.algorithm, adapter.algorithm.changed()
         preset = _pairs({key: value for key, value in PRESETS[chosen.kind].items() if key not in changed})
@@ -226,8 +222,12 @@ def details(config: Config, plan: JobPlan) -> Iterator[Table]:
     yield from (_processes(plan), _ranks(config))
     yield make_table("Ports", ("process", "plane", "bind", "port"), ports(config), right=("port",))
     yield _sizes(config, plan.shape)
+    columns = ("rank: device", "rank: host", "server: device", "server: host")
+    changes = ((change, *(f"{n / GIB:.2f}" if n else "" for n in row)) for change, *row in what_if(config, plan.shape))
+    title = "What if, estimated, in GiB of one device and of the host"
+    yield make_table(title, ("change", *columns), changes, right=columns)
     files = [(name,) for name in file_names(config, plan.run_folder)]
-    yield from (_what_if(config, plan.shape), make_table("Files", [f"in RUN = {plan.run_folder}"], files))
+    yield make_table("Files", [f"in RUN = {plan.run_folder}"], files)
 
 
 def make_table(
@@ -302,16 +302,6 @@ def _sizes(config: Config, shape: ModelShape) -> Table:
     rows.append(("adapter versions resident on a server", str(config.rollout.resident_versions), "", ""))
     numbers = ("parameters", "tensors", "bytes")
     return make_table("Sizes", ("what", *numbers), rows, right=numbers)
-
-
-def _what_if(config: Config, shape: ModelShape) -> Table:
-    columns = ("rank: device", "rank: host", "server: device", "server: host")
-    rows = [
-        (change, *(f"{value / GIB:.2f}" if value else "" for value in values))
-        for change, *values in what_if(config, shape)
-    ]
-    title = "What if, estimated, in GiB of one device and of the host"
-    return make_table(title, ("change", *columns), rows, right=columns)
 
 
 def file_names(config: Config, run: RunFolder) -> list[str]:
