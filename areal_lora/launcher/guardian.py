@@ -1,10 +1,9 @@
 """Ends the processes of a run whose launcher was itself killed (SIGKILL, out of memory): ``guardian MARK``.
 
-Reads from standard input, one a line: process ids, and after ``shm:`` names of shared memory that
-they use. The end of the input without a last line ``done`` means that the launcher has ended:
-those processes get SIGTERM, whatever is still alive in their sessions after that is killed, and their
-shared memory removed. A launcher may die between the start of a process and the line with its id, so processes with
-``MARK`` in their environment are ended as well.
+Reads from standard input, one a line: process ids, and after ``shm:`` names of shared memory that they use. The end of
+the input without a last line ``done`` means that the launcher has ended: those processes get SIGTERM, what is still
+alive in their sessions after that is killed, and their shared memory removed. A launcher may die between the start of a
+process and the line with its id, so processes with ``MARK`` in their environment are ended as well.
 """
 
 from __future__ import annotations

@@ -52,11 +52,9 @@ def resolve(
 ) -> tuple[Config, HubDownload | None]:
     """``config`` with the model's folder known as far as it can be, and what has to be downloaded before a start.
 
-    ``recorded`` gives the model of the run that is resumed, if there is one.
-
-    Offline (``--dry-run``) nothing is requested or downloaded: a hub name without a snapshot in the cache stays
-    without a folder. Raises ConfigError for what is neither a folder nor a hub model, and EnvironmentError_ where
-    the hub would have to be contacted and cannot be.
+    ``recorded`` gives the model of the run that is resumed, if there is one. Offline (``--dry-run``) nothing is
+    requested: a hub name without a snapshot in the cache stays without a folder. Raises ConfigError for what is neither
+    a folder nor a hub model, and EnvironmentError_ where the hub would have to be contacted and cannot be.
     """
     model = config.model.model_copy(update={"commit": None, "snapshot": None})
     if Path(model.path).is_dir():

@@ -13,6 +13,7 @@ session. ``spares/job-<id>`` and ``spares/local-<host>-<pid>`` name a Slurm job,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -59,11 +60,8 @@ def claim_indices(run_folder: RunFolder, n: int, first: int) -> list[int]:
     used = [int(path.name.partition("-")[2]) for path in folder.glob(f"{SERVER}-*")]
     index, claimed = max([first, *(i + 1 for i in used)]), list[int]()
     while len(claimed) < n:
-        try:
+        with contextlib.suppress(FileExistsError):  # another command claims, too
             (folder / f"{SERVER}-{index}").open("x").close()
-        except FileExistsError:  # another command claims, too
-            pass
-        else:
             claimed.append(index)
         index += 1
     return claimed

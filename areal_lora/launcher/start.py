@@ -19,6 +19,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Self
 
@@ -169,7 +170,7 @@ def _mark(folder: RunFolder, held: contextlib.ExitStack) -> None:
 def _one_at_a_time(path: Path) -> socket.socket:
     """A context that only one process of this host is in, for ``path``: else two would replace one stale mark.
 
-    The name exists in the kernel: it needs no file system, and disappears with its process.
+    The name exists in the kernel and disappears with its process.
     """
     gate = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
@@ -183,10 +184,9 @@ def _one_at_a_time(path: Path) -> socket.socket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviousRun:
-    """The run that a folder holds.
+    """The run that a folder holds. ``versions`` are those with a checkpoint, by adapter, whole or not.
 
-    ``steps`` are those that each adapter of a run that ended has made, 0 in any other. ``versions`` are those with a
-    checkpoint, by adapter, whole or not.
+    ``steps`` are those that each adapter of a run that ended has made, 0 in any other.
     """
 
     config: Config
@@ -202,9 +202,8 @@ class PreviousRun:
 
         A run with a service is never finished: adapters may come.
         """
-        return config.service is None and all(
-            self.steps.get(name, 0) >= wanted for name, wanted in steps_of(config).items()
-        )
+        made = (self.steps.get(name, 0) >= wanted for name, wanted in steps_of(config).items())
+        return config.service is None and all(made)
 
 
 def previous_run(folder: RunFolder) -> PreviousRun | None:
@@ -232,14 +231,11 @@ def with_absolute_root(config: Config) -> Config:
 
 
 class RunStart:
-    """The run folder, locked while the launcher runs.
+    """The run folder, locked while the launcher runs. ``previous`` is the run to resume.
 
     Entering takes the lock and, with ``fresh``, renames an earlier run to the first free ``<name>.N`` (``moved``).
-    ``previous`` is the run to resume; ``prepare`` makes the folder ready for processes to start and puts ``code``
-    (texts by file name) into it.
-
-    Raises ConfigError where a launcher or a job is using the folder, it holds something else, or
-    the run in it cannot be resumed with this configuration.
+    ``prepare`` makes the folder ready for processes to start and puts ``code`` (texts by file name) into it. Raises
+    ConfigError where a launcher or a job uses the folder, it holds something else, or its run cannot be resumed so.
     """
 
     def __init__(self, config: Config, fresh: bool = False, code: Mapping[str, str] | None = None) -> None:
@@ -255,10 +251,8 @@ class RunStart:
             held.enter_context(run_lock(self.folder))
             check_no_job(self.folder)
             if self._fresh and _holds_run(self.folder):
-                n = 1
-                while (self.folder.path.with_name(f"{self.folder.name}.{n}")).exists():
-                    n += 1
-                self.moved = self.folder.path.rename(self.folder.path.with_name(f"{self.folder.name}.{n}"))
+                names = (self.folder.path.with_name(f"{self.folder.name}.{n}") for n in count(1))
+                self.moved = self.folder.path.rename(next(path for path in names if not path.exists()))
             self.previous = previous_run(self.folder)
             if self.previous is not None and (error := conflict(self.previous.config, self.config)) is not None:
                 raise error
@@ -357,11 +351,11 @@ def check_packages(config: Config) -> None:
 
     Roles with an interpreter of their own are examined by `areal-lora doctor`.
     """
-    own = {"trainer": config.trainer.python, "rollout": config.rollout.python}
-    for role, modules in {"trainer": ENGINES[config.trainer.engine], "rollout": SERVERS}.items():
-        if own[role] not in (None, sys.executable):
-            continue
-        for module in modules:
+    for role, modules, own in (
+        ("trainer", ENGINES[config.trainer.engine], config.trainer.python),
+        ("rollout", SERVERS, config.rollout.python),
+    ):
+        for module in modules if own in (None, sys.executable) else ():
             try:
                 spec = importlib.util.find_spec(module)
             except ModuleNotFoundError:  # its parent is missing

@@ -38,10 +38,9 @@ from areal_lora.run_folder.status import begin_session
 
 
 class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
-    """From one start of the batch script to the next.
+    """From one start of the batch script, with the ``newest`` checkpoints by adapter, to the next.
 
-    ``newest`` are the newest checkpoints at its start, by adapter. ``without``: requeues up to this one without a new
-    checkpoint. ``reason`` is why it was requeued, as far as the job itself decided that.
+    ``without``: requeues up to this one without a new checkpoint. ``reason``: why the job itself requeued.
     """
 
     job: str

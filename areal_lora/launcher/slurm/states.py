@@ -35,9 +35,8 @@ class Phase(StrEnum):
 class JobRecord:
     """One job as Slurm shows it. ``state`` and ``reason`` are Slurm's words; times are Slurm's text.
 
-    ``code`` and ``number`` are exit code and signal of the batch script. ``by`` is the user id that cancelled the job
-    where accounting knows it. ``why`` states why nothing is known (``state`` is empty then); ``forgotten``: Slurm has
-    answered that it does not know the job, so the job is over.
+    ``code`` and ``number`` are exit code and signal of the batch script, ``by`` the user id that cancelled the job.
+    ``why`` states why nothing is known (``state`` is empty); ``forgotten``: Slurm does not know the job: it is over.
     """
 
     id: str
