@@ -207,10 +207,7 @@ def _commit(client: ControllerClient, clients: Clients | None, ref: AdapterRef) 
 
 
 def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, rank_0: Rank0) -> Leader:
-    """Build rank 0's publish role, which announces to the controller the servers of each active version.
-
-    The controller has nothing of an adapter that a client drives: the client receives it.
-    """
+    """Build rank 0's publish role, which announces the servers of each active version to what drives the adapter."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
     wait_servers(run_folder, config.rollout.servers, STARTUP_TIMEOUT_S)

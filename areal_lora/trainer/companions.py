@@ -21,7 +21,6 @@ from torch import Tensor
 
 from areal_lora.algorithms.losses import Reduction, denominator, spread, token_weights, value_loss
 from areal_lora.checkpoint.state import AdapterState, Companion, Manifest, files_of, read_files
-from areal_lora.config.models import AdapterConfig
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import ConfigError
@@ -57,8 +56,7 @@ def critic_of(adapter: Adapter) -> Critic | None:
     """
     if not adapter.algorithm.critic:
         return None
-    config: AdapterConfig = adapter.config
-    lr = config.algorithm.critic_lr
+    config, lr = adapter.config, adapter.config.algorithm.critic_lr
     spec = replace(adapter.spec, name=f"{adapter.name}/{CRITIC}", value_head=True)
     if rank := config.algorithm.critic_rank:
         larger = rank / spec.rank

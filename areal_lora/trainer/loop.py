@@ -24,7 +24,7 @@ from areal_lora.errors import AdapterRolloutError
 from areal_lora.processes.watched import reached
 from areal_lora.trainer import work as w
 from areal_lora.trainer.adapter import TrainingState
-from areal_lora.trainer.collective.fault_isolation import contained, enter, first_failure, leave
+from areal_lora.trainer.collective.fault_isolation import contained, enter, leave
 from areal_lora.trainer.collective.joining import delete, join, next_change, pause
 from areal_lora.trainer.collective.next_work import (
     batch_of,
@@ -147,15 +147,15 @@ def end(trainer: Trainer) -> None:
         done = [state.name for state in trainer.states.values() if state.phase is AdapterPhase.DONE]
         trainer.rank_0.recorder.finish({name: trainer.run_folder.adapter_export(name) for name in done})
     trainer.control.all_gather_bytes(b"done")
-    if (failure := first_failure(trainer)) is not None:
+    for failure in (state.failure for state in trainer.states.values() if state.failure):
         raise failure
 
 
 def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
     """Start the checkpoint and the publish of the adapter's version, and request an evaluation where one is due.
 
-    This function does not wait: the next step joins checkpoint and publish, and the evaluation runs on the servers
-    together with the rollouts once the version is active. The time of this function counts for the next step.
+    The next step joins checkpoint and publish; the evaluation runs beside the rollouts once the version is active. The
+    time of this function counts for the next step.
     """
     spans = trainer.spans[state.name]
     spans.restart()

@@ -82,10 +82,7 @@ class Recorder:
         self._meter = RateMeter([name for name in adapters if name not in resumed], time.monotonic())
 
     def joined(self, ref: AdapterRef, *, steps: int | None, resumed: bool) -> None:
-        """An adapter has joined at ``ref``; if it is ``resumed``, records of later versions are superseded.
-
-        ``steps`` are its training steps, None if a client decides.
-        """
+        """An adapter of ``steps`` (None: its client decides) has joined at ``ref``; see `Recorder` for ``resumed``."""
         if resumed:
             now_s = time.monotonic() - self._started_s
             self._writer.write(records.ResumeRecord(adapter=ref.name, version=ref.version, time_s=now_s))
@@ -188,10 +185,7 @@ class Recorder:
         spans: Spans,
         audit: Audit | None = None,
     ) -> None:
-        """Record the training step that made ``ref``.
-
-        ``audit`` is what became known during the step about its batch or the previous one.
-        """
+        """Record the training step that made ``ref``; ``audit`` is of its batch or the previous one."""
         self.beat()
         now = time.monotonic()
         stats, of_rollouts = self._batches.get(ref.name, (None, {}))

@@ -1,8 +1,7 @@
 """A client's pass as a batch of the trainer, its loss, and the answer; and what clients save of their adapters.
 
-Saved states, ``RUN/states/ADAPTER/LABEL``, are folders like those of checkpoints, in no order, and outlive the
-adapter. Weights, moments and clock are in one, so that whoever loads it chooses. One is written beside its place and
-then takes it, so that a crash leaves hidden folders; the next start removes them (`tidy_states`).
+Saved states, ``RUN/states/ADAPTER/LABEL``, are folders like those of checkpoints and outlive the adapter. One is
+written beside its place and then takes it, so that a crash leaves hidden folders (`tidy_states`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     join:    resident, first version or checkpoint -> controller -> first publish -> active
     delete:  what is in progress ends -> controller, servers and residents forget it -> deleted
 
-An adapter that cannot be trained has failed with the reason, and nothing else has changed. The plan is pure, one change
-at a time (`difference`):
+An adapter that cannot be trained has failed with the reason. The plan is pure, one change at a time (`difference`):
 
     desired        has                 change
     any            not there           `Join` while servers have room, else `Note` as pending

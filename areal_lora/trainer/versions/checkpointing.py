@@ -56,10 +56,9 @@ CHUNK_BYTES = 16 << 20
 
 
 def export_adapter(engine: AdapterEngine, adapter: Adapter, exchange: Exchange, run_folder: RunFolder) -> Path:
-    """Write the adapter from all source ranks; rank 0 writes. Collective over all ranks.
+    """Write the adapter from all source ranks on rank 0, in place of an earlier export. Collective over all ranks.
 
-    What an earlier end of the run has exported is replaced once the new folder is whole. Raises
-    CheckpointError if it cannot be written, and PublishError if a rank is lost.
+    Raises CheckpointError if it cannot be written, and PublishError if a rank is lost.
     """
     folder, layout = run_folder.adapter_export(adapter.name), engine.adapter_layout(adapter.name)
     mine = engine.export_adapter(adapter.name)
@@ -120,11 +119,8 @@ def _send(mine: Iterator[tuple[str, Tensor]], shard: ShardLayout | None, exchang
 def warm_start(engine: AdapterEngine, adapter: Adapter, seed: int) -> None:
     """Make the adapter of ``init_from`` the weights of ``adapter``; moments and clock stay those of a new adapter.
 
-    Not collective. Every rank reads the whole folder itself and holds it twice for a moment: one file
-    on a shared file system costs less than a second way to cut tensors into ranks' parts.
-
-    Raises:
-        AdapterError, UnknownTensorError: the folder changed since the rules judged it, see `fused`.
+    Not collective: every rank reads the whole folder and holds it twice for a moment. Raises AdapterError or
+    UnknownTensorError if the folder changed since the rules judged it, see `fused`.
     """
     folder = adapter.config.init_from
     if folder is None:

@@ -35,11 +35,10 @@ Scores = list[list[float]]  # log-probabilities of the probe, one row per sequen
 
 @dataclass(slots=True, kw_only=True)
 class _PublishState:
-    """State of one adapter between publishes.
+    """State of one adapter between publishes. ``handle`` is the publish in progress.
 
     ``base`` are the base's scores of the probe, ``noise`` the largest difference between two computations of them.
-    ``scored`` are the trainer's scores of ``newest``, the version published last. ``handle`` is the publish in
-    progress.
+    ``scored`` are the trainer's scores of ``newest``, the version published last.
     """
 
     layout: AdapterLayout
@@ -138,10 +137,9 @@ class AdapterPublishing:
         return self._publisher.changed()
 
     def catch_up(self, adapter: str) -> None:
-        """Join the previous publish, then send the newest version again.
+        """Join the previous publish, then send the newest version again, unless all servers serve it already.
 
-        It reaches servers that joined, releases those that leave, and excludes silent ones. Nothing is sent if all
-        servers serve it already.
+        It reaches servers that joined, releases those that leave, and excludes silent ones.
         """
         self.join(adapter)
         report = self._publisher.again(adapter).wait()
