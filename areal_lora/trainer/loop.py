@@ -22,6 +22,7 @@ from functools import partial
 
 from areal_lora.errors import AdapterRolloutError
 from areal_lora.processes.watched import reached
+from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.trainer import work as w
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.collective.fault_isolation import contained, enter, leave
@@ -56,10 +57,10 @@ def train(trainer: Trainer) -> None:
             case w.Join():
                 if (joined := join(trainer, work)) is not None:
                     start(trainer, joined)
-            case w.Leave(adapter=name):
+            case w.SetPhase(adapter=name, phase=DesiredPhase.DELETED):
                 delete(trainer, trainer.states[name])
-            case w.Pause(adapter=name) | w.Resume(adapter=name):
-                pause(trainer, trainer.states[name], isinstance(work, w.Pause))
+            case w.SetPhase(adapter=name, phase=phase):
+                pause(trainer, trainer.states[name], phase is DesiredPhase.PAUSED)
             case w.Operate(adapter=name):
                 operate(trainer, trainer.states[name], work)
             case w.Conclude(adapter=name, publish=publish):

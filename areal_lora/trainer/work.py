@@ -10,6 +10,7 @@ import msgspec
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import ExitCode
 from areal_lora.operations.protocol import Operation, OperationFailure
+from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.trainer.adapter import TokenRows
 from areal_lora.types import TrajectoryGroup
 
@@ -59,16 +60,10 @@ class Join(OfAdapter, frozen=True, kw_only=True, tag=True):
     checkpoint: str = ""
 
 
-class Leave(OfAdapter, frozen=True, kw_only=True, tag=True):
-    """``adapter`` is to be deleted."""
+class SetPhase(OfAdapter, frozen=True, kw_only=True, tag=True):
+    """``adapter`` takes steps again, takes no further ones until it resumes, or is to be deleted."""
 
-
-class Pause(OfAdapter, frozen=True, kw_only=True, tag=True):
-    """``adapter`` takes no further steps until it resumes."""
-
-
-class Resume(OfAdapter, frozen=True, kw_only=True, tag=True):
-    """``adapter`` takes steps again."""
+    phase: DesiredPhase
 
 
 class Operate(OfAdapter, frozen=True, kw_only=True, tag=True):
@@ -88,7 +83,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Rank 0 has no work yet, see `Waiting`."""
 
 
-AdapterChange: TypeAlias = Join | Leave | Pause | Resume
+AdapterChange: TypeAlias = Join | SetPhase
 """A step from the adapters that a run has towards those that it is to have (`joining`)."""
 Work: TypeAlias = TrainOn | Finish | RolloutFault | PublishFault | CatchUp | Operate | Conclude | AdapterChange | EndRun
 
