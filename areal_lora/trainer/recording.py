@@ -21,7 +21,7 @@ from areal_lora.run_folder.status import beat, set_status
 from areal_lora.trainer import step_metrics
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
-from areal_lora.trainer.step_metrics import Metrics, Window
+from areal_lora.trainer.step_metrics import Metrics, Window, measured
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from areal_lora.weight_sync.trainer.decisions import PublishReport
 
@@ -205,7 +205,7 @@ class Recorder:
                 dropped=stats.dropped if stats else {},
                 retried=stats.retried if stats else {},
                 faults=stats.faults if stats else {},
-                metrics=metrics | step_metrics.of_audit(audit or Audit()),
+                metrics=measured(metrics | step_metrics.of_audit(audit or Audit())),
             )
         )
 
@@ -224,7 +224,7 @@ class Recorder:
                 by_client=True,
                 taken=not outcome.skipped,
                 n_targets=window.targets,
-                metrics=step_metrics.of_client(window, step, outcome),
+                metrics=measured(step_metrics.of_client(window, step, outcome)),
             )
         )
 
