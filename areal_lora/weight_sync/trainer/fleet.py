@@ -233,7 +233,7 @@ class Fleet:
         """Release leaving servers. Does not wait for their answers: one that misses this ends later."""
         pool = ThreadPoolExecutor(max(1, len(servers)), thread_name_prefix="dismiss")
         for server in servers:
-            pool.submit(_dismiss, AdminClient(server, self._secret), timeout_s)
+            pool.submit(AdminClient(server, self._secret).dismiss, timeout_s)
         pool.shutdown(wait=False)
 
     def end(self, servers: Iterable[ServerEndpoint], timeout_s: float) -> None:
@@ -366,13 +366,6 @@ class Fleet:
 
 def _answered(*pings: Future[PingReply]) -> bool:
     return any(ping.done() and ping.exception() is None for ping in pings)
-
-
-def _dismiss(client: AdminClient, timeout_s: float) -> None:
-    try:
-        client.dismiss(timeout_s)
-    except PublishError as e:
-        log.debug("%s was not dismissed: %s", client.server, e)  # it has ended, or ends after its grace
 
 
 def _left_s(deadline: float) -> float:
