@@ -13,17 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_lora.checkpoint.recover import AdapterResume, explain
+from areal_lora.config import recorded
 from areal_lora.config.facts import machine_memory
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import (
-    adapter_run,
-    adapter_runs,
-    changes,
-    conflict,
-    missing_files,
-    steps_of,
-    total_steps,
-)
 from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.run import LINK_BITS
@@ -52,7 +44,7 @@ SMALL = 4 * GIB
 def print_plan(config: Config, plan: JobPlan, console: Console, *, full: bool = False) -> None:
     where = "this machine" if config.cluster.kind == "local" else f"Slurm, {plan.nodes} nodes"
     several = f" of {len(config.adapters)} adapters" if len(config.adapters) > 1 else ""
-    steps = f"{total_steps(config)} steps{several}"
+    steps = f"{recorded.total_steps(config)} steps{several}"
     console.print(f"[bold]{config.run.name}[/bold]: {steps} on {where}; nothing is started")
     console.print(_summary(config, plan))
     for line in _adapters(config, plan.shape):
@@ -88,7 +80,7 @@ def _summary(config: Config, plan: JobPlan) -> Table:
 
 def _adapters(config: Config, shape: ModelShape) -> Iterator[str]:
     """Of several adapters their steps, part of the tokens, bytes of a publish; what each algorithm and its keys set."""
-    runs = adapter_runs(config)
+    runs = recorded.adapter_runs(config)
     weights = sum(run.weight for run in runs.values())
     for adapter in config.adapters if len(runs) > 1 else ():
         run = runs[adapter.name]
@@ -161,7 +153,7 @@ def _publishes(config: Config, plan: JobPlan) -> Iterator[str]:
     link = LINK_BITS / 8
     for adapter in config.adapters:
         nbytes = version_bytes(config, plan.shape, adapter)
-        line = f"Publish of {adapter.name}: {human_bytes(nbytes)} ({adapter_run(config, adapter).wire_dtype})"
+        line = f"Publish of {adapter.name}: {human_bytes(nbytes)} ({recorded.adapter_run(config, adapter).wire_dtype})"
         if not remote:
             yield f"{line} a version; trainer and servers share a node, so no link is a bound"
             continue
@@ -223,9 +215,9 @@ def details(config: Config, plan: JobPlan) -> Iterator[Table]:
     yield make_table("Ports", ("process", "plane", "bind", "port"), ports(config), right=("port",))
     yield _sizes(config, plan.shape)
     columns = ("rank: device", "rank: host", "server: device", "server: host")
-    changes = ((change, *(f"{n / GIB:.2f}" if n else "" for n in row)) for change, *row in what_if(config, plan.shape))
+    rows = ((change, *(f"{n / GIB:.2f}" if n else "" for n in row)) for change, *row in what_if(config, plan.shape))
     title = "What if, estimated, in GiB of one device and of the host"
-    yield make_table(title, ("change", *columns), changes, right=columns)
+    yield make_table(title, ("change", *columns), rows, right=columns)
     files = [(name,) for name in file_names(config, plan.run_folder)]
     yield make_table("Files", [f"in RUN = {plan.run_folder}"], files)
 
@@ -317,24 +309,24 @@ def file_names(config: Config, run: RunFolder) -> list[str]:
 def explain_resume(config: Config) -> Iterator[str]:
     """The effect of a start with ``config``, by line. Raises ConfigError or CheckpointError for one that is refused."""
     config = with_absolute_root(config)
-    folder, steps = config.run_folder, steps_of(config)
+    folder, steps = config.run_folder, recorded.steps_of(config)
     earlier = previous_run(folder)
     if earlier is None:
         yield f"{folder} holds no run: a start would make a new one. Nothing was started."
         return
-    if (error := conflict(earlier.config, config)) is not None:
+    if (error := recorded.conflict(earlier.config, config)) is not None:
         raise error
     if earlier.finished(config):
         yield f"The run in {folder} is done: {earlier.steps_done} steps. A start would only report that."
         return
     model = Path(config.model.folder)
-    base_is_here = model.is_dir() and not (config.model.commit is not None and missing_files(model))
+    base_is_here = model.is_dir() and not (config.model.commit is not None and recorded.missing_files(model))
     plan = explain(folder, config, base_is_here=base_is_here)
     plan.check()
     yield f"The run in {folder} would resume."
     if not base_is_here:
         yield f"  {config.model.path} is not complete in the hub's cache: a start downloads it and compares it then"
-    yield from (f"  changed: {line}" for line in changes(earlier.config, config))
+    yield from (f"  changed: {line}" for line in recorded.changes(earlier.config, config))
     versions = {adapter.adapter: adapter.ref.version for adapter in plan.adapters}
     snapshots = {adapter.adapter: adapter.newest.manifest.ledger for adapter in plan.adapters if adapter.newest}
     groups = reconciliations(folder, config.run.name, versions, snapshots)

@@ -20,15 +20,7 @@ from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import messages
 from areal_lora.weight_sync.layout import AdapterLayout, Payload
 from areal_lora.weight_sync.manifest import Announcement, encode
-from areal_lora.weight_sync.messages import (
-    JoinReply,
-    JoinRequest,
-    PingReply,
-    PublishReply,
-    ServerEndpoint,
-    SourceEndpoint,
-    check_served,
-)
+from areal_lora.weight_sync.messages import PingReply, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult, check_probe
 
 log = get_logger(__name__)
@@ -56,8 +48,8 @@ class AdminClient:
     def modules(self, timeout_s: float) -> messages.ModulesReply:
         return self.call(messages.MODULES_PATH, None, messages.ModulesReply, timeout_s)
 
-    def join(self, request: JoinRequest, timeout_s: float) -> JoinReply:
-        return self.call(messages.JOIN_PATH, request, JoinReply, timeout_s)
+    def join(self, request: messages.JoinRequest, timeout_s: float) -> messages.JoinReply:
+        return self.call(messages.JOIN_PATH, request, messages.JoinReply, timeout_s)
 
     def publish(self, announcement: bytes, timeout_s: float) -> PublishReply:
         """Raises ManifestError if the server refuses, PublishError if it fails."""
@@ -180,7 +172,7 @@ class _Line:
             else:
                 self.undropped.discard(name)
 
-    def join(self, request: JoinRequest, deadline: float, answer_s: float) -> JoinReply:
+    def join(self, request: messages.JoinRequest, deadline: float, answer_s: float) -> messages.JoinReply:
         left_s = self._time_to_send(deadline)
         return self.client.join(msgspec.structs.replace(request, timeout_s=left_s), left_s + answer_s)
 
@@ -289,7 +281,7 @@ class Fleet:
 
         def check(line: _Line) -> None:
             if layout.digest not in line.checked:
-                check_served(layout, line.client.modules(timeout_s))
+                messages.check_served(layout, line.client.modules(timeout_s))
                 if probe is not None and layout.payload is Payload.MERGED:
                     line.score_base(probe, timeout_s)
                 line.checked.add(layout.digest)
@@ -297,15 +289,19 @@ class Fleet:
         return {server: self._lines[server].thread.submit(check, self._lines[server]) for server in members}
 
     def join(
-        self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], deadline: float, answer_s: float
-    ) -> dict[ServerEndpoint, Future[JoinReply]]:
+        self,
+        members: Sequence[ServerEndpoint],
+        sources: list[messages.SourceEndpoint],
+        deadline: float,
+        answer_s: float,
+    ) -> dict[ServerEndpoint, Future[messages.JoinReply]]:
         """Request that every member joins the sources' groups by ``deadline``, with the ranks of its workers."""
         posts, first = {}, 1
         for server in members:
             line = self._lines[server]
             line.layouts.clear()
             ranks = list(range(first, first + server.workers))
-            request = JoinRequest(run=self._run, endpoints=sources, ranks=ranks, timeout_s=0.0)
+            request = messages.JoinRequest(run=self._run, endpoints=sources, ranks=ranks, timeout_s=0.0)
             posts[server] = line.thread.submit(line.join, request, deadline, answer_s)
             first += server.workers
         return posts

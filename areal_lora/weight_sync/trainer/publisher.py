@@ -38,17 +38,8 @@ from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, GroupListener
 from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.trainer.decisions import (
-    Attempt,
-    Decision,
-    Fail,
-    Failure,
-    FinishPublish,
-    PublishReport,
-    Sent,
-    Step,
-    Yield,
-)
+from areal_lora.weight_sync.trainer import decisions
+from areal_lora.weight_sync.trainer.decisions import Failure, PublishReport, Sent
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import Budget, JobQueue, Pack, PackedShard, PublishJob
 
@@ -219,7 +210,7 @@ class Publisher:
         while job is not None:
             try:
                 outcome = self._run(job)
-                if isinstance(outcome, Yield):
+                if isinstance(outcome, decisions.Yield):
                     job = self._jobs.take(outcome.number, job.budget.patience_s)
                     continue
             except ArealLoraError as e:
@@ -237,7 +228,7 @@ class Publisher:
             del job, outcome  # or they would keep the memory of a dropped adapter's shard until the next publish
             job = self._jobs.oldest()
 
-    def _run(self, job: PublishJob) -> PublishReport | ArealLoraError | Yield:
+    def _run(self, job: PublishJob) -> PublishReport | ArealLoraError | decisions.Yield:
         """Run ``job`` until it ends or another one goes ahead. Raises where members may be out of step."""
         if not job.met and (failure := self._meet(job)) is not None:
             return failure.error()
@@ -247,18 +238,18 @@ class Publisher:
             step = next_step(self._leader, self._exchange, job, results, self._jobs.after(job))
             results = None
             match step:
-                case Fail(failure=failure, intact=intact):
+                case decisions.Fail(failure=failure, intact=intact):
                     if not intact:
                         raise failure.error()
                     return failure.error()
-                case FinishPublish(report=report):
+                case decisions.FinishPublish(report=report):
                     # The controller may be away for longer than other ranks would wait: they have received the step.
                     if self._leader is not None:
                         self._leader.conclude(report)
                     return report
-                case Yield():
+                case decisions.Yield():
                     return step
-                case Attempt(members=members):
+                case decisions.Attempt(members=members):
                     sent = msgspec.msgpack.encode(self._attempt(job, members))
                     gathered = self._exchange.all_gather_bytes(sent, job.budget.patience_s)
                     results = [msgspec.msgpack.decode(raw, type=Sent) for raw in gathered]
@@ -359,17 +350,17 @@ class Publisher:
 
 def next_step(
     leader: Leader | None, exchange: Exchange, job: PublishJob, results: Sequence[Sent] | None, next_turn: int | None
-) -> Step:
+) -> decisions.Step:
     """Rank 0's next step (see `Leader.decide`), on every rank; its remaining time is that of ``job`` afterwards.
 
     Collective. Raises PublishError if another rank does not respond.
     """
     if leader is not None:
         step = leader.decide(job, results, next_turn)
-        decision = Decision(step=step, left_s=job.budget.left_s)
+        decision = decisions.Decision(step=step, left_s=job.budget.left_s)
         exchange.broadcast_bytes(msgspec.msgpack.encode(decision), job.budget.patience_s)
         return step
     raw = exchange.broadcast_bytes(None, job.budget.patience_s)
-    decision = msgspec.msgpack.decode(raw, type=Decision)
+    decision = msgspec.msgpack.decode(raw, type=decisions.Decision)
     job.budget.adopt(decision.left_s)
     return decision.step
