@@ -125,9 +125,8 @@ def make_layout(
         places, offset = [], 0
         for name, shape in tensors:
             if name in seen or name in aliases:
-                raise ManifestError(
-                    RefusalReason.DUPLICATE, f"{name} is declared twice (again by source rank {source})"
-                )
+                text = f"{name} is declared twice (again by source rank {source})"
+                raise ManifestError(RefusalReason.DUPLICATE, text)
             seen.add(name)
             places.append(WireTensor(name, tuple(shape), offset))
             offset += math.prod(shape) * ITEM_BYTES[dtype]

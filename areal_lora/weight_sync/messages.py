@@ -271,15 +271,11 @@ def check_served(layout: AdapterLayout, reply: ModulesReply) -> None:
     """Raise AdapterError with the modules' names unless a server adapts exactly the trainer's modules."""
     structure = layout.structure
     if layout.payload is not reply.payload:
-        raise AdapterError(
-            f"the adapter is published {layout.payload}, the server expects it {reply.payload}; "
-            "start trainer and servers with one rollout.adapter_mode"
-        )
+        modes = f"the adapter is published {layout.payload}, the server expects it {reply.payload}"
+        raise AdapterError(f"{modes}; start trainer and servers with one rollout.adapter_mode")
     if layout.payload is Payload.UNMERGED and structure.max_rank > reply.max_rank:
-        raise AdapterError(
-            f"the adapter has rank {structure.max_rank}, the servers hold up to {reply.max_rank}; "
-            "raise rollout.max_lora_rank"
-        )
+        ranks = f"the adapter has rank {structure.max_rank}, the servers hold up to {reply.max_rank}"
+        raise AdapterError(f"{ranks}; raise rollout.max_lora_rank")
     wanted = served_shapes(reply.modules, structure, layout.payload)
     wire = {t.name: t.shape for s in layout.shards for t in s.tensors}
     has = wire | {name: wire[target] for name, target in layout.aliases.items()}

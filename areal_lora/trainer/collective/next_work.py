@@ -185,7 +185,7 @@ def may_start(trainer: Trainer, operation: Operation) -> bool:
     name = operation.adapter
     if isinstance(operation.what, Pass):
         return True
-    if isinstance(operation.what, Publish) and trainer.publishing.busy(name):
+    if isinstance(operation.what, Publish) and trainer.publishing.pending(name) is not None:
         return False
     return trainer.checkpointing.pending(name) is None
 
@@ -195,7 +195,8 @@ def concluded(trainer: Trainer) -> w.Conclude | None:
     for state in trainer.states.values():
         if not state.adapter.config.is_client or state.phase not in SERVED:
             continue
-        if trainer.publishing.ended(state.name):
+        publish = trainer.publishing.pending(state.name)
+        if publish is not None and publish.outcome.done():
             return w.Conclude(adapter=state.name, publish=True)
         save = trainer.checkpointing.pending(state.name)
         if save is None or not save.ended.is_set():

@@ -103,24 +103,18 @@ class AdapterPublishing:
         Raises:
             PublishError, ManifestError, AdapterError, ParityError: see the publisher.
         """
-        kept = self._published.get(adapter)
-        if kept is None or kept.handle is None:
+        if (handle := self.pending(adapter)) is None:
             return
-        handle, kept.handle = kept.handle, None
+        self._published[adapter].handle = None
         report = handle.wait()
         self._warn_of_loss(report)
         if self._on_report is not None:
             self._on_report(report, True)
 
-    def busy(self, adapter: str) -> bool:
-        """Whether a publish was not joined yet (not collective)."""
+    def pending(self, adapter: str) -> PublishJob | None:
+        """The publish that was not joined yet (not collective)."""
         kept = self._published.get(adapter)
-        return kept is not None and kept.handle is not None
-
-    def ended(self, adapter: str) -> bool:
-        """Whether a publish was not joined yet, and ``join`` would not wait (not collective)."""
-        kept = self._published.get(adapter)
-        return kept is not None and kept.handle is not None and kept.handle.outcome.done()
+        return kept.handle if kept else None
 
     def newest(self, adapter: str) -> int | None:
         """The version that was published last; None before the first."""

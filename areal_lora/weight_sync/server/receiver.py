@@ -354,9 +354,8 @@ class AdapterReceiver:
             raise ManifestError(RefusalReason.MALFORMED, f"{manifest.ref} names another layout than it brings")
         if known is None:
             if layout is None:
-                raise ManifestError(
-                    RefusalReason.UNKNOWN_LAYOUT, f"{manifest.ref} uses a layout that this server does not hold"
-                )
+                text = f"{manifest.ref} uses a layout that this server does not hold"
+                raise ManifestError(RefusalReason.UNKNOWN_LAYOUT, text)
             while len(self._known) >= self._layouts:
                 del self._known[next(iter(self._known))]
             known = _KnownLayout(layout)
@@ -376,9 +375,8 @@ class AdapterReceiver:
             known.plans = self._writer.plan(layout)
         sources = {s.source for s in layout.shards}
         if not sources <= groups.keys():
-            raise ManifestError(
-                RefusalReason.MALFORMED, f"shards of source ranks {sorted(sources)}, joined groups {sorted(groups)}"
-            )
+            text = f"shards of source ranks {sorted(sources)}, joined groups {sorted(groups)}"
+            raise ManifestError(RefusalReason.MALFORMED, text)
         if slot is None:
             raise ManifestError(RefusalReason.SLOT, f"no free adapter slot for {manifest.ref}")
         return known.plans, slot
