@@ -21,21 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal_lora.checkpoint import state as saved
 from areal_lora.checkpoint.adapter_io import PeftWriter, load_peft
 from areal_lora.checkpoint.checkpoint_store import Snapshot
 from areal_lora.checkpoint.merged_folder import fused
 from areal_lora.checkpoint.recover import ResumePlan, WholeCheckpoint, explain, tidy
 from areal_lora.checkpoint.saver import CheckpointSave, Saver
-from areal_lora.checkpoint.state import (
-    MANIFEST_FILE,
-    Clock,
-    Disk,
-    Manifest,
-    RankRandom,
-    decode_manifest,
-    files_of,
-    read_files,
-)
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import AdapterRun, adapter_named, adapter_run
 from areal_lora.distributed.exchange import Exchange
@@ -176,13 +167,13 @@ class Checkpointing:
         tensors = self._engine.export_state(adapter.name)
         others = companions.states(self._engine, adapter)
         optimizer = adapter.config.optimizer
-        manifest = Manifest(
+        manifest = saved.Manifest(
             run=self._config.run.name,
             version=version,
             spec=adapter.spec,
             base_digest=self._engine.base_digest(),
             layout=self._config.trainer.model_dump(include=set(LAYOUT)),
-            clock=Clock(
+            clock=saved.Clock(
                 step=tensors.step, total_steps=adapter.run.steps, lr=optimizer.lr, settings=optimizer.model_dump()
             ),
             files=(),
@@ -219,12 +210,12 @@ def due(run: AdapterRun, version: int) -> bool:
     return version % run.checkpoint_every == 0 or version >= run.steps
 
 
-def random_state(device: torch.device) -> RankRandom:
+def random_state(device: torch.device) -> saved.RankRandom:
     own = b"" if device.type == "cpu" else bytes(torch.get_device_module(device).get_rng_state(device).numpy())
-    return RankRandom(host=bytes(torch.get_rng_state().numpy()), device=own)
+    return saved.RankRandom(host=bytes(torch.get_rng_state().numpy()), device=own)
 
 
-def set_random_state(states: Sequence[RankRandom], rank: int, device: torch.device) -> None:
+def set_random_state(states: Sequence[saved.RankRandom], rank: int, device: torch.device) -> None:
     """Restore this rank's random numbers. A rank beyond those that wrote the checkpoint keeps its own."""
     if rank >= len(states):
         return
@@ -269,7 +260,7 @@ def chosen(plan: ResumePlan, config: Config) -> list[str]:
             log.info("%s", _resumed(adapter.ref, adapter.newest, config))
     plan.check()
     try:
-        tidy(plan, Disk())
+        tidy(plan, saved.Disk())
     except OSError as e:
         raise CheckpointError(f"{e.filename}: {e.strerror}; the checkpoints' folder must be writable") from e
     return [str(a.newest.path) if a.newest else "" for a in plan.adapters]
@@ -284,8 +275,8 @@ def load(engine: AdapterEngine, adapter: Adapter, path: str) -> RestoredState | 
 
 
 def _load(engine: AdapterEngine, adapter: Adapter, folder: Path) -> RestoredState:
-    manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
-    tensors = read_files([folder / entry.name for entry in files_of(manifest)])
+    manifest = saved.decode_manifest((folder / saved.MANIFEST_FILE).read_bytes())
+    tensors = saved.read_files([folder / entry.name for entry in saved.files_of(manifest)])
     engine.load_state(adapter.name, tensors, manifest.clock.step)
     companions.load(engine, adapter, manifest, folder)
     set_random_state(manifest.random, engine.rank, engine.device)
