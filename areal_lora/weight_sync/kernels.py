@@ -2,9 +2,8 @@
 
 A plan is one array of blocks, made once per layout and checked against the memories that it touches: trainer
 parameters, wire buffers, serving slots. `TensorBlocks.copy` runs it; the reversed plan is the inverse. The loops run
-without the GIL and without OpenMP, in the thread that calls them, so a server can receive beside the model that
-generates in the same process, and a publish of 37,000 tensors costs no Python work per tensor. Only this file works
-with memory addresses.
+without the GIL and without OpenMP, in the thread that calls them: a server receives beside the model that generates in
+the same process, and no tensor costs Python work. Only this file works with memory addresses.
 """
 
 from __future__ import annotations

@@ -63,9 +63,8 @@ class Broadcast:
 class BroadcastGroup:
     """Membership in the group of one source. After any failure it must be closed and a new group formed.
 
-    All members start the same broadcasts, of equal sizes, in the same order. All members have the same
-    ``bucket_bytes``, the largest part of a shard in one broadcast, and the same ``same_host``: receivers read
-    the source's memory.
+    All members start the same broadcasts, of equal sizes, in the same order, and have the same ``bucket_bytes``, the
+    largest part of a shard in one broadcast, and ``same_host``: receivers read the source's memory.
     """
 
     def __init__(

@@ -84,12 +84,11 @@ class Judgement:
 def judge(findings: Sequence[ServerFinding], *, retried: bool, late: bool = False) -> Judgement:
     """Judge which servers remain after an attempt.
 
-    A member that refuses means that the version is wrong: its error is raised. A joining server that
-    refuses beside members that do not is the wrong server: it is lost, and so is a leftover. A server that
-    failed and does not answer pings is lost. If all answer, the transfer is repeated once with all; servers
-    that still fail (``retried``) are lost, only joining ones if any of them failed: a server that delays the
-    others cannot be distinguished from those that it delays. A full server is waited for. It is lost only if another
-    server takes the version, when ``late``, or at once if it joins: its slots are no measure for other adapters.
+    A member that refuses means that the version is wrong: its error is raised. A joining server that refuses is the
+    wrong server: it is lost, and so is a leftover. A server that failed and does not answer pings is lost. If all
+    answer, the transfer is repeated once with all; servers that still fail (``retried``) are lost, only joining ones if
+    any of them failed: a server that delays the others cannot be distinguished from those that it delays. A full server
+    is waited for. It is lost only if another server takes the version, when ``late``, or at once if it joins.
     """
     for f in findings:
         if f.error is not None and f.refused and not f.joining and not f.leftover:
@@ -148,8 +147,7 @@ class ServerWatcher:
 
     ``joining`` are not members and answered the latest ping; ``leaving`` are members that leave in order, or have left:
     they answer so, or are silent and have withdrawn their endpoint. An unreadable folder is read again in the next
-    round; members are pinged meanwhile. Any other error ends the process: without this thread no server could return
-    and no dead server would be noticed.
+    round. Any other error ends the process: without this thread no server could return.
     """
 
     def __init__(

@@ -64,12 +64,9 @@ class Publisher:
 
     ``publish``, ``again`` and ``drop`` are collective: all ranks call them in the same order from their main threads.
     Everything else between ranks happens in the publisher threads; no other thread uses ``exchange``. Rank 0 has the
-    ``leader``, whose steps the other ranks take over.
-
-    ``sources`` are all ranks that may own tensors of some adapter: each has a group with the workers of all members,
-    formed once, and a version uses those of the ranks that own its tensors. ``bind`` is this rank's own address, which
-    the workers must reach; ``backend`` names a ``link.backends`` row; ``device`` is the device that this rank computes
-    on.
+    ``leader``, whose steps the other ranks take over. ``sources`` are all ranks that may own tensors of some adapter:
+    each has a group with the workers of all members, formed once. ``bind`` is this rank's own address, as workers
+    reach it; ``backend`` names a ``link.backends`` row; ``device`` is the device that this rank computes on.
     """
 
     def __init__(
