@@ -43,7 +43,7 @@ class ServedVersions:
 
     ``active`` maps the versions that can be requested to the acknowledgement of their publish, ``incarnations`` the
     adapters to their incarnation. ``left`` are versions of dropped adapters, on which requests may run. ``keep``
-    versions of an adapter stay in their slots without a request; 0: a version ends as its successor starts, as both have
+    versions of an adapter stay in their slots without a request; 0: one ends as its successor starts, as both have
     the same memory (merged weights). ``pins`` hold versions like a request, until a time of the caller's clock.
     """
 
