@@ -58,8 +58,6 @@ from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
 
-_encode = msgspec.msgpack.Encoder().encode
-_probe_decoder = msgspec.msgpack.Decoder(dict[str, TokenRows])
 ENGINES = {"megatron": MegatronEngine, "fsdp": FsdpEngine}
 STARTUP_TIMEOUT_S = 900.0
 CONTROLLER_START_S = 120.0  # start of a restarted controller until it answers
@@ -75,8 +73,9 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     mine = None
     if rank == 0:  # which tokenizes for all ranks
         tokenizer = load_tokenizer(config.model.folder)
-        mine = _encode({adapter.name: probe_rows(config, adapter, tokenizer) for adapter in config.adapters})
-    probes = _probe_decoder.decode(control.broadcast_bytes(mine))
+        rows = {adapter.name: probe_rows(config, adapter, tokenizer) for adapter in config.adapters}
+        mine = msgspec.msgpack.encode(rows)
+    probes = msgspec.msgpack.decode(control.broadcast_bytes(mine), type=dict[str, TokenRows])
     adapters = [build_adapter(config, adapter, probes[adapter.name]) for adapter in config.adapters]
     for adapter in adapters:
         engine.add_adapter(adapter.spec, adapter.config.optimizer, adapter.run.seed)

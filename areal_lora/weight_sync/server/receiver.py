@@ -114,14 +114,11 @@ class Reception:
         """
         for source, bucket, base in self._stream:
             self.check_time(ref)
-            try:
+            with undo_on_error(self.drain):  # other servers may get their bytes through this one
                 if source is self._sources[0] and bucket.first == 0:
                     reached("server.receiving")
                 with self._timer.phase("write"):
                     on_tensors(source.index, base, bucket.first, bucket.last, source.marks)
-            except Exception:  # fault boundary: other servers may get their bytes through this one
-                self.drain()
-                raise
         with self._timer.phase("verify"):
             return adapter_digest(self._layout, [source.verify(ref) for source in self._sources])
 
@@ -302,15 +299,12 @@ class AdapterReceiver:
             if isinstance(started, Exception):
                 raise started
             known, reception = started
-            try:
+            with undo_on_error(reception.drain):  # the groups stay in step, for the next version of any adapter
                 with timer.phase("verify"):
                     plans, place = self._check(manifest, known, slot, groups)
                 written = True
                 with timer.phase("write"):
                     self._writer.prepare(place, known.layout)
-            except Exception:  # fault boundary: the groups stay in step, for the next version of any adapter
-                reception.drain()
-                raise
             digest = reception.receive(
                 manifest.ref, lambda shard, *part: self._writer.write(plans[shard], place, *part)
             )
