@@ -120,7 +120,7 @@ class Supervisor:
     def look_after(self, looks: int = SHARED_LOOKS) -> None:
         """Remember which shared memory our processes use, so that it can be removed if they die without doing so.
 
-        Users of a name are looked up fewer than ``looks`` times: one that nobody claims is of another program.
+        Users of a name are looked up fewer than ``looks`` times: one that stays unclaimed is of another program.
         """
         names = shared_memory.entries() - self._shared_before - self._shared_ours
         if all(self._shared_looks[name] >= looks for name in names):
