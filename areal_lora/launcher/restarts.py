@@ -172,7 +172,7 @@ class Restarts:
     """``most`` is the number of restarts by role, ``min_servers`` what the run needs; see the module's text."""
 
     def __init__(self, specs: Sequence[ProcessSpec], most: Mapping[str, int], min_servers: int = 1) -> None:
-        self._units, self._min_servers = dict[str, _Unit](), min_servers
+        self._units, self.min_servers = dict[str, _Unit](), min_servers
         for spec in specs:
             unit = self._units.setdefault(unit_of(spec), _Unit((), most.get(spec.role, 0)))
             unit.specs += (spec,)
@@ -226,7 +226,7 @@ class Restarts:
     def _abandon(self, unit: _Unit, ended: ProcessExit) -> RestartVerdict:
         unit.over = True
         servers = [u for u in self._units.values() if u.specs[0].role == SERVER]
-        enough = sum(not u.over for u in servers) >= min(self._min_servers, len(servers))
+        enough = sum(not u.over for u in servers) >= min(self.min_servers, len(servers))
         return RestartVerdict(ended=ended, ends_run=ended.spec.role != SERVER or not enough)
 
 
