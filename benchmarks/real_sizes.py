@@ -43,10 +43,10 @@ from torch.utils._pytree import tree_leaves
 from train_case import step_flops
 
 from areal_lora.data.collate import MicroPlan, Tree
+from areal_lora.engine.common.micro_batches import vocab_logprobs
 from areal_lora.engine.fsdp_utils.model import ATTENTION, LinearLora, LinearSite, fuse_norms, take_experts
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora
-from areal_lora.engine.layers.vocab_logprobs import vocab_logprobs
 from areal_lora.types import TrainBatch
 
 META, GIB = torch.device("meta"), 2**30

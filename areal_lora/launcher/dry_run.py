@@ -13,17 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_lora.checkpoint.recover import AdapterResume, explain
+from areal_lora.config import recorded
 from areal_lora.config.facts import machine_memory
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import (
-    adapter_run,
-    adapter_runs,
-    changes,
-    conflict,
-    missing_files,
-    steps_of,
-    total_steps,
-)
 from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.run import LINK_BITS
@@ -43,6 +35,7 @@ from areal_lora.run_folder.paths import RunFolder
 _WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller", SERVICE: "service"}
 _SHORT = {"trainer": "rank:", "rollout": "server:", "controller": "controller:", "service": "service:"}
 _KV = (LEAST_KV, "KV cache")
+_PLANES = ("data", "admin")
 SMALL = 4 * GIB
 """Below this many bytes of a process parts are printed in MiB."""
 
@@ -50,10 +43,10 @@ SMALL = 4 * GIB
 def print_plan(config: Config, plan: JobPlan, console: Console, *, full: bool = False) -> None:
     where = "this machine" if config.cluster.kind == "local" else f"Slurm, {plan.nodes} nodes"
     several = f" of {len(config.adapters)} adapters" if len(config.adapters) > 1 else ""
-    steps = f"{total_steps(config)} steps{several}"
+    steps = f"{recorded.total_steps(config)} steps{several}"
     console.print(f"[bold]{config.run.name}[/bold]: {steps} on {where}; nothing is started")
     console.print(_summary(config, plan))
-    for line in (*_adapters(config, plan.shape), *_algorithms(config)):
+    for line in _adapters(config, plan.shape):
         console.print(line, markup=False, soft_wrap=True)
     console.print(_memory(plan))
     for line in (*_publishes(config, plan), *_kv(config, plan), _first_to_run_out(config, plan)):
@@ -85,8 +78,8 @@ def _summary(config: Config, plan: JobPlan) -> Table:
 
 
 def _adapters(config: Config, shape: ModelShape) -> Iterator[str]:
-    """A line for each of several adapters: its own steps, its part of the tokens, the bytes of a publish."""
-    runs = adapter_runs(config)
+    """Of several adapters their steps, part of the tokens, bytes of a publish; what each algorithm and its keys set."""
+    runs = recorded.adapter_runs(config)
     weights = sum(run.weight for run in runs.values())
     for adapter in config.adapters if len(runs) > 1 else ():
         run = runs[adapter.name]
@@ -95,10 +88,6 @@ def _adapters(config: Config, shape: ModelShape) -> Iterator[str]:
             f"{100 * run.weight / weights:.0f}% of the trained tokens while all train, "
             f"{human_bytes(version_bytes(config, shape, adapter))} ({run.wire_dtype}) a version"
         )
-
-
-def _algorithms(config: Config) -> Iterator[str]:
-    """What each adapter's algorithm sets, and what of it the configuration has changed."""
     for adapter in config.adapters:
         chosen, changed = adapter.algorithm, adapter.algorithm.changed()
         preset = _pairs({key: value for key, value in PRESETS[chosen.kind].items() if key not in changed})
@@ -163,7 +152,7 @@ def _publishes(config: Config, plan: JobPlan) -> Iterator[str]:
     link = LINK_BITS / 8
     for adapter in config.adapters:
         nbytes = version_bytes(config, plan.shape, adapter)
-        line = f"Publish of {adapter.name}: {human_bytes(nbytes)} ({adapter_run(config, adapter).wire_dtype})"
+        line = f"Publish of {adapter.name}: {human_bytes(nbytes)} ({recorded.adapter_run(config, adapter).wire_dtype})"
         if not remote:
             yield f"{line} a version; trainer and servers share a node, so no link is a bound"
             continue
@@ -221,9 +210,15 @@ def _first_to_run_out(config: Config, plan: JobPlan) -> str:
 
 
 def details(config: Config, plan: JobPlan) -> Iterator[Table]:
-    yield from (_processes(plan), _ranks(config), _ports(config), _sizes(config, plan.shape))
+    yield from (_processes(plan), _ranks(config))
+    yield make_table("Ports", ("process", "plane", "bind", "port"), ports(config), right=("port",))
+    yield _sizes(config, plan.shape)
+    columns = ("rank: device", "rank: host", "server: device", "server: host")
+    rows = ((change, *(f"{n / GIB:.2f}" if n else "" for n in row)) for change, *row in what_if(config, plan.shape))
+    title = "What if, estimated, in GiB of one device and of the host"
+    yield make_table(title, ("change", *columns), rows, right=columns)
     files = [(name,) for name in file_names(config, plan.run_folder)]
-    yield from (_what_if(config, plan.shape), make_table("Files", [f"in RUN = {plan.run_folder}"], files))
+    yield make_table("Files", [f"in RUN = {plan.run_folder}"], files)
 
 
 def make_table(
@@ -258,18 +253,6 @@ class RankCoordinates(NamedTuple):
     etp: int
 
 
-class PortPlan(NamedTuple):
-    """One listening socket: ``host`` is an address, or words where each node finds its own.
-
-    ``port`` 0 is chosen by the system and published in ``rendezvous/``.
-    """
-
-    process: str
-    plane: str
-    host: str
-    port: int
-
-
 def rank_coordinates(config: Config, rank: int) -> RankCoordinates:
     """Megatron's ``tp-cp-ep-dp-pp`` order; attention and expert layouts share only the pipeline stage."""
     t = config.trainer
@@ -286,21 +269,16 @@ def _ranks(config: Config) -> Table:
     return make_table(f"Trainer ranks (tp {t.tp}, pp {t.pp}, ep {t.ep}, etp {t.etp})", columns, rows, right=columns)
 
 
-def ports(config: Config) -> list[PortPlan]:
-    """Every port that the processes of a run listen on."""
+def ports(config: Config) -> list[tuple[str, str, str, str]]:
+    """(process, plane, host, port) of every socket that listens; ``host``: words where each node finds its own."""
+    chosen = "chosen by the system"  # and published in ``rendezvous/``
     bind, interface = config.cluster.bind, config.cluster.interface
     host = bind if bind not in WILDCARDS else "the node's address" + ("" if interface == "auto" else f" ({interface})")
-    found = [PortPlan(f"{TRAINER}-0", "store", host, 0), PortPlan(f"{CONTROLLER}-0", "control", host, 0)]
+    found = [(f"{TRAINER}-0", "store", host, chosen), (f"{CONTROLLER}-0", "control", host, chosen)]
     if config.service is not None and config.service.api is not None:
-        found.append(PortPlan(f"{SERVICE}-0", "api", "127.0.0.1", config.service.api.port))
-    for i in range(config.rollout.servers):
-        found += [PortPlan(f"{SERVER}-{i}", "data", host, 0), PortPlan(f"{SERVER}-{i}", "admin", host, 0)]
-    return found
-
-
-def _ports(config: Config) -> Table:
-    rows = [(p.process, p.plane, p.host, str(p.port) if p.port else "chosen by the system") for p in ports(config)]
-    return make_table("Ports", ("process", "plane", "bind", "port"), rows, right=("port",))
+        found.append((f"{SERVICE}-0", "api", "127.0.0.1", str(config.service.api.port or chosen)))
+    planes = [(f"{SERVER}-{i}", plane, host, chosen) for i in range(config.rollout.servers) for plane in _PLANES]
+    return found + planes
 
 
 def _sizes(config: Config, shape: ModelShape) -> Table:
@@ -317,16 +295,6 @@ def _sizes(config: Config, shape: ModelShape) -> Table:
     return make_table("Sizes", ("what", *numbers), rows, right=numbers)
 
 
-def _what_if(config: Config, shape: ModelShape) -> Table:
-    columns = ("rank: device", "rank: host", "server: device", "server: host")
-    rows = [
-        (change, *(f"{value / GIB:.2f}" if value else "" for value in values))
-        for change, *values in what_if(config, shape)
-    ]
-    title = "What if, estimated, in GiB of one device and of the host"
-    return make_table(title, ("change", *columns), rows, right=columns)
-
-
 def file_names(config: Config, run: RunFolder) -> list[str]:
     """What a run writes into its folder, of a process once."""
     process = "<role>-<index>"
@@ -340,24 +308,24 @@ def file_names(config: Config, run: RunFolder) -> list[str]:
 def explain_resume(config: Config) -> Iterator[str]:
     """The effect of a start with ``config``, by line. Raises ConfigError or CheckpointError for one that is refused."""
     config = with_absolute_root(config)
-    folder, steps = config.run_folder, steps_of(config)
+    folder, steps = config.run_folder, recorded.steps_of(config)
     earlier = previous_run(folder)
     if earlier is None:
         yield f"{folder} holds no run: a start would make a new one. Nothing was started."
         return
-    if (error := conflict(earlier.config, config)) is not None:
+    if (error := recorded.conflict(earlier.config, config)) is not None:
         raise error
     if earlier.finished(config):
         yield f"The run in {folder} is done: {earlier.steps_done} steps. A start would only report that."
         return
     model = Path(config.model.folder)
-    base_is_here = model.is_dir() and not (config.model.commit is not None and missing_files(model))
+    base_is_here = model.is_dir() and not (config.model.commit is not None and recorded.missing_files(model))
     plan = explain(folder, config, base_is_here=base_is_here)
     plan.check()
     yield f"The run in {folder} would resume."
     if not base_is_here:
         yield f"  {config.model.path} is not complete in the hub's cache: a start downloads it and compares it then"
-    yield from (f"  changed: {line}" for line in changes(earlier.config, config))
+    yield from (f"  changed: {line}" for line in recorded.changes(earlier.config, config))
     versions = {adapter.adapter: adapter.ref.version for adapter in plan.adapters}
     snapshots = {adapter.adapter: adapter.newest.manifest.ledger for adapter in plan.adapters if adapter.newest}
     groups = reconciliations(folder, config.run.name, versions, snapshots)

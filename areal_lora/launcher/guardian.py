@@ -1,10 +1,9 @@
 """Ends the processes of a run whose launcher was itself killed (SIGKILL, out of memory): ``guardian MARK``.
 
-Reads from standard input, one a line: process ids, and after ``shm:`` names of shared memory that
-they use. The end of the input without a last line ``done`` means that the launcher has ended:
-those processes get SIGTERM, whatever is still alive in their sessions after that is killed, and their
-shared memory removed. A launcher may die between the start of a process and the line with its id, so processes with
-``MARK`` in their environment are ended as well.
+Reads from standard input, one a line: process ids, and after ``shm:`` names of shared memory that they use. The end of
+the input without a last line ``done`` means that the launcher has ended: those processes get SIGTERM, what is still
+alive in their sessions after that is killed, and their shared memory removed. A launcher may die between the start of a
+process and the line with its id, so processes with ``MARK`` in their environment are ended as well.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ def main() -> int:
         if time.monotonic() > ended_s + GRACE_S:
             break
         # Only what the launcher started gets it: it knows in which order its own children must go.
-        _signal(sessions.intersection(members) - signalled, signal.SIGTERM)
+        signal_all(sessions.intersection(members) - signalled, signal.SIGTERM)
         signalled |= sessions.intersection(members)
         shared |= shared_memory.used_by(members) - before
         time.sleep(0.1)
         sessions |= sessions_with(sys.argv[1])
     while members := members_of(sessions):
-        _signal(members, signal.SIGKILL)
+        signal_all(members, signal.SIGKILL)
         time.sleep(0.05)
     shared_memory.remove(shared)
     return 0
 
 
-def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

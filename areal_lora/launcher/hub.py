@@ -17,15 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
 from areal_lora.config.models import Config, ModelConfig
@@ -52,11 +44,9 @@ def resolve(
 ) -> tuple[Config, HubDownload | None]:
     """``config`` with the model's folder known as far as it can be, and what has to be downloaded before a start.
 
-    ``recorded`` gives the model of the run that is resumed, if there is one.
-
-    Offline (``--dry-run``) nothing is requested or downloaded: a hub name without a snapshot in the cache stays
-    without a folder. Raises ConfigError for what is neither a folder nor a hub model, and EnvironmentError_ where
-    the hub would have to be contacted and cannot be.
+    ``recorded`` gives the model of the run that is resumed, if there is one. Offline (``--dry-run``) nothing is
+    requested: a hub name without a snapshot in the cache stays without a folder. Raises ConfigError for what is neither
+    a folder nor a hub model, and EnvironmentError_ where the hub would have to be contacted and cannot be.
     """
     model = config.model.model_copy(update={"commit": None, "snapshot": None})
     if Path(model.path).is_dir():
@@ -153,20 +143,20 @@ def _hub(name: str, revision: str | None, what: str) -> Iterator[None]:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error repeats what its warnings state
     try:
         yield
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         reason = f"{name} is gated, and {hub} gives this machine no access"
         raise ConfigError("model.path", reason, f"accept its terms at {hub}/{name}, then {access}") from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         reason = f"there is no folder {name!r}, and {hub} has no model of this name that this machine may read"
         raise ConfigError("model.path", reason, f"correct the name; if the model is private, {access}") from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         reason = f"{name} has no revision {revision!r} on {hub}"
         raise ConfigError("model.revision", reason, "give a branch, a tag or a commit of it") from error
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         raise _unreachable(name, revision, what, _line(error.__cause__ or error)) from error
-    except EntryNotFoundError as error:
+    except errors.EntryNotFoundError as error:
         raise ConfigError("model.path", f"{name} has no {what} on {hub}", "use a model for transformers") from error
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         if error.response.status_code in (401, 403):
             raise ConfigError("model.path", f"{hub} refuses access to {name}: {_line(error)}", access) from error
         raise _unreachable(name, revision, what, _line(error)) from error

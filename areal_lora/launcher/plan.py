@@ -26,6 +26,8 @@ MODULES = {
     SERVER: "areal_lora.engine.vllm_ext.server.main",
     SERVICE: "areal_lora.service.main",
 }
+ROLES: dict[str, Role] = {TRAINER: "trainer", SERVER: "rollout", CONTROLLER: "controller", SERVICE: "controller"}
+"""Role of a process -> its name in the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +104,9 @@ def _common_env(config: Config, threads: int) -> dict[str, str]:
 
 
 def _argv(config: Config, role: str, folder: RunFolder, *more: str) -> tuple[str, ...]:
-    python = {
-        TRAINER: config.trainer.python,
-        SERVER: config.rollout.python,
-        CONTROLLER: config.cluster.controller_python,
-        SERVICE: config.cluster.controller_python,
-    }[role]
-    names: dict[str, Role] = {TRAINER: "trainer", SERVER: "rollout", CONTROLLER: "controller", SERVICE: "controller"}
-    words = config.cluster.slurm.wrapper.get(names[role], []) if config.cluster.kind == "slurm" else []
+    own = {TRAINER: config.trainer.python, SERVER: config.rollout.python}
+    python = own.get(role, config.cluster.controller_python)
+    words = config.cluster.slurm.wrapper.get(ROLES[role], []) if config.cluster.kind == "slurm" else []
     return (*words, python or sys.executable, "-m", MODULES[role], "--run-folder", str(folder), *more)
 
 

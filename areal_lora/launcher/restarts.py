@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 
 from areal_lora.errors import NON_RETRYABLE, ExitCode
@@ -34,11 +35,10 @@ _RAISED = re.compile(r"((?:\w+\.)*\w*(?:Error|Exception|Exit)_?: .*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExit:
-    """A process that is over. ``code`` is negative for a signal, as in ``subprocess``.
+    """A process that is over. ``code`` is negative for a signal. ``error`` is the last one in its log.
 
-    ``why`` states the reason if the launcher itself, or a failed peer, ended it; ``error`` is the last one in its log.
-    ``pid`` is 0 and ``node`` its host in a Slurm job. ``lost``: with that node. ``never_started``: it could not be
-    started on it.
+    ``why`` states the reason if the launcher itself, or a failed peer, ended it. In a Slurm job ``pid`` is 0 and
+    ``node`` its host. ``lost``: with that node. ``never_started``: it could not be started on it.
     """
 
     spec: ProcessSpec
@@ -168,19 +168,13 @@ class _Unit:
     launches: int = 0
 
 
-@dataclass(slots=True)
 class Restarts:
     """``most`` is the number of restarts by role, ``min_servers`` what the run needs; see the module's text."""
 
-    specs: Sequence[ProcessSpec]
-    most: Mapping[str, int]
-    min_servers: int = 1
-    _units: dict[str, _Unit] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._units = {}
-        for spec in self.specs:
-            unit = self._units.setdefault(unit_of(spec), _Unit((), self.most.get(spec.role, 0)))
+    def __init__(self, specs: Sequence[ProcessSpec], most: Mapping[str, int], min_servers: int = 1) -> None:
+        self._units, self.min_servers = dict[str, _Unit](), min_servers
+        for spec in specs:
+            unit = self._units.setdefault(unit_of(spec), _Unit((), most.get(spec.role, 0)))
             unit.specs += (spec,)
 
     def members(self, spec: ProcessSpec) -> tuple[ProcessSpec, ...]:
@@ -252,9 +246,7 @@ def write_stall(run_folder: RunFolder, request: Callable[[], int], stuck: str) -
         text = path.read_bytes()[before.get(path, 0) :].decode("utf-8", "replace") if path.exists() else ""
         if text or name in statuses:
             parts.append(f"==== {name}: {statuses.get(name, '')}\n{text or '(no answer)'}")
-    n = 1
-    while (target := folder / f"stall-{n}.txt").exists():
-        n += 1
+    target = next(path for n in count(1) if not (path := folder / f"stall-{n}.txt").exists())
     target.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return target
 
@@ -296,10 +288,9 @@ class _Session:
 
 @dataclass(slots=True)
 class Pulse:
-    """Silence of each process. ``limits``: seconds without a heartbeat that a role may take.
+    """Silence of each process, between the launcher's own looks. ``limits``: seconds that a role may take.
 
-    Ages are measured between the launcher's own looks, so no clock of another process matters. Time in which the
-    launcher did not look is no silence: after a suspend all processes have been silent for as long.
+    Time in which the launcher did not look is no silence: after a suspend all processes have been silent for as long.
     """
 
     limits: Mapping[str, float]

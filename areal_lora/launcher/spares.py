@@ -13,11 +13,12 @@ session. ``spares/job-<id>`` and ``spares/local-<host>-<pid>`` name a Slurm job,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -59,25 +60,11 @@ def claim_indices(run_folder: RunFolder, n: int, first: int) -> list[int]:
     used = [int(path.name.partition("-")[2]) for path in folder.glob(f"{SERVER}-*")]
     index, claimed = max([first, *(i + 1 for i in used)]), list[int]()
     while len(claimed) < n:
-        try:
+        with contextlib.suppress(FileExistsError):  # another command claims, too
             (folder / f"{SERVER}-{index}").open("x").close()
-        except FileExistsError:  # another command claims, too
-            pass
-        else:
             claimed.append(index)
         index += 1
     return claimed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpareStart:
-    """One start of spare servers: Slurm job ``id``, or process ``id`` on ``host``."""
-
-    kind: str
-    id: str
-    path: Path
-    host: str = ""
-    over: bool = False
 
 
 def note_process(run_folder: RunFolder) -> Path:
@@ -89,15 +76,13 @@ def note_process(run_folder: RunFolder) -> Path:
     return path
 
 
-def starts(run_folder: RunFolder) -> list[SpareStart]:
-    """All starts that were noted. A process is ``over`` only where that is certain."""
-    jobs = sorted(run_folder.spares.glob(f"{JOB}-*"))
-    found = [SpareStart(kind=JOB, id=path.name.partition("-")[2], path=path) for path in jobs]
+def starts(run_folder: RunFolder) -> Iterator[tuple[Path, str | Owner]]:
+    """The file of each start that was noted, with its Slurm job or process."""
+    for path in sorted(run_folder.spares.glob(f"{JOB}-*")):
+        yield path, path.name.partition("-")[2]
     for path in sorted(run_folder.spares.glob(f"{LOCAL}-*")):
         if (owner := Owner.of(path)) is not None:
-            over = owner.is_over()
-            found.append(SpareStart(kind=LOCAL, id=str(owner.pid), path=path, host=owner.host, over=over))
-    return found
+            yield path, owner
 
 
 class Going(Enum):
@@ -185,10 +170,19 @@ class _Session:
     def run(self, interrupts: Interrupts, look: Callable[[], RunState], started: RunState) -> int:
         """Until a signal, the end of all servers, or another state of the run than ``started``: an exit code."""
         self._run.logs.mkdir(exist_ok=True)
+        code, in_order, next_look = int(ExitCode.DONE), True, time.monotonic() + self._every_s
         with Supervisor(self._run.logs, self._stop_s) as supervisor:
             print_line(self._console, f"starting {', '.join(s.name for s in self._specs)} for {self._run}")
             supervisor.start(self._specs)
-            code, in_order = self._until_end(supervisor, interrupts, look, started)
+            while self._left and not interrupts.count:
+                if (now := time.monotonic()) >= next_look:
+                    next_look = now + self._every_s
+                    if (state := look()) != started:
+                        over, in_order = state.going is Going.OVER, False
+                        print_line(self._console, "the run is over" if over else "the run has another session")
+                        break
+                code = self._tick(supervisor, now) or code
+                time.sleep(POLL_S)
             if in_order:
                 print_line(self._console, "leaving in order (once more to end at once)")
             else:
@@ -197,37 +191,22 @@ class _Session:
             supervisor.stop(self._stop_s if in_order else END_S, interrupted=interrupts)
             for spec in self._specs:
                 forget_endpoint(self._run, SERVER, spec.index)  # of one that was killed
-        return code
+        return code if not self._left else ExitCode.DONE
 
-    def _until_end(
-        self, supervisor: Supervisor, interrupts: Interrupts, look: Callable[[], RunState], started: RunState
-    ) -> tuple[int, bool]:
-        """(exit code, whether the servers leave in order)."""
-        next_look = time.monotonic() + self._every_s
-        code: int = ExitCode.DONE
-        while self._left:
-            if interrupts.count:
-                return ExitCode.DONE, True
-            now = time.monotonic()
-            if now >= next_look:
-                next_look = now + self._every_s
-                if (state := look()) != started:
-                    over = state.going is Going.OVER
-                    print_line(self._console, "the run is over" if over else "the run has another session")
-                    return ExitCode.DONE, False
-            names = {spec.name for spec in self._specs}
-            self._pulse.look({name: beat for name, beat in last_beats(self._run).items() if name in names}, now)
-            ended, silent = supervisor.poll(), self._pulse.silent(now)
-            for spec in [spec for spec in supervisor.running() if spec.name in silent]:
-                ended += supervisor.end([spec], why=f"sent no heartbeat for {silent[spec.name]:.0f} s")
-            supervisor.clear(ended)
-            for e in ended:
-                code = self._decide(e, now) or code
-            for specs in self._restarts.due(now):
-                supervisor.start(specs)
-            supervisor.look_after()
-            time.sleep(POLL_S)
-        return code, True
+    def _tick(self, supervisor: Supervisor, now: float) -> int:
+        """Take note of servers that ended, end stuck ones, restart; returns the code of one that is not restarted."""
+        names, code = {spec.name for spec in self._specs}, 0
+        self._pulse.look({name: beat for name, beat in last_beats(self._run).items() if name in names}, now)
+        ended, silent = supervisor.poll(), self._pulse.silent(now)
+        for spec in [spec for spec in supervisor.running() if spec.name in silent]:
+            ended += supervisor.end([spec], why=f"sent no heartbeat for {silent[spec.name]:.0f} s")
+        supervisor.clear(ended)
+        for e in ended:
+            code = self._decide(e, now) or code
+        for specs in self._restarts.due(now):
+            supervisor.start(specs)
+        supervisor.look_after()
+        return code
 
     def _decide(self, ended: ProcessExit, now: float) -> int:
         """Returns the code of a server that failed and is not restarted."""
@@ -287,24 +266,24 @@ def add_servers(run_folder: RunFolder, job: SpareJob, *, nodes: int = 1, here: b
 def remove_servers(run_folder: RunFolder, *, job: str = "", console: Console) -> int:
     """Have the spare servers of ``job``, or all, leave in order. Does not wait for them. Returns how many starts."""
     stopped = 0
-    for start in starts(run_folder):
-        if job and start.id != job:
+    for path, start in starts(run_folder):
+        if job and job != (start if isinstance(start, str) else str(start.pid)):
             continue
-        if start.kind == JOB:
+        if isinstance(start, str):
             # To the batch process alone: it ends the servers in order. A plain scancel signals vLLM's processes, too.
-            _, problem = job_query.query("scancel", "--batch", "--signal=TERM", start.id)
-            text = f"job {start.id}: {problem or 'stopping'}"
+            _, problem = job_query.query("scancel", "--batch", "--signal=TERM", start)
+            text = f"job {start}: {problem or 'stopping'}"
             stopped += not problem
-            start.path.unlink(missing_ok=True)
-        elif start.over:
-            start.path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+        elif start.is_over():
+            path.unlink(missing_ok=True)
             continue
         elif start.host == socket.gethostname():
-            os.kill(int(start.id), signal.SIGTERM)
-            text = f"process {start.id}: stopping"
+            os.kill(start.pid, signal.SIGTERM)
+            text = f"process {start.pid}: stopping"
             stopped += 1
         else:
-            text = f"process {start.id} is on {start.host}: end it there with kill {start.id}"
+            text = f"process {start.pid} is on {start.host}: end it there with kill {start.pid}"
         print_line(console, text)
     if not stopped:
         print_line(console, "no spare servers of this run were found")

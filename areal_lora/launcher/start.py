@@ -19,6 +19,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Self
 
@@ -30,7 +31,7 @@ from areal_lora.config.models import AdapterConfig, Config, ModelConfig
 from areal_lora.config.recorded import conflict, read_config, steps_of, write_config
 from areal_lora.config.rules.findings import Finding, warning
 from areal_lora.data.prompts import Formatter, load_tokenizer
-from areal_lora.errors import ConfigError, EnvironmentError_, undo_on_error
+from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.launcher.slurm.job_query import look
 from areal_lora.launcher.slurm.states import Phase, explain, is_active
 from areal_lora.obs.report.summary import read_summary
@@ -41,6 +42,7 @@ from areal_lora.run_folder.status import begin_session, forget_sessions
 from areal_lora.tasks.datasets import hub_sources, load_samples
 from areal_lora.types import Sample
 
+WAIT = "wait for it, or set another run.name"
 NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
@@ -124,66 +126,51 @@ def lock_holders(locks: str, inode: int) -> list[int]:
     return [int(pid) for pid, number in _LOCK.findall(locks) if int(number) == inode]
 
 
-class RunLock:
-    """Held from :meth:`take` to :meth:`release`, or until the process ends."""
-
-    def __init__(self, run_folder: RunFolder) -> None:
-        self._folder, self._path, self.owner_path = run_folder, run_folder.lock, run_folder.owner
-        self._fd = -1
-        self._mine = False
-
-    def take(self) -> None:
-        """Raises ConfigError where another launcher holds the folder, or may hold it."""
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        with undo_on_error(self.release):
-            self._take()
-
-    def release(self) -> None:
-        if self._mine:
-            self.owner_path.unlink(missing_ok=True)
-            self._mine = False
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _take(self) -> None:
+@contextlib.contextmanager
+def run_lock(folder: RunFolder) -> Iterator[None]:
+    """Hold ``folder`` in the block, or until the process ends. Raises ConfigError where a launcher holds it, or may."""
+    with contextlib.ExitStack() as held:
+        fd = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o600)
+        held.callback(os.close, fd)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise self._going("") from None
+            raise ConfigError("run.name", f"a run in {folder} is still going", WAIT) from None
         except OSError as error:
             if error.errno not in NO_FLOCK:
-                raise ConfigError("run.root", f"{self._path} cannot be locked: {error.strerror}") from error
-            lacks = f"the file system of {self._path.parent} has no flock ({error.strerror})"
-            log.warning("%s: %s marks the run as started here instead", lacks, self.owner_path.name)
-        else:
-            return
-        with _one_at_a_time(self.owner_path):
-            other = Owner.of(self.owner_path)
-            if other is None and self.owner_path.exists():
-                raise self._going(", according to a mark that cannot be read", self.owner_path)
-            if other is not None:
-                if not other.is_over():
-                    raise self._going(f", started by process {other.pid} on {other.host}", self.owner_path)
-                self.owner_path.unlink()
-            try:
-                with self.owner_path.open("xb") as file:
-                    self._mine = True
-                    file.write(msgspec.json.encode(Owner.me()))
-            except FileExistsError:
-                raise self._going(", started a moment ago", self.owner_path) from None
+                raise ConfigError("run.root", f"{folder.lock} cannot be locked: {error.strerror}") from error
+            lacks = f"the file system of {folder.path.parent} has no flock ({error.strerror})"
+            log.warning("%s: %s marks the run as started here instead", lacks, folder.owner.name)
+            with _one_at_a_time(folder.owner):
+                _mark(folder, held)
+        yield
 
-    def _going(self, holder: str, mark: Path | None = None) -> ConfigError:
-        fix = "wait for it, or set another run.name"
-        if mark is not None:
-            fix += f", or remove {mark} if that process is over"
-        return ConfigError("run.name", f"a run in {self._folder} is still going{holder}", fix)
+
+def _mark(folder: RunFolder, held: contextlib.ExitStack) -> None:
+    """Name this process as the owner until ``held`` closes. Raises ConfigError where another one may be alive."""
+    other, holder = Owner.of(folder.owner), ""
+    if other is None and folder.owner.exists():
+        holder = "according to a mark that cannot be read"
+    elif other is not None and not other.is_over():
+        holder = f"started by process {other.pid} on {other.host}"
+    elif other is not None:
+        folder.owner.unlink()
+    try:
+        if not holder:
+            with folder.owner.open("xb") as file:
+                held.callback(folder.owner.unlink, missing_ok=True)
+                file.write(msgspec.json.encode(Owner.me()))
+    except FileExistsError:
+        holder = "started a moment ago"
+    if holder:
+        fix = f"{WAIT}, or remove {folder.owner} if that process is over"
+        raise ConfigError("run.name", f"a run in {folder} is still going, {holder}", fix)
 
 
 def _one_at_a_time(path: Path) -> socket.socket:
     """A context that only one process of this host is in, for ``path``: else two would replace one stale mark.
 
-    The name exists in the kernel: it needs no file system, and disappears with its process.
+    The name exists in the kernel and disappears with its process.
     """
     gate = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
@@ -197,10 +184,9 @@ def _one_at_a_time(path: Path) -> socket.socket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviousRun:
-    """The run that a folder holds.
+    """The run that a folder holds. ``versions`` are those with a checkpoint, by adapter, whole or not.
 
-    ``steps`` are those that each adapter of a run that ended has made, 0 in any other. ``versions`` are those with a
-    checkpoint, by adapter, whole or not.
+    ``steps`` are those that each adapter of a run that ended has made, 0 in any other.
     """
 
     config: Config
@@ -216,9 +202,8 @@ class PreviousRun:
 
         A run with a service is never finished: adapters may come.
         """
-        return config.service is None and all(
-            self.steps.get(name, 0) >= wanted for name, wanted in steps_of(config).items()
-        )
+        made = (self.steps.get(name, 0) >= wanted for name, wanted in steps_of(config).items())
+        return config.service is None and all(made)
 
 
 def previous_run(folder: RunFolder) -> PreviousRun | None:
@@ -246,14 +231,11 @@ def with_absolute_root(config: Config) -> Config:
 
 
 class RunStart:
-    """The run folder, locked while the launcher runs.
+    """The run folder, locked while the launcher runs. ``previous`` is the run to resume.
 
     Entering takes the lock and, with ``fresh``, renames an earlier run to the first free ``<name>.N`` (``moved``).
-    ``previous`` is the run to resume; ``prepare`` makes the folder ready for processes to start and puts ``code``
-    (texts by file name) into it.
-
-    Raises ConfigError where a launcher or a job is using the folder, it holds something else, or
-    the run in it cannot be resumed with this configuration.
+    ``prepare`` makes the folder ready for processes to start and puts ``code`` (texts by file name) into it. Raises
+    ConfigError where a launcher or a job uses the folder, it holds something else, or its run cannot be resumed so.
     """
 
     def __init__(self, config: Config, fresh: bool = False, code: Mapping[str, str] | None = None) -> None:
@@ -262,25 +244,23 @@ class RunStart:
         self.previous: PreviousRun | None = None
         self.moved: Path | None = None
         self._fresh, self._code = fresh, code or {}
-        self._lock = RunLock(self.folder)
 
     def __enter__(self) -> RunStart:
         self.folder.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock.take()
-        with undo_on_error(self._lock.release):
+        with contextlib.ExitStack() as held:
+            held.enter_context(run_lock(self.folder))
             check_no_job(self.folder)
             if self._fresh and _holds_run(self.folder):
-                n = 1
-                while (self.folder.path.with_name(f"{self.folder.name}.{n}")).exists():
-                    n += 1
-                self.moved = self.folder.path.rename(self.folder.path.with_name(f"{self.folder.name}.{n}"))
+                names = (self.folder.path.with_name(f"{self.folder.name}.{n}") for n in count(1))
+                self.moved = self.folder.path.rename(next(path for path in names if not path.exists()))
             self.previous = previous_run(self.folder)
             if self.previous is not None and (error := conflict(self.previous.config, self.config)) is not None:
                 raise error
+            self._held = held.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._lock.release()
+        self._held.close()
 
     def prepare(self) -> None:
         """Write the configuration and the given code; start the session of a run on this machine."""
@@ -371,11 +351,11 @@ def check_packages(config: Config) -> None:
 
     Roles with an interpreter of their own are examined by `areal-lora doctor`.
     """
-    own = {"trainer": config.trainer.python, "rollout": config.rollout.python}
-    for role, modules in {"trainer": ENGINES[config.trainer.engine], "rollout": SERVERS}.items():
-        if own[role] not in (None, sys.executable):
-            continue
-        for module in modules:
+    for role, modules, own in (
+        ("trainer", ENGINES[config.trainer.engine], config.trainer.python),
+        ("rollout", SERVERS, config.rollout.python),
+    ):
+        for module in modules if own in (None, sys.executable) else ():
             try:
                 spec = importlib.util.find_spec(module)
             except ModuleNotFoundError:  # its parent is missing

@@ -1,8 +1,7 @@
 """Start processes, watch them, stop them and all that they started.
 
-Each process gets its own session, so a Ctrl-C at the terminal reaches the launcher only, and
-the launcher decides the order of events. The launcher makes itself the "subreaper" of its
-descendants (Linux): a grandchild whose parent died is still found and ended.
+Each process gets its own session: a Ctrl-C at the terminal reaches the launcher only, which decides the order of
+events. It is the "subreaper" of its descendants (Linux): a grandchild whose parent died is still found and ended.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ class Supervisor:
         for spec in specs:
             env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES} | spec.env
             env[guardian.MARK] = self._mark
-            note_restart(self.log_path(spec), spec.name)
-            with self.log_path(spec).open("ab") as log:
+            note_restart(log_path := self._logs / f"{spec.name}.log", spec.name)
+            with log_path.open("ab") as log:
                 try:
                     # No preexec_fn: with one the child runs Python after the fork, and destroys there what other
                     # threads hold (torch keeps process groups so), which does not return.
@@ -80,10 +79,8 @@ class Supervisor:
                         spec.argv, env=env, stdin=null, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
                     )
                 except OSError as error:
-                    raise EnvironmentError_(
-                        f"{spec.name} cannot be started with {spec.argv[0]}: {error.strerror}"
-                        f" (fix: check {spec.role}'s `python`)"
-                    ) from None
+                    what = f"{spec.name} cannot be started with {spec.argv[0]}: {error.strerror}"
+                    raise EnvironmentError_(f"{what} (fix: check {spec.role}'s `python`)") from None
             reached("launcher.process_started")
             self._running.append((spec, process))
             self._tell_guardian(str(process.pid))
@@ -108,9 +105,6 @@ class Supervisor:
         ended = [e for e in self.poll(specs) if e.spec in specs]
         return [replace(e, why=why) if e.pid in alive else e for e in ended]
 
-    def log_path(self, spec: ProcessSpec) -> Path:
-        return self._logs / f"{spec.name}.log"
-
     def poll(self, only: Collection[ProcessSpec] | None = None) -> list[ProcessExit]:
         """Processes (of ``only``) that ended since the last call, in starting order."""
         ended, running = [], []
@@ -119,15 +113,14 @@ class Supervisor:
             if code is None:
                 running.append((spec, process))
             else:
-                ended.append(ProcessExit(spec=spec, pid=process.pid, code=code, log=self.log_path(spec)))
+                ended.append(ProcessExit(spec=spec, pid=process.pid, code=code, log=self._logs / f"{spec.name}.log"))
         self._running = running
         return ended
 
     def look_after(self, looks: int = SHARED_LOOKS) -> None:
         """Remember which shared memory our processes use, so that it can be removed if they die without doing so.
 
-        Cheap enough to be called often: users of shared memory are looked up only while a name was checked fewer
-        than ``looks`` times. A name that is still unclaimed then belongs to another program.
+        Users of a name are looked up fewer than ``looks`` times: one that stays unclaimed is of another program.
         """
         names = shared_memory.entries() - self._shared_before - self._shared_ours
         if all(self._shared_looks[name] >= looks for name in names):
@@ -157,8 +150,8 @@ class Supervisor:
     def stop(self, grace_s: float | None = None, interrupted: Interrupts | None = None) -> None:
         """Have every process end, wait up to ``grace_s``, then kill the remaining ones, grandchildren included.
 
-        A further signal counted by ``interrupted`` ends the waiting at once. Afterwards no
-        process and no shared memory of the run remains. May be called twice.
+        A further signal counted by ``interrupted`` ends the waiting at once. Afterwards no process and no shared memory
+        of the run remains. May be called twice.
         """
         self.look_after(sys.maxsize)
         signals_before = interrupted.count if interrupted else 0
@@ -207,9 +200,7 @@ class Supervisor:
 
 def kill_sessions(leaders: set[int]) -> None:
     """SIGKILL to every process in the sessions of ``leaders``, also to those whose leader has ended."""
-    for pid in guardian.members_of(leaders):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    guardian.signal_all(guardian.members_of(leaders), signal.SIGKILL)
 
 
 class Interrupts:

@@ -14,19 +14,9 @@ from rich.console import Console
 
 from areal_lora.config.models import Config
 from areal_lora.errors import ExitCode
+from areal_lora.launcher import restarts
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
-from areal_lora.launcher.restarts import (
-    ProcessExit,
-    Pulse,
-    Restarts,
-    RestartVerdict,
-    last_lines,
-    to_blame,
-    unit_of,
-    waits,
-    with_error,
-    write_stall,
-)
+from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, RestartVerdict
 from areal_lora.obs.console import LiveConsole
 from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, now_utc, write_event
 from areal_lora.run_folder.rendezvous import forget_endpoint
@@ -88,9 +78,11 @@ class Watch:
             # The other ranks and the controller may end well shortly before rank 0 does.
             early = [e for e in ended if e.code == ExitCode.DONE and e.spec.role != SERVER]
             self._early += [(now, e) for e in early]
+            too_early = [e for at, e in self._early if now - at > EARLY_END_S]
+            self._early = [(at, e) for at, e in self._early if e not in too_early]
             ended = [e for e in ended if e not in early]
             self._pulse.look(last_beats(self._folder), now)
-            failure = self._settle(ended + self._early_too_long(now), now) or self._end_stalled(now)
+            failure = self._settle(ended + too_early, now) or self._end_stalled(now)
             if failure is not None:
                 return failure
             for specs in self._restarts.due(time.monotonic()):
@@ -109,29 +101,25 @@ class Watch:
         """Decide about each unit of which something ended. Returns the failure that ends the run."""
         units: dict[str, list[ProcessExit]] = defaultdict(list)
         for e in ended:
-            units[unit_of(e.spec)].append(e)
+            units[restarts.unit_of(e.spec)].append(e)
         for members in units.values():
             self._processes.clear(members)
             members += self._processes.end(self._restarts.members(members[0].spec), PEER_GRACE_S, "was ended")
-            blamed = to_blame([e for e in members if not e.why]) or members[0]
+            blamed = restarts.to_blame([e for e in members if not e.why]) or members[0]
             verdict = self._decide(blamed, now)
             if verdict.ends_run:
                 return verdict.ended
         return None
-
-    def _early_too_long(self, now: float) -> list[ProcessExit]:
-        """Return processes that exited with 0 over ``EARLY_END_S`` ago, when trainer rank 0 should have ended too."""
-        late = [e for at, e in self._early if now - at > EARLY_END_S]
-        self._early = [(at, e) for at, e in self._early if now - at <= EARLY_END_S]
-        return late
 
     def _end_stalled(self, now: float) -> ProcessExit | None:
         """Record and end processes without a heartbeat for too long. Returns the failure that ends the run."""
         silent = self._pulse.silent(now)
         for spec in [spec for spec in self._processes.running() if spec.name in silent]:
             how = f"sent no heartbeat for {silent[spec.name]:.0f} s"
-            path = write_stall(self._folder, self._processes.ask_stacks, f"{spec.name} {how}")
-            self._view.note(f"{spec.name} {how}; the stacks of all processes are in {path}; {waits(self._folder)}")
+            path = restarts.write_stall(self._folder, self._processes.ask_stacks, f"{spec.name} {how}")
+            self._view.note(
+                f"{spec.name} {how}; the stacks of all processes are in {path}; {restarts.waits(self._folder)}"
+            )
             write_event(self._folder, StallEvent(at=now_utc(), process=spec.name, stacks=str(path)))
             members = self._processes.end(self._restarts.members(spec), why=how)
             verdict = self._decide(next(e for e in members if e.spec == spec), now)
@@ -141,18 +129,20 @@ class Watch:
 
     def _decide(self, ended: ProcessExit, now: float) -> RestartVerdict:
         beating = f"{TRAINER}-0" if ended.spec.role == TRAINER else ended.spec.name
-        verdict = self._restarts.take(with_error(ended), now, self._pulse.worked_s(beating))
+        verdict = self._restarts.take(restarts.with_error(ended), now, self._pulse.worked_s(beating))
         self._pulse.forget(beating)
         for spec in self._restarts.members(ended.spec):
             # At once: the next look would take the last beat of this session for the first of the next.
             forget_beats(self._folder, spec.role, spec.index)
-        self._early = [(at, e) for at, e in self._early if unit_of(e.spec) != unit_of(ended.spec)]
+        self._early = [(at, e) for at, e in self._early if restarts.unit_of(e.spec) != restarts.unit_of(ended.spec)]
         if not verdict.ends_run:
             self._view.note(str(verdict))
             if verdict.abandoned:
                 self._folder.excluded(ended.spec.name).touch()
             event = AbandonEvent if verdict.abandoned else RestartEvent
-            write_event(self._folder, event(at=now_utc(), process=unit_of(ended.spec), how=verdict.ended.cause))
+            write_event(
+                self._folder, event(at=now_utc(), process=restarts.unit_of(ended.spec), how=verdict.ended.cause)
+            )
         return verdict
 
 
@@ -161,7 +151,7 @@ def end_event(failure: ProcessExit, code: int) -> EndEvent:
 
 
 def print_failure(failure: ProcessExit, console: Console) -> None:
-    lines = last_lines(failure.log, LOG_LINES)
+    lines = restarts.last_lines(failure.log, LOG_LINES)
     console.print(f"{failure.spec.name} {failure.cause}.", style="bold red", markup=False, soft_wrap=True)
     console.print(f"The last {len(lines)} lines of {failure.log}:", markup=False, soft_wrap=True)
     for line in lines:

@@ -25,13 +25,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from areal_lora.config.models import (
-    AdapterConfig,
-    AgentWorkflowConfig,
-    Config,
-    CustomWorkflowConfig,
-    MultiTurnWorkflowConfig,
-)
+from areal_lora.config import models
 from areal_lora.config.sections.task import FunctionReward, RewardSection
 from areal_lora.errors import ConfigError
 
@@ -208,7 +202,7 @@ class UserCode:
         for name, text in self.files.items():
             (folder / name).write_text(text, encoding="utf-8")
 
-    def put_into(self, config: Config, folder: Path) -> Config:
+    def put_into(self, config: models.Config, folder: Path) -> models.Config:
         """``config`` with the objects in its adapter; ``folder`` is that of ``files``."""
         paths = {
             what: f"{folder / path}" if path.partition(":")[0] in self.files else path
@@ -220,7 +214,7 @@ class UserCode:
         return config.model_copy(update={"adapters": [_with(adapter, paths)]})
 
 
-def user_code(config: Config, objects: Mapping[str, object]) -> UserCode:
+def user_code(config: models.Config, objects: Mapping[str, object]) -> UserCode:
     """How the given ``objects`` (None: not given) reach the processes of a run of ``config``. Raises ConfigError."""
     given = {what: value for what, value in objects.items() if value is not None}
     if given and len(config.adapters) > 1:
@@ -263,14 +257,16 @@ def _travel(what: str, value: Any) -> tuple[str, str | None]:
 _SEARCHED = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")}
 
 
-_WORKFLOWS: Mapping[str, tuple[type[MultiTurnWorkflowConfig | CustomWorkflowConfig | AgentWorkflowConfig], str]] = {
-    ENVIRONMENT: (MultiTurnWorkflowConfig, "environment"),
-    WORKFLOW: (CustomWorkflowConfig, "path"),
-    AGENT: (AgentWorkflowConfig, "path"),
+_WORKFLOWS: Mapping[
+    str, tuple[type[models.MultiTurnWorkflowConfig | models.CustomWorkflowConfig | models.AgentWorkflowConfig], str]
+] = {
+    ENVIRONMENT: (models.MultiTurnWorkflowConfig, "environment"),
+    WORKFLOW: (models.CustomWorkflowConfig, "path"),
+    AGENT: (models.AgentWorkflowConfig, "path"),
 }
 
 
-def _with(adapter: AdapterConfig, paths: Mapping[str, str]) -> AdapterConfig:
+def _with(adapter: models.AdapterConfig, paths: Mapping[str, str]) -> models.AdapterConfig:
     """A reward replaces all. Limits of the first one remain; its other keys too, if it names a function itself."""
     update: dict[str, object] = {}
     for what, path in paths.items():

@@ -1,9 +1,8 @@
 """The desired state: which adapters a run is to have beside those of its configuration, in ``RUN/desired.json``.
 
-One process writes the file, a service or a script. Trainer rank 0 reads it between steps and while it waits, compares
-it with what the run has, and takes one step after another towards it. The file says what is to be, not what is to be
-done: whoever is killed at any moment reads the same file again. What the run has is in the ``state`` records of
-``metrics.jsonl``, under the `DesiredAdapter.key` of each adapter.
+One process writes the file, a service or a script. Trainer rank 0 reads it between steps and while it waits, and takes
+one step after another towards it: whoever is killed at any moment reads the same file again. What the run has is in the
+``state`` records of ``metrics.jsonl``, under the `DesiredAdapter.key` of each adapter.
 """
 
 from __future__ import annotations

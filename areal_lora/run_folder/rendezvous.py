@@ -1,7 +1,6 @@
 """Endpoints and the run secret: small files through which the processes of a run find and trust each other.
 
-Every process binds port 0 and publishes what was bound as
-``rendezvous/<role>-<index>.json``; others wait for that file. The run
+Every process binds port 0 and publishes it as ``rendezvous/<role>-<index>.json``; others wait for that file. The run
 secret is 32 random bytes in hex, in ``secret`` with mode 0600 (contract C12).
 """
 
@@ -99,11 +98,10 @@ def forget_endpoint(run_folder: RunFolder, role: str, index: int) -> None:
 def wait_endpoint(
     run_folder: RunFolder, role: str, index: int, timeout_s: float, still_alive: Callable[[], bool] | None = None
 ) -> Endpoint:
-    """Wait until ``<role>-<index>`` has published.
+    """Wait until ``<role>-<index>`` has published; a line on stderr says so every 10 s.
 
-    Prints a waiting line to stderr every 10 s. Raises ProcessFailed, naming what was
-    waited for, at ``timeout_s`` or as soon as ``still_alive`` returns False. A file that cannot
-    be read is waited for like one that is not there.
+    Raises ProcessFailed at ``timeout_s`` or as soon as ``still_alive`` returns False. A file that cannot be read is
+    waited for like one that is not there.
     """
     process = f"{role}-{index}"
     start = time.monotonic()

@@ -2,9 +2,8 @@
 
 - ``status/<role>-<index>.txt``: what a process does or waits for, one line. Console and stall reports show it.
 - ``heartbeats/<role>-<index>``: touched while the process makes progress. Trainer rank 0 beats in its loop and in its
-  waits: ``beat``. Controller and servers have a ``Heart``, a thread that beats during long model steps and long user
-  code. It stops when a part of its process makes no progress within the part's limit. The launcher compares each
-  heartbeat with the previous one, so no two clocks are compared.
+  waits: ``beat``. Controller and servers have a ``Heart``, a thread that stops when a part of the process makes no
+  progress within its limit. The launcher compares each heartbeat with the previous one, so no two clocks are compared.
 """
 
 from __future__ import annotations
@@ -187,10 +186,8 @@ def last_beats(run_folder: RunFolder) -> dict[str, int]:
     beats = {}
     try:
         for path in list(run_folder.heartbeats.glob("*-*")):
-            try:
+            with contextlib.suppress(OSError):
                 beats[path.name] = path.stat().st_mtime_ns
-            except OSError:
-                continue
     except OSError as error:
         log.warning("heartbeats cannot be read: %s", error)
     return beats

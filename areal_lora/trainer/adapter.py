@@ -1,7 +1,6 @@
 """One adapter in training: what it is (`Adapter`), and how far its training has come (`TrainingState`).
 
-The trainer holds one `TrainingState` per adapter; a run with one adapter holds one (contract C1). All bookkeeping is
-keyed by adapter and belongs to the object that needs it::
+There is one `TrainingState` per adapter (contract C1). Other bookkeeping belongs to the object that needs it::
 
     Checkpointing       the newest version with a checkpoint
     AdapterPublishing   the publish in progress, the layout, the scores of the probe
@@ -59,9 +58,8 @@ class TrainingState:
     """State that training changes besides tensors. Only the loop changes it.
 
     ``version`` counts the training steps taken, one batch and one published version each; of an adapter that a client
-    drives it is the number of the operation that made the weights. ``skipped_steps`` counts
-    the latest steps in a row whose gradients were not finite. ``kl_scale`` times the configured KL coefficient is
-    the one in use. ``failure`` is the error of an adapter in phase FAILED.
+    drives it is the number of the operation that made the weights. ``skipped_steps`` in a row had gradients that were
+    not finite. ``kl_scale`` times the configured KL coefficient is in use. ``failure``: the error in phase FAILED.
     """
 
     adapter: Adapter

@@ -1,7 +1,7 @@
 """Audit a batch: a server scores a few sequences again under the version that sampled them (contract C10).
 
-At any staleness the server's scores and the recorded log-probabilities come from the same weights. They must agree in
-every step, also in one without fresh tokens. The audit compares the batch as the trainer holds it::
+Both come from the same weights at any staleness, and must agree in every step, also in one without fresh tokens. The
+audit compares the batch as the trainer holds it::
 
     step k    start: choose excerpts ----> thread: query a server that holds their version
               annotate, learn              compare
@@ -58,10 +58,9 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """Result of one audit of a batch of ``adapter``.
+    """Result of one audit of a batch of ``adapter``: of ``tokens``, with the mean |recorded - scored| ``gap``.
 
-    ``tokens`` were compared, ``gap`` is the mean |recorded - scored| over them. ``error`` states how the batch
-    contradicts its recorded versions, ``missing`` why excerpts could not be compared; both are empty otherwise.
+    ``error`` states how the batch contradicts its recorded versions, ``missing`` why excerpts could not be compared.
     ``silent_steps`` counts steps in a row without a comparison. ``took_s`` is the time in the audit thread.
     """
 
@@ -87,15 +86,8 @@ def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS
         tokens, recorded = batch.token_ids[start:end].tolist(), batch.rollout_logprobs[start:end].tolist()
         for version in sorted({v for v, on in zip(versions, mask, strict=True) if on}):
             at = [t for t, (v, on) in enumerate(zip(versions, mask, strict=True)) if on and v == version]
-            found.append(
-                Excerpt(
-                    sequence=sequence,
-                    ref=AdapterRef(name=name, version=version),
-                    token_ids=tokens[: at[-1] + 1],
-                    at=at,
-                    recorded=recorded[: at[-1] + 1],
-                )
-            )
+            ref, end = AdapterRef(name=name, version=version), at[-1] + 1
+            found.append(Excerpt(sequence=sequence, ref=ref, token_ids=tokens[:end], at=at, recorded=recorded[:end]))
         left -= any(mask)
         if not left:
             break

@@ -51,12 +51,11 @@ from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
 from areal_lora.trainer.versions.publishing import AdapterPublishing
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.trainer.leader import Active, Leader
+from areal_lora.weight_sync.trainer.decisions import PublishReport
+from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
 
-_encode = msgspec.msgpack.Encoder().encode
-_probe_decoder = msgspec.msgpack.Decoder(dict[str, TokenRows])
 STARTUP_TIMEOUT_S = 900.0
 CONTROLLER_START_S = 120.0  # start of a restarted controller until it answers
 CONTROL_TIMEOUT_S = 7200.0  # longest wait of the other ranks for rank 0 without a signal from it (`work.Waiting`)
@@ -71,8 +70,9 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     mine = None
     if rank == 0:  # which tokenizes for all ranks
         tokenizer = load_tokenizer(config.model.folder)
-        mine = _encode({adapter.name: probe_rows(config, adapter, tokenizer) for adapter in config.adapters})
-    probes = _probe_decoder.decode(control.broadcast_bytes(mine))
+        rows = {adapter.name: probe_rows(config, adapter, tokenizer) for adapter in config.adapters}
+        mine = msgspec.msgpack.encode(rows)
+    probes = msgspec.msgpack.decode(control.broadcast_bytes(mine), type=dict[str, TokenRows])
     adapters = [build_adapter(config, adapter, probes[adapter.name]) for adapter in config.adapters]
     for adapter in adapters:
         engine.add_adapter(adapter.spec, adapter.config.optimizer, adapter.run.seed)
@@ -207,20 +207,17 @@ def _commit(client: ControllerClient, clients: Clients | None, ref: AdapterRef) 
 
 
 def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, rank_0: Rank0) -> Leader:
-    """Build rank 0's publish role, which announces to the controller the servers of each active version.
-
-    The controller has nothing of an adapter that a client drives: the client receives it.
-    """
+    """Build rank 0's publish role, which announces the servers of each active version to what drives the adapter."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
     wait_servers(run_folder, config.rollout.servers, STARTUP_TIMEOUT_S)
 
-    def announce(active: Active) -> None:
+    def announce(active: PublishReport) -> None:
         rank_0.auditor.servers = active.servers
         if rank_0.clients and active.ref.name in rank_0.clients.known:
             rank_0.clients.active(active.ref)
         else:
-            client.announce(active.ref, {s.name: s.data_url for s in active.servers}, active.lost, active.left)
+            client.announce(active.ref, {s.name: s.data_url for s in active.servers}, [*active.lost], active.left)
         reached("trainer.published")
 
     def waits(ref: AdapterRef, held: str) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from areal_lora.algorithms.losses import Reduction, denominator, spread, token_weights, value_loss
 from areal_lora.checkpoint.state import AdapterState, Companion, Manifest, files_of, read_files
-from areal_lora.config.models import AdapterConfig, OptimizerConfig
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import ConfigError
@@ -43,7 +42,6 @@ class Critic:
     """The adapter that gives values. Its learning rate is ``rate`` times that of the policy."""
 
     spec: AdapterSpec
-    optimizer: OptimizerConfig
     rate: float
 
     @property
@@ -58,14 +56,13 @@ def critic_of(adapter: Adapter) -> Critic | None:
     """
     if not adapter.algorithm.critic:
         return None
-    config: AdapterConfig = adapter.config
-    lr = config.algorithm.critic_lr
+    config, lr = adapter.config, adapter.config.algorithm.critic_lr
     spec = replace(adapter.spec, name=f"{adapter.name}/{CRITIC}", value_head=True)
     if rank := config.algorithm.critic_rank:
         larger = rank / spec.rank
         alpha = spec.alpha * (math.sqrt(larger) if spec.rslora else larger)
         spec = replace(spec, rank=rank, alpha=alpha, rank_pattern=(), alpha_pattern=())
-    return Critic(spec=spec, optimizer=config.optimizer, rate=lr / config.optimizer.lr if lr else RATE)
+    return Critic(spec=spec, rate=lr / config.optimizer.lr if lr else RATE)
 
 
 def reference_of(adapter: Adapter) -> str | None:
@@ -76,7 +73,7 @@ def reference_of(adapter: Adapter) -> str | None:
 def start(engine: AdapterEngine, adapter: Adapter, seed: int) -> None:
     """Make the companions of ``adapter`` resident: a new critic, its present weights as the reference."""
     if critic := critic_of(adapter):
-        engine.add_adapter(critic.spec, critic.optimizer, seed)
+        engine.add_adapter(critic.spec, adapter.config.optimizer, seed)
     if reference := reference_of(adapter):
         engine.freeze_copy(adapter.name, reference)
 

@@ -40,10 +40,7 @@ def evaluation_due(version: int, newest: int, *, every_steps: int, last: int) ->
 
 @dataclass(slots=True, kw_only=True)
 class EvalTracker:
-    """The evaluations of one adapter: results by version, versions without an answer, newest requested.
-
-    The results are those of the first set, by which the best version is chosen.
-    """
+    """The evaluations of one adapter: results of the first set by version, versions without an answer, newest."""
 
     results: dict[int, Evaluation] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)
@@ -53,10 +50,6 @@ class EvalTracker:
     def restored(cls, state: ControllerState) -> EvalTracker:
         newest = max(state.evaluations.keys() | state.pending, default=-1)
         return cls(results=dict(state.evaluations), pending=set(state.pending), newest=newest)
-
-    def requested(self, version: int) -> None:
-        self.pending.add(version)
-        self.newest = max(self.newest, version)
 
 
 class ControllerLink:
@@ -154,14 +147,13 @@ class ControllerLink:
             if not tracker.pending or ref.version >= last:
                 self.request_eval(ref)
             elif ref.version % every == 0:
-                log.info(
-                    "the evaluation of %s is postponed until that of v%d is done, and will use the newest version then",
-                    ref,
-                    min(tracker.pending),
-                )
+                until = f"until that of v{min(tracker.pending)} is done, and will use the newest version then"
+                log.info("the evaluation of %s is postponed %s", ref, until)
 
     def request_eval(self, ref: AdapterRef) -> None:
-        self._evals[ref.name].requested(ref.version)
+        tracker = self._evals[ref.name]
+        tracker.pending.add(ref.version)
+        tracker.newest = max(tracker.newest, ref.version)
         self._client.request_eval(ref, EVAL_TAG)
 
     def record_evals(self, results: Iterable[EvalResult]) -> None:

@@ -76,8 +76,8 @@ def annotate(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch) -> Trai
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of training step ``step`` (from 0) of ``total_steps``: linear warm-up, then schedule.
 
-    A pure function of the trained version. It needs no state in a checkpoint, minibatches do not change it, skipped
-    steps do not delay it, and a run with a higher ``run.steps`` follows the longer schedule.
+    A pure function: it needs no state in a checkpoint, skipped steps do not delay it, and a run with a higher
+    ``run.steps`` follows the longer schedule.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -195,13 +195,8 @@ def check_finite(state: TrainingState, report: LearnReport) -> None:
         return
     broken = [name for name, value in report.sums.items() if not math.isfinite(value)]
     what = f"sums that are not finite: {', '.join(sorted(broken)) or 'none, only the gradient'}"
-    log.warning(
-        "step %d of %s: %.0f %% of its optimizer steps skipped; %s",
-        state.version - 1,
-        state.name,
-        100 * report.skipped,
-        what,
-    )
+    where = f"step {state.version - 1} of {state.name}"
+    log.warning("%s: %.0f %% of its optimizer steps skipped; %s", where, 100 * report.skipped, what)
     if state.skipped_steps >= MAX_SKIPPED:
         raise NonFiniteError(
             f"{state.name}: the gradients of {state.skipped_steps} training steps in a row were not finite ({what}); "

@@ -22,9 +22,10 @@ from functools import partial
 
 from areal_lora.errors import AdapterRolloutError
 from areal_lora.processes.watched import reached
+from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.trainer import work as w
 from areal_lora.trainer.adapter import TrainingState
-from areal_lora.trainer.collective.fault_isolation import contained, enter, first_failure, leave
+from areal_lora.trainer.collective.fault_isolation import contained, enter, leave
 from areal_lora.trainer.collective.joining import delete, join, next_change, pause
 from areal_lora.trainer.collective.next_work import (
     batch_of,
@@ -56,10 +57,10 @@ def train(trainer: Trainer) -> None:
             case w.Join():
                 if (joined := join(trainer, work)) is not None:
                     start(trainer, joined)
-            case w.Leave(adapter=name):
+            case w.SetPhase(adapter=name, phase=DesiredPhase.DELETED):
                 delete(trainer, trainer.states[name])
-            case w.Pause(adapter=name) | w.Resume(adapter=name):
-                pause(trainer, trainer.states[name], isinstance(work, w.Pause))
+            case w.SetPhase(adapter=name, phase=phase):
+                pause(trainer, trainer.states[name], phase is DesiredPhase.PAUSED)
             case w.Operate(adapter=name):
                 operate(trainer, trainer.states[name], work)
             case w.Conclude(adapter=name, publish=publish):
@@ -147,15 +148,15 @@ def end(trainer: Trainer) -> None:
         done = [state.name for state in trainer.states.values() if state.phase is AdapterPhase.DONE]
         trainer.rank_0.recorder.finish({name: trainer.run_folder.adapter_export(name) for name in done})
     trainer.control.all_gather_bytes(b"done")
-    if (failure := first_failure(trainer)) is not None:
+    for failure in (state.failure for state in trainer.states.values() if state.failure):
         raise failure
 
 
 def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
     """Start the checkpoint and the publish of the adapter's version, and request an evaluation where one is due.
 
-    This function does not wait: the next step joins checkpoint and publish, and the evaluation runs on the servers
-    together with the rollouts once the version is active. The time of this function counts for the next step.
+    The next step joins checkpoint and publish; the evaluation runs beside the rollouts once the version is active. The
+    time of this function counts for the next step.
     """
     spans = trainer.spans[state.name]
     spans.restart()

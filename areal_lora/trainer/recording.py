@@ -21,7 +21,7 @@ from areal_lora.run_folder.status import beat, set_status
 from areal_lora.trainer import step_metrics
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
-from areal_lora.trainer.step_metrics import Metrics, Window
+from areal_lora.trainer.step_metrics import Metrics, Window, measured
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from areal_lora.weight_sync.trainer.decisions import PublishReport
 
@@ -82,10 +82,7 @@ class Recorder:
         self._meter = RateMeter([name for name in adapters if name not in resumed], time.monotonic())
 
     def joined(self, ref: AdapterRef, *, steps: int | None, resumed: bool) -> None:
-        """An adapter has joined at ``ref``; if it is ``resumed``, records of later versions are superseded.
-
-        ``steps`` are its training steps, None if a client decides.
-        """
+        """An adapter of ``steps`` (None: its client decides) has joined at ``ref``; see `Recorder` for ``resumed``."""
         if resumed:
             now_s = time.monotonic() - self._started_s
             self._writer.write(records.ResumeRecord(adapter=ref.name, version=ref.version, time_s=now_s))
@@ -124,7 +121,7 @@ class Recorder:
                     probe_mean_abs=report.probe_mean_abs,
                     probe_max_abs=report.probe_max_abs,
                     differs_from_base=bool(report.differs),
-                    servers=len(report.acks),
+                    servers=len(report.servers),
                     lost=report.lost,
                     merge_survives=cast.survives if cast else None,
                     merge_error=cast.error if cast else None,
@@ -136,7 +133,7 @@ class Recorder:
                 records.MembersRecord(
                     adapter=report.ref.name,
                     version=report.ref.version,
-                    servers=len(report.acks),
+                    servers=len(report.servers),
                     joined=report.joined,
                     left=report.left,
                     lost=report.lost,
@@ -178,10 +175,7 @@ class Recorder:
         spans: Spans,
         audit: Audit | None = None,
     ) -> None:
-        """Record the training step that made ``ref``.
-
-        ``audit`` is what became known during the step about its batch or the previous one.
-        """
+        """Record the training step that made ``ref``; ``audit`` is of its batch or the previous one."""
         self.beat()
         now = time.monotonic()
         stats, of_rollouts = self._batches.get(ref.name, (None, {}))
@@ -201,7 +195,7 @@ class Recorder:
                 dropped=stats.dropped if stats else {},
                 retried=stats.retried if stats else {},
                 faults=stats.faults if stats else {},
-                metrics=metrics | step_metrics.of_audit(audit or Audit()),
+                metrics=measured(metrics | step_metrics.of_audit(audit or Audit())),
             )
         )
 
@@ -220,7 +214,7 @@ class Recorder:
                 by_client=True,
                 taken=not outcome.skipped,
                 n_targets=window.targets,
-                metrics=step_metrics.of_client(window, step, outcome),
+                metrics=measured(step_metrics.of_client(window, step, outcome)),
             )
         )
 

@@ -1,12 +1,12 @@
 """The metrics of a training step by tag: each is named here, once. `StepRecord.metrics` has them, readers use the tags.
 
 A tag is what TensorBoard and trackers show: ``train/``, ``time/`` (seconds), ``reward/`` and ``reward_cost/`` by name,
-``extra/``. Fractions are in [0, 1], log-probabilities in nats. What is not measured (None) has no entry.
+``extra/``. Fractions are in [0, 1], log-probabilities in nats. None: not measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,8 @@ from areal_lora.types import TrainBatch, TrajectoryGroup
 Metrics = dict[str, float | None]
 
 
-def measured(metrics: Mapping[str, float | None]) -> Metrics:
+def measured(metrics: Metrics) -> Metrics:
+    """Without what was not measured."""
     return {tag: value for tag, value in metrics.items() if value is not None}
 
 
@@ -44,20 +45,18 @@ def of_queue(stats: Stats) -> Metrics:
     ``batch_spare_s`` is how long the batch was whole before the trainer requested it (negative: the trainer waited);
     with ``pacing_margin_s`` or less its groups count as late.
     """
-    return measured(
-        {
-            "train/groups_ready": stats.ready,
-            "train/groups_running": stats.running,
-            "train/groups_leased": stats.leased,
-            "train/groups_issued": stats.issued,
-            "train/groups_consumed": stats.consumed,
-            "train/groups_ahead": stats.ahead,
-            "train/reissued": stats.reissued,
-            "train/late": stats.late,
-            "time/pacing_margin_s": stats.margin_s,
-            "time/batch_spare_s": stats.spare_s,
-        }
-    )
+    return {
+        "train/groups_ready": stats.ready,
+        "train/groups_running": stats.running,
+        "train/groups_leased": stats.leased,
+        "train/groups_issued": stats.issued,
+        "train/groups_consumed": stats.consumed,
+        "train/groups_ahead": stats.ahead,
+        "train/reissued": stats.reissued,
+        "train/late": stats.late,
+        "time/pacing_margin_s": stats.margin_s,
+        "time/batch_spare_s": stats.spare_s,
+    }
 
 
 def of_groups(groups: Sequence[TrajectoryGroup]) -> Metrics:
@@ -66,13 +65,11 @@ def of_groups(groups: Sequence[TrajectoryGroup]) -> Metrics:
     """
     sampled = [group.trajectories for group in groups if not any(t.given for t in group.trajectories)]
     judged = [{t.correct for t in group} for group in sampled if all(t.correct is not None for t in group)]
-    return measured(
-        {
-            "train/groups_equal": _share([len({t.reward for t in group}) == 1 for group in sampled]),
-            "train/groups_all_right": _share([correct == {True} for correct in judged]),
-            "train/groups_all_wrong": _share([correct == {False} for correct in judged]),
-        }
-    )
+    return {
+        "train/groups_equal": _share([len({t.reward for t in group}) == 1 for group in sampled]),
+        "train/groups_all_right": _share([correct == {True} for correct in judged]),
+        "train/groups_all_wrong": _share([correct == {False} for correct in judged]),
+    }
 
 
 def of_batch(batch: TrainBatch) -> Metrics:
@@ -84,19 +81,17 @@ def of_batch(batch: TrainBatch) -> Metrics:
     given = batch.given.repeat_interleave(batch.cu_seqlens.diff())  # [T]
     sampled = batch.rollout_logprobs[batch.loss_mask & ~given]
     baselines = None if batch.baselines is None else sample_rewards(batch.baselines, batch.sample_ids)
-    return measured(
-        {
-            "train/reward_mean": float(rewards.mean()),
-            "train/reward_std": float(rewards.std(correction=0)),
-            "train/n_tokens": batch.n_tokens,
-            "train/n_sequences": batch.n_sequences,
-            "train/mean_answer_tokens": float(batch.loss_mask.sum()) / batch.n_sequences,
-            "train/sampled_nll": -float(sampled.mean()) if sampled.numel() else None,
-            "train/explained_variance": explained_variance(batch),
-            "extra/given_fraction": float(batch.given.float().mean()),
-            "extra/baseline_mean": None if baselines is None else float(baselines.nanmean()),
-        }
-    )
+    return {
+        "train/reward_mean": float(rewards.mean()),
+        "train/reward_std": float(rewards.std(correction=0)),
+        "train/n_tokens": batch.n_tokens,
+        "train/n_sequences": batch.n_sequences,
+        "train/mean_answer_tokens": float(batch.loss_mask.sum()) / batch.n_sequences,
+        "train/sampled_nll": -float(sampled.mean()) if sampled.numel() else None,
+        "train/explained_variance": explained_variance(batch),
+        "extra/given_fraction": float(batch.given.float().mean()),
+        "extra/baseline_mean": None if baselines is None else float(baselines.nanmean()),
+    }
 
 
 def of_learning(report: LearnReport) -> Metrics:
@@ -105,41 +100,37 @@ def of_learning(report: LearnReport) -> Metrics:
     ``value_loss`` is half the squared error of a critic's values per trained token.
     """
     votes, share = shifted_share(report.sums)
-    return measured(
-        {
-            "train/loss": report.per_token("loss"),
-            "train/grad_norm": report.grad_norm,
-            "train/lr": report.lr,
-            "train/clip_fraction": report.per_sampled_token("clipped"),
-            "train/behaviour_mean_abs": report.per_sampled_token("behaviour_abs"),
-            "train/mismatch_fresh": _mismatch(report, "fresh"),
-            "train/mismatch_stale": _mismatch(report, "stale"),
-            "train/kl": report.per_sampled_token("kl"),
-            "train/entropy": report.per_token("entropy"),
-            "train/value_loss": report.mean("value_loss", "value_tokens"),
-            "extra/skipped": report.skipped,
-            "extra/capped_fraction": report.per_sampled_token("capped"),
-            "extra/shift_votes": votes,
-            "extra/shifted_share": share,
-            "extra/value_clipped": report.mean("value_clipped", "value_tokens"),
-            "extra/value_grad_norm": report.mean("value_grad_norms", "value_steps"),
-            "extra/value_skipped": report.mean("value_skipped", "value_steps"),
-        }
-    )
+    return {
+        "train/loss": report.per_token("loss"),
+        "train/grad_norm": report.grad_norm,
+        "train/lr": report.lr,
+        "train/clip_fraction": report.per_sampled_token("clipped"),
+        "train/behaviour_mean_abs": report.per_sampled_token("behaviour_abs"),
+        "train/mismatch_fresh": _mismatch(report, "fresh"),
+        "train/mismatch_stale": _mismatch(report, "stale"),
+        "train/kl": report.per_sampled_token("kl"),
+        "train/entropy": report.per_token("entropy"),
+        "train/value_loss": report.mean("value_loss", "value_tokens"),
+        "extra/skipped": report.skipped,
+        "extra/capped_fraction": report.per_sampled_token("capped"),
+        "extra/shift_votes": votes,
+        "extra/shifted_share": share,
+        "extra/value_clipped": report.mean("value_clipped", "value_tokens"),
+        "extra/value_grad_norm": report.mean("value_grad_norms", "value_steps"),
+        "extra/value_skipped": report.mean("value_skipped", "value_steps"),
+    }
 
 
 def of_audit(audit: Audit) -> Metrics:
     """``audited_tokens`` of this or the previous batch were scored again by a server under their own versions, with
     ``audit_gap`` as the mean difference; ``unaudited_steps`` counts consecutive batches without an audit.
     """
-    return measured(
-        {
-            "train/audited_tokens": audit.tokens,
-            "train/audit_gap": audit.gap,
-            "train/unaudited_steps": audit.silent_steps,
-            "extra/audit_s": audit.took_s,
-        }
-    )
+    return {
+        "train/audited_tokens": audit.tokens,
+        "train/audit_gap": audit.gap,
+        "train/unaudited_steps": audit.silent_steps,
+        "extra/audit_s": audit.took_s,
+    }
 
 
 @dataclass(slots=True)
@@ -169,15 +160,13 @@ def of_client(window: Window, step: OptimStep, outcome: StepResult) -> Metrics:
 
     The loss is the mean over the targets.
     """
-    return measured(
-        {
-            "train/loss": window.loss / window.targets if window.targets else None,
-            "train/grad_norm": None if outcome.skipped else outcome.grad_norm,
-            "train/lr": step.lr,
-            "train/n_tokens": window.tokens,
-            "train/n_sequences": window.sequences,
-        }
-    )
+    return {
+        "train/loss": window.loss / window.targets if window.targets else None,
+        "train/grad_norm": None if outcome.skipped else outcome.grad_norm,
+        "train/lr": step.lr,
+        "train/n_tokens": window.tokens,
+        "train/n_sequences": window.sequences,
+    }
 
 
 def _share(found: Sequence[bool]) -> float | None:

@@ -24,10 +24,9 @@ from areal_lora.types import AdapterPhase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank0:
-    """State of rank 0 only: the controller link, the recorder, the auditor, and whose turn it is to train.
+    """State of rank 0 only. ``turns``: whose turn it is to train.
 
-    ``desired`` and ``clients`` are there where adapters join and leave; ``absent`` are known states of adapters that
-    are not there, by key.
+    ``desired`` and ``clients`` are there where adapters join and leave; ``absent`` are known states of other keys.
     """
 
     controller: ControllerLink

@@ -10,35 +10,36 @@ import msgspec
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import ExitCode
 from areal_lora.operations.protocol import Operation, OperationFailure
+from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.trainer.adapter import TokenRows
 from areal_lora.types import TrajectoryGroup
 
 
-class TrainOn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A batch of ``adapter`` is there."""
+class OfAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What concerns one ``adapter``."""
 
     adapter: str
+
+
+class TrainOn(OfAdapter, frozen=True, kw_only=True, tag=True):
+    """A batch of ``adapter`` is there."""
+
     groups: list[TrajectoryGroup]
 
 
-class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Finish(OfAdapter, frozen=True, kw_only=True, tag=True):
     """``adapter`` has made its last step, and all its evaluations have an answer."""
 
-    adapter: str
 
-
-class RolloutFault(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RolloutFault(OfAdapter, frozen=True, kw_only=True, tag=True):
     """The rollouts of ``adapter`` have failed with an error of ``exit_code``."""
 
-    adapter: str
     reason: str
     exit_code: int = ExitCode.TEMPORARY
 
 
-class PublishFault(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PublishFault(OfAdapter, frozen=True, kw_only=True, tag=True):
     """The newest version of ``adapter`` could not be published. Without it there may be no further batch."""
-
-    adapter: str
 
 
 class EndRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -49,47 +50,32 @@ class CatchUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Servers joined that hold no version yet, or do not answer."""
 
 
-class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Join(OfAdapter, frozen=True, kw_only=True, tag=True):
     """``adapter`` joins. Rank 0 adds its settings as JSON, the sequences of its probe, the folder of its checkpoint (or
     nothing) before the other ranks see it.
     """
 
-    adapter: str
     config: bytes = b""
     probe: TokenRows = []
     checkpoint: str = ""
 
 
-class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``adapter`` is to be deleted."""
+class SetPhase(OfAdapter, frozen=True, kw_only=True, tag=True):
+    """``adapter`` takes steps again, takes no further ones until it resumes, or is to be deleted."""
 
-    adapter: str
-
-
-class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``adapter`` takes no further steps until it resumes."""
-
-    adapter: str
+    phase: DesiredPhase
 
 
-class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``adapter`` takes steps again."""
-
-    adapter: str
-
-
-class Operate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Operate(OfAdapter, frozen=True, kw_only=True, tag=True):
     """``operation`` of the client of ``adapter``; ``refused`` is its outcome if it cannot be carried out."""
 
-    adapter: str
     operation: Operation
     refused: OperationFailure | None = None
 
 
-class Conclude(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Conclude(OfAdapter, frozen=True, kw_only=True, tag=True):
     """A ``publish`` of the client's ``adapter``, or else its checkpoint or saved state, has ended."""
 
-    adapter: str
     publish: bool
 
 
@@ -97,7 +83,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Rank 0 has no work yet, see `Waiting`."""
 
 
-AdapterChange: TypeAlias = Join | Leave | Pause | Resume
+AdapterChange: TypeAlias = Join | SetPhase
 """A step from the adapters that a run has towards those that it is to have (`joining`)."""
 Work: TypeAlias = TrainOn | Finish | RolloutFault | PublishFault | CatchUp | Operate | Conclude | AdapterChange | EndRun
 

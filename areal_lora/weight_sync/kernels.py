@@ -2,9 +2,8 @@
 
 A plan is one array of blocks, made once per layout and checked against the memories that it touches: trainer
 parameters, wire buffers, serving slots. `TensorBlocks.copy` runs it; the reversed plan is the inverse. The loops run
-without the GIL and without OpenMP, in the thread that calls them, so a server can receive beside the model that
-generates in the same process, and a publish of 37,000 tensors costs no Python work per tensor. Only this file works
-with memory addresses.
+without the GIL and without OpenMP, in the thread that calls them: a server receives beside the model that generates in
+the same process, and no tensor costs Python work. Only this file works with memory addresses.
 """
 
 from __future__ import annotations
@@ -21,12 +20,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 F32, BF16 = 0, 1  # element kinds
-
-BLOCK = np.dtype(
-    [(name, np.int64) for name in ("src", "src_pitch", "dst", "dst_pitch", "rows", "cols", "dst_step")]
-    + [("scale", np.float32)],
-    align=True,
-)
 
 
 @intrinsic
@@ -232,6 +225,9 @@ class Block(NamedTuple):
     cols: int
     dst_step: int = 0
     scale: float = 1.0
+
+
+BLOCK = np.dtype([(name, np.float32 if name == "scale" else np.int64) for name in Block._fields], align=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

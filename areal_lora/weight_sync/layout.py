@@ -1,13 +1,11 @@
 """Layout of a version on the wire: computed once, equal on all ranks, named by its digest.
 
-A version travels as its adapter or as the weights that the adapter changes (`Payload`). A weight has the name
-of the base's tensor, ``model.layers.3.mlp.experts.7.gate_proj.weight``, and its shape ``[out, in]``. A matrix of an
-adapter has a wire name that is the Hugging Face module path without prefix, for example
-``model.layers.3.mlp.experts.7.gate_proj.lora_A.weight`` with shape ``[rank, in]``, and
-``...lora_B.weight`` with shape ``[out, rank]``. ``alpha / rank`` is not folded in. A tensor that
-serves several names is sent once (contract C5); ``aliases`` maps the others to it.
-
-A publish only names its layout, so its cost does not grow with names.
+A version travels as its adapter or as the weights that the adapter changes (`Payload`). A weight has the name of the
+base's tensor, ``model.layers.3.mlp.experts.7.gate_proj.weight``, and its shape ``[out, in]``. A matrix of an adapter is
+named by the module path without prefix: ``model.layers.3.mlp.experts.7.gate_proj.lora_A.weight`` with shape
+``[rank, in]``, and ``...lora_B.weight`` with shape ``[out, rank]``. ``alpha / rank`` is not folded in. A tensor that
+serves several names is sent once (contract C5); ``aliases`` maps the others to it. A publish only names its layout, so
+its cost does not grow with names.
 """
 
 from __future__ import annotations
@@ -127,9 +125,8 @@ def make_layout(
         places, offset = [], 0
         for name, shape in tensors:
             if name in seen or name in aliases:
-                raise ManifestError(
-                    RefusalReason.DUPLICATE, f"{name} is declared twice (again by source rank {source})"
-                )
+                text = f"{name} is declared twice (again by source rank {source})"
+                raise ManifestError(RefusalReason.DUPLICATE, text)
             seen.add(name)
             places.append(WireTensor(name, tuple(shape), offset))
             offset += math.prod(shape) * ITEM_BYTES[dtype]

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,44 +27,38 @@ LORA_A, LORA_B = ".lora_A.", ".lora_B."
 _MAGIC = b"ALM6"  # wire format version of an encoded announcement
 
 
-class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of ``POST /admin/publish``. The layout is included if the server may not know it.
+L = TypeVar("L")
+"""A layout, or None if the server knows it; or either encoded, once for several servers: it takes a few megabytes."""
+
+
+class Announcement(msgspec.Struct, Generic[L], frozen=True, kw_only=True):
+    """Body of ``POST /admin/publish``.
 
     ``timeout_s`` is the time from sending the request to the end of the transfer: a duration, because clocks of two
     machines differ. The server must drop a transfer that has not ended by then.
     """
 
     manifest: ShardManifest
-    layout: AdapterLayout | None
+    layout: L
     timeout_s: float
 
 
-class EncodedAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
-    """An ``Announcement`` whose layout, a few megabytes, is already encoded for several servers."""
-
-    manifest: ShardManifest
-    layout: msgspec.Raw
-    timeout_s: float = 0.0
-
-
-def encode(announcement: Announcement | EncodedAnnouncement) -> bytes:
+def encode(announcement: Announcement[Any]) -> bytes:
     return _MAGIC + msgspec.msgpack.encode(announcement)
 
 
-def decode(data: bytes) -> Announcement:
+def decode(data: bytes) -> Announcement[AdapterLayout | None]:
     """Decode and check the types of an announcement. Raises ManifestError (``malformed``)."""
     if data[: len(_MAGIC)] != _MAGIC:
-        raise ManifestError(
-            RefusalReason.MALFORMED, "not a manifest of this wire format; run one version of areal_lora"
-        )
+        text = "not a manifest of this wire format; run one version of areal_lora"
+        raise ManifestError(RefusalReason.MALFORMED, text)
     try:
-        announcement = msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) :], type=Announcement)
+        announcement = msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) :], type=Announcement[AdapterLayout | None])
     except msgspec.MsgspecError as e:
         raise ManifestError(RefusalReason.MALFORMED, str(e)) from e
     if not 0.0 < announcement.timeout_s < math.inf:
-        raise ManifestError(
-            RefusalReason.MALFORMED, f"timeout_s is {announcement.timeout_s}, it must be positive and finite"
-        )
+        text = f"timeout_s is {announcement.timeout_s}, it must be positive and finite"
+        raise ManifestError(RefusalReason.MALFORMED, text)
     return announcement
 
 
@@ -83,10 +78,8 @@ def check_successor(
     if manifest.run != run:
         raise ManifestError(RefusalReason.WRONG_RUN, f"published by run {manifest.run!r}, this is run {run!r}")
     if manifest.base_digest != base_digest:
-        raise ManifestError(
-            RefusalReason.WRONG_BASE,
-            f"trained on base {manifest.base_digest}, served base is {base_digest}; use one checkpoint",
-        )
+        text = f"trained on base {manifest.base_digest}, served base is {base_digest}; use one checkpoint"
+        raise ManifestError(RefusalReason.WRONG_BASE, text)
     _check_structure(structure, declared, ref)
     if ref.version < 0:
         raise ManifestError(RefusalReason.STALE_VERSION, f"{ref}: versions start at 0")
@@ -162,9 +155,8 @@ def _check_name(name: str, shape: Shape, expected: Mapping[str, Shape]) -> None:
     want = expected.get(name)
     if want is None:
         if name.startswith(FILE_PREFIX):
-            raise ManifestError(
-                RefusalReason.PREFIX, f"{name} carries the file prefix {FILE_PREFIX!r}; wire names do not"
-            )
+            text = f"{name} carries the file prefix {FILE_PREFIX!r}; wire names do not"
+            raise ManifestError(RefusalReason.PREFIX, text)
         raise ManifestError(RefusalReason.UNKNOWN_TENSOR, f"{name} is not served by this engine")
     if shape == want:
         return
@@ -178,15 +170,12 @@ def _check_shard(shard: ShardLayout, item: int) -> None:
     end = 0
     for t in shard.tensors:
         if any(d < 1 for d in t.shape) or t.offset != end:
-            raise ManifestError(
-                RefusalReason.SIZE,
-                f"{t.name}: shape {list(t.shape)} at byte {t.offset}, tensors before it end at {end}",
-            )
+            text = f"{t.name}: shape {list(t.shape)} at byte {t.offset}, tensors before it end at {end}"
+            raise ManifestError(RefusalReason.SIZE, text)
         end += math.prod(t.shape) * item
     if shard.nbytes != end:
-        raise ManifestError(
-            RefusalReason.SIZE, f"shard of rank {shard.source}: {shard.nbytes} bytes, tensors end at {end}"
-        )
+        text = f"shard of rank {shard.source}: {shard.nbytes} bytes, tensors end at {end}"
+        raise ManifestError(RefusalReason.SIZE, text)
 
 
 SEAL_BYTES = 16
@@ -236,9 +225,8 @@ SAMPLES_PER_FILE = 32
 def base_digest(model_path: str | os.PathLike[str]) -> str:
     """Identity of a frozen base: ``config.json`` and every ``*.safetensors`` file of a Hugging Face folder.
 
-    File names, sizes, headers and contents count; above ``FULL_HASH_LIMIT_BYTES`` in total the
-    contents are sampled in evenly spaced blocks. Equal folders at different paths agree. The
-    result is cached for as long as sizes and modification times stay. Raises AdapterError if
+    File names, sizes, headers and contents count; above ``FULL_HASH_LIMIT_BYTES`` in total the contents are sampled in
+    evenly spaced blocks. The result is cached for as long as sizes and modification times stay. Raises AdapterError if
     the folder is not a checkpoint.
     """
     folder = Path(model_path)

@@ -17,27 +17,22 @@ POST     ``/admin/dismiss``  none                                    200: no pub
 POST     ``/admin/shutdown`` none                                    200, then the server exits
 =======  ==================  ======================================  =================================
 
-A refusal is 409 with ``RefusalReply``; a missing or wrong key is 401, a longer body 413; anything else
-that is not 200 is a failure of the server. ``/admin/join`` answers when all workers of the server
-are members of all groups, ``/admin/publish`` when the version can be requested by name.
+A refusal is 409 with ``RefusalReply``; a missing or wrong key is 401, a longer body 413; anything else that is not 200
+is a failure of the server. ``/admin/join`` answers when all workers of the server are members of all groups,
+``/admin/publish`` when the version can be requested by name.
 
-The trainer posts ``/admin/publish`` and broadcasts at the same time. A server must therefore
-pass every announcement that it can decode to its receivers, also one that it refuses:
-``AdapterReceiver.start`` drains the transfer of a refused version (or, with ``slot=None``, of one
-without a free slot), which keeps the groups usable. The transfer of a version that is already
-active is drained and acknowledged again: when a server was lost, the trainer sends the version
-again to all others.
+The trainer posts ``/admin/publish`` and broadcasts at the same time. A server must therefore pass every announcement
+that it can decode to its receivers, also one that it refuses: ``AdapterReceiver.start`` drains the transfer, and the
+groups stay usable. That of a version that is active already is drained and acknowledged again: when a server was lost,
+the trainer sends the version again to all others.
 
-Compare an adapter with the modules that a server can adapt, once, before step 0.
-
-vLLM ignores unknown names: a publish would succeed, and parts of the policy would be the base
-model's. Therefore names and sizes are compared before training starts.
+`check_served` compares names and sizes of an adapter with the modules of a server, once, before step 0: vLLM ignores
+unknown names, so a publish would succeed, and parts of the policy would be the base model's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
 
 import msgspec
 
@@ -61,8 +56,6 @@ RESTART_EXIT = 75  # exit code of a server after /admin/shutdown: EX_TEMPFAIL, t
 PING_S = 2.0  # a worker whose thread does not answer for this long counts as stopped
 CONTENT_TYPE = "application/msgpack"
 MAX_BODY_BYTES = 64 << 20  # a layout of 73,000 tensors takes 5 MB, a token of a sequence to be scored at most 5 bytes
-
-M = TypeVar("M")
 
 
 class AdminMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,9 +186,8 @@ class StageResult(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class PublishReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Acknowledgement of an activated version. ``phases`` in milliseconds: ``wire``, ``verify`` and
-    ``write`` of the slowest worker; ``stage``, from the request until all workers have reported; ``commit``, the
-    pause of generation; ``commit_wait``, ``commit`` including the wait for its turn."""
+    """Acknowledgement of an activated version. ``phases`` in milliseconds: ``wire``, ``verify`` and ``write`` of the
+    slowest worker; ``stage`` of all; ``commit``, the pause of generation; ``commit_wait``, that and its turn."""
 
     ref: str
     digest: str
@@ -241,15 +233,6 @@ class ScoreReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=
     logprobs: list[list[float]]
 
 
-def encode_message(message: AdminMessage) -> bytes:
-    return msgspec.msgpack.encode(message)
-
-
-def decode_message(body: bytes, kind: type[M]) -> M:
-    """Decode strictly. Raises ``msgspec.ValidationError`` or ``msgspec.DecodeError``."""
-    return msgspec.msgpack.decode(body, type=kind)
-
-
 LORA_A, LORA_B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
 SHOWN = 3  # modules named in an error
 
@@ -288,15 +271,11 @@ def check_served(layout: AdapterLayout, reply: ModulesReply) -> None:
     """Raise AdapterError with the modules' names unless a server adapts exactly the trainer's modules."""
     structure = layout.structure
     if layout.payload is not reply.payload:
-        raise AdapterError(
-            f"the adapter is published {layout.payload}, the server expects it {reply.payload}; "
-            "start trainer and servers with one rollout.adapter_mode"
-        )
+        modes = f"the adapter is published {layout.payload}, the server expects it {reply.payload}"
+        raise AdapterError(f"{modes}; start trainer and servers with one rollout.adapter_mode")
     if layout.payload is Payload.UNMERGED and structure.max_rank > reply.max_rank:
-        raise AdapterError(
-            f"the adapter has rank {structure.max_rank}, the servers hold up to {reply.max_rank}; "
-            "raise rollout.max_lora_rank"
-        )
+        ranks = f"the adapter has rank {structure.max_rank}, the servers hold up to {reply.max_rank}"
+        raise AdapterError(f"{ranks}; raise rollout.max_lora_rank")
     wanted = served_shapes(reply.modules, structure, layout.payload)
     wire = {t.name: t.shape for s in layout.shards for t in s.tensors}
     has = wire | {name: wire[target] for name, target in layout.aliases.items()}

@@ -1,9 +1,8 @@
 """The truth check after a publish: trainer and server must score fixed sequences alike (contract C6).
 
-The check makes two comparisons. Trainer and server use different kernels; the tolerance has to cover their
-rounding and hides an adapter with a smaller effect. Within the server the kernels are the same, and what they round
-alike cancels: where the trainer's new version scores differently from the base or the previous version, the
-server's scores must change, too::
+Trainer and server use different kernels; the tolerance has to cover their rounding and hides an adapter with a smaller
+effect. Within the server the kernels are the same, and what they round alike cancels: where the trainer's new version
+scores differently from the base or the previous version, the server's scores must change, too::
 
     trainer   v - base, v - (v-1)     where, and how much, at the tokens with the largest differences
     server    v - base, v - (v-1)     must not be nothing there
@@ -86,9 +85,8 @@ def check_probe(
     """Compare one server's scores. All rows are [N][T_n] like ``expected.logprobs``.
 
     ``before`` are the server's scores of ``expected.parent``, None if unknown; ``base`` those of its base, None if it
-    was started with a version and serves no base. Raises ParityError if
-    lengths differ, a value is not finite, the mean difference (see `TIES`) is above ``tolerance``, or the adapter
-    should show but ``served`` still answers like ``base`` or ``before``.
+    serves none. Raises ParityError if lengths differ, a value is not finite, the mean difference (see `TIES`) is above
+    ``tolerance``, or the adapter should show but ``served`` still answers like ``base`` or ``before``.
     """
     lengths = [len(row) for row in expected.token_ids]
     given = [("trainer", expected.logprobs), ("trainer's base", expected.base), ("server", served)]

@@ -22,7 +22,7 @@ from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.decisions import PublishReport
-from areal_lora.weight_sync.trainer.leader import Active, Leader
+from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.clocks import wait_until
@@ -75,7 +75,7 @@ class Run:
         self.processes = {name: self.start(name) for name in SERVERS}
         for name in SERVERS:
             self.wait(name)
-        self.active: list[Active] = []
+        self.active: list[PublishReport] = []
         self.watch = RendezvousWatch(RunFolder(folder), workers=1)
         self.publisher = Publisher(
             run="test",
@@ -184,7 +184,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def names(report: PublishReport) -> list[str]:
-    return [ack.server.name for ack in report.acks]
+    return [server.name for server in report.servers]
 
 
 def test_a_server_killed_during_a_transfer_then_started_again(run: Run) -> None:

@@ -7,6 +7,7 @@ the allocation. The job is requeued only for a signal of Slurm and for a lost no
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -37,10 +38,9 @@ from areal_lora.run_folder.status import begin_session
 
 
 class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
-    """From one start of the batch script to the next.
+    """From one start of the batch script, with the ``newest`` checkpoints by adapter, to the next.
 
-    ``newest`` are the newest checkpoints at its start, by adapter. ``without``: requeues up to this one without a new
-    checkpoint. ``reason`` is why it was requeued, as far as the job itself decided that.
+    ``without``: requeues up to this one without a new checkpoint. ``reason``: why the job itself requeued.
     """
 
     job: str
@@ -57,8 +57,7 @@ class Lifetime(msgspec.Struct, frozen=True, kw_only=True):
 
 def next_lifetime(last: Lifetime | None, job: str, restarts: int, newest: Mapping[str, int]) -> Lifetime:
     """The lifetime that starts now. A job that was submitted again counts from the start."""
-    again = last is not None and last.job == job and restarts > last.restarts
-    without = last.next_without(newest) if last is not None and again else 0
+    without = last.next_without(newest) if last and last.job == job and restarts > last.restarts else 0
     return Lifetime(job=job, restarts=restarts, newest=dict(newest), without=without)
 
 
@@ -75,10 +74,9 @@ def too_many(without: int, most: int) -> str:
 
 def read_lifetime(run_folder: RunFolder) -> Lifetime | None:
     """The last one; None where there is none, or none that can be read."""
-    try:
+    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
         return msgspec.json.decode(run_folder.job_requeues.read_bytes(), type=Lifetime)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return None
+    return None
 
 
 def write_lifetime(run_folder: RunFolder, lifetime: Lifetime) -> None:

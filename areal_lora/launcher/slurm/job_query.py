@@ -29,15 +29,12 @@ def look(job: str, tries: int = 1) -> JobRecord:
         time.sleep(AGAIN_S)
         tries -= 1
         output, problem = query("scontrol", "-o", "show", "job", job)
-    if output:
-        records = list(parse_scontrol(output, job))
-        if records:
-            return records[0]
+    if records := list(parse_scontrol(output, job)):
+        return records[0]
     if problem and _FORGOTTEN not in problem:
         return JobRecord(id=job, why=problem)
     output, _ = query("sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_SACCT_FIELDS))
-    records = list(parse_sacct(output, job))
-    if records:
+    if records := list(parse_sacct(output, job)):
         return records[-1]
     return JobRecord(id=job, forgotten=True, why="it ended some minutes ago, and there is no accounting")
 
@@ -136,23 +133,17 @@ def submit(script: str, *options: str) -> str:
 
 def step_ids(jobs: Collection[str]) -> dict[str, str]:
     """``{"trainer.1": "17.4"}``: the ids of the jobs' steps by name. Empty where Slurm does not answer."""
-    try:
-        rows = run("squeue", "-h", "-s", "-j", ",".join(jobs), "-o", "%i %j").splitlines()
-    except EnvironmentError_:
-        return {}
-    return {name: step for step, _, name in (row.strip().partition(" ") for row in rows)}
+    output, _ = query("squeue", "-h", "-s", "-j", ",".join(jobs), "-o", "%i %j", answer_s=COMMAND_S)
+    return {name: step for step, _, name in (row.strip().partition(" ") for row in output.splitlines())}
 
 
 def lost_nodes(hosts: Collection[str]) -> set[str]:
     """Those of ``hosts`` that Slurm has lost. Empty where Slurm does not answer."""
-    if not hosts:
-        return set()
-    try:
-        rows = run("scontrol", "-o", "show", "node", ",".join(sorted(hosts))).splitlines()
-    except EnvironmentError_:
-        return set()
+    output, _ = (
+        query("scontrol", "-o", "show", "node", ",".join(sorted(hosts)), answer_s=COMMAND_S) if hosts else ("", "")
+    )
     lost = set()
-    for row in rows:
+    for row in output.splitlines():
         fields = {key: value for key, _, value in (word.partition("=") for word in row.split())}
         if any(flag.rstrip(_MARKS) in _LOST for flag in fields.get("State", "").split("+")):
             lost.add(fields.get("NodeName", ""))

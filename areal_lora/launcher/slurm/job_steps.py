@@ -107,11 +107,10 @@ class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
         command = ["srun", "--overlap", *het, *nodes, "--ntasks-per-node=1", "--job-name=stacks"]
         command += [sys.executable, "-m", request_stacks.__name__]
         null, env = subprocess.DEVNULL, _environment()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(command, env=env, stdin=null, capture_output=True, text=True, timeout=ASK_S)
-        except subprocess.TimeoutExpired:
-            return 0
-        return sum(int(word) for word in done.stdout.split() if word.isdecimal())
+            return sum(int(word) for word in done.stdout.split() if word.isdecimal())
+        return 0
 
     def stop(self) -> None:
         """Have every process end, wait up to `STOP_GRACE_S`, then kill the remaining ones."""

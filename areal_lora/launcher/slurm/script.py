@@ -1,15 +1,14 @@
 """The batch script of a run, and the task script of a step, as text; `submit` gives the first to Slurm.
 
 All decisions in a job are the supervisor's (``launcher.slurm.job``). The batch script forwards signals to it through a
-pipe, which keeps them until the supervisor reads: none is lost however early it comes.
+pipe, which keeps them until the supervisor reads.
 
-A heterogeneous job has one block of ``#SBATCH`` lines for each component, with ``#SBATCH hetjob`` between them. Slurm
-hands some options of the first component (memory, account) to the others and some not (GPUs), so each block has all
-that concerns its nodes; what concerns the job is in the first only.
+A heterogeneous job has one block of ``#SBATCH`` lines for each component. Slurm hands some options of the first one
+(memory, account) to the others and some not (GPUs), so each block has all that concerns its nodes; what concerns the
+job is in the first only.
 
-A task script is bash on every node of the step, one for each process of the unit. Slurm signals all processes of a
-task, so this shell outlives the working process and records the code it ended with. srun itself knows only the highest
-code of its tasks, which a killed peer has.
+A task script is bash, one for each process of the unit. Slurm signals all processes of a task, so this shell outlives
+the working process and records its code. srun knows only the highest code of its tasks, which a killed peer has.
 """
 
 from __future__ import annotations
@@ -21,17 +20,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.config.sections.run import Role, SlurmComponent, SlurmConfig
+from areal_lora.config.sections.run import SlurmComponent, SlurmConfig
 from areal_lora.config.sizing.slots import Pool
 from areal_lora.errors import EnvironmentError_, ExitCode
-from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
+from areal_lora.launcher.plan import CONTROLLER, ROLES, SERVER, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm import job_query
 from areal_lora.run_folder.paths import RunFolder
 
 SIGNAL_LEAD_S = 60
 """Time between Slurm's signal to the script and the time limit."""
-ROLES: dict[str, Role] = {TRAINER: "trainer", SERVER: "rollout", CONTROLLER: "controller"}
-"""Role of a process -> its name in the configuration."""
 _GRES = {"cuda": "gpu", "npu": "npu"}
 
 

@@ -35,9 +35,8 @@ class Phase(StrEnum):
 class JobRecord:
     """One job as Slurm shows it. ``state`` and ``reason`` are Slurm's words; times are Slurm's text.
 
-    ``code`` and ``number`` are exit code and signal of the batch script. ``by`` is the user id that cancelled the job
-    where accounting knows it. ``why`` states why nothing is known (``state`` is empty then); ``forgotten``: Slurm has
-    answered that it does not know the job, so the job is over.
+    ``code`` and ``number`` are exit code and signal of the batch script, ``by`` the user id that cancelled the job.
+    ``why`` states why nothing is known (``state`` is empty); ``forgotten``: Slurm does not know the job: it is over.
     """
 
     id: str
@@ -140,18 +139,13 @@ REASONS: dict[str, tuple[str, str]] = {
 """Why a PENDING job waits, by the prefix of Slurm's reason (the first that fits). Others are shown as they are."""
 
 
-def explain(job: JobRecord) -> Explanation:
-    """What has happened to ``job``, and what to do. ``JOB`` in the text is its number."""
-    phase, what, do = _explained(job)
-    return Explanation(phase=phase, what=what.replace("JOB", job.id), do=do.replace("JOB", job.id))
-
-
 def is_active(job: JobRecord) -> bool:
     """Whether ``job`` waits, runs or is ending."""
     return explain(job).phase in (Phase.WAITING, Phase.RUNNING, Phase.ENDING)
 
 
-def _explained(job: JobRecord) -> tuple[Phase, str, str]:
+def explain(job: JobRecord) -> Explanation:
+    """What has happened to ``job``, and what to do. ``JOB`` in the text is its number."""
     phase = PHASES.get(job.state, Phase.UNKNOWN)
     if not job.state:
         what = f"Slurm does not know job {job.id}: {job.why}" if job.why else f"Slurm does not know job {job.id}"
@@ -167,7 +161,7 @@ def _explained(job: JobRecord) -> tuple[Phase, str, str]:
     else:
         over = RESUME if phase is Phase.OVER else ""
         what, do = STATES.get(job.state, (f"Slurm reports the state {job.state}", over))
-    return phase, what, do
+    return Explanation(phase=phase, what=what.replace("JOB", job.id), do=do.replace("JOB", job.id))
 
 
 def _waiting(job: JobRecord) -> tuple[str, str]:

@@ -187,7 +187,10 @@ def _wrong(what: protocol.What, limits: Limits, run_folder: RunFolder, adapter: 
         case protocol.Pass():
             return problem(what, limits)
         case protocol.OptimStep():
-            return _bad_step(what)
+            values = (what.lr, what.beta1, what.beta2, what.eps, what.weight_decay, what.grad_clip_norm)
+            if not all(math.isfinite(value) and value >= 0 for value in values):
+                return "a number of the step is negative or not finite"
+            return "" if what.beta1 < 1 and what.beta2 < 1 else "beta1 and beta2 must be below 1"
         case protocol.SaveState(label=label) | protocol.DropState(label=label):
             return named(label)
         case protocol.LoadState():
@@ -206,11 +209,3 @@ def _dropped(folder: Path) -> protocol.Outcome:
 def _log(adapter: str, number: int, outcome: protocol.Outcome) -> None:
     if isinstance(outcome, protocol.OperationFailure):
         log.warning("operation %d of %s failed: %s", number, adapter, outcome.reason)
-
-
-def _bad_step(step: protocol.OptimStep) -> str:
-    """What no AdamW step can take."""
-    values = (step.lr, step.beta1, step.beta2, step.eps, step.weight_decay, step.grad_clip_norm)
-    if not all(math.isfinite(value) and value >= 0 for value in values):
-        return "a number of the step is negative or not finite"
-    return "" if step.beta1 < 1 and step.beta2 < 1 else "beta1 and beta2 must be below 1"

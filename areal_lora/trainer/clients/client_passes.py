@@ -1,8 +1,7 @@
 """A client's pass as a batch of the trainer, its loss, and the answer; and what clients save of their adapters.
 
-Saved states, ``RUN/states/ADAPTER/LABEL``, are folders like those of checkpoints, in no order, and outlive the
-adapter. Weights, moments and clock are in one, so that whoever loads it chooses. One is written beside its place and
-then takes it, so that a crash leaves hidden folders; the next start removes them (`tidy_states`).
+Saved states, ``RUN/states/ADAPTER/LABEL``, are folders like those of checkpoints and outlive the adapter. One is
+written beside its place and then takes it, so that a crash leaves hidden folders (`tidy_states`).
 """
 
 from __future__ import annotations
@@ -199,42 +198,22 @@ def load_saved(
     return StateResult(step=step, n_bytes=sum(entry.nbytes for entry in entries))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leftover:
-    """A folder that a crash left beside saved states; ``completes`` is the place of a state that it is all of."""
-
-    path: Path
-    completes: Path | None = None
-
-
-def leftovers(run_folder: RunFolder) -> list[Leftover]:
-    """What crashes left of states that were being saved. Reads manifests and sizes only.
+def tidy_states(run_folder: RunFolder, disk: Disk) -> None:
+    """Remove what crashes left of states that were being saved, but a whole one takes its place where there is none.
 
     A state that takes the place of another one moves that aside first. After a crash between the two both are whole
-    and hidden, and one of them takes the place again: the save had no answer, and is requested again.
-    """
-    found: list[Leftover] = []
-    for path in [path for root in sorted(run_folder.saved_states.glob("*")) for path in leftovers_in(root)]:
-        match = LEFTOVER.fullmatch(path.name)
-        place = path.with_name(match[1]) if match else None
-        lacking = place is not None and not looks_whole(place) and place not in [each.completes for each in found]
-        found.append(Leftover(path=path, completes=place if lacking and looks_whole(path) else None))
-    return found
-
-
-def tidy_states(run_folder: RunFolder, disk: Disk) -> None:
-    """Remove leftovers, but a whole one takes its place where there is none.
-
-    Only while no process saves. Raises CheckpointError.
+    and hidden, and one of them takes the place again: the save had no answer, and is requested again. Only while no
+    process saves. Reads manifests and sizes. Raises CheckpointError.
     """
     try:
-        for leftover in leftovers(run_folder):
-            if leftover.completes is None:
-                disk.remove(leftover.path)
+        for path in [path for root in sorted(run_folder.saved_states.glob("*")) for path in leftovers_in(root)]:
+            match = LEFTOVER.fullmatch(path.name)
+            if match is not None and looks_whole(path) and not looks_whole(place := path.with_name(match[1])):
+                disk.remove(place)
+                disk.rename(path, place)
+                disk.fsync_folder(path.parent)
             else:
-                disk.remove(leftover.completes)
-                disk.rename(leftover.path, leftover.completes)
-                disk.fsync_folder(leftover.path.parent)
+                disk.remove(path)
     except OSError as error:
         fix = "make the folder of saved states writable, then start the run again"
         raise CheckpointError(f"{error.filename}: {error.strerror} (fix: {fix})") from error

@@ -90,8 +90,3 @@ def release(trainer: Trainer, adapter: Adapter) -> None:
     """Free the adapter's weights, gradients and moments on this rank, and those of its companions."""
     for name in (adapter.name, *companions.resident(adapter).values()):
         trainer.engine.remove_adapter(name)
-
-
-def first_failure(trainer: Trainer) -> errors.ArealLoraError | None:
-    """The error of the first adapter that failed."""
-    return next((state.failure for state in trainer.states.values() if state.failure), None)

@@ -1,17 +1,16 @@
 """Adapters that join, pause and leave while the others train: what rank 0 decides, and what every rank does.
 
-    desired state -> rank 0: `next_change` (rules of a start, checkpoint)  -- Join, Leave, Pause, Resume --> all ranks
+    desired state -> rank 0: `next_change` (rules of a start, checkpoint)  -- Join, SetPhase --> all ranks
     join:    resident, first version or checkpoint -> controller -> first publish -> active
     delete:  what is in progress ends -> controller, servers and residents forget it -> deleted
 
-An adapter that cannot be trained has failed with the reason, and nothing else has changed. The plan is pure, one change
-at a time (`difference`):
+An adapter that cannot be trained has failed with the reason. The plan is pure, one change at a time (`difference`):
 
     desired        has                 change
     any            not there           `Join` while servers have room, else `Note` as pending
-    paused         pending, active     `Pause`
-    active         paused              `Resume`
-    deleted, none  there               `Leave`; `Note` as deleted if it never joined
+    paused         pending, active     `SetPhase`
+    active         paused              `SetPhase`
+    deleted, none  there               `SetPhase`; `Note` as deleted if it never joined
 
 Adapters leave before others join, so that those find a free place. A joining adapter that fails, or an adapter that is
 done, is not tried again in a session.
@@ -49,7 +48,7 @@ from areal_lora.trainer.collective.fault_isolation import CONTAINED, enter, leav
 from areal_lora.trainer.collective.next_work import join_last
 from areal_lora.trainer.training_state import Trainer
 from areal_lora.trainer.versions.checkpointing import chosen, load
-from areal_lora.trainer.work import AdapterChange, Join, Leave, Pause, Resume
+from areal_lora.trainer.work import AdapterChange, Join, SetPhase
 from areal_lora.types import AdapterPhase, AdapterRef
 
 log = get_logger(__name__)
@@ -85,43 +84,40 @@ class Note:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roster:
-    """What a run has. ``here`` are adapters that have joined and not left, ``absent`` known states of other keys.
+def difference(
+    desired: DesiredAdapters,
+    here: Mapping[str, AdapterPhase],
+    absent: Mapping[str, AdapterPhase],
+    *,
+    configured: int = 0,
+    capacity: int,
+) -> AdapterChange | Note | None:
+    """The first difference between what is desired and what is there; None if there is none.
 
-    ``configured`` adapters of the configuration have a place on the servers, which hold ``capacity``.
+    ``here`` are adapters that have joined and not left, ``absent`` known states of other keys. ``configured`` adapters
+    of the configuration have a place on the servers, which hold ``capacity``.
     """
-
-    here: Mapping[str, AdapterPhase]
-    absent: Mapping[str, AdapterPhase]
-    configured: int = 0
-    capacity: int = 1
-
-
-def difference(desired: DesiredAdapters, roster: Roster) -> AdapterChange | Note | None:
-    """The first difference between what is desired and what is there; None if there is none."""
     wanted = {adapter.key: adapter for adapter in desired.adapters if adapter.phase is not DesiredPhase.DELETED}
-    for key in roster.here:
+    for key in here:
         if key not in wanted:
-            return Leave(adapter=key)
+            return SetPhase(adapter=key, phase=DesiredPhase.DELETED)
     for adapter in desired.adapters:
-        if adapter.phase is DesiredPhase.DELETED and roster.absent.get(adapter.key) is not AdapterPhase.DELETED:
+        if adapter.phase is DesiredPhase.DELETED and absent.get(adapter.key) is not AdapterPhase.DELETED:
             return Note(adapter=adapter.key, phase=AdapterPhase.DELETED)
-    for key, phase in roster.here.items():
-        paused = wanted[key].phase is DesiredPhase.PAUSED
-        if paused and phase in (AdapterPhase.PENDING, AdapterPhase.ACTIVE):
-            return Pause(adapter=key)
-        if not paused and phase is AdapterPhase.PAUSED:
-            return Resume(adapter=key)
-    served = roster.configured + sum(phase in SERVED for phase in roster.here.values())
+    for key, phase in here.items():
+        to = wanted[key].phase
+        changes = (AdapterPhase.PENDING, AdapterPhase.ACTIVE) if to is DesiredPhase.PAUSED else (AdapterPhase.PAUSED,)
+        if phase in changes:
+            return SetPhase(adapter=key, phase=to)
+    served = configured + sum(phase in SERVED for phase in here.values())
     for key in wanted:
-        known = roster.absent.get(key)
-        if key in roster.here or known in (AdapterPhase.FAILED, AdapterPhase.DONE):
+        known = absent.get(key)
+        if key in here or known in (AdapterPhase.FAILED, AdapterPhase.DONE):
             continue
-        if served < roster.capacity:
+        if served < capacity:
             return Join(adapter=key)
         if known is None:
-            full = f"waits for a place: servers hold rollout.max_adapters = {roster.capacity}"
+            full = f"waits for a place: servers hold rollout.max_adapters = {capacity}"
             return Note(adapter=key, phase=AdapterPhase.PENDING, reason=full)
     return None
 
@@ -135,14 +131,10 @@ def next_change(trainer: Trainer) -> AdapterChange | None:
         return None
     own = {adapter.name for adapter in trainer.config.adapters}
     while True:
-        roster = Roster(
-            here={name: state.phase for name, state in trainer.states.items() if name not in own},
-            absent=trainer.rank_0.absent,
-            configured=sum(state.phase in SERVED for name, state in trainer.states.items() if name in own),
-            capacity=adapter_capacity(trainer.config),
-        )
-        desired = watch.look()
-        match difference(desired, roster):
+        here = {name: state.phase for name, state in trainer.states.items() if name not in own}
+        configured = sum(state.phase in SERVED for name, state in trainer.states.items() if name in own)
+        desired, capacity = watch.look(), adapter_capacity(trainer.config)
+        match difference(desired, here, trainer.rank_0.absent, configured=configured, capacity=capacity):
             case Note(adapter=key, phase=phase, reason=reason):
                 note(trainer, key, phase, reason)
             case Join(adapter=key):

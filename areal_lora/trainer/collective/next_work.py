@@ -1,16 +1,14 @@
 """What the trainer does next: rank 0 decides, every rank receives the decision. `turns` has the order.
 
-Operations of clients run in the background once they are started, so that the trainer never waits for a disk or for
-servers because of them, and other adapters have their turns meanwhile::
+Operations of clients run in the background once they are started; other adapters have their turns meanwhile::
 
     OptimStep, LoadState -> checkpoint    the next checkpoint or saved state waits for it
     SaveState -> saved state              "
     Publish -> transfer and activation    the next publish waits for it
     Pass                                  waits for nothing
 
-The points where the loop waits: publishes, checkpoints, evaluations, audits. Collective over the ranks.
-
-The other ranks wait for rank 0 in the control exchange, which has the longest time-out.
+The points where the loop waits, for publishes, checkpoints, evaluations and audits, are collective over the ranks: the
+others wait for rank 0 in the control exchange, which has the longest time-out.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ RETRY_S = 1.0
 def catch_up(trainer: Trainer) -> None:
     """Send the newest versions to servers that joined, and exclude servers that do not answer.
 
-    Runs while rank 0 waits for the controller, which may need these servers for the next batch or evaluation. An
-    adapter whose version is refused there ends; the others are sent.
+    The controller may need these servers for the next batch. An adapter whose version is refused there ends.
     """
     for state in trainer.states.values():
         if state.phase in SERVED:
@@ -97,10 +94,8 @@ def collect_audit(trainer: Trainer, state: TrainingState, *, wait: bool = False)
         AlignmentError: a server's scores contradict the batch; on every rank.
     """
     audit = trainer.rank_0.auditor.collect(state.name, wait=wait) if trainer.rank_0 else None
-    error = trainer.control.broadcast_bytes(
-        (audit.error if audit else "").encode() if trainer.control.rank == 0 else None
-    ).decode()
-    if error:
+    mine = (audit.error if audit else "").encode() if trainer.control.rank == 0 else None
+    if error := trainer.control.broadcast_bytes(mine).decode():
         raise AlignmentError(error)
     return audit
 
@@ -190,7 +185,7 @@ def may_start(trainer: Trainer, operation: Operation) -> bool:
     name = operation.adapter
     if isinstance(operation.what, Pass):
         return True
-    if isinstance(operation.what, Publish) and trainer.publishing.busy(name):
+    if isinstance(operation.what, Publish) and trainer.publishing.pending(name) is not None:
         return False
     return trainer.checkpointing.pending(name) is None
 
@@ -200,7 +195,8 @@ def concluded(trainer: Trainer) -> w.Conclude | None:
     for state in trainer.states.values():
         if not state.adapter.config.is_client or state.phase not in SERVED:
             continue
-        if trainer.publishing.ended(state.name):
+        publish = trainer.publishing.pending(state.name)
+        if publish is not None and publish.outcome.done():
             return w.Conclude(adapter=state.name, publish=True)
         save = trainer.checkpointing.pending(state.name)
         if save is None or not save.ended.is_set():

@@ -21,20 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal_lora.checkpoint import state as saved
 from areal_lora.checkpoint.adapter_io import load_peft, peft_writer
 from areal_lora.checkpoint.checkpoint_store import CheckpointSave, Saver, Snapshot
 from areal_lora.checkpoint.merged_folder import fused
 from areal_lora.checkpoint.recover import ResumePlan, WholeCheckpoint, explain, tidy
-from areal_lora.checkpoint.state import (
-    MANIFEST_FILE,
-    Clock,
-    Disk,
-    Manifest,
-    RankRandom,
-    decode_manifest,
-    files_of,
-    read_files,
-)
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import AdapterRun, adapter_named, adapter_run
 from areal_lora.distributed.exchange import Exchange
@@ -55,10 +46,9 @@ CHUNK_BYTES = 16 << 20
 
 
 def export_adapter(engine: AdapterEngine, adapter: Adapter, exchange: Exchange, run_folder: RunFolder) -> Path:
-    """Write the adapter from all source ranks; rank 0 writes. Collective over all ranks.
+    """Write the adapter from all source ranks on rank 0, in place of an earlier export. Collective over all ranks.
 
-    What an earlier end of the run has exported is replaced once the new folder is whole. Raises
-    CheckpointError if it cannot be written, and PublishError if a rank is lost.
+    Raises CheckpointError if it cannot be written, and PublishError if a rank is lost.
     """
     folder, layout = run_folder.adapter_export(adapter.name), engine.adapter_layout(adapter.name)
     mine = engine.export_adapter(adapter.name)
@@ -119,11 +109,8 @@ def _send(mine: Iterator[tuple[str, Tensor]], shard: ShardLayout | None, exchang
 def warm_start(engine: AdapterEngine, adapter: Adapter, seed: int) -> None:
     """Make the adapter of ``init_from`` the weights of ``adapter``; moments and clock stay those of a new adapter.
 
-    Not collective. Every rank reads the whole folder itself and holds it twice for a moment: one file
-    on a shared file system costs less than a second way to cut tensors into ranks' parts.
-
-    Raises:
-        AdapterError, UnknownTensorError: the folder changed since the rules judged it, see `fused`.
+    Not collective: every rank reads the whole folder and holds it twice for a moment. Raises AdapterError or
+    UnknownTensorError if the folder changed since the rules judged it, see `fused`.
     """
     folder = adapter.config.init_from
     if folder is None:
@@ -179,13 +166,13 @@ class Checkpointing:
         tensors = self._engine.export_state(adapter.name)
         others = companions.states(self._engine, adapter)
         optimizer = adapter.config.optimizer
-        manifest = Manifest(
+        manifest = saved.Manifest(
             run=self._config.run.name,
             version=version,
             spec=adapter.spec,
             base_digest=self._engine.base_digest(),
             layout=self._config.trainer.model_dump(include=set(LAYOUT)),
-            clock=Clock(
+            clock=saved.Clock(
                 step=tensors.step, total_steps=adapter.run.steps, lr=optimizer.lr, settings=optimizer.model_dump()
             ),
             files=(),
@@ -222,12 +209,12 @@ def due(run: AdapterRun, version: int) -> bool:
     return version % run.checkpoint_every == 0 or version >= run.steps
 
 
-def random_state(device: torch.device) -> RankRandom:
+def random_state(device: torch.device) -> saved.RankRandom:
     own = b"" if device.type == "cpu" else bytes(torch.get_device_module(device).get_rng_state(device).numpy())
-    return RankRandom(host=bytes(torch.get_rng_state().numpy()), device=own)
+    return saved.RankRandom(host=bytes(torch.get_rng_state().numpy()), device=own)
 
 
-def set_random_state(states: Sequence[RankRandom], rank: int, device: torch.device) -> None:
+def set_random_state(states: Sequence[saved.RankRandom], rank: int, device: torch.device) -> None:
     """Restore this rank's random numbers. A rank beyond those that wrote the checkpoint keeps its own."""
     if rank >= len(states):
         return
@@ -272,7 +259,7 @@ def chosen(plan: ResumePlan, config: Config) -> list[str]:
             log.info("%s", _resumed(adapter.ref, adapter.newest, config))
     plan.check()
     try:
-        tidy(plan, Disk())
+        tidy(plan, saved.Disk())
     except OSError as e:
         raise CheckpointError(f"{e.filename}: {e.strerror}; the checkpoints' folder must be writable") from e
     return [str(a.newest.path) if a.newest else "" for a in plan.adapters]
@@ -287,8 +274,8 @@ def load(engine: AdapterEngine, adapter: Adapter, path: str) -> RestoredState | 
 
 
 def _load(engine: AdapterEngine, adapter: Adapter, folder: Path) -> RestoredState:
-    manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
-    tensors = read_files([folder / entry.name for entry in files_of(manifest)])
+    manifest = saved.decode_manifest((folder / saved.MANIFEST_FILE).read_bytes())
+    tensors = saved.read_files([folder / entry.name for entry in saved.files_of(manifest)])
     engine.load_state(adapter.name, tensors, manifest.clock.step)
     companions.load(engine, adapter, manifest, folder)
     set_random_state(manifest.random, engine.rank, engine.device)

@@ -35,11 +35,10 @@ Scores = list[list[float]]  # log-probabilities of the probe, one row per sequen
 
 @dataclass(slots=True, kw_only=True)
 class _PublishState:
-    """State of one adapter between publishes.
+    """State of one adapter between publishes. ``handle`` is the publish in progress.
 
     ``base`` are the base's scores of the probe, ``noise`` the largest difference between two computations of them.
-    ``scored`` are the trainer's scores of ``newest``, the version published last. ``handle`` is the publish in
-    progress.
+    ``scored`` are the trainer's scores of ``newest``, the version published last.
     """
 
     layout: AdapterLayout
@@ -104,24 +103,18 @@ class AdapterPublishing:
         Raises:
             PublishError, ManifestError, AdapterError, ParityError: see the publisher.
         """
-        kept = self._published.get(adapter)
-        if kept is None or kept.handle is None:
+        if (handle := self.pending(adapter)) is None:
             return
-        handle, kept.handle = kept.handle, None
+        self._published[adapter].handle = None
         report = handle.wait()
         self._warn_of_loss(report)
         if self._on_report is not None:
             self._on_report(report, True)
 
-    def busy(self, adapter: str) -> bool:
-        """Whether a publish was not joined yet (not collective)."""
+    def pending(self, adapter: str) -> PublishJob | None:
+        """The publish that was not joined yet (not collective)."""
         kept = self._published.get(adapter)
-        return kept is not None and kept.handle is not None
-
-    def ended(self, adapter: str) -> bool:
-        """Whether a publish was not joined yet, and ``join`` would not wait (not collective)."""
-        kept = self._published.get(adapter)
-        return kept is not None and kept.handle is not None and kept.handle.done()
+        return kept.handle if kept else None
 
     def newest(self, adapter: str) -> int | None:
         """The version that was published last; None before the first."""
@@ -138,10 +131,9 @@ class AdapterPublishing:
         return self._publisher.changed()
 
     def catch_up(self, adapter: str) -> None:
-        """Join the previous publish, then send the newest version again.
+        """Join the previous publish, then send the newest version again, unless all servers serve it already.
 
-        It reaches servers that joined, releases those that leave, and excludes silent ones. Nothing is sent if all
-        servers serve it already.
+        It reaches servers that joined, releases those that leave, and excludes silent ones.
         """
         self.join(adapter)
         report = self._publisher.again(adapter).wait()

@@ -112,11 +112,10 @@ class PendingBroadcast:
 
 
 class DeviceSide:
-    """Twins of host buffers on the device, and the calls into the library, in order.
+    """Twins of host buffers on the device, and the calls into the library, in order and in a thread of its own.
 
-    NCCL forms a communicator inside the call that issues the first broadcast. It waits there for members without
-    regard to a time-out, and an abort need not end it. Therefore no other thread makes these calls: theirs is to
-    wait, up to their deadlines. A call that never returns costs this one thread.
+    NCCL forms a communicator inside the call that issues the first broadcast, and waits there without a time-out. Other
+    threads wait up to their deadlines: a call that never returns costs this one thread.
     """
 
     def __init__(self, lane: Lane) -> None:

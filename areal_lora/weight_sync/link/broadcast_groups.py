@@ -1,9 +1,8 @@
 """Broadcast groups, one per source rank: the source is rank 0, the receivers are 1..n.
 
-Each group is a process group on a store of its own, independent of any default group. Trainer and
-servers, which share no launcher, can form and leave groups at any time. The store runs at the source
-and requires the run secret (``distributed.store``). gloo's own connections do not: see "Security"
-in docs/en/cluster.md. Every wait has a deadline.
+Each group is a process group on a store of its own: trainer and servers, which share no launcher, can form and leave
+groups at any time. The store runs at the source and requires the run secret (``distributed.store``). gloo's own
+connections do not: see "Security" in docs/en/cluster.md. Every wait has a deadline.
 
 When all members have joined they agree whether every receiver can read the source's memory (``same_host``).
 If so, broadcasts carry only signals about its versions. If one cannot, the bytes are sent to all.
@@ -26,15 +25,7 @@ import torch.distributed as dist
 from areal_lora.distributed.store import CurveStore, StoreServer
 from areal_lora.errors import ConfigError, PublishError, undo_on_error
 from areal_lora.processes.log import get_logger
-from areal_lora.weight_sync.link.backends import (
-    Backend,
-    DeviceSide,
-    GroupSeat,
-    PendingBroadcast,
-    backend_of,
-    delta,
-    library_of,
-)
+from areal_lora.weight_sync.link import backends
 from areal_lora.weight_sync.link.inbox import Part, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.link.same_host import NO_CARD, SharedSegment, readable
 from areal_lora.weight_sync.messages import SourceEndpoint
@@ -72,16 +63,15 @@ class Broadcast:
 class BroadcastGroup:
     """Membership in the group of one source. After any failure it must be closed and a new group formed.
 
-    All members start the same broadcasts, of equal sizes, in the same order. All members have the same
-    ``bucket_bytes``, the largest part of a shard in one broadcast, and the same ``same_host``: receivers read
-    the source's memory.
+    All members start the same broadcasts, of equal sizes, in the same order, and have the same ``bucket_bytes``, the
+    largest part of a shard in one broadcast, and ``same_host``: receivers read the source's memory.
     """
 
     def __init__(
         self,
         endpoint: SourceEndpoint,
         rank: int,
-        backend: Backend,
+        backend: backends.Backend,
         device: torch.device = CPU,
         *,
         leave: Callable[[], None],
@@ -91,7 +81,7 @@ class BroadcastGroup:
         self._group: dist.ProcessGroup | None = backend.group
         self._leaving = threading.Lock()
         self._timed_from_issue = backend.timed_from_issue
-        self._device = DeviceSide(backend.through) if backend.through is not None else None
+        self._device = backends.DeviceSide(backend.through) if backend.through is not None else None
         self._ring, self._windows = Ring(device), Windows()
 
     def agree(self, willing: bool, deadline: float) -> None:
@@ -112,9 +102,9 @@ class BroadcastGroup:
         vote = torch.tensor([willing and readable(card.tobytes())], dtype=torch.uint8)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
-        options.timeout = delta(deadline - time.monotonic())
+        options.timeout = backends.delta(deadline - time.monotonic())
         with _named(self):
-            group.allreduce([vote], options).wait(delta(deadline - time.monotonic()))
+            group.allreduce([vote], options).wait(backends.delta(deadline - time.monotonic()))
         self.same_host = bool(vote.item())
         if self.same_host:
             self.bucket_bytes = min(self.bucket_bytes, READ_BYTES)
@@ -134,14 +124,14 @@ class BroadcastGroup:
         """Send (rank 0) or receive (others) ``flat`` (uint8 [nbytes], host) by ``deadline`` (time.monotonic)."""
         return Broadcast(self, flat, deadline)
 
-    def issue(self, flat: torch.Tensor, deadline: float) -> Future[PendingBroadcast]:
+    def issue(self, flat: torch.Tensor, deadline: float) -> Future[backends.PendingBroadcast]:
         """Start a broadcast; never waits for a library that works on a device."""
         if (group := self._group) is None:
             raise PublishError(f"the group of source rank {self.source} is closed; form a new group")
         if self._device is not None:
             return self._device.issue(partial(self._through, group, flat, deadline))
-        made: Future[PendingBroadcast] = Future()
-        made.set_result(PendingBroadcast(group.broadcast([flat], self._options(deadline)), time.monotonic()))
+        made: Future[backends.PendingBroadcast] = Future()
+        made.set_result(backends.PendingBroadcast(group.broadcast([flat], self._options(deadline)), time.monotonic()))
         return made
 
     def _through(self, group: dist.ProcessGroup, flat: torch.Tensor, deadline: float) -> dist.Work:
@@ -152,9 +142,9 @@ class BroadcastGroup:
         with lane.queue():
             return group.broadcast([twin], self._options(deadline))
 
-    def land(self, issued: PendingBroadcast, flat: torch.Tensor, deadline: float) -> None:
+    def land(self, issued: backends.PendingBroadcast, flat: torch.Tensor, deadline: float) -> None:
         """Wait for a broadcast; data received through a device is on the host afterwards."""
-        left = delta(deadline - (issued.at if self._timed_from_issue else time.monotonic()))
+        left = backends.delta(deadline - (issued.at if self._timed_from_issue else time.monotonic()))
         if self._device is None:
             issued.work.wait(left)
             return
@@ -184,7 +174,7 @@ class BroadcastGroup:
     def _options(deadline: float) -> dist.BroadcastOptions:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        options.timeout = delta(deadline - time.monotonic())
+        options.timeout = backends.delta(deadline - time.monotonic())
         return options
 
 
@@ -214,7 +204,7 @@ class GroupListener:
             token=secrets.token_hex(16),
             bucket_bytes=bucket_bytes,
             backend=backend,
-            library=library_of(backend),
+            library=backends.library_of(backend),
         )
 
     def accept(self) -> BroadcastGroup:
@@ -238,7 +228,7 @@ def join_group(
     backend's library.
     """
     _check_bind(bind)
-    if (own := library_of(endpoint.backend)) != endpoint.library:
+    if (own := backends.library_of(endpoint.backend)) != endpoint.library:
         raise PublishError(
             f"source rank {endpoint.source} has {endpoint.library or 'no version'}, member {rank} has {own}: one "
             "communicator takes one version; install the same in both roles (requirements/gpu-trainer.txt, "
@@ -257,10 +247,10 @@ def _join(
     closing: Callable[[], None] = lambda: None,
 ) -> BroadcastGroup:
     """Join at the source's store. ``closing`` is called on leaving the group, or if it cannot be formed."""
-    factory, leave = backend_of(endpoint.backend), ExitStack()
+    factory, leave = backends.backend_of(endpoint.backend), ExitStack()
     leave.callback(closing)
     with undo_on_error(leave.close):
-        timeout_s = delta(deadline - time.monotonic()).total_seconds()
+        timeout_s = backends.delta(deadline - time.monotonic()).total_seconds()
         try:  # a refused connection is an error at once: a source listens before it invites
             store = CurveStore(endpoint.host, endpoint.port, secret, timeout_s)
         except dist.DistError as e:
@@ -270,11 +260,13 @@ def _join(
             ) from e
         leave.callback(store.close)
         left_s = max(deadline - time.monotonic(), 0.0)
-        store.set_timeout(delta(left_s))
+        store.set_timeout(backends.delta(left_s))
         prefixed = dist.PrefixStore(endpoint.token, store)
         try:
             backend = factory(
-                GroupSeat(store=prefixed, rank=rank, world=endpoint.world, bind=bind, timeout_s=left_s, device=device)
+                backends.GroupSeat(
+                    store=prefixed, rank=rank, world=endpoint.world, bind=bind, timeout_s=left_s, device=device
+                )
             )
         except (dist.DistError, RuntimeError) as e:
             raise PublishError(

@@ -6,13 +6,11 @@
                    pack, advance(ready), pack ...              still the same generation?
                    signal() ---- broadcast --->
 
-A segment is a memfd: it has no name in any file system, and the kernel frees it with the last
-process that holds it, however that process ends. Receivers find it through ``/proc``, so only a
-process of the same user, or one that may trace the source, can open it.
+A segment is a memfd: it has no name in any file system, and the kernel frees it with the last process that holds it.
+Receivers find it through ``/proc``, so only a process of the same user, or one that may trace the source, can open it.
 
-A receiver does not own these bytes. A source raises the generation before it writes the first byte
-of another version. A receiver that compares the generation after its last read knows that all bytes
-belong to one version (a seqlock with one writer).
+A source raises the generation before it writes the first byte of another version. A receiver that compares the
+generation after its last read knows that all bytes belong to one version (a seqlock with one writer).
 """
 
 from __future__ import annotations

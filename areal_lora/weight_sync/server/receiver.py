@@ -3,11 +3,10 @@
     wire     bucket 0 | bucket 1 | bucket 2 | trailer
     thread            `-> fingerprint 0, write 0 | fingerprint 1, write 1 | ... | compare -> staged
 
-No request uses a slot that is being written, so buckets are written as they arrive, directly from
-the group's memory: a small ring of staging buffers, or the source's own memory on the same machine.
-A version is reported as staged, and may be activated, only if every fingerprint equals the source's.
-The thread runs while the same process generates: it uses compiled loops without the GIL and no
-OpenMP, which would take the cores from the model.
+No request uses a slot that is being written, so buckets are written as they arrive, directly from the group's memory: a
+small ring of staging buffers, or the source's own memory on the same machine. A version is reported as staged only if
+every fingerprint equals the source's. The thread runs while the same process generates: it uses compiled loops without
+the GIL and no OpenMP, which would take the cores from the model.
 """
 
 from __future__ import annotations
@@ -83,27 +82,16 @@ class _Source:
 
     def verify(self, ref: AdapterRef) -> int:
         """Return the shard's sum. Raises ManifestError unless its bytes are unchanged, finite and for ``ref``."""
-        n = len(self.shard.tensors)
-        sent, sealed = self.trailer[: 8 * n].view(np.uint64), self.trailer[-SEAL_BYTES:].tobytes()
+        tensors, rank = self.shard.tensors, f"source rank {self.shard.source}"
+        sent, sealed = self.trailer[: 8 * len(tensors)].view(np.uint64), self.trailer[-SEAL_BYTES:].tobytes()
         total = shard_sum(self._layout, self.index, sent)
         if sealed != seal(ref, self._layout.digest, total):
-            raise ManifestError(
-                RefusalReason.HASH,
-                f"the trailer of source rank {self.shard.source} does not belong to {ref} or is damaged",
-            )
-        changed = np.flatnonzero(sent != self.marks.sums)
-        if len(changed):
-            name = self.shard.tensors[changed[0]].name
-            raise ManifestError(
-                RefusalReason.HASH,
-                f"{len(changed)} tensors of source rank {self.shard.source} arrived changed, first {name}",
-            )
-        bad = np.flatnonzero(self.marks.bad)
-        if len(bad):
-            name = self.shard.tensors[bad[0]].name
-            raise ManifestError(
-                RefusalReason.NON_FINITE, f"{name} from source rank {self.shard.source} holds NaN or infinity"
-            )
+            raise ManifestError(RefusalReason.HASH, f"the trailer of {rank} does not belong to {ref} or is damaged")
+        if len(changed := np.flatnonzero(sent != self.marks.sums)):
+            text = f"{len(changed)} tensors of {rank} arrived changed, first {tensors[changed[0]].name}"
+            raise ManifestError(RefusalReason.HASH, text)
+        if len(bad := np.flatnonzero(self.marks.bad)):
+            raise ManifestError(RefusalReason.NON_FINITE, f"{tensors[bad[0]].name} from {rank} holds NaN or infinity")
         return total
 
 
@@ -122,19 +110,15 @@ class Reception:
     def receive(self, ref: AdapterRef, on_tensors: OnTensors) -> str:
         """Pass all tensors to ``on_tensors`` once, sources in turn, verify all and return the adapter's digest.
 
-        Raises ManifestError (``hash``, ``non_finite``) after all bytes are drained, PublishError if the
-        transfer breaks or its deadline passes.
+        Raises ManifestError (``hash``, ``non_finite``) after all bytes are drained, PublishError for a broken transfer.
         """
         for source, bucket, base in self._stream:
             self.check_time(ref)
-            try:
+            with undo_on_error(self.drain):  # other servers may get their bytes through this one
                 if source is self._sources[0] and bucket.first == 0:
                     reached("server.receiving")
                 with self._timer.phase("write"):
                     on_tensors(source.index, base, bucket.first, bucket.last, source.marks)
-            except Exception:  # fault boundary: other servers may get their bytes through this one
-                self.drain()
-                raise
         with self._timer.phase("verify"):
             return adapter_digest(self._layout, [source.verify(ref) for source in self._sources])
 
@@ -168,36 +152,28 @@ class SlotWriter(Protocol):
     def expected(self, structure: AdapterStructure) -> dict[str, Shape]:
         """Map every full name the model serves to its shape in an adapter of ``structure``, the same on all workers.
 
-        A worker that holds a part (tensor or expert parallel) lists all names and selects its
-        part in ``plan``. Raises ManifestError (``rank``, ``targets``) for a structure the
-        engine cannot serve.
+        A worker that holds a part (tensor or expert parallel) lists all names and selects its part in ``plan``. Raises
+        ManifestError (``rank``, ``targets``) for a structure the engine cannot serve.
         """
-        ...
 
     def plan(self, layout: AdapterLayout) -> Sequence[TensorBlocks]:
         """Plan, per shard, which part of each tensor this worker copies where in slot 0; once per layout.
 
-        ``src`` counts bytes from the shard's start; ``write`` uses ``dst`` as it is. Aliases are
-        further blocks of their wire tensor. ``scale`` is ``alpha / rank`` on lora_B and 1 on lora_A;
-        no other code folds it in.
+        ``src`` counts bytes from the shard's start; ``write`` uses ``dst`` as it is. Aliases are further blocks of a
+        wire tensor. ``scale`` is ``alpha / rank`` on lora_B and 1 on lora_A; no other code folds it in.
         """
-        ...
 
     def prepare(self, slot: int, layout: AdapterLayout) -> None:
         """Clear the part of an inactive slot that ``layout`` does not overwrite."""
-        ...
 
     def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
         """Store tensors [first, last) of a shard and measure them; the shard's byte 0 has the address ``base``."""
-        ...
 
     def flush(self, slot: int) -> None:
         """Complete all writes: after this the slot can be activated."""
-        ...
 
     def zero(self, slot: int) -> None:
         """Clear an inactive slot."""
-        ...
 
 
 @dataclass(slots=True)
@@ -211,11 +187,9 @@ class _KnownLayout:
 class AdapterReceiver:
     """Join every source's group and stage versions, one at a time.
 
-    ``declared`` maps names to the adapters of the configuration: a publish that differs from its
-    declaration is refused. Without a declaration the first accepted version declares the adapter.
-    ``secret`` is the run's, ``bind`` this machine's address towards the sources, ``device`` the
-    worker's compute device. The ``layouts`` used last are kept, a few megabytes each at tens of thousands of tensors:
-    as many as there may be adapters.
+    ``declared`` are the adapters of the configuration by name: a publish that differs is refused. Any other adapter is
+    declared by its first accepted version. ``secret`` is the run's, ``bind`` this machine's address towards the
+    sources, ``device`` the worker's compute device. The ``layouts`` used last are kept, a few megabytes each.
     """
 
     def __init__(
@@ -260,10 +234,9 @@ class AdapterReceiver:
     def start(self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, timeout_s: float) -> None:
         """Start staging ``manifest`` into ``slot`` and return; ``on_staged`` is called exactly once.
 
-        The first receives are posted before this returns: the sources send only after that.
-        The staging thread is a child of the first caller's thread and shares its cores and priority.
-        ``layout`` may be None if this worker has received it before. Without a slot (none is free, or
-        the version is active already) the transfer is drained and refused.
+        The first receives are posted before this returns: the sources send only after that. The staging thread shares
+        the cores and priority of the first caller's thread. ``layout`` may be None if this worker has received it
+        before. Without a slot (none is free, or the version is active already) the transfer is drained and refused.
         Raises PublishError if the previous ``start`` is in progress or no group is joined.
         """
         if not self._idle.is_set():
@@ -326,15 +299,12 @@ class AdapterReceiver:
             if isinstance(started, Exception):
                 raise started
             known, reception = started
-            try:
+            with undo_on_error(reception.drain):  # the groups stay in step, for the next version of any adapter
                 with timer.phase("verify"):
                     plans, place = self._check(manifest, known, slot, groups)
                 written = True
                 with timer.phase("write"):
                     self._writer.prepare(place, known.layout)
-            except Exception:  # fault boundary: the groups stay in step, for the next version of any adapter
-                reception.drain()
-                raise
             digest = reception.receive(
                 manifest.ref, lambda shard, *part: self._writer.write(plans[shard], place, *part)
             )
@@ -378,9 +348,8 @@ class AdapterReceiver:
             raise ManifestError(RefusalReason.MALFORMED, f"{manifest.ref} names another layout than it brings")
         if known is None:
             if layout is None:
-                raise ManifestError(
-                    RefusalReason.UNKNOWN_LAYOUT, f"{manifest.ref} uses a layout that this server does not hold"
-                )
+                text = f"{manifest.ref} uses a layout that this server does not hold"
+                raise ManifestError(RefusalReason.UNKNOWN_LAYOUT, text)
             while len(self._known) >= self._layouts:
                 del self._known[next(iter(self._known))]
             known = _KnownLayout(layout)
@@ -400,9 +369,8 @@ class AdapterReceiver:
             known.plans = self._writer.plan(layout)
         sources = {s.source for s in layout.shards}
         if not sources <= groups.keys():
-            raise ManifestError(
-                RefusalReason.MALFORMED, f"shards of source ranks {sorted(sources)}, joined groups {sorted(groups)}"
-            )
+            text = f"shards of source ranks {sorted(sources)}, joined groups {sorted(groups)}"
+            raise ManifestError(RefusalReason.MALFORMED, text)
         if slot is None:
             raise ManifestError(RefusalReason.SLOT, f"no free adapter slot for {manifest.ref}")
         return known.plans, slot

@@ -42,11 +42,9 @@ class ServedVersions:
     """Slots 0..n_slots-1, each with at most one immutable version, for up to ``adapters`` adapters at a time.
 
     ``active`` maps the versions that can be requested to the acknowledgement of their publish, ``incarnations`` the
-    adapters to their incarnation. ``left`` are versions of dropped adapters, on which requests may run.
-
-    ``keep`` versions of an adapter stay in their slots without a request; 0: a version ends as its successor starts,
-    because both have the same memory (merged weights). ``pins`` hold versions like a request,
-    until a time that the caller gives. Each ``now`` is the driver's monotonic clock, in seconds.
+    adapters to their incarnation. ``left`` are versions of dropped adapters, on which requests may run. ``keep``
+    versions of an adapter stay in their slots without a request; 0: one ends as its successor starts, as both have
+    the same memory (merged weights). ``pins`` hold versions like a request, until a time of the caller's clock.
     """
 
     def __init__(self, n_slots: int, keep: int, adapters: int = 1) -> None:
@@ -184,10 +182,8 @@ class ServedVersions:
         return retired
 
     def make_room(self, incoming: str) -> list[ResidentVersion]:
-        """Retire unused versions of dropped adapters and those beyond ``keep``.
-
-        If there are none, the oldest unused version of the adapter that holds most slots, of ``incoming`` on a tie.
-        """
+        """Retire unused versions of dropped adapters and those beyond ``keep``; if there are none, the oldest unused
+        version of the adapter that holds most slots, of ``incoming`` on a tie."""
         if retired := [*self.retire_left(), *map(self.free, self.retirable(max(1, self._keep)))]:
             return retired
         held = Counter(ref.name for ref in self._residents)
@@ -205,8 +201,7 @@ class ServedVersions:
     def retirable(self, keep: int, incoming: str | None = None) -> list[AdapterRef]:
         """List unused versions beyond the newest ``keep`` (>= 1) active ones of their adapter, oldest first.
 
-        A version of adapter ``incoming`` that is about to become active is counted in; the newest
-        version before it is never listed.
+        A version of ``incoming`` that is about to become active is counted in; the one before it is never listed.
         """
         kept: set[AdapterRef] = set()
         for name in self.incarnations:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.types import AdapterRef
@@ -80,13 +79,6 @@ class Commit:
         return [self.lora_id, *self.retired_ids]
 
 
-class _Phase(Enum):
-    RESERVING = auto()
-    STAGING = auto()
-    COMMITTING = auto()
-    DONE = auto()
-
-
 def late_turn(what: str) -> PublishError:
     """Make the refusal of a request whose turn comes after its deadline.
 
@@ -105,8 +97,7 @@ class PublishTransaction:
     """Publish ``ref``. Raises PublishError from ``deadline`` on, ValueError during another publish.
 
     At most half of the time until ``deadline`` goes into waiting for a slot, at most ``SLOT_WAIT_S`` where there are
-    several adapters. A repeated publish of the newest
-    version needs no slot: it gets the first reply again, because the trainer may not have received it.
+    several adapters. A repeated publish of the newest version gets the first reply again and needs no slot.
     """
 
     def __init__(self, versions: ServedVersions, ref: AdapterRef, deadline: float, now: float) -> None:
@@ -118,23 +109,23 @@ class PublishTransaction:
         wait_s = (deadline - now) / 2
         self._began, self._wait_until = now, now + (wait_s if versions.adapters == 1 else min(wait_s, SLOT_WAIT_S))
         self._repeated = ref in versions.active and ref == versions.resolve(ref.name).ref
-        self._phase = _Phase.RESERVING
         self._slot: int | None = None
+        """Reserved for ``ref``, which is not active yet."""
 
     def next_step(self, now: float) -> ReserveStep:
         """Return the next step towards a slot. After any step but ``Stage`` the driver calls again.
 
         The trainer is sending already: without a slot the workers still drain the bytes.
         """
-        self._require(_Phase.RESERVING)
         if self._repeated:
-            return self._stage(None)
+            return Stage(None)
         next_expiry = self._versions.expire_pins(now)
         try:
-            return self._stage(self._versions.reserve(self.ref))
+            self._slot = self._versions.reserve(self.ref)
+            return Stage(self._slot)
         except ManifestError as e:
             if e.reason != RefusalReason.SLOT:
-                return self._stage(None, e)
+                return Stage(None, e)
             # A commit retires most versions. Otherwise a request holds an old one: the oldest unused version goes.
             if retired := self._versions.make_room(self.ref.name):
                 return Retire(retired)
@@ -142,7 +133,7 @@ class PublishTransaction:
                 return AwaitRelease(min(self._wait_until, next_expiry) - now)
             oldest = next(iter(self._versions.pins), None)
             if oldest is None:
-                return self._stage(None, e)
+                return Stage(None, e)
             self._versions.unpin(oldest)
             return EndedPin(oldest, e)
 
@@ -151,7 +142,6 @@ class PublishTransaction:
 
         Raises ManifestError (refused) or PublishError (late).
         """
-        self._require(_Phase.STAGING)
         if self._repeated:
             for result in results:
                 if result.reason not in TAKEN_OFF:
@@ -168,7 +158,6 @@ class PublishTransaction:
             raise PublishError(f"{self.ref} was staged without a slot")
         if now >= self._deadline:
             raise PublishError(f"{self.ref} was staged too late: its trainer has stopped waiting")
-        self._phase = _Phase.COMMITTING
         return Commit(
             lora_id=next(self._versions.lora_ids),
             slot=self._slot,
@@ -182,7 +171,6 @@ class PublishTransaction:
 
         For ``hold_s`` before it no request could start, because the running ones had to end first.
         """
-        self._require(_Phase.COMMITTING)
         worked = ("wire", "verify", "write")
         phases = {p: 1e3 * max(getattr(r, f"{p}_s") for r in commit.staged) for p in worked}
         phases["stage"], phases["commit"] = 1e3 * (commit.staged_at - self._began), 1e3 * stall_s
@@ -191,7 +179,7 @@ class PublishTransaction:
         phases["commit_wait"] = 1e3 * (now - commit.staged_at)
         reply = PublishReply(ref=str(self.ref), digest=commit.staged[0].digest, phases=phases)
         self._versions.activate(self.ref, commit.lora_id, reply)
-        self._phase = _Phase.DONE
+        self._slot = None
         return reply
 
     def end(self) -> AdapterRef | None:
@@ -200,16 +188,8 @@ class PublishTransaction:
         A late worker has passed its own deadline by now and does not write into the slot.
         """
         self._versions.publishing = None
-        if self._phase is _Phase.DONE or self._slot is None:
+        if self._slot is None:
             return None
+        self._slot = None
         self._versions.free(self.ref)
-        self._phase = _Phase.DONE
         return self.ref
-
-    def _stage(self, slot: int | None, refusal: ManifestError | None = None) -> Stage:
-        self._slot, self._phase = slot, _Phase.STAGING
-        return Stage(slot, refusal)
-
-    def _require(self, phase: _Phase) -> None:
-        if self._phase is not phase:
-            raise ValueError(f"publish of {self.ref} is {self._phase.name.lower()}, not {phase.name.lower()}")

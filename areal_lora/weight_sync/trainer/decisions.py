@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import msgspec
 
 from areal_lora.algorithms.merging import CastSums
-from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError, PublishError, RefusalReason
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint
 from areal_lora.weight_sync.trainer.membership import Judgement, ServerFinding, judge
 
 
-class ServerAck(msgspec.Struct, frozen=True, kw_only=True):
-    """Acknowledgement of one server: the digest of what it serves."""
-
-    server: ServerEndpoint
-    digest: str
-
-
 class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A completed publish: ``acks`` of the servers that serve the version, reasons for those that were ``lost``.
+    """A completed publish: ``ref`` serves, and passed its probe, on exactly ``servers``.
 
-    ``joined`` became members in it, ``left`` left in order since the last one.
+    ``joined`` became members in it. Since the last report ``lost`` were excluded (reasons by name), and ``left`` have
+    left in order: they still end what they run.
 
-    ``phases`` in milliseconds: ``pack`` (main threads) and ``send`` (publisher threads) of the slowest
-    rank, ``ack`` from the call of ``publish`` to the last acknowledgement, ``probe`` after it; the
-    slowest server's ``wire``, ``verify``, ``write``, ``commit`` and its further phases.
-    ``attempts`` is 1 unless servers were lost or a transfer was repeated. ``differs``: every server
-    scores the probe differently from its base; None without a probe. ``cast``: what the cast to the serving dtype
-    leaves of a merged adapter; None for one that is not merged.
+    ``phases`` in milliseconds: ``pack`` (main threads) and ``send`` (publisher threads) of the slowest rank, ``ack``
+    from the call of ``publish`` to the last acknowledgement, ``probe`` after it; the slowest server's ``wire``,
+    ``verify``, ``write``, ``commit`` and its further phases. ``attempts`` is 1 unless servers were lost or a transfer
+    was repeated. ``differs``: every server scores the probe differently from its base; None without a probe. ``cast``:
+    what the cast to the serving dtype leaves of a merged adapter; None for one that is not merged.
     """
 
     ref: AdapterRef
     digest: str
     nbytes: int
     phases: dict[str, float]
-    acks: list[ServerAck]
+    servers: tuple[ServerEndpoint, ...]
     lost: dict[str, str] = {}
     joined: list[str] = []
     left: list[str] = []
@@ -127,7 +119,16 @@ class Decision(msgspec.Struct, frozen=True):
     left_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Move(Enum):
+    """Next action after an attempt."""
+
+    FINISH = auto()
+    AWAIT_SLOT = auto()
+    RETRY = auto()
+    STOP = auto()
+
+
+@dataclass(slots=True, kw_only=True)
 class Progress:
     """State of one publish; times are time.monotonic.
 
@@ -138,49 +139,40 @@ class Progress:
     short_since: float | None = None
     full_since: float | None = None
 
+    def short_for(self, started: float, now: float, *, loading: bool) -> float:
+        """Seconds for which too few servers remain, in a look that ``started``; 0 while a server is ``loading``."""
+        if loading or self.short_since is None:
+            self.short_since = now if loading else started
+        return now - self.short_since
 
-class Look(Enum):
-    """Next action after a search for servers."""
+    def judge(self, findings: Sequence[ServerFinding], *, now: float, timeout_s: float) -> Judgement:
+        """Judge an attempt; a member that was full for ``timeout_s`` is late. Raises the error of one that refuses."""
+        if not any(f.full for f in findings):
+            self.full_since = None
+        elif self.full_since is None:
+            self.full_since = now
+        late = self.full_since is not None and now >= self.full_since + timeout_s
+        return judge(findings, retried=self.attempts > 1, late=late)
 
-    CONNECT = auto()
-    LOOK = auto()  # again, after a pause
-    WAIT = auto()  # let all ranks take a step, then look again
-    STOP = auto()
+    def move(
+        self, findings: Sequence[ServerFinding], judgement: Judgement, *, enough: bool, left_s: float, ping_s: float
+    ) -> Move:
+        """Finish if all remaining members serve the version and are ``enough``, else wait or retry.
 
-
-class Move(Enum):
-    """Next action after an attempt."""
-
-    FINISH = auto()
-    AWAIT_SLOT = auto()
-    RETRY = auto()
-    STOP = auto()
-
-
-def after_look(
-    progress: Progress,
-    able: int,
-    *,
-    started: float,
-    now: float,
-    until: float,
-    config: WeightSyncConfig,
-    min_servers: int,
-    watched: bool,
-    loading: bool = False,
-) -> tuple[Progress, Look]:
-    """Connect if ``able`` servers suffice, else wait up to ``rejoin_s`` for others if servers are ``watched``.
-
-    The time starts when no server is ``loading`` any more. The look started at ``started``; it is ``now``; all ranks
-    take a step at ``until``.
-    """
-    if able >= min_servers:
-        return replace(progress, short_since=None), Look.CONNECT
-    since = now if loading else started if progress.short_since is None else progress.short_since
-    progress = replace(progress, short_since=since)
-    if not watched or now >= since + config.rejoin_s:
-        return progress, Look.STOP
-    return progress, Look.WAIT if now >= until else Look.LOOK
+        Running requests hold their versions' slots until they end: a full server takes no attempt away from the others.
+        No transfer starts when ``left_s`` is shorter than a ping.
+        """
+        if judgement.complete and enough:
+            return Move.FINISH
+        if any(f.full for f in findings):
+            if any(f.full and f.server in judgement.lost for f in findings):
+                self.full_since = None  # a server that returns is waited for as long
+            self.attempts += any(f.error is not None and not f.full for f in findings)
+            return Move.AWAIT_SLOT
+        if left_s < ping_s:
+            return Move.STOP
+        self.attempts += 1
+        return Move.RETRY
 
 
 def check_results(ref: AdapterRef, layout: str, results: Sequence[Sent]) -> None:
@@ -195,11 +187,6 @@ def check_results(ref: AdapterRef, layout: str, results: Sequence[Sent]) -> None
             )
         if sent.wire is not None and sent.wire.kind != "failed":
             raise sent.wire.error()
-
-
-def sent_in_step(ref: AdapterRef, layout: str, results: Sequence[Sent]) -> bool:
-    """Whether all ranks have sent the version whole: the receivers can take another one in the same groups."""
-    return all(sent.own is None and sent.wire is None and (sent.ref, sent.layout) == (ref, layout) for sent in results)
 
 
 def member_findings(
@@ -230,46 +217,6 @@ def member_findings(
             error, foreign = ManifestError(RefusalReason.HASH, text), True
         findings.append(ServerFinding(server=server, error=error, leftover=foreign))
     return findings
-
-
-def judged(
-    progress: Progress, findings: Sequence[ServerFinding], *, now: float, timeout_s: float
-) -> tuple[Progress, Judgement]:
-    """Judge an attempt; a member that was full for ``timeout_s`` is late. Raises the error of a member that refuses."""
-    full_since = progress.full_since
-    if not any(f.full for f in findings):
-        full_since = None
-    elif full_since is None:
-        full_since = now
-    late = full_since is not None and now >= full_since + timeout_s
-    return replace(progress, full_since=full_since), judge(findings, retried=progress.attempts > 1, late=late)
-
-
-def after_attempt(
-    progress: Progress,
-    findings: Sequence[ServerFinding],
-    judgement: Judgement,
-    *,
-    remaining: int,
-    left_s: float,
-    config: WeightSyncConfig,
-    min_servers: int,
-) -> tuple[Progress, Move]:
-    """Finish if all ``remaining`` members serve the version and suffice, else wait or retry.
-
-    Running requests hold their versions' slots until they end: a full server takes no attempt away from the others.
-    No transfer starts when ``left_s`` is shorter than a ping.
-    """
-    if judgement.complete and remaining >= min_servers:
-        return progress, Move.FINISH
-    if any(f.full for f in findings):
-        excluded = any(f.full and f.server in judgement.lost for f in findings)
-        broken = any(f.error is not None and not f.full for f in findings)
-        full_since = None if excluded else progress.full_since  # a server that returns is waited for as long
-        return replace(progress, full_since=full_since, attempts=progress.attempts + broken), Move.AWAIT_SLOT
-    if left_s < config.ping_s:
-        return progress, Move.STOP
-    return replace(progress, attempts=progress.attempts + 1), Move.RETRY
 
 
 def what_failed(findings: Sequence[ServerFinding], results: Sequence[Sent]) -> str:

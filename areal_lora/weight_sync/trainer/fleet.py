@@ -19,16 +19,8 @@ from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import messages
 from areal_lora.weight_sync.layout import AdapterLayout, Payload
-from areal_lora.weight_sync.manifest import EncodedAnnouncement, encode
-from areal_lora.weight_sync.messages import (
-    JoinReply,
-    JoinRequest,
-    PingReply,
-    PublishReply,
-    ServerEndpoint,
-    SourceEndpoint,
-    check_served,
-)
+from areal_lora.weight_sync.manifest import Announcement, encode
+from areal_lora.weight_sync.messages import PingReply, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult, check_probe
 
 log = get_logger(__name__)
@@ -51,55 +43,51 @@ class AdminClient:
         self._one_call = threading.Lock()
 
     def info(self, timeout_s: float) -> messages.InfoReply:
-        return self.call("GET", messages.INFO_PATH, None, messages.InfoReply, timeout_s)
+        return self.call(messages.INFO_PATH, None, messages.InfoReply, timeout_s)
 
     def modules(self, timeout_s: float) -> messages.ModulesReply:
-        return self.call("GET", messages.MODULES_PATH, None, messages.ModulesReply, timeout_s)
+        return self.call(messages.MODULES_PATH, None, messages.ModulesReply, timeout_s)
 
-    def join(self, request: JoinRequest, timeout_s: float) -> JoinReply:
-        return self.call("POST", messages.JOIN_PATH, messages.encode_message(request), JoinReply, timeout_s)
+    def join(self, request: messages.JoinRequest, timeout_s: float) -> messages.JoinReply:
+        return self.call(messages.JOIN_PATH, request, messages.JoinReply, timeout_s)
 
     def publish(self, announcement: bytes, timeout_s: float) -> PublishReply:
         """Raises ManifestError if the server refuses, PublishError if it fails."""
-        return self.call("POST", messages.PUBLISH_PATH, announcement, PublishReply, timeout_s)
+        return self.call(messages.PUBLISH_PATH, announcement, PublishReply, timeout_s)
 
     def drop(self, name: str, timeout_s: float) -> messages.DropReply:
         """Have the server forget adapter ``name``; idempotent."""
-        return self.call(
-            "POST",
-            messages.DROP_PATH,
-            messages.encode_message(messages.DropRequest(name=name)),
-            messages.DropReply,
-            timeout_s,
-        )
+        return self.call(messages.DROP_PATH, messages.DropRequest(name=name), messages.DropReply, timeout_s)
 
     def score(
         self, model: str | None, token_ids: list[list[int]], timeout_s: float, temperature: float = 1.0
     ) -> list[list[float]]:
-        body = messages.encode_message(messages.ScoreRequest(model=model, token_ids=token_ids, temperature=temperature))
-        return self.call("POST", messages.SCORE_PATH, body, messages.ScoreReply, timeout_s).logprobs
+        request = messages.ScoreRequest(model=model, token_ids=token_ids, temperature=temperature)
+        return self.call(messages.SCORE_PATH, request, messages.ScoreReply, timeout_s).logprobs
 
     def shutdown(self, timeout_s: float) -> None:
         """Request that the server exits with ``RESTART_EXIT``: its versions must not be served any more."""
-        self.call("POST", messages.SHUTDOWN_PATH, b"", PingReply, timeout_s)
+        self.call(messages.SHUTDOWN_PATH, b"", PingReply, timeout_s)
 
     def ping(self, timeout_s: float = messages.PING_S) -> PingReply:
         """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
-        return self._aside("GET", messages.PING_PATH, timeout_s)
+        return self._aside(messages.PING_PATH, None, timeout_s)
 
     def dismiss(self, timeout_s: float) -> None:
         """Release a leaving server: it is no member any more, and no request is routed to it."""
-        self._aside("POST", messages.DISMISS_PATH, timeout_s)
+        self._aside(messages.DISMISS_PATH, b"", timeout_s)
 
     def close(self) -> None:
         with self._one_call:
             self._connection.close()
 
-    def call(self, method: str, path: str, body: bytes | None, kind: type[M], timeout_s: float) -> M:
-        """Send one request; ``kind`` is the message of a 200. Raises ManifestError for a 409."""
+    def call(self, path: str, body: messages.AdminMessage | bytes | None, kind: type[M], timeout_s: float) -> M:
+        """Send a request, a GET if it has no ``body``; ``kind``: message of a 200. Raises ManifestError for a 409."""
+        method = "GET" if body is None else "POST"
+        content = msgspec.msgpack.encode(body) if isinstance(body, messages.AdminMessage) else body
         with self._one_call:
             try:
-                status, answer = self._exchange(method, path, body, timeout_s)
+                status, answer = self._exchange(method, path, content, timeout_s)
             except ssl.SSLCertVerificationError as e:
                 self._connection.close()
                 raise PublishError(
@@ -114,19 +102,19 @@ class AdminClient:
                 ) from e
         try:
             if status == http.client.CONFLICT:
-                refusal = messages.decode_message(answer, messages.RefusalReply)
+                refusal = msgspec.msgpack.decode(answer, type=messages.RefusalReply)
                 raise ManifestError(refusal.reason, f"server {self.server}: {refusal.detail}")
             if status == http.client.OK:
-                return messages.decode_message(answer, kind)
+                return msgspec.msgpack.decode(answer, type=kind)
         except msgspec.MsgspecError as e:
             raise PublishError(f"{method} {path} of server {self.server}: malformed answer: {e}") from e
         text = answer[:300].decode("utf-8", "replace")
         raise PublishError(f"{method} {path} of server {self.server} answered {status}: {text}; see the server's log")
 
-    def _aside(self, method: str, path: str, timeout_s: float) -> PingReply:
+    def _aside(self, path: str, body: bytes | None, timeout_s: float) -> PingReply:
         """``call`` over a connection of its own."""
         with contextlib.closing(AdminClient(self.server, self._secret)) as own:
-            return own.call(method, path, None if method == "GET" else b"", PingReply, timeout_s)
+            return own.call(path, body, PingReply, timeout_s)
 
     def _exchange(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
         """Return (status, body). ``timeout_s`` bounds connecting and every read; an admin answer is a single read."""
@@ -184,11 +172,11 @@ class _Line:
             else:
                 self.undropped.discard(name)
 
-    def join(self, request: JoinRequest, deadline: float, answer_s: float) -> JoinReply:
+    def join(self, request: messages.JoinRequest, deadline: float, answer_s: float) -> messages.JoinReply:
         left_s = self._time_to_send(deadline)
         return self.client.join(msgspec.structs.replace(request, timeout_s=left_s), left_s + answer_s)
 
-    def publish(self, announcement: EncodedAnnouncement, deadline: float, answer_s: float) -> PublishReply:
+    def publish(self, announcement: Announcement[msgspec.Raw], deadline: float, answer_s: float) -> PublishReply:
         self.drop(_left_s(deadline))
         left_s = self._time_to_send(deadline)
         return self.client.publish(encode(msgspec.structs.replace(announcement, timeout_s=left_s)), left_s + answer_s)
@@ -237,7 +225,7 @@ class Fleet:
         """Release leaving servers. Does not wait for their answers: one that misses this ends later."""
         pool = ThreadPoolExecutor(max(1, len(servers)), thread_name_prefix="dismiss")
         for server in servers:
-            pool.submit(_dismiss, AdminClient(server, self._secret), timeout_s)
+            pool.submit(AdminClient(server, self._secret).dismiss, timeout_s)
         pool.shutdown(wait=False)
 
     def end(self, servers: Iterable[ServerEndpoint], timeout_s: float) -> None:
@@ -293,7 +281,7 @@ class Fleet:
 
         def check(line: _Line) -> None:
             if layout.digest not in line.checked:
-                check_served(layout, line.client.modules(timeout_s))
+                messages.check_served(layout, line.client.modules(timeout_s))
                 if probe is not None and layout.payload is Payload.MERGED:
                     line.score_base(probe, timeout_s)
                 line.checked.add(layout.digest)
@@ -301,15 +289,19 @@ class Fleet:
         return {server: self._lines[server].thread.submit(check, self._lines[server]) for server in members}
 
     def join(
-        self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], deadline: float, answer_s: float
-    ) -> dict[ServerEndpoint, Future[JoinReply]]:
+        self,
+        members: Sequence[ServerEndpoint],
+        sources: list[messages.SourceEndpoint],
+        deadline: float,
+        answer_s: float,
+    ) -> dict[ServerEndpoint, Future[messages.JoinReply]]:
         """Request that every member joins the sources' groups by ``deadline``, with the ranks of its workers."""
         posts, first = {}, 1
         for server in members:
             line = self._lines[server]
             line.layouts.clear()
             ranks = list(range(first, first + server.workers))
-            request = JoinRequest(run=self._run, endpoints=sources, ranks=ranks, timeout_s=0.0)
+            request = messages.JoinRequest(run=self._run, endpoints=sources, ranks=ranks, timeout_s=0.0)
             posts[server] = line.thread.submit(line.join, request, deadline, answer_s)
             first += server.workers
         return posts
@@ -326,12 +318,12 @@ class Fleet:
 
         The transfer has to end by ``deadline``; answers arrive up to ``answer_s`` later.
         """
-        bare = EncodedAnnouncement(manifest=manifest, layout=msgspec.Raw(msgspec.msgpack.encode(None)))
-        whole = EncodedAnnouncement(manifest=manifest, layout=msgspec.Raw(layout.encoded))
+        known, new = msgspec.Raw(msgspec.msgpack.encode(None)), msgspec.Raw(layout.encoded)
         posts = {}
         for server in members:
             line = self._lines[server]
-            announcement = bare if manifest.layout in line.layouts else whole
+            brings = known if manifest.layout in line.layouts else new
+            announcement = Announcement(manifest=manifest, layout=brings, timeout_s=0.0)
             line.layouts.add(manifest.layout)
             posts[server] = line.thread.submit(line.publish, announcement, deadline, answer_s)
         return posts
@@ -370,13 +362,6 @@ class Fleet:
 
 def _answered(*pings: Future[PingReply]) -> bool:
     return any(ping.done() and ping.exception() is None for ping in pings)
-
-
-def _dismiss(client: AdminClient, timeout_s: float) -> None:
-    try:
-        client.dismiss(timeout_s)
-    except PublishError as e:
-        log.debug("%s was not dismissed: %s", client.server, e)  # it has ended, or ends after its grace
 
 
 def _left_s(deadline: float) -> float:

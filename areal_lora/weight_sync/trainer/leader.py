@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
@@ -31,7 +31,7 @@ from areal_lora.weight_sync.probe import ProbeResult
 from areal_lora.weight_sync.trainer import decisions
 from areal_lora.weight_sync.trainer.decisions import Move, PublishReport, Sent, Step
 from areal_lora.weight_sync.trainer.fleet import Fleet, answers, errors
-from areal_lora.weight_sync.trainer.membership import MemberRoster, ServerFinding, ServerWatch
+from areal_lora.weight_sync.trainer.membership import MemberRoster, RendezvousWatch, ServerFinding
 from areal_lora.weight_sync.trainer.publish_job import PublishJob
 
 PAUSE_S = 0.1  # between two looks for servers or slots
@@ -40,23 +40,10 @@ WAIT_STEP_S = 1.0  # the longest time without a step for the other ranks
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Active:
-    """``ref`` serves, and passed its probe, on exactly ``servers``.
-
-    Since the last version ``lost`` were excluded, and ``left`` have left in order: they still end what they run.
-    """
-
-    ref: AdapterRef
-    servers: tuple[ServerEndpoint, ...]
-    lost: tuple[str, ...]
-    left: tuple[str, ...] = ()
-
-
 class Leader:
     """``servers`` are the first members; ``watch``, if given, shows restarted and further servers.
 
-    ``on_active`` is called in the publisher thread, before ``PublishHandle.wait`` returns. ``on_wait`` is called there
+    ``on_active`` is called in the publisher thread, before ``PublishJob.wait`` returns. ``on_wait`` is called there
     with the version that waits for an adapter slot and with what holds the slots, empty when it has one.
     ``loading`` names the servers that load their model; while there are any, a publish that has too few members waits.
     ``tolerance`` is that of ``check_probe``.
@@ -71,9 +58,9 @@ class Leader:
         config: WeightSyncConfig,
         tolerance: float = PROBE_TOLERANCES["float32"],
         min_servers: int = 1,
-        watch: ServerWatch | None = None,
-        on_active: Callable[[Active], None] | None = None,
-        on_wait: Callable[[AdapterRef, str], None] | None = None,
+        watch: RendezvousWatch | None = None,
+        on_active: Callable[[PublishReport], None] = lambda _: None,
+        on_wait: Callable[[AdapterRef, str], None] = lambda *_: None,
         loading: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._config, self._tolerance, self._min_servers = config, tolerance, min_servers
@@ -124,18 +111,15 @@ class Leader:
         self._served.pop(name, None)
         self._fleet.drop(self.roster.members, name, self._config.attempt_s)
 
-    def conclude(self, job: PublishJob) -> None:
+    def conclude(self, report: PublishReport) -> None:
         """Report the active version, which all ranks know. Then servers that left may end.
 
         May take as long as ``on_active`` does, which no deadline bounds.
         """
-        roster = self.roster
-        left = tuple(s.name for s in roster.left)
-        if self._on_active is not None:
-            self._on_active(Active(ref=job.ref, servers=roster.members, lost=tuple(roster.lost), left=left))
-        self._fleet.dismiss(roster.left, self._config.ping_s)
-        roster.lost.clear()
-        roster.left.clear()
+        self._on_active(report)
+        self._fleet.dismiss(self.roster.left, self._config.ping_s)
+        self.roster.lost.clear()
+        self.roster.left.clear()
 
     # ------------------------------------------------------------ steps
 
@@ -166,7 +150,7 @@ class Leader:
             servers, report = self._served.get(job.ref.name, (frozenset(), None))
             if job.repeated and report is not None and report.ref == job.ref and servers >= set(members):
                 return decisions.FinishPublish(
-                    report=msgspec.structs.replace(report, lost={}, joined=[], left=[], attempts=0)
+                    report=msgspec.structs.replace(report, servers=members, lost={}, joined=[], left=[], attempts=0)
                 )
             if self._fleet.checked(members, job.layout):
                 return self._attempt(None)
@@ -194,71 +178,47 @@ class Leader:
                 raise
             except AdapterError as e:
                 raise AdapterError(f"{job.ref}: {e}") from e
-            self._in_step(members)
-            newly_short = job.progress.short_since is None
-            loading = self._loading() if len(members) < self._min_servers else ()
+            same = self._in_step(members)
+            if len(members) >= self._min_servers:
+                job.progress.short_since, self._awaited, self._formed = None, (), members
+                return self._attempt(None if same else list(members))
+            loading, shortage = self._loading(), f"{job.ref}: {self.roster.shortage(self._min_servers)}"
             if loading and loading != self._awaited:
                 log.warning("%s: waits without limit for %s: loading the model", job.ref, ", ".join(loading))
             self._awaited = loading
-            job.progress, look = decisions.after_look(
-                job.progress,
-                len(members),
-                started=started,
-                now=time.monotonic(),
-                until=until,
-                config=self._config,
-                min_servers=self._min_servers,
-                watched=self.roster.watcher is not None,
-                loading=bool(loading),
-            )
-            if look is decisions.Look.CONNECT:
-                same, self._formed = self._in_step(members), members
-                return self._attempt(None if same else list(members))
-            if newly_short:
-                log.warning(
-                    "%s: %s; waiting up to %g s",
-                    job.ref,
-                    self.roster.shortage(self._min_servers),
-                    self._config.rejoin_s,
-                )
-            if look is decisions.Look.STOP:
-                raise PublishError(f"{job.ref}: {self.roster.shortage(self._min_servers)}")
-            if look is decisions.Look.WAIT:
+            if job.progress.short_since is None:
+                log.warning("%s; waiting up to %g s", shortage, self._config.rejoin_s)
+            now = time.monotonic()
+            short_s = job.progress.short_for(started, now, loading=bool(loading))
+            if self.roster.watcher is None or short_s >= self._config.rejoin_s:
+                raise PublishError(shortage)
+            if now >= until:
                 return decisions.Wait()
             time.sleep(PAUSE_S)
 
     def _follow(self, job: PublishJob, results: Sequence[Sent], next_turn: int | None) -> Step:
         """Judge an attempt by the results of the ranks and the answers of the servers."""
         assert job.progress is not None
-        if not decisions.sent_in_step(job.ref, job.layout.digest, results):
-            self._formed = None
-        decisions.check_results(job.ref, job.layout.digest, results)
+        what = job.ref, job.layout.digest
+        if not all(sent.own is None and sent.wire is None and (sent.ref, sent.layout) == what for sent in results):
+            self._formed = None  # else all ranks have sent it whole: receivers can take another one in the same groups
+        decisions.check_results(*what, results)
         digest = adapter_digest(job.layout, (sent.sum for sent in results))
         replies, findings = self._collect(job, digest, results)
         if any(f.broken for f in findings):
             self._formed = None
-        job.progress, judgement = decisions.judged(
-            job.progress, findings, now=time.monotonic(), timeout_s=self._config.timeout_s
-        )
+        judgement = job.progress.judge(findings, now=time.monotonic(), timeout_s=self._config.timeout_s)
         self._fleet.end([f.server for f in findings if f.leftover], self._config.ping_s)
         self.roster.exclude(judgement.lost)
         acked_s, cast = time.monotonic(), _total_cast(results)
         probes = self._probe(job, judgement.keep, cast) if judgement.complete else {}
-        job.progress, move = decisions.after_attempt(
-            job.progress,
-            findings,
-            judgement,
-            remaining=len(self.roster.members),
-            left_s=job.budget.deadline - time.monotonic(),
-            config=self._config,
-            min_servers=self._min_servers,
-        )
-        match move:
+        enough, left_s = len(self.roster.members) >= self._min_servers, job.budget.deadline - time.monotonic()
+        match job.progress.move(findings, judgement, enough=enough, left_s=left_s, ping_s=self._config.ping_s):
             case Move.FINISH:
                 report = self._report(job, results, digest, replies, probes, acked_s)
                 self.roster.served()
                 self._served[job.ref.name] = frozenset(self.roster.members), report
-                if job.full_s is not None and self._on_wait is not None:
+                if job.full_s is not None:
                     self._on_wait(job.ref, "")
                 return decisions.FinishPublish(report=report)
             case Move.AWAIT_SLOT:
@@ -281,8 +241,7 @@ class Leader:
         if now >= job.full_s + self._config.slot_s and len(full) == len(findings):
             raise ManifestError(RefusalReason.SLOT, f"{job.ref} found no slot within {self._config.slot_s:g} s: {held}")
         log.warning("%s waits for an adapter slot: %s", job.ref, held)
-        if self._on_wait is not None:
-            self._on_wait(job.ref, held)
+        self._on_wait(job.ref, held)
         if next_turn is not None:
             return decisions.Yield(number=next_turn)
         time.sleep(PAUSE_S)
@@ -356,7 +315,7 @@ class Leader:
             digest=digest,
             nbytes=job.layout.nbytes,
             phases=phases,
-            acks=[decisions.ServerAck(server=server, digest=replies[server].digest) for server in members],
+            servers=members,
             lost=dict(self.roster.lost),
             joined=sorted(s.name for s in self.roster.joining & set(members)),
             left=[s.name for s in self.roster.left],

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError, RefusalReason
 from areal_lora.processes.log import get_logger
@@ -32,6 +31,9 @@ MISSES = 2  # one may be a busy moment
 PINGS = 32  # at once
 SCORE_PINGS = 5  # scores of the probe take longer than a ping
 FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # back-off before an excluded server is tried again
+
+NO_REFUSAL = (RefusalReason.WIRE, RefusalReason.UNKNOWN_LAYOUT, RefusalReason.SLOT)
+"""A broken transfer, no slot, and a layout that a server no longer holds: it leaves its groups, and is sent it then."""
 
 log = get_logger(__name__)
 
@@ -52,16 +54,8 @@ class ServerFinding:
 
     @property
     def refused(self) -> bool:
-        """Whether the server refused the version or the adapter, or acknowledged wrong numbers.
-
-        Neither a broken transfer nor a ``full`` server is a refusal, nor is a layout that a server no longer holds: it
-        leaves its groups, and is sent the layout after the next join.
-        """
-        again = isinstance(self.error, ManifestError) and self.error.reason in (
-            RefusalReason.WIRE,
-            RefusalReason.UNKNOWN_LAYOUT,
-        )
-        return isinstance(self.error, (AdapterError, ParityError)) and not again and not self.full
+        """Whether the server refused the version or the adapter, or acknowledged wrong numbers."""
+        return isinstance(self.error, (AdapterError, ParityError)) and self._reason not in NO_REFUSAL
 
     @property
     def broken(self) -> bool:
@@ -71,7 +65,11 @@ class ServerFinding:
     @property
     def full(self) -> bool:
         """Whether the server has no free adapter slot: running requests hold older versions."""
-        return isinstance(self.error, ManifestError) and self.error.reason == RefusalReason.SLOT
+        return self._reason == RefusalReason.SLOT
+
+    @property
+    def _reason(self) -> str:
+        return self.error.reason if isinstance(self.error, ManifestError) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +84,11 @@ class Judgement:
 def judge(findings: Sequence[ServerFinding], *, retried: bool, late: bool = False) -> Judgement:
     """Judge which servers remain after an attempt.
 
-    A member that refuses means that the version is wrong: its error is raised. A joining server that
-    refuses beside members that do not is the wrong server: it is lost, and so is a leftover. A server that
-    failed and does not answer pings is lost. If all answer, the transfer is repeated once with all; servers
-    that still fail (``retried``) are lost, only joining ones if any of them failed: a server that delays the
-    others cannot be distinguished from those that it delays. A full server is waited for. It is lost only if another
-    server takes the version, when ``late``, or at once if it joins: its slots are no measure for other adapters.
+    A member that refuses means that the version is wrong: its error is raised. A joining server that refuses is the
+    wrong server: it is lost, and so is a leftover. A server that failed and does not answer pings is lost. If all
+    answer, the transfer is repeated once with all; servers that still fail (``retried``) are lost, only joining ones if
+    any of them failed: a server that delays the others cannot be distinguished from those that it delays. A full server
+    is waited for. It is lost only if another server takes the version, when ``late``, or at once if it joins.
     """
     for f in findings:
         if f.error is not None and f.refused and not f.joining and not f.leftover:
@@ -119,14 +116,6 @@ def _ordered(servers: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
     return tuple(sorted(servers, key=lambda s: (len(s.name), s.name)))
 
 
-class ServerWatch(Protocol):
-    """A source of the servers that are present."""
-
-    def present(self) -> list[ServerEndpoint]:
-        """Servers that have announced themselves; some may be dead. Raises OSError if they cannot be read now."""
-        ...
-
-
 class RendezvousWatch:
     """Watch servers that publish their ports in a run folder; restarted servers publish new ports."""
 
@@ -134,6 +123,7 @@ class RendezvousWatch:
         self._run_folder, self._workers = run_folder, workers
 
     def present(self) -> list[ServerEndpoint]:
+        """Servers that have published their ports; some may be dead. Raises OSError if they cannot be read now."""
         indices = published_indices(self._run_folder, "server")
         return [found for index in indices if (found := self.server(index)) is not None]
 
@@ -157,13 +147,12 @@ class ServerWatcher:
 
     ``joining`` are not members and answered the latest ping; ``leaving`` are members that leave in order, or have left:
     they answer so, or are silent and have withdrawn their endpoint. An unreadable folder is read again in the next
-    round; members are pinged meanwhile. Any other error ends the process: without this thread no server could return
-    and no dead server would be noticed.
+    round. Any other error ends the process: without this thread no server could return.
     """
 
     def __init__(
         self,
-        watch: ServerWatch,
+        watch: RendezvousWatch,
         roster: MemberRoster,
         ping: Callable[[ServerEndpoint], PingReply | None],
         period_s: float = WATCH_S,
@@ -222,7 +211,7 @@ class MemberRoster:
     """
 
     def __init__(
-        self, fleet: Fleet, servers: Iterable[ServerEndpoint], *, ping_s: float, watch: ServerWatch | None = None
+        self, fleet: Fleet, servers: Iterable[ServerEndpoint], *, ping_s: float, watch: RendezvousWatch | None = None
     ) -> None:
         self._fleet, self._ping_s = fleet, ping_s
         self.members = _ordered(servers)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -165,13 +166,11 @@ class Budget:
 class PublishJob:
     """One publish in progress at one rank. ``own`` is set before ``packed`` if packing failed on this rank.
 
-    ``number`` is its place in the ``JobQueue``, the same on all ranks. A ``repeated`` version was sent before.
-    ``met``: the gates of all ranks are open. ``progress`` is rank 0's, None before its first step, and so is
-    ``full_s``, when a server had no slot for it for the first time (time.monotonic). ``dropped``: its adapter is no
-    longer wanted. ``waited``: ``wait`` has reported the outcome.
-
-    ``gate`` returns when the transfer may start; it took ``gate_ms``. ``began_s`` is time.monotonic. Packing counts in
-    ``cast``. A copy made by ``replace`` has the same packed shard, and no progress.
+    ``number`` is its place in the ``JobQueue``, the same on all ranks. A ``repeated`` version was sent before. ``met``:
+    the gates of all ranks are open. Rank 0 has ``progress``, None before its first step, and ``full_s``, when a server
+    had no slot for it for the first time (time.monotonic, like ``began_s``). ``dropped``: its adapter is no longer
+    wanted. ``waited``: ``wait`` has reported the outcome. ``gate`` returns when the transfer may start; it took
+    ``gate_ms``. Packing counts in ``cast``. A copy made by ``replace`` has the same packed shard, and no progress.
     """
 
     manifest: ShardManifest
@@ -192,39 +191,27 @@ class PublishJob:
     full_s: float | None = field(default=None, init=False)
     dropped: bool = field(default=False, init=False)
     gate_ms: float = field(default=0.0, init=False)
-    ended: threading.Event = field(default_factory=threading.Event, init=False)
-    answer: PublishReport | Exception | None = field(default=None, init=False)
+    outcome: Future[PublishReport] = field(default_factory=Future, init=False)
     waited: bool = field(default=False, init=False)
 
     @property
     def ref(self) -> AdapterRef:
         return self.manifest.ref
 
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self.ended.is_set()
-
     def failed(self) -> bool:
         """Whether ``wait`` would raise at once."""
-        return self.done() and not isinstance(self.answer, PublishReport)
-
-    def abandon(self) -> None:
-        """Wait until the publish has ended, well or not; it waits for no slot any more."""
-        self.dropped = True
-        self.ended.wait()
+        return self.outcome.done() and self.outcome.exception() is not None
 
     def wait(self) -> PublishReport:
         """Wait until the version serves and was probed on every remaining server. Idempotent.
 
-        Raises the same on all ranks: ManifestError (refused), AdapterError (the servers cannot
-        serve this layout), PublishError (too few servers remain at the deadline) or ParityError.
+        Raises the same on all ranks: ManifestError (refused), AdapterError (the servers cannot serve this layout),
+        PublishError (too few servers remain at the deadline) or ParityError.
         """
-        self.ended.wait()
-        self.waited = True
-        if isinstance(self.answer, PublishReport):
-            return self.answer
-        assert self.answer is not None
-        raise self.answer
+        try:
+            return self.outcome.result()
+        finally:
+            self.waited = self.outcome.done()
 
 
 class JobQueue:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -37,17 +38,8 @@ from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, GroupListener
 from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.trainer.decisions import (
-    Attempt,
-    Decision,
-    Fail,
-    Failure,
-    FinishPublish,
-    PublishReport,
-    Sent,
-    Step,
-    Yield,
-)
+from areal_lora.weight_sync.trainer import decisions
+from areal_lora.weight_sync.trainer.decisions import Failure, PublishReport, Sent
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import Budget, JobQueue, Pack, PackedShard, PublishJob
 
@@ -72,12 +64,9 @@ class Publisher:
 
     ``publish``, ``again`` and ``drop`` are collective: all ranks call them in the same order from their main threads.
     Everything else between ranks happens in the publisher threads; no other thread uses ``exchange``. Rank 0 has the
-    ``leader``, whose steps the other ranks take over.
-
-    ``sources`` are all ranks that may own tensors of some adapter: each has a group with the workers of all members,
-    formed once, and a version uses those of the ranks that own its tensors. ``bind`` is this rank's own address, which
-    the workers must reach; ``backend`` names a ``link.backends`` row; ``device`` is the device that this rank computes
-    on.
+    ``leader``, whose steps the other ranks take over. ``sources`` are all ranks that may own tensors of some adapter:
+    each has a group with the workers of all members, formed once. ``bind`` is this rank's own address, as workers
+    reach it; ``backend`` names a ``link.backends`` row; ``device`` is the device that this rank computes on.
     """
 
     def __init__(
@@ -113,13 +102,12 @@ class Publisher:
     ) -> PublishJob:
         """Start publishing ``ref``; this rank's shard of ``layout`` is packed before this returns.
 
-        No server receives the version before ``gate``, called in the publisher thread of every rank, has
-        returned; times and deadlines start then, on all ranks at once. ``weight_sync.publish_s`` bounds the
-        rest, retries included, except waiting while too few servers remain (``rejoin_s``), for a slot (``slot_s``) and
-        for publishes of other adapters. Only rank 0's ``probe`` is used. Waits for the adapter's previous publish
-        first and raises its error, unless ``wait`` has reported it. ``wait`` raises an ArealLoraError of ``pack`` on
-        every rank; any other error of ``pack`` is raised here. ``pack`` counts in ``cast``, if it
-        casts; the report has the sums of all ranks.
+        No server receives the version before ``gate``, called in the publisher thread of every rank, has returned;
+        times and deadlines start then, on all ranks at once. ``weight_sync.publish_s`` bounds the rest, retries
+        included, except waiting while too few servers remain (``rejoin_s``), for a slot (``slot_s``) and for publishes
+        of other adapters. Only rank 0's ``probe`` is used. Waits for the adapter's previous publish first and raises
+        its error, unless ``wait`` has reported it. ``wait`` raises an ArealLoraError of ``pack`` on every rank; any
+        other error of ``pack`` is raised here. ``pack`` counts in ``cast``; the report has the sums of all ranks.
         """
         lane = self._lane(ref.name, layout)
         now = time.monotonic()
@@ -173,7 +161,8 @@ class Publisher:
         """
         lane = self._lanes.pop(name, None)
         if lane is not None and lane.previous is not None:
-            lane.previous.abandon()
+            lane.previous.dropped = True  # it waits for no slot any more
+            wait([lane.previous.outcome])
         if self._leader is not None:
             self._leader.drop(name)
 
@@ -218,23 +207,25 @@ class Publisher:
         while job is not None:
             try:
                 outcome = self._run(job)
-                if isinstance(outcome, Yield):
+                if isinstance(outcome, decisions.Yield):
                     job = self._jobs.take(outcome.number, job.budget.patience_s)
                     continue
-                job.answer = outcome
             except ArealLoraError as e:
                 self._leave()
-                job.answer = e
+                outcome = e
             except Exception as e:  # fault boundary: the main thread waits for an answer in any case
                 log.exception("publish of %s", job.ref)
                 self._leave()
-                job.answer = PublishError(f"{job.ref}: publisher thread of rank {self._exchange.rank}: {e!r}")
+                outcome = PublishError(f"{job.ref}: publisher thread of rank {self._exchange.rank}: {e!r}")
             self._jobs.end(job)
-            job.ended.set()
-            del job  # or it would keep the memory of a dropped adapter's shard until the next publish
+            if isinstance(outcome, PublishReport):
+                job.outcome.set_result(outcome)
+            else:
+                job.outcome.set_exception(outcome)
+            del job, outcome  # or they would keep the memory of a dropped adapter's shard until the next publish
             job = self._jobs.oldest()
 
-    def _run(self, job: PublishJob) -> PublishReport | ArealLoraError | Yield:
+    def _run(self, job: PublishJob) -> PublishReport | ArealLoraError | decisions.Yield:
         """Run ``job`` until it ends or another one goes ahead. Raises where members may be out of step."""
         if not job.met and (failure := self._meet(job)) is not None:
             return failure.error()
@@ -244,18 +235,18 @@ class Publisher:
             step = next_step(self._leader, self._exchange, job, results, self._jobs.after(job))
             results = None
             match step:
-                case Fail(failure=failure, intact=intact):
+                case decisions.Fail(failure=failure, intact=intact):
                     if not intact:
                         raise failure.error()
                     return failure.error()
-                case FinishPublish(report=report):
+                case decisions.FinishPublish(report=report):
                     # The controller may be away for longer than other ranks would wait: they have received the step.
                     if self._leader is not None:
-                        self._leader.conclude(job)
+                        self._leader.conclude(report)
                     return report
-                case Yield():
+                case decisions.Yield():
                     return step
-                case Attempt(members=members):
+                case decisions.Attempt(members=members):
                     sent = msgspec.msgpack.encode(self._attempt(job, members))
                     gathered = self._exchange.all_gather_bytes(sent, job.budget.patience_s)
                     results = [msgspec.msgpack.decode(raw, type=Sent) for raw in gathered]
@@ -356,17 +347,17 @@ class Publisher:
 
 def next_step(
     leader: Leader | None, exchange: Exchange, job: PublishJob, results: Sequence[Sent] | None, next_turn: int | None
-) -> Step:
+) -> decisions.Step:
     """Rank 0's next step (see `Leader.decide`), on every rank; its remaining time is that of ``job`` afterwards.
 
     Collective. Raises PublishError if another rank does not respond.
     """
     if leader is not None:
         step = leader.decide(job, results, next_turn)
-        decision = Decision(step=step, left_s=job.budget.left_s)
+        decision = decisions.Decision(step=step, left_s=job.budget.left_s)
         exchange.broadcast_bytes(msgspec.msgpack.encode(decision), job.budget.patience_s)
         return step
     raw = exchange.broadcast_bytes(None, job.budget.patience_s)
-    decision = msgspec.msgpack.decode(raw, type=Decision)
+    decision = msgspec.msgpack.decode(raw, type=decisions.Decision)
     job.budget.adopt(decision.left_s)
     return decision.step

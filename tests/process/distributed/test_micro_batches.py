@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.distributed.engine_ranks import Case
-from tests.support.distributed.memory_ranks import BUDGET, MICRO_BATCHES, living_masks
+from tests.support.distributed.memory_ranks import BUDGET, MICRO_BATCHES, living_plans
 from tests.support.distributed.spawn import run_ranks
 from tests.support.paths import EXAMPLES
 
@@ -23,7 +23,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_masks_are_kept_for_micro_batches_in_progress_only(case: Case, tmp_path: Path) -> None:
     """Of a training pass one for each pipeline stage from this one on, of a scoring pass one; none afterwards."""
-    ranks = run_ranks(living_masks, case.world, tmp_path, (str(EXAMPLES / "tiny_model"), case), timeout_s=200.0)
+    ranks = run_ranks(living_plans, case.world, tmp_path, (str(EXAMPLES / "tiny_model"), case), timeout_s=200.0)
     for stage, found in enumerate(ranks):
         assert [len(seen) for seen in found.values()] == [MICRO_BATCHES + 1] * 2
         assert max(found["training"]) == case.pp - stage

@@ -1,4 +1,4 @@
-"""What each rank of a test of micro-batches' memory does: passes on a real engine, with the living masks counted."""
+"""What each rank of a test of micro-batches' memory does: passes on a real engine, the living attention plans counted."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from unittest import mock
 
 import torch
 
+from areal_lora.engine.layers import attention
 from areal_lora.engine.layers.attention import AttentionPlan, Segment
 from tests.support.distributed.engine_ranks import Case, build, loss_fn, make_batch
 from tests.support.distributed.operations_ranks import VOCABULARY
 
 MICRO_BATCHES, SHARED, OWN = 8, 10, 30
 BUDGET = SHARED + 2 * OWN
-"""Tokens of a group of two answers after one prompt: a micro-batch, whose attention needs a mask."""
+"""Tokens of a group of two answers after one prompt: a micro-batch."""
 
 
 def rows() -> list[list[int]]:
@@ -24,18 +25,16 @@ def rows() -> list[list[int]]:
     return [row[:SHARED] + own for row in drawn for own in (row[SHARED:-OWN], row[-OWN:])]
 
 
-def living_masks(path: str, case: Case) -> dict[str, list[int]]:
-    """By kind of pass: micro-batches of which a mask is in memory, after each mask was made and after the pass."""
+def living_plans(path: str, case: Case) -> dict[str, list[int]]:
+    """By kind of pass: micro-batches whose attention plan is in memory, after each plan was made and after the pass."""
     engine, batch = build(path, case), make_batch(rows())
-    masks: list[weakref.ref[torch.Tensor]] = []
+    plans: list[weakref.ref[torch.Tensor]] = []
     seen: list[int] = []
-    plan = AttentionPlan.of
 
     def planned(segments: Sequence[Segment], n_tokens: int, device: torch.device) -> AttentionPlan:
-        made = plan(segments, n_tokens, device)
-        (mask,) = (block.mask for block in made.blocks if block.mask is not None)
-        masks.append(weakref.ref(mask))
-        seen.append(sum(mask() is not None for mask in masks))
+        made = AttentionPlan(segments, n_tokens, device)
+        plans.append(weakref.ref(made.positions))
+        seen.append(sum(plan() is not None for plan in plans))
         return made
 
     found: dict[str, list[int]] = {}
@@ -45,7 +44,7 @@ def living_masks(path: str, case: Case) -> dict[str, list[int]]:
     }
     for kind, run in passes.items():
         seen.clear()
-        with mock.patch.object(AttentionPlan, "of", planned):
+        with mock.patch.object(attention, "AttentionPlan", planned):
             run()
-        found[kind] = [*seen, sum(mask() is not None for mask in masks)]
+        found[kind] = [*seen, sum(plan() is not None for plan in plans)]
     return found

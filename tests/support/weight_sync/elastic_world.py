@@ -30,7 +30,7 @@ from areal_lora.weight_sync.manifest import adapter_digest
 from areal_lora.weight_sync.messages import JoinReply, PingReply, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.trainer import fleet, leader, membership, publish_job
 from areal_lora.weight_sync.trainer.decisions import Attempt, Fail, Failure, FinishPublish, PublishReport, Sent, Wait
-from areal_lora.weight_sync.trainer.leader import Active, Leader
+from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import WATCH_S
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, episode, feed, stream
@@ -278,7 +278,7 @@ class World:
 
     # ------------------------------------------------------------ trainer
 
-    def on_active(self, active: Active) -> None:
+    def on_active(self, active: PublishReport) -> None:
         """What the controller does with an announcement."""
         urls = {s.name: s.data_url for s in active.servers}
         for url in urls.values():
@@ -286,7 +286,7 @@ class World:
         for server in active.servers:
             assert active.ref in self.sessions[server].refs, f"{server} was announced with {active.ref} and has not"
         self.feed.announce(active.ref.version)
-        self.router.announce(active.ref, urls, active.lost, active.left)
+        self.router.announce(active.ref, urls, tuple(active.lost), tuple(active.left))
         self.feed.max_running = self.capacity.groups(len(self.router.servers))
         self.admit()
 
@@ -308,7 +308,7 @@ class World:
         while True:
             match self.leader.decide(made, results):
                 case FinishPublish(report=report):
-                    self.leader.conclude(made)
+                    self.leader.conclude(report)
                     break
                 case Fail(failure=failure):
                     raise AssertionError(f"v{version} was lost: {failure}")

@@ -8,6 +8,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -91,7 +92,7 @@ class CountingServer(MemoryServer):
         self.joins += path == tp.JOIN_PATH
         self.versions += (path, status) == (tp.PUBLISH_PATH, 200)
         if status == 409:
-            self.refused.append(tp.decode_message(answer, tp.RefusalReply).reason)
+            self.refused.append(msgspec.msgpack.decode(answer, type=tp.RefusalReply).reason)
         return status, answer
 
     def assert_serves(self, spec: AdapterSpec, version: int) -> None:

@@ -126,31 +126,33 @@ class MemoryServer:
             return 401, b"missing or wrong key of the admin plane"
         try:
             if (method, path) == ("GET", tp.INFO_PATH):
-                return 200, tp.encode_message(self._info())
+                return 200, msgspec.msgpack.encode(self._info())
             if (method, path) == ("GET", tp.MODULES_PATH):
-                return 200, tp.encode_message(tp.ModulesReply(modules=self._modules, slots=self._n_slots, max_rank=64))
+                return 200, msgspec.msgpack.encode(
+                    tp.ModulesReply(modules=self._modules, slots=self._n_slots, max_rank=64)
+                )
             if (method, path) == ("GET", tp.PING_PATH):
-                return 200, tp.encode_message(tp.PingReply(leaving=self._leaving()))
+                return 200, msgspec.msgpack.encode(tp.PingReply(leaving=self._leaving()))
             if (method, path) == ("POST", tp.DISMISS_PATH):
                 self._on_dismiss()
-                return 200, tp.encode_message(tp.PingReply())
+                return 200, msgspec.msgpack.encode(tp.PingReply())
             if (method, path) == ("POST", tp.JOIN_PATH):
-                request = tp.decode_message(body, tp.JoinRequest)
+                request = msgspec.msgpack.decode(body, type=tp.JoinRequest)
                 with self._turn("a join", request.timeout_s) as left_s:
-                    return 200, tp.encode_message(self._join(msgspec.structs.replace(request, timeout_s=left_s)))
+                    return 200, msgspec.msgpack.encode(self._join(msgspec.structs.replace(request, timeout_s=left_s)))
             if (method, path) == ("POST", tp.PUBLISH_PATH):
                 announcement = decode(body)
                 with self._turn(str(announcement.manifest.ref), announcement.timeout_s) as left_s:
-                    return 200, tp.encode_message(self._publish(announcement, left_s))
+                    return 200, msgspec.msgpack.encode(self._publish(announcement, left_s))
             if (method, path) == ("POST", tp.DROP_PATH):
-                return 200, tp.encode_message(self._drop(tp.decode_message(body, tp.DropRequest).name))
+                return 200, msgspec.msgpack.encode(self._drop(msgspec.msgpack.decode(body, type=tp.DropRequest).name))
             if (method, path) == ("POST", tp.SHUTDOWN_PATH) and self._on_shutdown is not None:
                 self._on_shutdown()
-                return 200, tp.encode_message(tp.PingReply())
+                return 200, msgspec.msgpack.encode(tp.PingReply())
             if (method, path) == ("POST", tp.SCORE_PATH):
-                return 200, tp.encode_message(self._scored(tp.decode_message(body, tp.ScoreRequest)))
+                return 200, msgspec.msgpack.encode(self._scored(msgspec.msgpack.decode(body, type=tp.ScoreRequest)))
         except ManifestError as e:
-            return 409, tp.encode_message(tp.RefusalReply(reason=e.reason, detail=e.detail))
+            return 409, msgspec.msgpack.encode(tp.RefusalReply(reason=e.reason, detail=e.detail))
         except (AdapterError, PublishError, msgspec.MsgspecError) as e:
             return 500, str(e).encode()
         return 404, b"no such route"

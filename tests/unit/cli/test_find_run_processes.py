@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from areal_lora.cli.find_run import is_free
-from areal_lora.launcher.start import RunLock, holder, lock_holders
+from areal_lora.launcher.start import holder, lock_holders, run_lock
 from areal_lora.run_folder.paths import RunFolder
 
 LOCKS = """\
@@ -26,12 +26,10 @@ def test_the_holder_of_a_lock_is_read_from_the_kernels_table() -> None:
 def test_the_launcher_that_holds_a_folder_is_found_and_not_disturbed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "x")
     assert holder(folder) is None
-    lock = RunLock(folder)
-    lock.take()
-    held = holder(folder)
-    assert held is not None
-    assert (held.pid, held.here) == (os.getpid(), True)
-    assert not is_free(folder)
-    lock.release()
+    with run_lock(folder):
+        held = holder(folder)
+        assert held is not None
+        assert (held.pid, held.here) == (os.getpid(), True)
+        assert not is_free(folder)
     assert holder(folder) is None
     assert is_free(folder)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from areal_lora.errors import ConfigError
-from areal_lora.launcher.start import Owner, RunLock
+from areal_lora.launcher.start import Owner, run_lock
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import SUPPORT
 
@@ -22,17 +22,14 @@ LACKS = [["flock", "ENOSYS"], ["flock", "EOPNOTSUPP"], ["flock", "ENOLCK"]]
 HOLD = """
 import sys
 from areal_lora.errors import ConfigError
-from areal_lora.launcher.start import RunLock
+from areal_lora.launcher.start import run_lock
 from areal_lora.run_folder.paths import RunFolder
 try:
-    lock = RunLock(RunFolder.of(sys.argv[1]))
-    lock.take()
+    with run_lock(RunFolder.of(sys.argv[1])):
+        print("held", flush=True)
+        sys.stdin.readline()
 except ConfigError as error:
     print("refused:", error, flush=True)
-else:
-    print("held", flush=True)
-    sys.stdin.readline()
-    lock.release()
 """
 
 
@@ -99,14 +96,14 @@ def test_of_many_launchers_that_find_the_mark_of_a_dead_one_only_one_starts(laun
     assert sorted(line.split(":")[0] for line in said) == ["held", "refused", "refused", "refused"], said
 
 
-def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> RunLock:
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> RunFolder:
     def no_flock(fd: int, operation: int) -> None:
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", no_flock)
-    lock = RunLock(RunFolder(tmp_path / "run"))
-    lock.owner_path.write_bytes(content)
-    return lock
+    folder = RunFolder(tmp_path / "run")
+    folder.owner.write_bytes(content)
+    return folder
 
 
 def mark(**changes: object) -> bytes:
@@ -121,10 +118,11 @@ def mark(**changes: object) -> bytes:
 def test_a_mark_that_may_be_of_a_living_launcher_is_respected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    lock = written(tmp_path, monkeypatch, content)
-    with pytest.raises(ConfigError, match=r"is still going.*remove .*/\.run\.owner if that process is over"):
-        lock.take()
-    assert lock.owner_path.read_bytes() == content
+    folder = written(tmp_path, monkeypatch, content)
+    refusal = r"is still going.*remove .*/\.run\.owner if that process is over"
+    with pytest.raises(ConfigError, match=refusal), run_lock(folder):
+        pass
+    assert folder.owner.read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -135,8 +133,7 @@ def test_a_mark_that_may_be_of_a_living_launcher_is_respected(
 def test_a_mark_of_a_dead_launcher_of_this_host_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    lock = written(tmp_path, monkeypatch, content)
-    lock.take()
-    assert msgspec.json.decode(lock.owner_path.read_bytes(), type=Owner) == Owner.me()
-    lock.release()
-    assert not lock.owner_path.exists()
+    folder = written(tmp_path, monkeypatch, content)
+    with run_lock(folder):
+        assert msgspec.json.decode(folder.owner.read_bytes(), type=Owner) == Owner.me()
+    assert not folder.owner.exists()

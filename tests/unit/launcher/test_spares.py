@@ -17,7 +17,7 @@ from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher import spares
 from areal_lora.launcher.slurm.states import JobRecord
 from areal_lora.launcher.spares import Going, RunState, job_going, own_devices, run_spares
-from areal_lora.launcher.start import RunLock, holder
+from areal_lora.launcher.start import holder, run_lock
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from tests.support.clocks import wait_until
@@ -149,25 +149,19 @@ def test_a_launcher_holds_its_folder(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "")
     folder.path.mkdir()
     assert not holder(folder)
-    lock = RunLock(folder)
-    lock.take()
-    assert holder(folder)
-    lock.release()
+    with run_lock(folder):
+        assert holder(folder)
     assert not holder(folder)
 
 
 def test_each_start_of_a_run_is_another_state(config: Config, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "")
-    lock = RunLock(folder)
-    lock.take()
-    try:
+    with run_lock(folder):
         create_secret(folder)
         first = spares.run_state(config, folder)
         assert first.going is Going.GOING
         create_secret(folder)
         assert spares.run_state(config, folder) != first
-    finally:
-        lock.release()
 
 
 @pytest.mark.parametrize(

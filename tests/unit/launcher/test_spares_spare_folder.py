@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from areal_lora.launcher.spares import claim_indices, note_process, starts
+from areal_lora.launcher.start import Owner
 from areal_lora.run_folder.paths import RunFolder
 
 
@@ -37,7 +38,7 @@ def test_claims_at_the_same_time_differ(tmp_path: Path) -> None:
 
 def test_starts_are_those_noted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    assert starts(folder) == []
+    assert not [*starts(folder)]
     folder.spares.mkdir()
     (folder.spares / "job-4711").touch()
     code = (
@@ -46,7 +47,8 @@ def test_starts_are_those_noted(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
     mine = note_process(folder)
-    job, *local = starts(folder)
-    assert (job.kind, job.id) == ("job", "4711")
-    assert sorted((s.path == mine, s.over) for s in local) == [(False, True), (True, False)]
-    assert all(s.host == socket.gethostname() for s in local)
+    (_, job), *local = starts(folder)
+    assert job == "4711"
+    processes = [(path, owner) for path, owner in local if isinstance(owner, Owner)]
+    assert sorted((path == mine, owner.is_over()) for path, owner in processes) == [(False, True), (True, False)]
+    assert all(owner.host == socket.gethostname() for _, owner in processes)

@@ -13,11 +13,12 @@ import pytest
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.errors import AlignmentError, ArealLoraError, ParityError, PublishError
 from areal_lora.obs.trace import Spans
+from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.collective.next_work import batch_of, catch_up, collect_audit, join_checkpoint, next_work
 from areal_lora.trainer.loop import save_and_publish
-from areal_lora.trainer.work import Finish, Leave, Pause, PublishFault, RolloutFault, TrainOn, Work
+from areal_lora.trainer.work import Finish, PublishFault, RolloutFault, SetPhase, TrainOn, Work
 from areal_lora.types import AdapterPhase
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.support.distributed.spawn import run_ranks
@@ -115,10 +116,11 @@ def test_what_is_awaited_follows_from_the_phases_and_from_whose_turn_it_is() -> 
 
 def test_adapters_that_come_or_go_are_seen_to_between_steps_and_while_a_batch_is_awaited() -> None:
     trainer: Any = Trainer([state("a")], [TrainOn(adapter="a", groups=GROUPS)])
-    rolls: list[Any] = [Leave(adapter="a"), None, Pause(adapter="a"), None, None]
-    assert next_work(trainer, lambda: rolls.pop(0)) == Leave(adapter="a")
+    leave, pause = (SetPhase(adapter="a", phase=DesiredPhase(phase)) for phase in ("deleted", "paused"))
+    rolls: list[Any] = [leave, None, pause, None, None]
+    assert next_work(trainer, lambda: rolls.pop(0)) == leave
     assert trainer.log == [], "before the next batch is asked for"
-    assert next_work(trainer, lambda: rolls.pop(0)) == Pause(adapter="a")
+    assert next_work(trainer, lambda: rolls.pop(0)) == pause
     assert trainer.log == ["want a@v3"], "while it is awaited"
     assert next_work(trainer, lambda: rolls.pop(0)) == TrainOn(adapter="a", groups=GROUPS)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from areal_lora.operations.protocol import Loss, OptimStep, Pass, PassResult, StepResult
-from areal_lora.trainer.step_metrics import Window, of_client, of_groups
+from areal_lora.trainer.step_metrics import Window, measured, of_client, of_groups
 from areal_lora.types import TrajectoryGroup
 from tests.support.operations.client import datum
 from tests.support.rollout.helpers import stream, trajectory
@@ -25,7 +25,7 @@ def test_a_window_sums_its_passes_with_gradients() -> None:
 
 def test_what_is_measured_of_a_clients_step_is_in_its_metrics() -> None:
     stepped = StepResult(step=3, grad_norm=1.5, skipped=False)
-    found = of_client(Window(tokens=10, sequences=4, targets=8, loss=4.0), OptimStep(lr=0.01), stepped)
+    found = measured(of_client(Window(tokens=10, sequences=4, targets=8, loss=4.0), OptimStep(lr=0.01), stepped))
     assert (found["train/loss"], found["train/grad_norm"], found["train/lr"]) == (0.5, 1.5, 0.01)
     assert (found["train/n_tokens"], found["train/n_sequences"]) == (10, 4)
 
@@ -33,7 +33,7 @@ def test_what_is_measured_of_a_clients_step_is_in_its_metrics() -> None:
 @pytest.mark.parametrize("targets", [0, 2])
 def test_a_skipped_step_has_no_norm_and_a_window_without_targets_no_loss(targets: int) -> None:
     stepped = StepResult(step=3, grad_norm=0.0, skipped=True)
-    found = of_client(Window(targets=targets, loss=4.0), OptimStep(lr=0.01), stepped)
+    found = measured(of_client(Window(targets=targets, loss=4.0), OptimStep(lr=0.01), stepped))
     assert "train/grad_norm" not in found
     assert found.get("train/loss") == (2.0 if targets else None)
 
@@ -50,5 +50,5 @@ def test_shares_count_sampled_groups_and_correctness_where_it_is_known() -> None
     imitated = group((1.0, True), given=True)
     found = of_groups([right, wrong, mixed, unknown, imitated])
     assert found == {"train/groups_equal": 2 / 4, "train/groups_all_right": 1 / 3, "train/groups_all_wrong": 1 / 3}
-    assert of_groups([imitated]) == {}
-    assert of_groups([unknown]) == {"train/groups_equal": 1.0}
+    assert measured(of_groups([imitated])) == {}
+    assert measured(of_groups([unknown])) == {"train/groups_equal": 1.0}

@@ -11,7 +11,7 @@ import pytest
 from areal_lora.errors import ManifestError, RefusalReason
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
-from areal_lora.weight_sync.manifest import EncodedAnnouncement, check_layout, check_successor, decode, encode
+from areal_lora.weight_sync.manifest import Announcement, check_layout, check_successor, decode, encode
 from tests.support.weight_sync.adapters import moe_shapes
 from tests.support.weight_sync.helpers import BASE, RUN, announce, layout_of, ref, share, spec, values
 
@@ -56,7 +56,7 @@ def test_encoding_round_trips_and_is_strict(layout):
         data = encode(announcement)
         assert decode(data) == announcement
         layout_bytes = msgspec.Raw(msgspec.msgpack.encode(announcement.layout))
-        sealed = EncodedAnnouncement(manifest=announcement.manifest, layout=layout_bytes)
+        sealed = Announcement(manifest=announcement.manifest, layout=layout_bytes, timeout_s=0.0)
         for timeout_s in (10.0, 0.25):  # what remains when each server is notified
             want = msgspec.structs.replace(announcement, timeout_s=timeout_s)
             sent = encode(msgspec.structs.replace(sealed, timeout_s=timeout_s))

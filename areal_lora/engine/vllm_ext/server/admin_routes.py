@@ -28,7 +28,7 @@ from areal_lora.weight_sync import messages as wire
 
 
 def _answer(message: wire.AdminMessage, status: int = 200) -> Response:
-    return Response(wire.encode_message(message), status_code=status, media_type=wire.CONTENT_TYPE)
+    return Response(msgspec.msgpack.encode(message), status_code=status, media_type=wire.CONTENT_TYPE)
 
 
 class AdminPlane:
@@ -73,7 +73,7 @@ class AdminPlane:
 
     async def join(self, request: Request) -> Response:
         came = time.monotonic()
-        await self._adapters.join(wire.decode_message(await request.body(), wire.JoinRequest), came)
+        await self._adapters.join(msgspec.msgpack.decode(await request.body(), type=wire.JoinRequest), came)
         return _answer(wire.JoinReply(workers=self._info.workers))
 
     async def publish(self, request: Request) -> Response:
@@ -81,12 +81,12 @@ class AdminPlane:
         return _answer(await self._adapters.publish(await request.body(), came))
 
     async def drop(self, request: Request) -> Response:
-        want = wire.decode_message(await request.body(), wire.DropRequest)
+        want = msgspec.msgpack.decode(await request.body(), type=wire.DropRequest)
         return _answer(wire.DropReply(running=await self._adapters.drop(want.name)))
 
     async def score(self, request: Request) -> Response:
         """Return the log-probabilities of given tokens, without cache or sampling, for the probe (contract C6)."""
-        want = wire.decode_message(await request.body(), wire.ScoreRequest)
+        want = msgspec.msgpack.decode(await request.body(), type=wire.ScoreRequest)
         if want.model is None and not self._adapters.has_base:
             return _answer(wire.ScoreReply(logprobs=[]))
         await self._adapters.gate.opened()

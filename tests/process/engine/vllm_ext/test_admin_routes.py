@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.server.generate import BadRequest
-from areal_lora.weight_sync.messages import ScoreRequest, encode_message
+from areal_lora.weight_sync.messages import ScoreRequest
 
 
 def test_no_score_runs_on_when_the_request_has_given_back_its_version() -> None:
@@ -38,7 +39,7 @@ def test_no_score_runs_on_when_the_request_has_given_back_its_version() -> None:
     async def opened() -> None: ...
 
     async def body() -> bytes:
-        return encode_message(ScoreRequest(model="math@v1", token_ids=[[1], [2]], temperature=1.0))
+        return msgspec.msgpack.encode(ScoreRequest(model="math@v1", token_ids=[[1], [2]], temperature=1.0))
 
     async def ask() -> None:
         adapters: Any = SimpleNamespace(has_base=True, gate=SimpleNamespace(opened=opened), lease=lease)

@@ -32,7 +32,7 @@ def test_the_shipped_base_serves_with_a_process_and_without_one() -> None:
     assert findings(config) == []
     plan = make_plan(config, gather_facts(config, runs_here=False))
     assert [spec.role for spec in plan.processes] == ["server", "controller", SERVICE, "trainer"]
-    assert [port.host for port in ports(config) if port.process == "service-0"] == ["127.0.0.1"]
+    assert [host for process, _, host, _ in ports(config) if process == "service-0"] == ["127.0.0.1"]
     assert plan.run_folder.data_key.name in file_names(config, plan.run_folder), "servers ask for a key"
     alone = config.model_copy(update={"service": config.service.model_copy(update={"api": None})})  # type: ignore[union-attr]
     assert SERVICE not in {spec.role for spec in make_plan(alone, gather_facts(alone, runs_here=False)).processes}

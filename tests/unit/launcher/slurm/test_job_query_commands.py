@@ -22,5 +22,5 @@ from areal_lora.launcher.slurm import job_query
 )
 def test_lost_nodes(state: str, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     row = f"NodeName=n1 Arch=x86_64 CPUTot=4 State={state} ThreadsPerCore=1"
-    monkeypatch.setattr(job_query, "run", lambda *_: f"{row}\nNodeName=n2 State=IDLE")
+    monkeypatch.setattr(job_query, "query", lambda *_, **__: (f"{row}\nNodeName=n2 State=IDLE", ""))
     assert job_query.lost_nodes({"n1", "n2"}) == ({"n1"} if lost else set())

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_lora.checkpoint.checkpoint_store import CheckpointStore
+from areal_lora.checkpoint.checkpoint_store import CheckpointStore, leftovers_in
 from areal_lora.checkpoint.state import MANIFEST_FILE, PARTS, Disk
 from areal_lora.errors import CheckpointError
 from areal_lora.operations.protocol import LoadState, OperationFailure, StateResult
 from areal_lora.processes import watched
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.trainer.clients.client_passes import leftovers, load_saved, loadable, named, tidy_states
+from areal_lora.trainer.clients.client_passes import load_saved, loadable, named, tidy_states
 from tests.support.checkpoint.faulty_disk import FaultyDisk
 from tests.support.checkpoint.helpers import SPEC, snapshot_of, state_of, tensors_of
 from tests.support.distributed.spawn import run_ranks
@@ -158,7 +158,6 @@ def test_a_save_that_is_killed_leaves_a_whole_state_or_none(folder: RunFolder, p
     root = folder.saved_states / SPEC.name
     assert any(path.name.startswith(".") for path in root.iterdir()) == (point != "renamed")
     tidy_states(folder, Disk())
-    assert leftovers(folder) == []
     assert not [path.name for path in root.iterdir() if path.name.startswith(".")]
     assert step_of(folder, "other") == 9
     if point == "files_written" and not replaces:
@@ -186,7 +185,7 @@ def test_a_disk_that_fails_leaves_the_state_before_it(folder: RunFolder) -> None
         tidy_states(folder, Disk())
         expected = {"remove": (6,), "fsync": (3, 6)}.get(operation[0], (3,))
         assert step_of(folder) in expected, operation
-        assert leftovers(folder) == []
+        assert leftovers_in(folder.saved_states / SPEC.name) == []
 
 
 def test_a_folder_that_cannot_be_tidied_is_said_with_its_path(folder: RunFolder) -> None:

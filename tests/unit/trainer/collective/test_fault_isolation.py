@@ -19,7 +19,7 @@ from areal_lora.errors import (
     RolloutError,
 )
 from areal_lora.trainer.adapter import TrainingState
-from areal_lora.trainer.collective.fault_isolation import contained, first_failure
+from areal_lora.trainer.collective.fault_isolation import contained
 from areal_lora.types import AdapterPhase
 
 
@@ -62,7 +62,7 @@ def test_a_fault_of_one_adapter_ends_that_one(error: ArealLoraError) -> None:
     assert (b.phase, b.failure) == (AdapterPhase.ACTIVE, None)
     assert trainer.log == [f"a@v4 failed: {error}", "join a", "join checkpoint of a", "drop a", "remove a", "end a"]
     assert trainer.rank_0.turns.order(["b"]) == ["b"]
-    assert first_failure(trainer) is error
+    assert [state.failure for state in trainer.states.values() if state.failure] == [error]
 
 
 def test_the_error_of_a_publish_beside_it_is_not_a_second_one() -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 
 from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase
 from areal_lora.trainer.adapter import SERVED
-from areal_lora.trainer.collective.joining import Note, Roster, difference
-from areal_lora.trainer.work import AdapterChange, Join, Leave, Pause, Resume
+from areal_lora.trainer.collective.joining import Note, difference
+from areal_lora.trainer.work import AdapterChange, Join, SetPhase
 from areal_lora.types import AdapterPhase
 
 P = AdapterPhase
+Leave = partial(SetPhase, phase=DesiredPhase.DELETED)
+Pause = partial(SetPhase, phase=DesiredPhase.PAUSED)
+Resume = partial(SetPhase, phase=DesiredPhase.ACTIVE)
+Has = tuple[Mapping[str, AdapterPhase], Mapping[str, AdapterPhase]]
 
 
 def want(*keys: str) -> DesiredAdapters:
@@ -27,11 +32,11 @@ def want(*keys: str) -> DesiredAdapters:
     return DesiredAdapters(generation=1, adapters=tuple(adapters))
 
 
-def has(here: Mapping[str, AdapterPhase] | None = None, absent: Mapping[str, AdapterPhase] | None = None) -> Roster:
-    return Roster(here=here or {}, absent=absent or {}, capacity=2)
+def has(here: Mapping[str, AdapterPhase] | None = None, absent: Mapping[str, AdapterPhase] | None = None) -> Has:
+    return here or {}, absent or {}
 
 
-CASES: list[tuple[DesiredAdapters, Roster, AdapterChange | Note | None]] = [
+CASES: list[tuple[DesiredAdapters, Has, AdapterChange | Note | None]] = [
     (want(), has(), None),
     (want("a.1"), has(), Join(adapter="a.1")),
     (want("a.1 paused"), has(), Join(adapter="a.1")),
@@ -60,16 +65,15 @@ CASES: list[tuple[DesiredAdapters, Roster, AdapterChange | Note | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("desired", "roster", "change"), CASES)
+@pytest.mark.parametrize(("desired", "there", "change"), CASES)
 def test_each_difference_has_its_change(
-    desired: DesiredAdapters, roster: Roster, change: AdapterChange | Note | None
+    desired: DesiredAdapters, there: Has, change: AdapterChange | Note | None
 ) -> None:
-    assert difference(desired, roster) == change
+    assert difference(desired, *there, capacity=2) == change
 
 
 def test_one_more_than_servers_hold_waits_with_the_reason() -> None:
-    roster = Roster(here={"a.1": P.ACTIVE}, absent={}, configured=1, capacity=2)
-    note = difference(want("a.1", "b.1"), roster)
+    note = difference(want("a.1", "b.1"), {"a.1": P.ACTIVE}, {}, configured=1, capacity=2)
     assert isinstance(note, Note)
     assert (note.adapter, note.phase) == ("b.1", P.PENDING)
     assert "rollout.max_adapters = 2" in note.reason
@@ -93,7 +97,7 @@ def test_any_desired_state_is_reached_and_then_nothing_changes() -> None:
                 *(f"{n}.{incarnations[n]} {rng.choice(['active', 'active', 'paused', 'deleted'])}" for n in chosen)
             )
             for _ in range(40):
-                change = difference(desired, Roster(here=here, absent=absent, capacity=capacity))
+                change = difference(desired, here, absent, capacity=capacity)
                 if change is None:
                     break
                 _carry_out(change, here, absent, rng)
@@ -115,12 +119,10 @@ def _carry_out(
             absent.pop(key, None)
             target = absent if rng.random() < 0.2 else here
             target[key] = P.FAILED if target is absent else P.ACTIVE
-        case Leave(adapter=key):
+        case SetPhase(adapter=key, phase=DesiredPhase.DELETED):
             del here[key]
             absent[key] = P.DELETED
-        case Pause(adapter=key):
-            here[key] = P.PAUSED
-        case Resume(adapter=key):
-            here[key] = P.ACTIVE
+        case SetPhase(adapter=key, phase=phase):
+            here[key] = P.PAUSED if phase is DesiredPhase.PAUSED else P.ACTIVE
         case Note(adapter=key, phase=phase):
             absent[key] = phase

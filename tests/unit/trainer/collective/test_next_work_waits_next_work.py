@@ -54,10 +54,11 @@ def trainer(
     is_client: bool = True,
 ) -> Any:
     adapter = SimpleNamespace(config=SimpleNamespace(is_client=is_client))
+    publish = SimpleNamespace(outcome=SimpleNamespace(done=lambda: published))
     return SimpleNamespace(
         states={"a": SimpleNamespace(name="a", adapter=adapter, phase=phase)},
         checkpointing=SimpleNamespace(pending=lambda name: saving),
-        publishing=SimpleNamespace(busy=lambda name: publishing, ended=lambda name: published),
+        publishing=SimpleNamespace(pending=lambda name: publish if publishing or published else None),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.errors import PublishError
-from areal_lora.weight_sync.link import backends, broadcast_groups
+from areal_lora.weight_sync.link import backends
 from areal_lora.weight_sync.link.backends import Backend, GroupSeat
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.messages import SourceEndpoint
@@ -89,7 +89,7 @@ def test_nccl_waits_on_the_host_and_takes_few_blocks(monkeypatch: pytest.MonkeyP
 
 
 def test_a_member_with_another_version_of_the_library_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast_groups, "library_of", lambda name: "NCCL 2.28.3")
+    monkeypatch.setattr(backends, "library_of", lambda name: "NCCL 2.28.3")
     endpoint = msgspec.structs.replace(ENDPOINT, backend="gloo", library="NCCL 2.27.5")
     with pytest.raises(PublishError, match=r"rank 0 has NCCL 2\.27\.5, member 1 has NCCL 2\.28\.3"):
         join_group(endpoint, 1, "127.0.0.1", 1.0, "secret")

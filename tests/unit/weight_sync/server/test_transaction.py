@@ -110,24 +110,6 @@ def test_no_publish_begins_during_another_or_after_its_deadline() -> None:
     opened(versions, a(0, "b"))
 
 
-def test_steps_out_of_order_are_errors() -> None:
-    versions = ServedVersions(3, keep=2)
-    publish = opened(versions, a(0))
-    with pytest.raises(ValueError, match="is reserving, not staging"):
-        publish.staged([], 0.0)
-    slot = reserved(publish).slot
-    with pytest.raises(ValueError, match="is staging, not reserving"):
-        publish.next_step(0.0)
-    commit = publish.staged([ok(a(0), slot)], 0.0)
-    assert isinstance(commit, Commit)
-    publish.activated(commit, 0.0, 0.0)
-    with pytest.raises(ValueError, match="is done, not committing"):
-        publish.activated(commit, 0.0, 0.0)
-    publish.end()
-    with pytest.raises(ValueError, match="is done, not reserving"):
-        publish.next_step(0.0)
-
-
 @pytest.mark.parametrize(
     ("results", "error", "reason"),
     [

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import AdapterError, ManifestError, PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint
 from areal_lora.weight_sync.trainer.decisions import (
     Failure,
-    Look,
     Move,
     Progress,
     Sent,
-    after_attempt,
-    after_look,
     check_results,
-    judged,
     member_findings,
     what_failed,
 )
 from areal_lora.weight_sync.trainer.membership import Judgement, ServerFinding
 
 REF, DIGEST, LAYOUT = AdapterRef(name="a", version=3), "d" * 32, "l" * 32
-CONFIG = WeightSyncConfig(rejoin_s=60.0)
 A, B, C = (ServerEndpoint(name=f"server-{i}", host="h", admin_port=100 + i, data_port=1, workers=1) for i in range(3))
 SILENT, FULL = PublishError("timed out"), ManifestError("slot", "held by a@v1 (1 running)")
 
@@ -35,63 +27,33 @@ def finding(server, error=None, **facts):
     return ServerFinding(server=server, error=error, **facts)
 
 
-@pytest.mark.parametrize(
-    ("since", "able", "now", "watched", "look", "after"),
-    [
-        (None, 2, 100.0, True, Look.CONNECT, None),
-        (90.0, 2, 100.0, True, Look.CONNECT, None),
-        (None, 1, 100.2, True, Look.LOOK, 100.0),
-        (None, 1, 101.0, True, Look.WAIT, 100.0),
-        (90.0, 1, 100.2, True, Look.LOOK, 90.0),
-        (40.0, 1, 100.0, True, Look.STOP, 40.0),
-        (40.0, 1, 101.0, True, Look.STOP, 40.0),
-        (None, 1, 100.0, False, Look.STOP, 100.0),
-    ],
-)
-def test_too_few_servers_are_waited_for_up_to_rejoin_s_since_the_first_look(since, able, now, watched, look, after):
-    progress, got = after_look(
-        Progress(attempts=3, short_since=since),
-        able,
-        started=100.0,
-        now=now,
-        until=101.0,
-        config=CONFIG,
-        min_servers=2,
-        watched=watched,
-    )
-    assert (got, progress) == (look, Progress(attempts=3, short_since=after))
-
-
-def test_a_server_that_loads_its_model_is_waited_for_without_limit_and_then_for_rejoin_s():
-    facts = {"config": CONFIG, "min_servers": 1, "watched": True}
-    progress = Progress(short_since=0.0)
-    for now in (61.0, 10_000.0):
-        progress, look = after_look(progress, 0, started=now, now=now, until=now, loading=True, **facts)
-        assert (look, progress.short_since) == (Look.WAIT, now)
-    for now, after in ((10_059.0, Look.WAIT), (10_060.0, Look.STOP)):
-        progress, look = after_look(progress, 0, started=now, now=now, until=now, **facts)
-        assert look is after
-    assert after_look(progress, 0, started=0.0, now=1.0, until=1.0, loading=True, **(facts | {"watched": False}))[
-        1
-    ] is (Look.STOP)
+def test_the_time_with_too_few_servers_counts_from_the_first_look_and_not_while_one_loads_its_model():
+    progress = Progress(attempts=3)
+    assert progress.short_for(100.0, 100.2, loading=False) == pytest.approx(0.2)
+    assert progress.short_for(101.0, 161.0, loading=False) == 61.0
+    assert progress == Progress(attempts=3, short_since=100.0)
+    for now in (162.0, 10_000.0):
+        assert progress.short_for(now, now, loading=True) == 0.0
+    assert progress.short_for(10_060.0, 10_060.0, loading=False) == 60.0
 
 
 def test_a_member_is_late_when_it_was_full_for_the_whole_time():
     full, fine = finding(A, FULL), finding(B)
-    progress, judgement = judged(Progress(), [full, fine], now=0.0, timeout_s=30.0)
+    progress = Progress()
+    judgement = progress.judge([full, fine], now=0.0, timeout_s=30.0)
     assert (progress.full_since, judgement.lost) == (0.0, {})
-    progress, judgement = judged(progress, [full, fine], now=29.9, timeout_s=30.0)
+    judgement = progress.judge([full, fine], now=29.9, timeout_s=30.0)
     assert (progress.full_since, judgement.lost) == (0.0, {})
-    progress, judgement = judged(progress, [full, fine], now=30.0, timeout_s=30.0)
+    judgement = progress.judge([full, fine], now=30.0, timeout_s=30.0)
     assert list(judgement.lost) == [A]
-    progress, judgement = judged(progress, [fine], now=31.0, timeout_s=30.0)
+    judgement = progress.judge([fine], now=31.0, timeout_s=30.0)
     assert (progress.full_since, judgement.complete) == (None, True)
 
 
 def test_servers_that_fail_a_second_attempt_are_lost():
     findings = [finding(A), finding(B, SILENT)]
-    assert judged(Progress(), findings, now=0.0, timeout_s=30.0)[1].lost == {}
-    assert list(judged(Progress(attempts=2), findings, now=0.0, timeout_s=30.0)[1].lost) == [B]
+    assert Progress().judge(findings, now=0.0, timeout_s=30.0).lost == {}
+    assert list(Progress(attempts=2).judge(findings, now=0.0, timeout_s=30.0).lost) == [B]
 
 
 ALL = Judgement(keep=(A, B), lost={}, complete=True)
@@ -115,11 +77,9 @@ NOT_A = Judgement(keep=(B,), lost={A: "has no free adapter slot yet"}, complete=
     ],
 )
 def test_after_an_attempt(findings, judgement, remaining, left_s, move, changes):
-    before = Progress(full_since=5.0)
-    progress, got = after_attempt(
-        before, findings, judgement, remaining=remaining, left_s=left_s, config=CONFIG, min_servers=2
-    )
-    assert (got, progress) == (move, replace(before, **changes))
+    progress = Progress(full_since=5.0)
+    assert progress.move(findings, judgement, enough=remaining >= 2, left_s=left_s, ping_s=2.0) is move
+    assert progress == Progress(**({"full_since": 5.0} | changes))
 
 
 def sent(**facts):

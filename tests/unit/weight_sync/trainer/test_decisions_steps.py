@@ -17,7 +17,7 @@ from areal_lora.weight_sync.trainer.decisions import (
 )
 
 SERVER = ServerEndpoint(name="server-0", host="h", admin_port=1, data_port=2, workers=1)
-REPORT = PublishReport(ref=AdapterRef(name="a", version=1), digest="d", nbytes=8, phases={"ack": 1.0}, acks=[])
+REPORT = PublishReport(ref=AdapterRef(name="a", version=1), digest="d", nbytes=8, phases={"ack": 1.0}, servers=())
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_unknown_routes_are_not_found(server):
 
 def answering(listener, seen, stop):
     """A server that counts connections and closes each after two answers, as one does that is idle."""
-    body = tp.encode_message(tp.PingReply())
+    body = msgspec.msgpack.encode(tp.PingReply())
     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     while not stop.is_set():
         connection, _ = listener.accept()
@@ -143,7 +143,7 @@ def test_a_connection_is_kept_and_one_the_server_closed_is_made_anew():
         threading.Thread(target=answering, args=(listener, seen, stop), daemon=True).start()
         client = AdminClient(endpoint_of(listener), SECRET)
         for _ in range(5):
-            client.call("GET", tp.PING_PATH, None, tp.PingReply, 2.0)
+            client.call(tp.PING_PATH, None, tp.PingReply, 2.0)
             time.sleep(0.02)  # the server's end of connection arrives
         assert seen == [2, 2, 1]
         stop.set()

@@ -27,7 +27,8 @@ def check(world: World) -> str:
     assert set(left) <= leavers & members
     return (
         f"{world.version + 1} versions, {len(world.reports)} publishes, {world.attempts} attempts, most servers "
-        f"{max(len(r.acks) for r in world.reports)}, {len(living)} at the end; {dict(sorted(world.happened.items()))}"
+        f"{max(len(r.servers) for r in world.reports)}, {len(living)} at the end; "
+        f"{dict(sorted(world.happened.items()))}"
     )
 
 
