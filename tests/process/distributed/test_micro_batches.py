@@ -1,4 +1,4 @@
-"""Memory of micro-batches on both engines: masks are quadratic in the length of answers, and a pass has many."""
+"""Memory of micro-batches on both engines: a pass has many, and keeps what is in progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_masks_are_kept_for_micro_batches_in_progress_only(case: Case, tmp_path: Path) -> None:
+def test_attention_plans_are_kept_for_micro_batches_in_progress_only(case: Case, tmp_path: Path) -> None:
     """Of a training pass one for each pipeline stage from this one on, of a scoring pass one; none afterwards."""
     ranks = run_ranks(living_plans, case.world, tmp_path, (str(EXAMPLES / "tiny_model"), case), timeout_s=200.0)
     for stage, found in enumerate(ranks):

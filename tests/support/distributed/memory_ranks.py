@@ -1,4 +1,4 @@
-"""What each rank of a test of micro-batches' memory does: passes on a real engine, the living attention plans counted."""
+"""What each rank of a test of micro-batches' memory does: passes on a real engine, living plans counted."""
 
 from __future__ import annotations
 
