@@ -1,7 +1,5 @@
 """``python -m areal_lora``: the same commands as ``areal-lora``."""
 
-from __future__ import annotations
-
 import sys
 
 from areal_lora.cli.app import main

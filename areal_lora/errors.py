@@ -24,8 +24,6 @@ ArealLoraError
 └── BackgroundFailed     a long-lived thread or task of this process died
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

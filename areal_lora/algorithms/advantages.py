@@ -10,8 +10,6 @@ float64. All steps see the whole batch, on every rank the same one, so a result 
 samples nor on packing, data-parallel ranks or micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ Of token t and t + 1 of an answer, with records r and present values c::
     early: the record of t + 1 is at t         c[t + 1] is at r[t] and not at r[t + 1]
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

@@ -10,8 +10,6 @@ batch may not be: an operation is carried out at its adapter's turn, after the b
 (`before`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 

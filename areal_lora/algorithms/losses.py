@@ -10,8 +10,6 @@ of the current policy with Schulman's estimators, ``d = reference - current``; s
 http://joschu.net/blog/kl-approx.html.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

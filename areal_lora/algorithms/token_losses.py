@@ -4,8 +4,6 @@ Of a target, l is the log-probability by the policy in training, q that by the p
 w its weight and r = exp(l - q). What a function here returns, [t], is maximised; the loss is ``- sum w * value``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 

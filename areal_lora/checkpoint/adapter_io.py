@@ -9,8 +9,6 @@ of single experts into one of these parameters when it loads it, with twice the 
 their numbers under their own names. So patterns of such modules are written a second time, for these names.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

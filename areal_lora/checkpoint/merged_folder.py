@@ -13,8 +13,6 @@ so n distinct lora_A of rank r need rank n r. Rows beyond that are initial value
 of lora_B, like a new adapter: zeros on both sides would never get a gradient.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

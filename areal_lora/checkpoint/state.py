@@ -5,8 +5,6 @@ A rank's file is plain safetensors with the names ``<part>/<wire name>``; `PARTS
 A checkpoint never contains the base model (contract C11): the manifest has its digest. This module imports no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import mmap

@@ -3,8 +3,6 @@
 A request carries the key in the run folder, or that in ``AREAL_LORA_KEY``.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -3,8 +3,6 @@
 A verb's module is imported when the verb runs or is completed: ``areal-lora --help`` imports none of them.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

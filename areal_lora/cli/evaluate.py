@@ -1,7 +1,5 @@
 """``areal-lora eval`` and ``compare``: a version of a run on its sets, without the run; two runs side by side."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

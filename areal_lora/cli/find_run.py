@@ -1,7 +1,5 @@
 """Find a run, its folder and its processes on this machine; options that several verbs have. Writes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """``areal-lora init FILE``: a commented configuration for a model and a data set, from options or five questions."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """``areal-lora logs``, ``samples`` and ``conversations``: texts that the processes of a run have written."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque

@@ -4,8 +4,6 @@
 that was killed can be looked at.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """``areal-lora stop RUN``: stop a run, so that ``areal-lora resume RUN`` can continue it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

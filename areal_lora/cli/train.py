@@ -1,7 +1,5 @@
 """Verbs that take a configuration (``train``, ``resume``, ``plan``, ``doctor``) or change the servers of a run."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ a misspelt name is reported before any process starts, also on a machine that la
 `areal_lora.tasks.loading` imports the code later, in the process that uses it.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib.util

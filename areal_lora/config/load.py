@@ -5,8 +5,6 @@ single entry with a single entry; every other list replaces. An overlay that cha
 the whole section, because the keys of the old kind mean nothing to the new one.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Its sections are defined by subject (``run``, ``adapter``, ``workflow``, ``roles
 import them from here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from types import UnionType

@@ -8,8 +8,6 @@
   compares two configurations, before anything starts; `adapter_conflict` a checkpoint with the configuration.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

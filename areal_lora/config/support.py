@@ -5,8 +5,6 @@ pairs the axes and names the tests behind each pair; docs/en/support.md is rende
 single config.json requires beyond its family (a soft cap, another activation).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args

@@ -10,8 +10,6 @@ The plan is pure. Every data-parallel rank computes the same plan and takes its 
 number of micro-batches of the same sizes, as the collectives inside a layer require.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

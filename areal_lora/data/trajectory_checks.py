@@ -1,7 +1,5 @@
 """Checks of trajectories before they are packed (contract C10). No torch: the rollout controller uses them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from areal_lora.errors import AlignmentError

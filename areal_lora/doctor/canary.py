@@ -8,8 +8,6 @@ The model is the shipped tiny one; devices, data types and interpreters are thos
 answers like the base, or unlike the trainer, the environment would train on answers of another policy.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,7 +1,5 @@
 """Facts -> findings. Pure: every check can be tested with invented facts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from statistics import median

@@ -1,7 +1,5 @@
 """Gather the facts of the machine or of the allocation, with a line of progress for each probe, and check them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

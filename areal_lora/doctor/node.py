@@ -5,8 +5,6 @@ Rank and world may come from srun (SLURM_PROCID). The rendezvous is a file in th
 but those that gloo or NCCL open themselves.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """Probes of one machine. Each returns what it finds; what goes wrong is a value, not an exception."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Versions in one interpreter, as JSON. A script: the interpreter may lack areal_lora, and has no other room's code."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata as metadata
 import importlib.util

@@ -4,8 +4,6 @@ Data parallelism only: every rank computes its own packed token trees [1, t] wit
 whole on every rank, in fp32; rank 0 publishes them. Importing this file imports transformers' modelling code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `megatron_utils.megatron_model` computes. Importing this file does not import Megatron.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

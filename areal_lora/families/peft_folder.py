@@ -3,8 +3,6 @@
 The configuration rules check such folders before a run starts; `checkpoint.adapter_io` loads their tensors.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 from collections.abc import Iterable, Mapping

@@ -7,8 +7,6 @@ is adapted alone, with a lora_A of its own, as PEFT does. Experts that are publi
 projections under names that a row of the table uses are adapted like those of that row.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -4,8 +4,6 @@ The library writes tensors that are all in memory; checkpoints and exports are w
 `peft_writer`, `write_merged`), behind the head that the library would write.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO
 

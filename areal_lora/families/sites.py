@@ -5,8 +5,6 @@ projections share lora_A, and each takes some rows of lora_B. Rows are index ran
 and loading from a file follow the same data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -9,8 +9,6 @@ otherwise ``expert.linear_fc1`` and the like. For a family without a row they ar
 ``self_attn.qkv_proj``, and ``expert.linear_fc1`` and the like for experts. They are valid input, too.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

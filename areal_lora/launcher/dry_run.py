@@ -2,8 +2,6 @@
 of ``--explain-resume``. Reads the run folder; starts and changes nothing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

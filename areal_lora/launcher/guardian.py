@@ -6,8 +6,6 @@ alive in their sessions after that is killed, and their shared memory removed. A
 process and the line with its id, so processes with ``MARK`` in their environment are ended as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -4,8 +4,6 @@
 files that are missing. The commit is recorded in the run's config.json, and a run that is resumed keeps it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

@@ -3,8 +3,6 @@
 Which process is on which node and device is decided in `config.sizing.slots`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ A lost node costs no budget: a server on it is abandoned while enough others rem
 unit that could not be started on its node is tried again until the node is known to be lost.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import time

@@ -1,7 +1,5 @@
 """One run from its configuration: check and plan it, take its run folder, run it here or submit it to Slurm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -11,8 +11,6 @@ The run folder keeps ``spares/server-<index>``, which claims an index: no later 
 session. ``spares/job-<id>`` and ``spares/local-<host>-<pid>`` name a Slurm job, or a process, that runs spare servers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -3,8 +3,6 @@
 One implementation for processes of this machine and for the steps of a Slurm job.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence

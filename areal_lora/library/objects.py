@@ -6,7 +6,6 @@ of the same script are copied, imports written down, constants written as litera
 is pickled, no statement of the script runs again.
 """
 
-from __future__ import annotations
 import __future__
 
 import ast

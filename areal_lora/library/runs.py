@@ -1,7 +1,5 @@
 """A run as its folder records it, for scripts and notebooks."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

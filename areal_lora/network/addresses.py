@@ -5,8 +5,6 @@ address of its own node by ``cluster.interface`` and binds to exactly that one. 
 the facts. Nothing is sent to find out: a UDP socket that is connected knows its route.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

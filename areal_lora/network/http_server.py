@@ -7,8 +7,6 @@ Bound what one inference request makes a server generate; the data plane and the
 A body of 256 KiB can hold 65,000 prompts of 16,384 answers each: the list of their sequences alone ends a process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

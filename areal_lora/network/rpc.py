@@ -8,8 +8,6 @@ connection whose other end is lost raises `ConnectionLost`, the caller makes ano
 other end may not have. Requests are therefore idempotent, and messages in order are numbered (`operations.link`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

@@ -18,8 +18,6 @@ HKDF-SHA256 of the secret (RFC 5869) under a label, so that no key reveals anyth
     curve ROLE          private CURVE key of one end of a zmq connection (`network.rpc.zmq_curve_keys`)
 """
 
-from __future__ import annotations
-
 import datetime
 import hmac
 import ipaddress

@@ -4,8 +4,6 @@ On a terminal, a panel is redrawn at each ``tick``; elsewhere each event is one 
 All data comes from the run folder, without a connection to any process.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 

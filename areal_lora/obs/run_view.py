@@ -1,7 +1,5 @@
 """The state of a run from the records seen so far, of the run and of each adapter, for consoles and commands."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Measure the phases of a step as named spans of a monotonic clock."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Rank 0 publishes its port as ``operations-0`` in the run folder. What is sent wh
 service sends `ServiceHello` after every connect, and receives what is expected (`link`, `protocol`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import deque

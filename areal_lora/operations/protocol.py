@@ -33,8 +33,6 @@ to wait, for a checkpoint or for servers, it calls `start`, and `end` later; mea
 carried out, and their outcomes wait as well: the service receives outcomes in the order of the numbers.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

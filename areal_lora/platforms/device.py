@@ -4,8 +4,6 @@ Copies must not queue behind kernels, nor kernels behind copies. Everything that
 a `Lane`, so its order can be tested without one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 

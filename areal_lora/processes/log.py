@@ -1,7 +1,5 @@
 """Log to stderr, which the launcher redirects to the ``logs`` folder of the run."""
 
-from __future__ import annotations
-
 import logging
 import sys
 

@@ -1,7 +1,5 @@
 """Which shared memory processes use, so that it can be removed when they die without doing so."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress

@@ -4,8 +4,6 @@
 such as a collective.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

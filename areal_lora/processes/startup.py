@@ -4,8 +4,6 @@ The plan numbers the devices of a node from 0. What Slurm or the user's environm
 number of the plan is a position in the inherited list.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

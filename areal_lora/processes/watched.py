@@ -11,8 +11,6 @@ OSError. ``wrong_prefix`` and ``other_layer`` alter the names that pass their po
 ``once=FOLDER:`` each fault happens in one process only, which leaves a mark in the folder.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

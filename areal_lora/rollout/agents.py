@@ -12,8 +12,6 @@ Routes: ``POST /v1/chat/completions``, ``/v1/responses``, ``/v1/completions``; `
 sent when it is whole: its events are those of OpenAI, but the first one comes after the last token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine

@@ -6,8 +6,6 @@ The model and an environment take turns, and the episode is one packed trajector
          not trained       trained              trained                    trained
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping

@@ -5,8 +5,6 @@ Reads prompts and tokenizer while the servers start, binds its control socket an
 parent's death end it and its scorer children.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import signal

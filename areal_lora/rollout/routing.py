@@ -7,8 +7,6 @@ until it is announced again, and its running requests are cut off, so that anoth
 leaves gets no requests either, but ends those that run; what it hands back goes to another server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping

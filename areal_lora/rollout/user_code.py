@@ -4,8 +4,6 @@ User code (environments, agents, workflows) is trusted: it runs in the controlle
 raises is a typed fault of its group, never the end of the controller.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

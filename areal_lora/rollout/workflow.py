@@ -14,8 +14,6 @@ describes token t, and the loss mask is on exactly where the model itself sample
 Tokens are never made from text again once they exist: what the model sampled is what is trained on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import statistics

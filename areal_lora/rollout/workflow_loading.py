@@ -1,7 +1,5 @@
 """From a configuration's ``workflow`` to the workflow itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Files that are written whole or not at all: a reader sees the previous content or the new one."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

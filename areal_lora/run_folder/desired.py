@@ -5,8 +5,6 @@ one step after another towards it: whoever is killed at any moment reads the sam
 ``state`` records of ``metrics.jsonl``, under the `DesiredAdapter.key` of each adapter.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Record of what the launcher did during a run: one JSON object per line in ``events.jsonl``."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

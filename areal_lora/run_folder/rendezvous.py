@@ -4,8 +4,6 @@ Every process binds port 0 and publishes it as ``rendezvous/<role>-<index>.json`
 secret is 32 random bytes in hex, in ``secret`` with mode 0600 (contract C12).
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

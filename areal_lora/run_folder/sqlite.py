@@ -4,8 +4,6 @@ The connection is the only one: SQLite's write-ahead log needs memory that conne
 ``locking_mode=EXCLUSIVE`` it needs none.
 """
 
-from __future__ import annotations
-
 import fcntl
 import sqlite3
 import tempfile

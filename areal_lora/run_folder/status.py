@@ -6,8 +6,6 @@
   progress within its limit. The launcher compares each heartbeat with the previous one, so no two clocks are compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import sys

@@ -15,8 +15,6 @@ A file is read when it has not changed between two looks, so it may also be writ
 the file itself: a crash between acceptance and the move creates nothing twice.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

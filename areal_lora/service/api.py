@@ -4,8 +4,6 @@ Every request has a bearer key, whose tenant sees its own adapters and nothing o
 has path, reason and fix.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial

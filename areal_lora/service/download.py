@@ -6,8 +6,6 @@ encrypted to age recipients (https://age-encryption.org/v1), as their owners dec
 (ChaCha20-Poly1305, keys by HKDF-SHA256).
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hmac

@@ -1,7 +1,5 @@
 """HTTP requests and answers: the caller, a body that is not too long, JSON of the right form, streams in time."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping

@@ -9,8 +9,6 @@
 It can be killed at any moment: what was acknowledged is in its file, and a start writes the desired state again.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

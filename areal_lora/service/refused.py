@@ -1,7 +1,5 @@
 """Errors of the API: every one is typed, with path, reason and fix."""
 
-from __future__ import annotations
-
 import msgspec
 from starlette.responses import Response
 

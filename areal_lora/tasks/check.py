@@ -3,8 +3,6 @@
 What joins a run has the checks of a start as well (`joining`).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

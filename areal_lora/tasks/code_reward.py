@@ -6,8 +6,6 @@ nothing outside of its folder, and read nothing but the interpreter, its librari
 a `Verdict`, which costs credit.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

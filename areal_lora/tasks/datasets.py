@@ -9,8 +9,6 @@ A row becomes a `Sample`: the text of the prompt or its chat messages, the gold 
 may take as arguments. ``gsm8k`` is a preset of ``dataset``.
 """
 
-from __future__ import annotations
-
 import csv
 import datetime
 import decimal

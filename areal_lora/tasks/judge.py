@@ -4,8 +4,6 @@ It runs in a scorer process with network. A reply is kept by everything in the r
 all parameters. What cannot be answered raises `JudgeFault`: the answer is an ``error``, never reward 0.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

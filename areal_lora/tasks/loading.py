@@ -3,8 +3,6 @@
 Scorer processes use it: importing the configuration would double the time of their start.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -5,8 +5,6 @@ digit is consumed once, as a number or as another token. Values are exact fracti
 ``0.5``, ``1/2`` and ``\frac{1}{2}`` are equal.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math

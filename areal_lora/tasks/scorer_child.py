@@ -10,8 +10,6 @@ may be stalled. The parent kills the process if the timer does not. Before any u
 itself (`sandbox.fence`). It limits its own memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """From a configured reward to the `Setup` of its scorer processes, and the command that starts one."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -8,8 +8,6 @@
   problems, not over answers: answers to one problem are not independent.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

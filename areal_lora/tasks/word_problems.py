@@ -13,8 +13,6 @@ Examples::
     A: 4*17=68 68+26=94 94-35=59 #### 59
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ There is one `TrainingState` per adapter (contract C1). Other bookkeeping belong
     Trainer             the seconds of the step in progress
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -12,8 +12,6 @@ lost or has retired the version, or a comparison fails otherwise, the excerpt is
 such steps (`Audit.silent_steps`).
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

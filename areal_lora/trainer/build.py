@@ -1,7 +1,5 @@
 """Build a trainer rank from a configuration: engine, adapters, connections to controller and servers."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

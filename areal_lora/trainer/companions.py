@@ -11,8 +11,6 @@ belong to. A ``/`` is in no name that a configuration can give. In a training st
 on each minibatch (`improve`), on values and returns of `learn.annotate`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path

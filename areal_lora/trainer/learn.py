@@ -1,7 +1,5 @@
 """Train one batch into one new version: minibatches, forward-backward, optimizer steps."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass, replace

@@ -15,8 +15,6 @@ that one (`fault_isolation`). Between two steps adapters may join, pause and lea
 adapters with the same verbs (`operating`).
 """
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

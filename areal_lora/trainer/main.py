@@ -4,8 +4,6 @@ Rank 0 serves the rendezvous store of the ranks on a port that the system choose
 as ``trainer-0`` in the run folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,7 +1,5 @@
 """The records of a run, written by rank 0: steps, publishes, checkpoints, evaluations; the report at the end."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ A tag is what TensorBoard and trackers show: ``train/``, ``time/`` (seconds), ``
 ``extra/``. Fractions are in [0, 1], log-probabilities in nats. None: not measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

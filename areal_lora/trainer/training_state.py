@@ -1,7 +1,5 @@
 """State of a trainer rank for a whole run."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, field
 

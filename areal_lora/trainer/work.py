@@ -1,7 +1,5 @@
 """What the trainer does next. Rank 0 decides, and the other ranks receive the decision."""
 
-from __future__ import annotations
-
 import time
 from typing import TypeAlias
 

@@ -3,8 +3,6 @@
 All functions are pure: they touch no tensor and send nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -30,8 +30,6 @@ the trainer sends the version again to all others.
 unknown names, so a publish would succeed, and parts of the policy would be the base model's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import msgspec

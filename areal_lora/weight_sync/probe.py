@@ -17,8 +17,6 @@ sequences, a tie in one. So the comparison with the tolerance leaves out the seq
 largest differences, one in `TIES`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

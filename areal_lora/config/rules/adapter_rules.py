@@ -2,8 +2,6 @@
 an adapter starts from. No rows are read.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Inputs and results of a configuration rule, and targets in their canonical names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@
 this folder that yields findings.
 """
 
-from __future__ import annotations
-
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules import adapter_rules as adapters

@@ -4,8 +4,6 @@ the components and directives of a Slurm job.
 `engine.common.arena` would refuse the trainer's sizes later.
 """
 
-from __future__ import annotations
-
 import difflib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The rule about memory: what the estimate of `config.sizing.memory` finds about devices and hosts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts

@@ -4,8 +4,6 @@ An algorithm is data. ``kind`` chooses a row of `PRESETS`; a key that is set bes
 of the keys are those of ``grpo``, so a row holds only what differs. Sources of the values: docs/en/algorithms.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 

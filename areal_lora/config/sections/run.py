@@ -1,7 +1,5 @@
 """The sections of a run and of its processes: limits, model, checkpoints; trainer, rollout servers, publishes."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal

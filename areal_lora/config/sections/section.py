@@ -1,7 +1,5 @@
 """Base class of all sections of the configuration, and the types that several of them use."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field

@@ -1,8 +1,6 @@
 """The sections ``task``, ``workflow`` and ``evals`` of an adapter: problems and their prompts, what one episode is, and
 the sets of held-out problems."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self

@@ -4,8 +4,6 @@ The docstrings of `_trainer` and `_server` list the parts, with the source of ea
 measured: on CPUs by the memory tests (`memory_runs`). Those of GPUs are typical values, not measured by this project.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -17,8 +17,6 @@ A job has one pool, or one for each component of a heterogeneous Slurm job. Node
 - The controller is on the first node of its pool; in a job with one pool, beside trainer rank 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 

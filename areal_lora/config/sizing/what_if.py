@@ -1,7 +1,5 @@
 """The memory estimate of a rank and a replica if one size were doubled. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

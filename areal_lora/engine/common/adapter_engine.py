@@ -14,8 +14,6 @@ it into micro-batches and pads as its layout needs. Callers never see padding (c
 Adapters are held by name, each with memory, optimizer and clock of its own (contract C1). A `Compute` runs the model.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A model's output layer is replaced once, by an `OutputSite`: it gives logits, or
 head one value per token and no logits. `Readout` is the other side: what a caller reads from the output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise

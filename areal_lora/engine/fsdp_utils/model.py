@@ -18,8 +18,6 @@ transformers keeps the experts of a layer in one parameter and some modules unde
 folders; its own table of conversions maps them.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

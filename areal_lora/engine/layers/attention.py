@@ -15,8 +15,6 @@ sequence reads the predictions of its tokens (`to_sequences`), so those of a sha
 sequences, in the loss as in the gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property

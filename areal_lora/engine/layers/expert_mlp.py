@@ -19,8 +19,6 @@ The function multiplies a key of (step, text, site) with an odd number for j and
 (Steele et al. 2014, "Fast splittable pseudorandom number generators", section 4).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

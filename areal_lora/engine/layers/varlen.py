@@ -9,8 +9,6 @@ precisions compute padded blocks of runs of similar lengths; only a block that i
 mask.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

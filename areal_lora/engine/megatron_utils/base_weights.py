@@ -5,8 +5,6 @@ way. Both kinds of Megatron layers are supported: plain torch and Transformer En
 the preceding norm.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

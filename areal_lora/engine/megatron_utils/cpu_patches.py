@@ -5,8 +5,6 @@ what is replaced and why. The engine calls `install_cpu_patches` before the firs
 where the device is cpu.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.machinery

@@ -6,8 +6,6 @@ and gives every expert-parallel rank the first experts. Therefore `build_model` 
 the packing. Importing this file imports Megatron: the caller must have applied `cpu_patches` on a machine without GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -16,8 +16,6 @@ its whole gradient there; a tensor that is replicated over them has a part of it
 A layer is wrapped once, whatever number of adapters it has (`residents`).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ On CPUs vLLM then supports LoRA on MoE experts, and its LoRA on linear layers is
 other platforms the plugin changes nothing.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -4,8 +4,6 @@ Nothing of a run's servers is in it: no admin plane, no publishes. It reads the 
 ends with its parent. The plugin of this package supplies LoRA on CPU experts.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import runpy

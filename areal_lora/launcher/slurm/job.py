@@ -4,8 +4,6 @@ The batch script starts this and forwards its signals as words on standard input
 the allocation. The job is requeued only for a signal of Slurm and for a lost node that it cannot do without.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

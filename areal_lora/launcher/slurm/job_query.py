@@ -1,7 +1,5 @@
 """Query Slurm about a job: ``scontrol``, and where it has forgotten the job ``sacct``. Nothing else queries jobs."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import time

@@ -7,8 +7,6 @@ Spare servers are an ordinary job of one node, never requeued: its script become
 (``launcher.spares``) and ends with the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

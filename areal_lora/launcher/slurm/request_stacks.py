@@ -4,8 +4,6 @@
 process in it, and end those that have no handler.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -11,8 +11,6 @@ A task script is bash, one for each process of the unit. Slurm signals all proce
 the working process and records its code. srun knows only the highest code of its tasks, which a killed peer has.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

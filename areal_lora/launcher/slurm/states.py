@@ -4,8 +4,6 @@
 the tables add what follows for a run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

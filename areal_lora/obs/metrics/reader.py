@@ -6,8 +6,6 @@ A resumed run repeats steps: its ``resume`` record voids earlier records of late
 records of one kind and version the last one counts. Memory grows with resumes and repeats, not with records.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass

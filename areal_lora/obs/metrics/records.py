@@ -5,8 +5,6 @@ files of their own (`samples`). Every record names its adapter. A float that is 
 read as None.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

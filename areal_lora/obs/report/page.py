@@ -3,8 +3,6 @@
 What a model, a user or a process wrote is escaped here.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import statistics

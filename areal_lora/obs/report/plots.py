@@ -5,8 +5,6 @@ stretch of its x axis, so a spike of one step stays visible. Drawings are SVG te
 scripts; colours are CSS variables (``STYLE``), so a plot follows the reader's light or dark theme.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

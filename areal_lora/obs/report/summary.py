@@ -3,8 +3,6 @@
 Memory grows by four numbers per version, which the medians need.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections import Counter, deque

@@ -5,8 +5,6 @@ Bring a run to a tracker: all that is recorded, then what is new, until the run 
 `MetricsFollower` reads the records that count, each once, when no crash can undo them any more.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

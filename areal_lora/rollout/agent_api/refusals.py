@@ -3,8 +3,6 @@
 Other fields that the endpoint does not know are ignored, as OpenAI's servers ignore `user` or `metadata`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``POST /v1/responses``, for the OpenAI Agents SDK: from items to turns, from an answer to items and events."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

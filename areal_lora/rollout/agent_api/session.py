@@ -10,8 +10,6 @@ An answer counts as given back if its content and calls are those that the agent
 it may differ (spaces in the arguments of a call): the sampled tokens stay.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -4,8 +4,6 @@ Every request frame is ``[request id (8 bytes), payload]``; the reply repeats th
 one reply, ``ErrorReply`` if it could not be served. Every message about a policy names its adapter.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias

@@ -6,8 +6,6 @@ that is away. A restarted controller answers ``StaleSession``; then the session 
 (greeting, newest announcements, pending evaluations) and the request is repeated. All requests are idempotent.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

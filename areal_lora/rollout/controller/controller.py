@@ -4,8 +4,6 @@ trainer --announce--> admission -> feed.admit -> task: workflow -> finish | back
 trainer --get batch-> feed.take of the first wanted adapter that has a batch  <- ready groups, oldest issue first
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import statistics

@@ -1,7 +1,5 @@
 """The sets of an evaluation: their problems, how they are sampled, and the results of the base that they share."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import defaultdict

@@ -10,8 +10,6 @@ from real requests, the property test from a simulation.
 The feed decides. `GroupPool` carries out, in memory and in the ledger.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

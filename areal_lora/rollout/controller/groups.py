@@ -5,8 +5,6 @@ a crash: when a group is done, before a step's groups are leased, when a step is
 since the last flush may be lost in a crash. Their prompts are issued again under the same key.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Callable

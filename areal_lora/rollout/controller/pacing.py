@@ -40,8 +40,6 @@ estimate, the recent mean of its adapter, until its tokens are known. Groups in 
 adapter: places come free as groups end.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping

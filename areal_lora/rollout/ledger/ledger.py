@@ -11,8 +11,6 @@ Writes collect in one transaction until :meth:`Ledger.flush`. A controller that 
 harmless while no other process has seen them: see `controller.groups`.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

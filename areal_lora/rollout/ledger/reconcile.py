@@ -10,8 +10,6 @@ The newest valid checkpoint decides what was consumed. :func:`plan` is pure; :fu
     issued, other running, done                     continue
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import sqlite3

@@ -1,7 +1,5 @@
 """From the outcomes of a request's operations to its answer, with what it leaves: saved states, sampling sessions."""
 
-from __future__ import annotations
-
 from typing import cast
 
 from areal_lora.operations import protocol

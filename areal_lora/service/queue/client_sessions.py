@@ -1,7 +1,5 @@
 """Sessions, models, sampling sessions and samples of clients; and the adapters that serve snapshots."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

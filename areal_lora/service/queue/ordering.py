@@ -7,8 +7,6 @@
 A save for a sampler is two operations of one seq; a sealed gap is one `Poison`, however many are missing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from itertools import count, takewhile

@@ -4,8 +4,6 @@ Every change is one transaction, synced before it is acknowledged; any exception
 or an input/output error is `Unavailable`, and the file is used again afterwards.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

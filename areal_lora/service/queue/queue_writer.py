@@ -9,8 +9,6 @@ Kept until then:
 - a model: `placement.SILENT_S` after the last heartbeat of its session, or `placement.DEAD_S` if another client waits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

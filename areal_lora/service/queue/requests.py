@@ -11,8 +11,6 @@
 Every action may also be answered by `OperationFailure`.
 """
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import msgspec

@@ -1,7 +1,5 @@
 """Operations of models: numbered without gaps, sent to the trainer, and what came of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

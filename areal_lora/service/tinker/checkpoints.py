@@ -15,8 +15,6 @@ The SDK's programs open an address with other tools, which have no key. It is si
 what may be read, and until when; a state that was dropped or replaced meanwhile is not sent.
 """
 
-from __future__ import annotations
-
 import base64
 import hmac
 import time

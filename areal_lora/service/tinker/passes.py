@@ -6,8 +6,6 @@ Declared in proto2, whose singular fields show whether they were sent. On the wi
 files: an enum is an int32, a map is a repeated entry of key and value, and texts are bytes until they are decoded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

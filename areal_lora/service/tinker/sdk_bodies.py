@@ -1,7 +1,5 @@
 """JSON bodies of the SDK's requests, as far as something here reads them. Fields that are not named are ignored."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, assert_never
 

@@ -10,8 +10,6 @@ A scorer process that may start others runs inside bubblewrap where that works (
 time of an answer (`Deadline`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

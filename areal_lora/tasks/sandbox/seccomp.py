@@ -4,8 +4,6 @@ The filter needs no privilege and works inside containers. A refused call fails 
 receives as an ordinary PermissionError. Threads inherit the filter, and it cannot be removed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

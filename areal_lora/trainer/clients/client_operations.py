@@ -10,8 +10,6 @@ It takes the place that `ControllerLink` has for adapters with rollouts. Answers
 the main thread may be in the middle of another adapter's step.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence

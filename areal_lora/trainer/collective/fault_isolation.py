@@ -11,8 +11,6 @@ Contained is only what every rank raises alike and what concerns nothing that th
 Everything else (servers, other ranks, controller, ledger) ends the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 

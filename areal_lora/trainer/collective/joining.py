@@ -16,8 +16,6 @@ Adapters leave before others join, so that those find a free place. A joining ad
 done, is not tried again in a session.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ The points where the loop waits, for publishes, checkpoints, evaluations and aud
 others wait for rank 0 in the control exchange, which has the longest time-out.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

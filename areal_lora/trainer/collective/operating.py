@@ -10,8 +10,6 @@ operations and other adapters have their turns (`next_work`). Answers follow eac
 (`Clients`). A fault of an operation fails it, a fault of the adapter ends the adapter (`fault_isolation`).
 """
 
-from __future__ import annotations
-
 from areal_lora.engine.base import AdamValues
 from areal_lora.operations import protocol
 from areal_lora.processes.watched import reached

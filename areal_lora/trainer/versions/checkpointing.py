@@ -8,8 +8,6 @@ rank 0, which knows from the layout where each lies in the file::
 So no rank holds more than a chunk of it beyond what it trains. The source ranks take turns.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence

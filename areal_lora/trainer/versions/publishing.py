@@ -5,8 +5,6 @@ the controller happen in the publisher's thread. ``join`` waits for the previous
 raises its errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

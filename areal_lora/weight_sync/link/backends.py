@@ -1,7 +1,5 @@
 """Process groups for broadcasts, by name: one row for each kind of network."""
 
-from __future__ import annotations
-
 import os
 import queue
 import time

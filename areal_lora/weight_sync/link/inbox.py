@@ -1,7 +1,5 @@
 """Inbox of one version from one source: parts arrive in own buffers, or lie in the source's memory."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

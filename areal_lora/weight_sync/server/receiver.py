@@ -9,8 +9,6 @@ every fingerprint equals the source's. The thread runs while the same process ge
 the GIL and no OpenMP, which would take the cores from the model.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

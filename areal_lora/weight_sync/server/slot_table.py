@@ -7,8 +7,6 @@ All adapters share the slots: the newest version of each, old versions in use, a
 that holds more than another one leaves the last free slot to it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -10,8 +10,6 @@ Drivers: ``engine.vllm_ext.server.adapters.ServedAdapters`` (asyncio, vLLM's wor
 the tests' ``MemoryServer`` (threads). All times are of one monotonic clock, in seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Rank 0's connections to the rollout servers: requests to all servers at once, answers one by one."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import ssl

@@ -10,8 +10,6 @@ Wait: decide(job, None)          look for servers
 FinishPublish                    conclude: report the active version
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future

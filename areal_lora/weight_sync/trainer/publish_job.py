@@ -9,8 +9,6 @@ A packed shard stays valid until the next ``pack``: it can be sent again to othe
 Receivers on the same machine read it in place, following ``pack``; only two signals are sent.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -17,8 +17,6 @@ Each adapter has its own memory, versions and errors. Publishes go one after the
 they started (``job``); one that waits for a slot lets the others go ahead.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait

@@ -1,7 +1,5 @@
 """Replace vLLM's experts class and punica wrapper for LoRA on CPUs."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

@@ -4,8 +4,6 @@ A group samples one prompt several times. vLLM computes it for every sample, unl
 (32 tokens on a CPU), and its engine sends every token to the server's process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary

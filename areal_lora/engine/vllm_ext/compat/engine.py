@@ -1,7 +1,5 @@
 """Start vLLM's engine, adapt a worker's log-probabilities, and find its files in shared memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -15,8 +15,6 @@ on the new version, and cached blocks are dropped. A commit that fails leaves a 
 version until one is written whole.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

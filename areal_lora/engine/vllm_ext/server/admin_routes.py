@@ -5,8 +5,6 @@
 A server that leaves answers pings so, until the trainer posts ``/admin/dismiss`` (``leaving``).
 """
 
-from __future__ import annotations
-
 import time
 
 import msgspec

@@ -1,7 +1,5 @@
 """Build the parts of a server from the configuration: engine, adapters, the two apps."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ version; the answer names it) or ``base``; any other name is a 404. A request ke
 version resident until it ends; a client that disconnects ends its request.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence

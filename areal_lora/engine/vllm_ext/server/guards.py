@@ -1,7 +1,5 @@
 """Check a request to a rollout server before its route: the plane's key, then the length of the body."""
 
-from __future__ import annotations
-
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_lora.network.addresses import on_loopback

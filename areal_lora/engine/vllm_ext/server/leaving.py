@@ -9,8 +9,6 @@ A server that leaves in order (SIGTERM with ``--grace-s``) does not let its run 
     endpoint withdrawn  the server ends
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

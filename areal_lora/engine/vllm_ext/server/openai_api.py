@@ -12,8 +12,6 @@ and the version stays for ``adapters.PINNED_S`` after it, for the next request o
 Unknown fields are refused: ignoring a setting silently would change the policy.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import msgspec

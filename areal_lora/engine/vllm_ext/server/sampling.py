@@ -13,8 +13,6 @@ Merged rollouts always interrupt: a server has one version (`adapters.Gate`). Th
 version is written, and continue as soon as it is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import time

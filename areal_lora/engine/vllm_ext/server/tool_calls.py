@@ -5,8 +5,6 @@ sampled ones. Only parsers of the configuration can be requested. Beside vLLM's 
 (``areal-lora eval``), `ToolCallsMiddleware` answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 

@@ -9,8 +9,6 @@ Two zmq sockets (CURVE with keys from the run secret, loopback) between the serv
 A reply names its call, so a late reply is not taken for the reply of another call.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

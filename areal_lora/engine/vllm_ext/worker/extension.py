@@ -18,8 +18,6 @@ puts them into the model's own weights, layer by layer. The host copies hold eve
 a layout covers the served names exactly: nothing of an earlier version remains in them, and no base is needed.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
