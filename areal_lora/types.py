@@ -137,7 +137,7 @@ class AdapterPhase(StrEnum):
 
     ``pending`` until its first version is published, ``active`` while it is trained, ``draining`` after its last step
     until its last evaluation and export. ``failed`` has a reason; only what all adapters share ends the run.
-    ``paused`` and ``deleted`` are what a desired state asks for (`run_folder.desired`).
+    ``paused`` and ``deleted`` are those of a desired state (`run_folder.desired`).
     """
 
     PENDING = "pending"
@@ -186,7 +186,7 @@ def gold_text(answer: Any) -> str:
 class Generation:
     """A server's result for one answer. The server reports ``versions`` token by token.
 
-    ``top_logprobs`` maps ids of the likeliest tokens to log-probabilities, where they were asked for.
+    ``top_logprobs`` maps ids of the likeliest tokens to log-probabilities, where they were requested.
     """
 
     token_ids: list[int]  # [A]

@@ -96,7 +96,7 @@ def forget_endpoint(run_folder: RunFolder, role: str, index: int) -> None:
 def wait_endpoint(
     run_folder: RunFolder, role: str, index: int, timeout_s: float, still_alive: Callable[[], bool] | None = None
 ) -> Endpoint:
-    """Wait until ``<role>-<index>`` has published; a line on stderr says so every 10 s.
+    """Wait until ``<role>-<index>`` has published; reported on stderr every 10 s.
 
     Raises ProcessFailed at ``timeout_s`` or as soon as ``still_alive`` returns False. A file that cannot be read is
     waited for like one that is not there.

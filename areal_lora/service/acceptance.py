@@ -88,7 +88,7 @@ def _code(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
 
 
 def _judges(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
-    """Addresses that scorers would ask, and keys that they would send there."""
+    """Addresses that scorers would request, and keys that they would send there."""
     for key, reward in sections.reward_keys("", adapter.reward):
         if not isinstance(reward, sections.JudgeReward):
             continue

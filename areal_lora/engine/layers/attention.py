@@ -43,7 +43,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class AttentionPass:
     """Attention of the tokens ``queries`` over the tokens ``keys`` by ``runs``."""
 
     runs: VarlenRuns
@@ -60,7 +60,7 @@ class AttentionPlan:
     def __init__(self, segments: Sequence[Segment], n_tokens: int, device: torch.device) -> None:
         self._segments = np.array([(s.start, s.own, s.shared_start, s.shared) for s in segments if s.own])
         self._segments, self._device = self._segments.reshape(-1, 4).astype(np.int64), device
-        self._windows: dict[int, Pass] = {}
+        self._windows: dict[int, AttentionPass] = {}
         start, own, _, shared = self._segments.T
         self.n = int(own.sum())
         assert np.array_equal(start, own.cumsum() - own), "segments follow each other"
@@ -72,13 +72,13 @@ class AttentionPlan:
         return torch.from_numpy(numbers).to(self._device, non_blocking=True)
 
     @cached_property
-    def own(self) -> Pass:
+    def own(self) -> AttentionPass:
         """Each segment over itself."""
         own = self._segments[:, 1]
-        return Pass(VarlenRuns(own, own, self._device), slice(None), slice(None))
+        return AttentionPass(VarlenRuns(own, own, self._device), slice(None), slice(None))
 
     @cached_property
-    def shared(self) -> Pass | None:
+    def shared(self) -> AttentionPass | None:
         """The branches of each tree, one run, over their start; None without trees."""
         branches = self._segments[self._segments[:, 3] > 0]
         if not len(branches):
@@ -88,19 +88,20 @@ class AttentionPlan:
         start, length = branches[at, 2], branches[at, 3]
         at_runs = VarlenRuns(own, length, self._device)
         if len(at) == 1:  # a tree of long answers fills a micro-batch: nothing has to be gathered
-            first = int(branches[0, 0])
-            return Pass(at_runs, slice(first, first + int(own[0])), slice(int(start[0]), int(start[0] + length[0])))
+            rows = slice(int(branches[0, 0]), int(branches[0, 0] + own[0]))
+            return AttentionPass(at_runs, rows, slice(int(start[0]), int(start[0] + length[0])))
         queries, keys = runs(branches[:, 0], branches[:, 1]), runs(start, length)
-        return Pass(at_runs, self._upload(queries), self._upload(keys))
+        return AttentionPass(at_runs, self._upload(queries), self._upload(keys))
 
-    def window(self, width: int) -> Pass:
+    def window(self, width: int) -> AttentionPass:
         """Each segment over the end of its start, as far as the first query sees it, and itself."""
         if width not in self._windows:
             start, own, shared_start, shared = self._segments.T
             before = np.minimum(shared, width - 1)
             first = np.stack([shared_start + shared - before, start], axis=1).reshape(-1)
             keys = runs(first, np.stack([before, own], axis=1).reshape(-1))
-            self._windows[width] = Pass(VarlenRuns(own, before + own, self._device), slice(None), self._upload(keys))
+            at_runs = VarlenRuns(own, before + own, self._device)
+            self._windows[width] = AttentionPass(at_runs, slice(None), self._upload(keys))
         return self._windows[width]
 
 
@@ -148,10 +149,10 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         out, lse, saved = varlen.forward(plan.own.runs, q, k, v, causal=True, scale=scale)
         if plan.shared is not None:
             rows, keys = plan.shared.queries, plan.shared.keys
-            parts = (_take(x, i) for x, i in ((q, rows), (k, keys), (v, keys)))
+            parts = (x[i] for x, i in ((q, rows), (k, keys), (v, keys)))
             before, its_lse, more = varlen.forward(plan.shared.runs, *parts, causal=False, scale=scale)
             saved += more
-            own, own_lse = _take(out, rows), _take(lse, rows, 1)
+            own, own_lse = out[rows], lse[:, rows]
             share = (own_lse - its_lse).sigmoid().t()[..., None].to(out.dtype)  # of the sum of exponentials
             out[rows], lse[:, rows] = torch.lerp(before, own, share), torch.logaddexp(own_lse, its_lse)
         ctx.save_for_backward(q, k, v, out, lse, *saved)
@@ -178,10 +179,10 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
             )
             if plan.shared is not None:
                 rows, keys = plan.shared.queries, plan.shared.keys
-                over, queries, context = (_take(x, rows) for x in (d_out, q, out))
+                over, queries, context = (x[rows] for x in (d_out, q, out))
                 parts = varlen.backward(
-                    plan.shared.runs, over, queries, _take(k, keys), _take(v, keys), context,
-                    _take(lse, rows, 1).contiguous(), tuple(saved[half:]), causal=False, scale=scale,
+                    plan.shared.runs, over, queries, k[keys], v[keys], context,
+                    lse[:, rows].contiguous(), tuple(saved[half:]), causal=False, scale=scale,
                 )  # fmt: skip
                 for total, at, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
                     if isinstance(at, slice):
@@ -189,12 +190,6 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
                     else:
                         total.index_add_(0, at, part)
         return *(_filled(x, n_tokens) for x in (dq, dk, dv)), None, None, None
-
-
-def _take(x: Tensor, at: Tensor | slice, dim: int = 0) -> Tensor:
-    if isinstance(at, Tensor):
-        return x.index_select(dim, at)
-    return x[at] if dim == 0 else x[:, at]
 
 
 def _filled(x: Tensor, n_tokens: int) -> Tensor:

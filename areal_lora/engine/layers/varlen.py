@@ -11,7 +11,7 @@ mask.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ Saved = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PaddedRuns:
     """Padded runs: rows of queries [m, a] and keys [m, p]; ``real`` [m, a] and ``seen`` [m, p] are no padding."""
 
     queries: Tensor
@@ -43,6 +43,14 @@ class Block:
         return zeros.masked_fill_(~allowed, float("-inf"))[:, None]
 
 
+class Scoring(NamedTuple):
+    """How the kernel of a block sees keys: an additive mask, or causally; scores are multiplied by ``scale``."""
+
+    mask: Tensor | None
+    causal: bool
+    scale: float
+
+
 class VarlenRuns:
     """Runs of queries and keys, of ``lengths_q`` and ``lengths_k`` [n] on the host, on ``device``."""
 
@@ -54,7 +62,7 @@ class VarlenRuns:
         self.cu_q, self.cu_k = torch.from_numpy(bounds).to(device, non_blocking=True)
 
     @cached_property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[PaddedRuns]:
         """Of runs sorted by length. A run without keys is in no block."""
         n_q, n_k = self._lengths
         starts = (n_q.cumsum() - n_q, n_k.cumsum() - n_k)
@@ -66,7 +74,7 @@ class VarlenRuns:
                 rows, first = order[first:i], i
                 padded = (_padded(starts[side][rows], self._lengths[side][rows]) for side in (0, 1))
                 (queries, real), (keys, seen) = padded
-                found.append(Block(*(x.to(self._device) for x in (queries, keys, real, seen))))
+                found.append(PaddedRuns(*(x.to(self._device) for x in (queries, keys, real, seen))))
         return found
 
 
@@ -96,9 +104,7 @@ def forward(
         return out, lse, tuple(saved[:2])
     out, lse = torch.zeros_like(q), q.new_full((q.shape[1], len(q)), float("-inf"), dtype=torch.float32)
     for block in runs.blocks:
-        heads = [_gather(x, rows) for x, rows in ((q, block.queries), (k, block.keys), (v, block.keys))]
-        mask, inside = _masking(block, q, causal, window)
-        found, sums = _block_forward(heads[0], heads[1], heads[2], mask, inside, scale)
+        found, sums = _block_forward(*_heads(block, q, k, v), _scoring(block, q, causal, window, scale))
         rows = block.queries[block.real]
         out.index_copy_(0, rows, found.transpose(1, 2)[block.real])
         lse.index_copy_(1, rows, sums.transpose(1, 2)[block.real].t())
@@ -132,12 +138,11 @@ def backward(
         return grads
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for block in runs.blocks:
-        heads = [_gather(x, rows) for x, rows in ((q, block.queries), (k, block.keys), (v, block.keys))]
         # Queries of padding are copies of a real one.
         over = _gather(d_out, block.queries).masked_fill_(~block.real[:, None, :, None], 0.0)
         context, sums = _gather(out, block.queries), lse[:, block.queries].transpose(0, 1)
-        mask, inside = _masking(block, q, causal, window)
-        parts = _block_backward(over, heads[0], heads[1], heads[2], context, sums, mask, inside, scale)
+        how = _scoring(block, q, causal, window, scale)
+        parts = _block_backward(over, *_heads(block, q, k, v), context, sums.contiguous(), how)
         dq.index_copy_(0, block.queries[block.real], parts[0].transpose(1, 2)[block.real])
         for total, part in ((dk, parts[1]), (dv, parts[2])):
             total.index_add_(0, block.keys.reshape(-1), part.transpose(1, 2).flatten(0, 1))
@@ -148,9 +153,14 @@ def _band(window: int | None) -> dict[str, int]:
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def _masking(block: Block, q: Tensor, causal: bool, window: int | None) -> tuple[Tensor | None, bool]:
-    """A mask, and whether the kernel masks causally: padding follows the runs, so that is enough without a window."""
-    return (None, True) if causal and window is None else (block.mask(window, q.dtype), False)
+def _scoring(block: PaddedRuns, q: Tensor, causal: bool, window: int | None, scale: float) -> Scoring:
+    """Padding follows the runs, so that a causal kernel needs no mask without a window."""
+    plain = causal and window is None
+    return Scoring(None if plain else block.mask(window, q.dtype), plain, scale)
+
+
+def _heads(block: PaddedRuns, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _gather(q, block.queries), _gather(k, block.keys), _gather(v, block.keys)
 
 
 def _gather(x: Tensor, rows: Tensor) -> Tensor:
@@ -158,63 +168,41 @@ def _gather(x: Tensor, rows: Tensor) -> Tensor:
     return x.index_select(0, rows.reshape(-1)).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
 
 
-def _block_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Any:
+def _block_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> Any:
     if q.device.type != "cpu":
-        return _plain_forward(q, k, v, mask, causal, scale)
+        return _plain_forward(q, k, v, how)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return kernel(q, k, v, 0.0, how.causal, attn_mask=how.mask, scale=how.scale)
 
 
-def _block_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> Any:
+def _block_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Scoring) -> Any:
     if q.device.type != "cpu":
-        return _plain_backward(d_out, q, k, v, out, lse, mask, causal, scale)
+        return _plain_backward(d_out, q, k, v, out, lse, how)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return kernel(d_out, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=mask, scale=scale)
+    return kernel(d_out, q, k, v, out, lse, 0.0, how.causal, attn_mask=how.mask, scale=how.scale)
 
 
-def _plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, mask, causal, scale)
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> Any:
+    scores = _scores(q, k, how)
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().to(v.dtype) @ _per_head(v, q), lse
 
 
-def _plain_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    p = (_scores(q, k, mask, causal, scale) - lse[..., None]).exp()
+def _plain_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Scoring) -> Any:
+    p = (_scores(q, k, how) - lse[..., None]).exp()
     d_p = d_out.float() @ _per_head(v, q).float().transpose(-1, -2)
-    d_s = p * (d_p - (d_out.float() * out.float()).sum(-1, keepdim=True)) * scale
+    d_s = p * (d_p - (d_out.float() * out.float()).sum(-1, keepdim=True)) * how.scale
     grads = (d_s @ _per_head(k, q).float(), d_s.transpose(-1, -2) @ q.float(), p.transpose(-1, -2) @ d_out.float())
     dq, dk, dv = (x.to(q.dtype) for x in grads)
     shape = (k.shape[0], k.shape[1], -1, *k.shape[2:])
     return dq, dk.view(shape).sum(2), dv.view(shape).sum(2)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    scores = (q @ _per_head(k, q).transpose(-1, -2)).float() * scale
-    if causal:
+def _scores(q: Tensor, k: Tensor, how: Scoring) -> Tensor:
+    scores = (q @ _per_head(k, q).transpose(-1, -2)).float() * how.scale
+    if how.causal:
         scores = scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
-    return scores if mask is None else scores + mask
+    return scores if how.mask is None else scores + how.mask
 
 
 def _per_head(x: Tensor, q: Tensor) -> Tensor:

@@ -57,9 +57,9 @@ class MlflowTracker:
         found = self._client.get_experiment_by_name(experiment)
         experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
         runs = self._client.search_runs([experiment_id], f"tags.`{KEY}` = '{run.key}'", max_results=1)
-        began = datetime.fromisoformat(run.started_at).timestamp() if run.started_at else time.time()
-        began_ms = int(1000 * began)
-        return runs[0] if runs else self._client.create_run(experiment_id, began_ms, {KEY: run.key}, run.name)
+        started = datetime.fromisoformat(run.started_at).timestamp() if run.started_at else time.time()
+        tags = {KEY: run.key}
+        return runs[0] if runs else self._client.create_run(experiment_id, int(1000 * started), tags, run.name)
 
     def _log_parameters(self) -> None:
         """The configuration. A parameter cannot change: it keeps the value of the first start."""

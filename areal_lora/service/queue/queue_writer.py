@@ -125,7 +125,7 @@ class Writer:
 
         def job() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # its caller is gone
+                return  # its caller has left
             try:
                 future.set_result(work())
             except RequestError as refused:
