@@ -32,7 +32,7 @@ LINES = {
     "data": 549,
     "distributed": 356,
     "doctor": 1032,
-    "engine": 8163,
+    "engine": 8103,
     "families": 1366,
     "launcher": 3539,
     "library": 470,
@@ -51,7 +51,7 @@ LINES = {
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
     "largest folder": 12,
-    "share of imports": 0.1027,
+    "share of imports": 0.1029,
     "classes over 15 methods": 3,
     "class names used twice": 0,
     "file names used twice": 5,

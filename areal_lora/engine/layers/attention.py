@@ -8,7 +8,7 @@ itself causally and to one shared start before it, if it has one (`data.collate`
 
 Attention is a cascade: a causal pass of each segment over itself, a pass of all branches of a tree over their shared
 start, once, and a sum of both by their log-sum-exps. No mask of tokens by tokens is needed, and the start's keys are
-read once.
+read once. On CPUs it is one pass of each segment over its start and itself, as with a sliding window.
 
 `pack` lays the tokens of a micro-batch's trees out in one row. The model predicts every token of a tree once. A
 sequence reads the predictions of its tokens (`to_sequences`), so those of a shared start count once for each of its
@@ -121,80 +121,77 @@ def attend(
     """
     d, dv = query.shape[2], value.shape[2]
     scale = d**-0.5 if scale is None else scale
-    if d != dv:  # the kernels have one width
-        query, key, value = (functional.pad(x, (0, max(d, dv) - x.shape[2])) for x in (query, key, value))
-    context: Tensor = _Attention.apply(query, key, value, plan, scale, window)
-    return context[..., :dv].reshape(len(query), -1)
+    if not plan.n:  # a rank of padding only goes backward, too: FSDP's collectives follow that order
+        return query.new_zeros(len(query), query.shape[1] * dv) + 0.0 * (query.sum() + key.sum() + value.sum())
+    missing = len(query) - plan.n
+    real = [x[: plan.n] if missing else x for x in (query, key, value)]
+    if varlen.has_flash(query):
+        if d != dv:  # the kernels have one width
+            real = [functional.pad(x, (0, max(d, dv) - x.shape[2])) for x in real]
+        context = _Flash.apply(*(x.contiguous() for x in real), plan, scale, window)
+        context = context if d == dv else context[..., :dv]
+    elif window is None and plan.shared is None:
+        context = varlen.padded(plan.own.runs, *real, scale=scale)
+    else:
+        width = len(query) if window is None else window
+        keys = plan.window(width).keys
+        inputs = real[0], *(x.index_select(0, keys) for x in real[1:])
+        context = varlen.padded(plan.window(width).runs, *inputs, scale=scale, window=width)
+    context = context.flatten(1)
+    return functional.pad(context, (0, 0, 0, missing)) if missing else context
 
 
-class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """`attend` of one width: [t, h, d], with a backward pass per part over the whole's log-sum-exps."""
+class _Flash(torch.autograd.Function):  # type: ignore[misc]
+    """`attend` of real tokens of one width, [n, h, d], with a backward pass per part over the whole's log-sum-exps."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None
     ) -> Tensor:
         ctx.plan, ctx.scale, ctx.window = plan, scale, window
-        n_tokens = len(q)
-        if not plan.n:  # a rank of padding only
-            ctx.save_for_backward(q, k, v)
-            return torch.zeros_like(q)
-        q, k, v = (x[: plan.n].contiguous() for x in (q, k, v))
         if window is not None:
-            keys = plan.window(window).keys
-            k, v = k.index_select(0, keys), v.index_select(0, keys)
-            out, lse, saved = varlen.forward(plan.window(window).runs, q, k, v, causal=True, scale=scale, window=window)
-            ctx.save_for_backward(q, k, v, out, lse, *saved)
-            return _filled(out, n_tokens)
-        out, lse, saved = varlen.forward(plan.own.runs, q, k, v, causal=True, scale=scale)
-        if plan.shared is not None:
-            rows, keys = plan.shared.queries, plan.shared.keys
-            parts = (x[i] for x, i in ((q, rows), (k, keys), (v, keys)))
-            before, its_lse, more = varlen.forward(plan.shared.runs, *parts, causal=False, scale=scale)
-            saved += more
-            own, own_lse = out[rows], lse[:, rows]
-            share = (own_lse - its_lse).sigmoid().t()[..., None].to(out.dtype)  # of the sum of exponentials
-            out[rows], lse[:, rows] = torch.lerp(before, own, share), torch.logaddexp(own_lse, its_lse)
+            at = plan.window(window)
+            k, v = _take(k, at.keys), _take(v, at.keys)
+            out, lse, saved = varlen.forward(at.runs, q, k, v, causal=True, scale=scale, window=window)
+        else:
+            out, lse, saved = varlen.forward(plan.own.runs, q, k, v, causal=True, scale=scale)
+            if plan.shared:
+                at = plan.shared
+                parts = _take(q, at.queries), _take(k, at.keys), _take(v, at.keys)
+                before, its_lse, more = varlen.forward(at.runs, *parts, causal=False, scale=scale)
+                own, own_lse = _take(out, at.queries), _take(lse, at.queries)
+                share = (own_lse - its_lse).sigmoid()[..., None].to(out.dtype)  # of the sum of exponentials
+                out[at.queries] = torch.lerp(before, own, share)
+                lse[at.queries] = torch.logaddexp(own_lse, its_lse)
+                saved += more
         ctx.save_for_backward(q, k, v, out, lse, *saved)
-        return _filled(out, n_tokens)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        plan, scale, window = ctx.plan, ctx.scale, ctx.window
-        q, k, v, *rest = ctx.saved_tensors
-        if not plan.n:
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None, None
-        n_tokens, d_out = len(grads[0]), grads[0][: plan.n].contiguous()
-        out, lse, *saved = rest
+        plan, window, d_out = ctx.plan, ctx.window, grads[0].contiguous()
+        q, k, v, out, lse, *saved = ctx.saved_tensors
+        how = {"causal": True, "scale": ctx.scale, "window": window}
+        at = plan.own if window is None else plan.window(window)
+        dq, dk, dv = varlen.backward(at.runs, d_out, (q, k, v), out, lse, tuple(saved[:2]), **how)
         if window is not None:
-            at = plan.window(window)
-            dq, *others = varlen.backward(
-                at.runs, d_out, q, k, v, out, lse, tuple(saved), causal=True, scale=scale, window=window
-            )
-            dk, dv = (x.new_zeros(plan.n, *x.shape[1:]).index_add_(0, at.keys, x) for x in others)
-        else:
-            half = len(saved) // 2 if plan.shared is not None else len(saved)
-            dq, dk, dv = varlen.backward(
-                plan.own.runs, d_out, q, k, v, out, lse, tuple(saved[:half]), causal=True, scale=scale
-            )
-            if plan.shared is not None:
-                rows, keys = plan.shared.queries, plan.shared.keys
-                over, queries, context = (x[rows] for x in (d_out, q, out))
-                parts = varlen.backward(
-                    plan.shared.runs, over, queries, k[keys], v[keys], context,
-                    lse[:, rows].contiguous(), tuple(saved[half:]), causal=False, scale=scale,
-                )  # fmt: skip
-                for total, at, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
-                    if isinstance(at, slice):
-                        total[at] += part
-                    else:
-                        total.index_add_(0, at, part)
-        return *(_filled(x, n_tokens) for x in (dq, dk, dv)), None, None, None
+            dk, dv = (x.new_zeros(plan.n, *x.shape[1:]).index_add_(0, at.keys, x) for x in (dk, dv))
+        elif plan.shared:
+            at = plan.shared
+            over, queries, context, sums = (_take(x, at.queries) for x in (d_out, q, out, lse))
+            inputs = queries, _take(k, at.keys), _take(v, at.keys)
+            how["causal"] = False
+            parts = varlen.backward(at.runs, over, inputs, context, sums, tuple(saved[2:]), **how)
+            for total, rows, part in zip((dq, dk, dv), (at.queries, at.keys, at.keys), parts, strict=True):
+                if isinstance(rows, slice):
+                    total[rows] += part
+                else:
+                    total.index_add_(0, rows, part)
+        return dq, dk, dv, None, None, None
 
 
-def _filled(x: Tensor, n_tokens: int) -> Tensor:
-    """``x`` [n, h, d] with zeros for padding up to ``n_tokens``."""
-    return functional.pad(x, (0, 0, 0, 0, 0, n_tokens - len(x))) if len(x) < n_tokens else x
+def _take(x: Tensor, rows: Tensor | slice) -> Tensor:
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
 PAD_ID = 0

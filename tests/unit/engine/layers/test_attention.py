@@ -12,14 +12,20 @@ from torch.utils._pytree import tree_leaves
 from areal_lora.data.collate import MicroPlan, Tree
 from areal_lora.engine.layers.attention import AttentionPlan, Segment, attend, pack
 from tests.support.distributed.engine_ranks import make_batch
+from tests.support.engine.layers import plain_attention
 
 ROWS = [[7] * 9 + [1, 2], [7] * 9 + [3], [7] * 9 + [4, 5, 6, 7, 8], [9, 9, 1], [5] * 23, [2]]
 TREES = (Tree(sequences=(0, 1, 2), shared=9), *(Tree(sequences=(i,), shared=0) for i in (3, 4, 5)))
 HEADS, GROUPS, WIDTH, VALUES = 4, 2, 8, 6
 
 
+@pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
-def test_a_token_sees_its_own_sequence_as_far_as_the_window(window: int | None) -> None:
+def test_a_token_sees_its_own_sequence_as_far_as_the_window(
+    window: int | None, flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if flash:
+        plain_attention.install(monkeypatch)
     torch.manual_seed(3)
     n = sum(tree.size([len(row) for row in ROWS]) for tree in TREES)
     packed = pack(make_batch(ROWS), MicroPlan(trees=(TREES,), n_tokens=n + 3), 0, torch.device("cpu"))

@@ -10,6 +10,7 @@ from areal_lora.data.collate import MicroPlan, Tree
 from areal_lora.engine.layers.attention import AttentionPlan, Segment, pack
 from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 from tests.support.distributed.engine_ranks import make_batch
+from tests.support.engine.layers import plain_attention
 
 install_cpu_patches()
 from areal_lora.engine.megatron_utils.modules import PackedAttention, Packing  # noqa: E402
@@ -53,13 +54,16 @@ def random_inputs(n: int, seed: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("padding", [0, 5])
-def test_packed_trees_equal_whole_sequences(padding: int) -> None:
+@pytest.mark.parametrize("flash", [False, True])
+def test_packed_trees_equal_whole_sequences(padding: int, flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if flash:
+        plain_attention.install(monkeypatch)
     n_tokens = 9 + 2 + 1 + 5 + 3 + 23 + 1 + padding
     packed = pack(make_batch(ROWS), MicroPlan(trees=(TREES,), n_tokens=n_tokens), 0, CPU)
-    attention, packing = PackedAttention(None), Packing(INV_FREQ, torch.float32)
-    attention.packing = packing
+    core, packing = PackedAttention(None), Packing(INV_FREQ, torch.float32)
+    core.packing = packing
     q, k, v = random_inputs(n_tokens, seed=3)
-    out = attention(q, k, v, packing.add(packed.attention, packed.keys))
+    out = core(q, k, v, packing.add(packed.attention, packed.keys))
     assert out.shape == (n_tokens, 1, HEADS * WIDTH)
     assert not out[n_tokens - padding :].any()
 
