@@ -24,7 +24,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.scorer import RewardSum
-from areal_lora.tasks.tally import tally
+from areal_lora.tasks.tally import Answer, estimate
 
 BATCH = 64
 
@@ -56,11 +56,12 @@ def main() -> None:
             output = model.generate(**inputs, max_new_tokens=adapter.sampling.max_new_tokens, do_sample=False)
         answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         items += [ScoreItem.of(s, answer) for answer, s in zip(answers, chunk, strict=True)]
-    figures = tally(asyncio.run(score(adapter.rewards, items)))
+    scores = asyncio.run(score(adapter.rewards, items))
+    figures = estimate([[Answer(text=i.completion, score=s)] for i, s in zip(items, scores, strict=True)], "")
     if figures.accuracy is not None:
-        print(f"accuracy: {figures.accuracy:.4f} over {figures.n} problems")
+        print(f"accuracy: {figures.accuracy:.4f} over {len(items)} problems")
     if figures.reward_mean is not None:
-        print(f"mean reward: {figures.reward_mean:.4f} over {figures.n - figures.unscored} problems")
+        print(f"mean reward: {figures.reward_mean:.4f} over {len(items) - figures.unscored} problems")
     print(f"unscored: {figures.unscored}")
     print(f"left out, prompt too long: {len(samples) - len(fitting)}")
 

@@ -29,6 +29,7 @@ from areal_lora.data.collate import MicroPlan, Tree, runs, select
 from areal_lora.engine.layers import varlen
 from areal_lora.engine.layers.expert_mlp import text_keys
 from areal_lora.engine.layers.varlen import VarlenRuns
+from areal_lora.platforms.device import upload
 from areal_lora.types import TrainBatch
 
 
@@ -69,7 +70,7 @@ class AttentionPlan:
         self.positions = self._upload(positions)
 
     def _upload(self, numbers: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(numbers).to(self._device, non_blocking=True)
+        return upload(torch.from_numpy(numbers), self._device)
 
     @cached_property
     def own(self) -> AttentionPass:
@@ -240,12 +241,12 @@ def pack(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device)
     return PackedMicroBatch(
         micro=None if micro is None else to_device(micro, device),
         sequences=sequences,
-        token_ids=torch.from_numpy(row)[None].to(device),
-        keys=torch.from_numpy(keys).to(device),
+        token_ids=upload(torch.from_numpy(row)[None], device),
+        keys=upload(torch.from_numpy(keys), device),
         attention=AttentionPlan(segments, plan.n_tokens, device),
-        sources=torch.from_numpy(sources).to(device),
-        targets=torch.from_numpy(targets).to(device),
-        index=torch.from_numpy(number[where]).to(device),
+        sources=upload(torch.from_numpy(sources), device),
+        targets=upload(torch.from_numpy(targets), device),
+        index=upload(torch.from_numpy(number[where]), device),
     )
 
 
@@ -275,7 +276,9 @@ def _segments(trees: Sequence[Tree], bounds: Sequence[int]) -> tuple[list[Segmen
 
 
 def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    moved = {f.name: value.to(device) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)}
+    moved = {
+        f.name: upload(value, device) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)
+    }
     return replace(batch, **moved)
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from areal_lora.platforms.device import upload
+
 SPREAD = 2  # a block's longest run, in multiples of its shortest
 Saved = tuple[Tensor, ...]
 """What a kernel's forward pass leaves for its backward pass beside its inputs and outputs."""
@@ -56,7 +58,7 @@ class VarlenRuns:
         self.max_q, self.max_k = int(lengths_q.max()), int(lengths_k.max())
         bounds = np.zeros((2, len(lengths_q) + 1), dtype=np.int32)
         np.cumsum([lengths_q, lengths_k], axis=1, out=bounds[:, 1:])
-        self.cu_q, self.cu_k = torch.from_numpy(bounds).to(device, non_blocking=True)
+        self.cu_q, self.cu_k = upload(torch.from_numpy(bounds), device)
 
     @cached_property
     def blocks(self) -> list[PaddedRuns]:
@@ -73,7 +75,7 @@ class VarlenRuns:
                 real = np.arange(queries.shape[1]) < n_q[chosen][:, None]
                 numbers = queries, keys, n_q[chosen], n_k[chosen], real.reshape(-1).nonzero()[0], queries[real]
                 names = ("queries", "keys", "n_q", "n_k", "kept", "rows")
-                moved = (torch.from_numpy(x).to(self._device) for x in numbers)
+                moved = (upload(torch.from_numpy(x), self._device) for x in numbers)
                 found.append(PaddedRuns(**dict(zip(names, moved, strict=True))))
         return found
 

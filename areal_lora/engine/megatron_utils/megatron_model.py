@@ -96,6 +96,8 @@ def _settings(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype
         # The router is frozen and no auxiliary loss may leak into the adapters' gradients.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        # In bf16 two experts' scores are often equal, and another kernel than the server's chooses another one.
+        "moe_router_dtype": "fp32",
         "transformer_layer_spec": partial(_layers, on_cpu=on_cpu),
         "moe_token_dispatcher_type": "alltoall",
         "moe_permute_fusion": True,
