@@ -39,6 +39,7 @@ def test_a_run_with_faults_retired_versions_and_an_evaluation(controller: Callab
     assert run.client.adapters == (NAME,)
     run.client.request_eval(AdapterRef(name=NAME, version=0), "before")  # asked before the version is there
     seen: set[str] = set()
+    lags: set[int] = set()
     events = []
     for step in range(6):
         run.activate(step)
@@ -57,14 +58,15 @@ def test_a_run_with_faults_retired_versions_and_an_evaluation(controller: Callab
                 assert t.loss_mask == [0] * prompt + [1] * answer
                 assert t.rollout_logprobs == [0.0] * prompt + [-0.5, -1.0]
                 assert t.versions[:prompt] == [-1] * prompt
-                assert all(step - 1 <= v <= step for v in t.versions[prompt:])
+                lags.add(step - min(t.versions[prompt:]))
+                assert max(t.versions) <= step
         # A version goes away under the controller's feet: its requests are asked again of the newest.
         for server in (one, two):
             server.models.discard(f"{NAME}@v{step - 1}")
     stats = run.stats(NAME)
     assert stats.issued == stats.consumed + stats.leased + stats.ready + stats.running + sum(stats.dropped.values())
     assert sum(stats.retried.values()) >= 3
-    assert set(stats.staleness) == {0, 1}
+    assert lags == {0, 1}
     assert one.requests
     assert two.requests
     before = events[0] if events else run.client.wait_eval(AdapterRef(name=NAME, version=0), "before")
