@@ -32,14 +32,14 @@ LINES = {
     "data": 549,
     "distributed": 356,
     "doctor": 1032,
-    "engine": 8103,
+    "engine": 8110,
     "families": 1366,
     "launcher": 3539,
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 3017,
     "operations": 545,
-    "platforms": 85,
+    "platforms": 92,  # upload, for copies that the host does not wait for
     "processes": 376,  # shared_memory, which servers use, too: from launcher
     "rollout": 5909,
     "run_folder": 1008,  # DesiredWatch logs a faulty file: from trainer

@@ -250,7 +250,7 @@ def fuse_norms(model: nn.Module) -> None:
     """Let torch's fused kernel compute the RMSNorms (Zhang and Sennrich, arXiv 1910.07467) of ``model``.
 
     transformers' own makes three copies in fp32 and keeps them for the backward pass. A class with another formula, by
-    its values, is left alone.
+    its values, keeps its own.
     """
     usual: dict[type[nn.Module], bool] = {}
     for module in model.modules():

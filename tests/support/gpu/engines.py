@@ -13,7 +13,6 @@ import torch
 
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.platforms.device import own_device
-from areal_lora.trainer.build import ENGINES
 from areal_lora.types import AdapterSpec
 from tests.support.distributed.engine_ranks import TARGETS, TEMPERATURE, loss_fn, make_batch, make_rows
 from tests.support.paths import EXAMPLES
@@ -39,7 +38,11 @@ def main(engine_name: str, dtype: str, recompute: str, kind: str, file: str) -> 
     trainer = TrainerConfig(
         engine=engine_name, world_size=1, max_tokens_per_microbatch=256, recompute=recompute == "True"
     )
-    engine = ENGINES[engine_name](ModelConfig(path=str(EXAMPLES / "tiny_model"), dtype=dtype), trainer, device)
+    from areal_lora.engine.fsdp_engine import FsdpEngine
+    from areal_lora.engine.megatron_engine import MegatronEngine
+
+    kind = {"megatron": MegatronEngine, "fsdp": FsdpEngine}[engine_name]
+    engine = kind(ModelConfig(path=str(EXAMPLES / "tiny_model"), dtype=dtype), trainer, device)
     spec = AdapterSpec(name="a", base_model="tiny", rank=RANK, alpha=RANK, target_modules=TARGETS)
     engine.add_adapter(spec, OptimizerConfig(lr=1e-3), 1)
     generator = torch.Generator().manual_seed(7)
