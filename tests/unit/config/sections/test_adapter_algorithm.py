@@ -7,8 +7,9 @@ import re
 from typing import get_args
 
 import pytest
+import torch
 
-from areal_lora.algorithms.advantages import ADVANTAGES
+from areal_lora.algorithms.advantages import ADVANTAGES, Samples
 from areal_lora.algorithms.losses import LOSSES
 from areal_lora.config.load import load_config
 from areal_lora.config.rules.adapter_rules import UNGROUPED
@@ -57,7 +58,12 @@ def test_every_function_names_its_source() -> None:
 
 
 def test_the_rule_about_groups_knows_which_advantages_compare_answers() -> None:
-    assert {name for name, row in ADVANTAGES.items() if not row.grouped} == UNGROUPED
+    """What compares answers gives a group of one 0."""
+    rewards, baselines = torch.tensor([1.0, 0.0]).double(), torch.tensor([0.25, 0.5]).double()
+    alone = Samples(
+        rewards=rewards, group_ids=torch.arange(2), lengths=torch.tensor([3.0, 5.0]).double(), baselines=baselines
+    )
+    assert {name for name, row in ADVANTAGES.items() if row.of(alone).any()} == UNGROUPED
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "grpo"])
