@@ -215,7 +215,7 @@ def test_packing_that_does_not_end_in_time_ends_the_publish():
                     time.sleep(2.5)
 
         handle = ranks.publishers[0].publish(ref(0), None, layout, pack, BASE, None)
-        assert handle.done(), "it ended while the tensors were still being packed"
+        assert handle.outcome.done(), "it ended while the tensors were still being packed"
         with pytest.raises(PublishError, match="not packed in time at trainer rank 0"):
             handle.wait()
         assert sorted(server.held.active) == []

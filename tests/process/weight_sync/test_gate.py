@@ -35,7 +35,7 @@ def test_no_server_hears_of_a_version_before_its_gate_has_opened() -> None:
         publisher = Publisher(run=RUN, config=config, exchange=SoloExchange(), leader=leader, secret=SECRET)
         handle = publisher.publish(ref(0), None, layout, pack_of(layout, 0, dict(owned)), BASE, None, gate)
         time.sleep(WAIT_S)
-        assert not handle.done()
+        assert not handle.outcome.done()
         assert sorted(server.held.active) == []
         opened.set()
         report = handle.wait()

@@ -136,7 +136,7 @@ def test_a_publish_that_waits_for_a_slot_lets_others_go_ahead_and_says_what_it_w
         for version in range(1, 4):  # the last slot is for who holds fewer
             assert adapters.publish(other, version).wait().lost == {}
             server.assert_serves(other, version)
-        assert not handle.done()
+        assert not handle.outcome.done()
         ref, why = adapters.waits[-1]
         assert ref == AdapterRef(name="a0", version=2)
         assert "a0@v0 (1 running)" in why
@@ -175,7 +175,7 @@ def test_a_rank_that_is_late_lets_the_same_publish_go_ahead() -> None:
                 for version in range(1, 3):
                     served(publish(other, version, late_s=0.5))
                     server.assert_serves(other, version)
-                assert not waiting[0].done()
+                assert not waiting[0].outcome.done()
         served(waiting)
         server.assert_serves(greedy, 2)
         assert server.joins == 1
