@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,32 +92,29 @@ class Servers:
         self.at_once = True
         self._active = active
         self._newest: dict[str, int] = {}
-        self._running: dict[str, threading.Event] = {}
+        self._running: dict[str, Future[None]] = {}
 
     def publish(self, adapter: Adapter, version: int, save: Any) -> None:
         self.began.append(AdapterRef(name=adapter.name, version=version))
         self._newest[adapter.name] = version
-        self._running[adapter.name] = threading.Event()
+        self._running[adapter.name] = Future()
         if self.at_once:
             self.answer(adapter.name)
 
     def answer(self, name: str) -> None:
         """The newest version of ``name`` is active."""
         self._active(AdapterRef(name=name, version=self._newest[name]))
-        self._running[name].set()
+        self._running[name].set_result(None)
 
     def newest(self, name: str) -> int | None:
         return self._newest.get(name)
 
-    def busy(self, name: str) -> bool:
-        return name in self._running
-
-    def ended(self, name: str) -> bool:
-        return self.busy(name) and self._running[name].is_set()
+    def pending(self, name: str) -> SimpleNamespace | None:
+        return SimpleNamespace(outcome=self._running[name]) if name in self._running else None
 
     def join(self, name: str) -> None:
         if (running := self._running.pop(name, None)) is not None:
-            assert running.wait(WAIT_S)
+            running.result(WAIT_S)
 
     def failed(self) -> str | None:
         return None
@@ -207,7 +205,7 @@ class Side:
     def quiet(self) -> None:
         """Wait until the trainer has taken note of everything in the background."""
         busy = [*self.clients.known]
-        self.wait(lambda: not any(self.servers.busy(n) or self.saver.pending(n) for n in busy), "the end of all saves")
+        self.wait(lambda: not any(self.servers.pending(n) or self.saver.pending(n) for n in busy), "the end of all saves")
 
     def close(self) -> None:
         if isinstance(self.disk, HeldDisk):
