@@ -181,7 +181,8 @@ class Controller:
     def request_eval(self, ref: AdapterRef) -> None:
         """No answer ever arrives."""
         self.note(f"evaluate {ref.version}")
-        self._evals.requested(ref.version)
+        self._evals.pending.add(ref.version)
+        self._evals.newest = max(self._evals.newest, ref.version)
 
     def ignored(self, *_: Any) -> None:
         pass
