@@ -205,7 +205,9 @@ class Side:
     def quiet(self) -> None:
         """Wait until the trainer has taken note of everything in the background."""
         busy = [*self.clients.known]
-        self.wait(lambda: not any(self.servers.pending(n) or self.saver.pending(n) for n in busy), "the end of all saves")
+        self.wait(
+            lambda: not any(self.servers.pending(n) or self.saver.pending(n) for n in busy), "the end of all saves"
+        )
 
     def close(self) -> None:
         if isinstance(self.disk, HeldDisk):
