@@ -134,7 +134,7 @@ async def greedy(url: str, secret: str) -> str:
     router.announce(REF, {"server-0": url})
     async with CompletionClient(router, secret) as client:
         request = CompletionRequest(prompt=[[123456, 7]], max_tokens=2, temperature=0.0, top_p=1.0)
-        return (await client.pinned().complete(REF, request, 1, timeout_s=5.0))[1][0].text
+        return (await client.pinned().complete(REF, request, timeout_s=5.0))[1][0].text
 
 
 def test_the_controllers_client_speaks_tls_and_a_recording_is_worth_nothing(echo: tuple[Echo, int]) -> None:
