@@ -22,6 +22,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -249,31 +250,26 @@ def _is_gated_silu(module: Any) -> bool:
 def fuse_norms(model: nn.Module) -> None:
     """Let torch's fused kernel compute the RMSNorms (Zhang and Sennrich, arXiv 1910.07467) of ``model``.
 
-    transformers' own makes three copies in fp32 and keeps them for the backward pass. A class with another formula, by
-    its values, keeps its own.
+    transformers' own makes three copies in fp32 and keeps them for the backward pass.
     """
-    usual: dict[type[nn.Module], bool] = {}
     for module in model.modules():
-        kind = type(module)
-        if kind.__name__.endswith("RMSNorm"):
-            if kind not in usual:
-                usual[kind] = _is_usual_norm(kind)
-            if usual[kind]:
-                module.forward = partial(_rms_norm, module)
+        if _is_rms_norm(module):
+            module.forward = partial(_rms_norm, module)
 
 
 def _rms_norm(module: Any, x: Tensor) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
 
 
-def _is_usual_norm(kind: type[nn.Module]) -> bool:
-    with torch.device("cpu"), torch.no_grad():
-        one: Any = kind(16)
-        if {name for name, _ in one.named_parameters()} != {"weight"} or "variance_epsilon" not in vars(one):
-            return False
-        one.weight.copy_(torch.linspace(-2.0, 2.0, 16))
+def _is_rms_norm(module: Any) -> bool:
+    """By its parts and its values. Others, such as Gemma's with 1 + weight, compute themselves."""
+    own = {name for name in vars(module).keys() - vars(nn.Module()).keys() if not name.startswith("_")}
+    if own != {"variance_epsilon"} or [name for name, _ in module.named_parameters()] != ["weight"]:
+        return False
+    with torch.device("cpu"):
+        one = SimpleNamespace(weight=torch.linspace(-2.0, 2.0, 16), variance_epsilon=module.variance_epsilon)
         x = torch.linspace(-3.0, 5.0, 64).view(4, 16)
-        return bool(torch.allclose(one(x), _rms_norm(one, x), rtol=1e-5, atol=1e-6))
+        return bool(torch.allclose(type(module).forward(one, x), _rms_norm(one, x), rtol=1e-5, atol=1e-6))
 
 
 UNIT_BYTES = 8 * 2**20

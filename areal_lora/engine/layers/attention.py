@@ -8,7 +8,7 @@ itself causally and to one shared start before it, if it has one (`data.collate`
 
 Attention is a cascade: a causal pass of each segment over itself, a pass of all branches of a tree over their shared
 start, once, and a sum of both by their log-sum-exps. No mask of tokens by tokens is needed, and the start's keys are
-read once. On CPUs it is one pass of each segment over its start and itself, as with a sliding window.
+read once. Without flash attention it is one pass of each segment over its start and itself, with a mask.
 
 `pack` lays the tokens of a micro-batch's trees out in one row. The model predicts every token of a tree once. A
 sequence reads the predictions of its tokens (`to_sequences`), so those of a shared start count once for each of its

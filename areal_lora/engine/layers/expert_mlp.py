@@ -127,7 +127,8 @@ class Groups:
             return x @ weight.t()
         if not len(x):
             return x.new_empty(0, weight.shape[1])
-        return functional.grouped_mm(x, weight.transpose(1, 2), offs=self.ends)
+        out = functional.grouped_mm(_aligned(x), _aligned(weight, 2).transpose(1, 2), offs=self.ends)
+        return out[:, : weight.shape[1]]
 
     def outer(self, y: Tensor, x: Tensor, like: Tensor) -> Tensor:
         """The gradient fp32 of a weight ``like`` [n, out, in]: y [T, out] transposed times x [T, in], per expert."""
@@ -135,13 +136,15 @@ class Groups:
             return (y.t() @ x).float()
         if not len(x):
             return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        return functional.grouped_mm(y.t(), x, offs=self.ends).float()
+        grad = functional.grouped_mm(_aligned(y).t(), _aligned(x), offs=self.ends)
+        return grad[:, : like.shape[1], : like.shape[2]].float()
 
 
-def _padded(weight: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """``weight`` in ``dtype``, its rank dimension (-2 of A, -1 of B) filled up with zeros to `ALIGN_BYTES`."""
-    missing = -weight.shape[dim] % (ALIGN_BYTES // dtype.itemsize)
-    return functional.pad(weight.to(dtype), (0, 0) * (-1 - dim) + (0, missing)) if missing else weight.to(dtype)
+def _aligned(x: Tensor, dims: int = 1) -> Tensor:
+    """``x``, its last ``dims`` dimensions filled up with zeros to `ALIGN_BYTES` where a rank or a width is odd."""
+    unit = ALIGN_BYTES // x.element_size()
+    missing = [-size % unit for size in x.shape[: -dims - 1 : -1]]
+    return functional.pad(x, [n for size in missing for n in (0, size)]) if any(missing) else x
 
 
 class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
@@ -196,11 +199,11 @@ class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
 def _add_adapter(
     groups: Groups, out: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, scale: float, keep: Tensor | None
 ) -> Tensor | None:
-    """Add ``scale * B A x`` to ``out``, of x what ``keep`` [T, in] keeps; returns the scaled ``A x``, [T, padded r]."""
+    """Add ``scale * B A x`` to ``out``, of x what ``keep`` [T, in] keeps; returns the scaled ``A x`` [T, r]."""
     if a is None or b is None:
         return None
-    hidden = groups.times(kept(x, keep), _padded(a, -2, x.dtype)).mul_(scale)
-    out.add_(groups.times(hidden, _padded(b, -1, x.dtype)))
+    hidden = groups.times(kept(x, keep), a.to(x.dtype)).mul_(scale)
+    out.add_(groups.times(hidden, b.to(x.dtype)))
     return hidden
 
 
@@ -219,12 +222,10 @@ def _adapter_grads(
     if a is None or b is None:
         return None, None
     assert hidden is not None
-    wide_a, wide_b = _padded(a, -2, dy.dtype), _padded(b, -1, dy.dtype)
-    dh = groups.times(dy, wide_b.transpose(-1, -2)).mul_(scale)
-    back = groups.times(dh, wide_a.transpose(-1, -2))
+    dh = groups.times(dy, b.to(dy.dtype).transpose(-1, -2)).mul_(scale)
+    back = groups.times(dh, a.to(dy.dtype).transpose(-1, -2))
     dx.add_(back if keep is None else back.masked_fill_(~keep, 0.0))
-    d_a, d_b = groups.outer(dh, kept(x(), keep), wide_a), groups.outer(dy, hidden, wide_b)
-    return d_a[..., : a.shape[-2], :], d_b[..., : b.shape[-1]]
+    return groups.outer(dh, kept(x(), keep), a), groups.outer(dy, hidden, b)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer, Qwen3MoeRMSNorm
 
 from areal_lora.engine.fsdp_utils import model
 
@@ -32,6 +33,23 @@ def units(layer: nn.Module) -> list[str]:
 def llama(width: int) -> nn.Module:
     with torch.device("meta"):
         return LlamaDecoderLayer(LlamaConfig(**SIZES, intermediate_size=width), 0)
+
+
+def test_norms_with_the_usual_formula_are_fused() -> None:
+    """Gemma multiplies with 1 + weight; a gate in a norm is another part."""
+    torch.manual_seed(3)
+    print("seed 3")
+    x = torch.randn(5, 16)
+    usual, other, more = Qwen3MoeRMSNorm(16), GemmaRMSNorm(16), Qwen3MoeRMSNorm(16)
+    for norm in (usual, other, more):
+        nn.init.normal_(norm.weight)
+    more.gate = nn.Linear(16, 16)
+    layers = nn.ModuleList([usual, other, more])
+    before = [norm(x) for norm in layers]
+    model.fuse_norms(layers)
+    assert ["forward" in vars(norm) for norm in layers] == [True, False, False]
+    for norm, values in zip(layers, before, strict=True):
+        torch.testing.assert_close(norm(x), values, atol=1e-6, rtol=1e-6)
 
 
 def test_a_small_layer_is_one_unit() -> None:

@@ -15,7 +15,7 @@ from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 install_cpu_patches()
 from areal_lora.engine.megatron_utils.modules import GroupedExperts, GroupedLinear  # noqa: E402
 
-HIDDEN, WIDTH, RANK, SCALE = 16, 8, 3, 1.7
+HIDDEN, WIDTH, RANK, SCALE = 12, 6, 3, 1.7
 SPLITS = [4, 0, 7, 1]
 TOLERANCE = 1e-6  # of the norm; fp32 against float64
 
