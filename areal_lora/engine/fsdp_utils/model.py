@@ -22,7 +22,6 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -266,10 +265,12 @@ def _is_rms_norm(module: Any) -> bool:
     own = {name for name in vars(module).keys() - vars(nn.Module()).keys() if not name.startswith("_")}
     if own != {"variance_epsilon"} or [name for name, _ in module.named_parameters()] != ["weight"]:
         return False
-    with torch.device("cpu"):
-        one = SimpleNamespace(weight=torch.linspace(-2.0, 2.0, 16), variance_epsilon=module.variance_epsilon)
+    with torch.device("cpu"), torch.no_grad():
+        one: Any = type(module).__new__(type(module))  # its arguments are unknown
+        nn.Module.__init__(one)
+        one.weight, one.variance_epsilon = nn.Parameter(torch.linspace(-2.0, 2.0, 16)), module.variance_epsilon
         x = torch.linspace(-3.0, 5.0, 64).view(4, 16)
-        return bool(torch.allclose(type(module).forward(one, x), _rms_norm(one, x), rtol=1e-5, atol=1e-6))
+        return bool(torch.allclose(one(x), _rms_norm(one, x), rtol=1e-5, atol=1e-6))
 
 
 UNIT_BYTES = 8 * 2**20

@@ -36,18 +36,22 @@ def llama(width: int) -> nn.Module:
 
 
 def test_norms_with_the_usual_formula_are_fused() -> None:
-    """Gemma multiplies with 1 + weight; a gate in a norm is another part."""
+    """Gemma's has other parts, as has one with a gate; one may also have the same parts and other values."""
+
+    class Shifted(Qwen3MoeRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states) + 1.0
+
     torch.manual_seed(3)
     print("seed 3")
     x = torch.randn(5, 16)
-    usual, other, more = Qwen3MoeRMSNorm(16), GemmaRMSNorm(16), Qwen3MoeRMSNorm(16)
-    for norm in (usual, other, more):
+    layers = nn.ModuleList([Qwen3MoeRMSNorm(16), GemmaRMSNorm(16), Qwen3MoeRMSNorm(16), Shifted(16)])
+    for norm in layers:
         nn.init.normal_(norm.weight)
-    more.gate = nn.Linear(16, 16)
-    layers = nn.ModuleList([usual, other, more])
+    layers[2].gate = nn.Linear(16, 16)
     before = [norm(x) for norm in layers]
     model.fuse_norms(layers)
-    assert ["forward" in vars(norm) for norm in layers] == [True, False, False]
+    assert ["forward" in vars(norm) for norm in layers] == [True, False, False, False]
     for norm, values in zip(layers, before, strict=True):
         torch.testing.assert_close(norm(x), values, atol=1e-6, rtol=1e-6)
 

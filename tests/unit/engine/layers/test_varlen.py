@@ -22,14 +22,24 @@ def test_blocks_hold_runs_of_similar_length() -> None:
     assert [b.n_q.tolist() for b in blocks] == [[100, 60, 50], [20], [3]]
 
 
-@pytest.mark.parametrize(("before", "window"), [(0, None), (0, 7), (11, 7), (11, 200)])
-def test_padded_blocks_equal_runs(before: int, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("before", "window"), [([0] * 5, None), ([0] * 5, 7), ([11] * 5, 7), ([11] * 5, 200), ([0, 50, 0, 3, 0], 7)]
+)
+def test_padded_blocks_equal_runs(before: list[int], window: int | None) -> None:
+    """Also where the padding of a run would see no key of its block."""
     torch.manual_seed(5)
     print("seed 5")
-    at = VarlenRuns(LENGTHS, LENGTHS + before, CPU)
-    q = torch.randn(int(LENGTHS.sum()), 4, 8)
-    k, v = (torch.randn(int(LENGTHS.sum()) + 5 * before, 2, 8) for _ in range(2))
-    got = varlen.padded(at, q, k, v, scale=0.2, window=window)
-    exact = [x.double() for x in (q, k, v)]
-    want, _, _ = plain_attention.forward(at, *exact, causal=True, scale=0.2, window=window)
+    lengths = LENGTHS + np.array(before)
+    at = VarlenRuns(LENGTHS, lengths, CPU)
+    shapes = ((LENGTHS.sum(), 4), (lengths.sum(), 2), (lengths.sum(), 2))
+    inputs = [torch.randn(int(n), heads, 8).requires_grad_() for n, heads in shapes]
+    got = varlen.padded(at, *inputs, scale=0.2, window=window)
+    d_out = torch.randn_like(got)
+    gradients = torch.autograd.grad(got, inputs, d_out)
+    q, k, v = exact = tuple(x.detach().double() for x in inputs)
+    how = {"causal": True, "scale": 0.2, "window": window}
+    want, lse, saved = plain_attention.forward(at, q, k, v, **how)
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=0)
+    expected = plain_attention.backward(at, d_out.double(), exact, want, lse, saved, **how)
+    for gradient, one in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient.double(), one, atol=2e-5, rtol=0)
