@@ -32,7 +32,7 @@ LINES = {
     "data": 549,
     "distributed": 356,
     "doctor": 1032,
-    "engine": 8108,
+    "engine": 8109,
     "families": 1366,
     "launcher": 3539,
     "library": 470,

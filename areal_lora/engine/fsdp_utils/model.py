@@ -266,7 +266,7 @@ def _is_rms_norm(module: Any) -> bool:
     if own != {"variance_epsilon"} or [name for name, _ in module.named_parameters()] != ["weight"]:
         return False
     with torch.device("cpu"), torch.no_grad():
-        one: Any = type(module).__new__(type(module))  # its arguments are unknown
+        one: Any = object.__new__(type(module))  # its arguments are unknown
         nn.Module.__init__(one)
         one.weight, one.variance_epsilon = nn.Parameter(torch.linspace(-2.0, 2.0, 16)), module.variance_epsilon
         x = torch.linspace(-3.0, 5.0, 64).view(4, 16)

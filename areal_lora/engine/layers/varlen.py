@@ -43,6 +43,7 @@ class PaddedRuns:
         """Additive, [m, 1, a, p], of causal attention in a ``window`` that ends at the query's key."""
         if window not in self.masks:
             queries, keys = (torch.arange(x.shape[1], device=x.device) for x in (self.queries, self.keys))
+            # Padding sees what the run's last query sees: a row without a key is NaN in some kernels.
             last = queries.minimum(self.n_q[:, None] - 1) + (self.n_k - self.n_q)[:, None]
             behind = last[:, :, None] - keys
             zeros = torch.zeros(behind.shape, dtype=dtype, device=behind.device)
