@@ -147,9 +147,9 @@ class Leader:
         if members and self._in_step(members) and not self.roster.changed():
             servers, report = self._served.get(job.ref.name, (frozenset(), None))
             if job.repeated and report is not None and report.ref == job.ref and servers >= set(members):
-                return decisions.FinishPublish(
-                    report=msgspec.structs.replace(report, servers=members, lost={}, joined=[], left=[], attempts=0)
-                )
+                since = {"lost": dict(self.roster.lost), "left": [s.name for s in self.roster.left]}
+                again = msgspec.structs.replace(report, servers=members, joined=[], attempts=0, **since)
+                return decisions.FinishPublish(report=again)
             if self._fleet.checked(members, job.layout):
                 return self._attempt(None)
         return self._connect(job)
