@@ -128,6 +128,17 @@ def test_a_version_sent_again_is_acknowledged_again_and_other_numbers_under_its_
             solo.publish(0, seed=5).wait()
 
 
+def test_a_version_that_serves_already_still_tells_which_servers_were_lost():
+    """As after a publish of another adapter that excluded one and did not end well."""
+    with serve() as server, Solo(server) as solo:
+        solo.publish(0).wait()
+        solo.publisher._leader.roster.lost["server-9"] = "is silent"
+        report = solo.publisher.again("a").wait()
+        assert (report.attempts, report.lost) == (0, {"server-9": "is silent"}), "nothing was sent"
+        assert solo.active[-1] is report
+        assert solo.publisher.again("a").wait().lost == {}
+
+
 def test_a_new_trainer_takes_over_servers_that_hold_the_version_it_goes_on_from():
     with serve() as server:
         with Solo(server) as before:
