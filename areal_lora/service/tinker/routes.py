@@ -215,7 +215,8 @@ def _optim_step(body: sdk_bodies.OptimStepBody) -> requests.Train:
     try:
         if body.optimizer_params is not None or body.adam_params is None:
             raise RequestError("optimizer_params", "only AdamW is supported", "send adam_params")
-        values = msgspec.structs.asdict(http.sdk_decoded(body.adam_params, sdk_bodies.AdamParams))
+        step = http.sdk_decoded({"adam_params": body.adam_params}, sdk_bodies.AdamStep)
+        values = msgspec.structs.asdict(step.adam_params)
         return requests.Train(what=OptimStep(lr=values.pop("learning_rate"), **values))
     except RequestError as refused:
         return requests.Train(what=Poison(reason=str(refused), by_client=True, of_step=True))

@@ -65,6 +65,12 @@ class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     grad_clip_norm: NonNegative = 0.0
 
 
+class AdamStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What an OptimStepBody for AdamW holds. Judged in its turn, so that a refusal keeps the order of operations."""
+
+    adam_params: AdamParams
+
+
 class OfSequence(OfModel, frozen=True, kw_only=True):
     """An operation of a model, in its place in their order."""
 
