@@ -241,10 +241,11 @@ def _processes(plan: JobPlan) -> Table:
 
 
 class RankCoordinates(NamedTuple):
-    """Position of one trainer rank in the parallel layout (Megatron's order: tp fastest, then dp, then pp)."""
+    """Position of one trainer rank in the parallel layout (Megatron's order: tp fastest, then cp, dp, pp)."""
 
     rank: int
     tp: int
+    cp: int
     pp: int
     dp: int
     ep: int
@@ -257,14 +258,15 @@ def rank_coordinates(config: Config, rank: int) -> RankCoordinates:
     stage = t.world_size // t.pp
     within = rank % stage
     ep, etp = within // t.etp % t.ep, within % t.etp
-    return RankCoordinates(rank, tp=within % t.tp, pp=rank // stage, dp=within // t.tp, ep=ep, etp=etp)
+    cp, dp = within // t.tp % t.cp, within // (t.tp * t.cp)
+    return RankCoordinates(rank, tp=within % t.tp, cp=cp, pp=rank // stage, dp=dp, ep=ep, etp=etp)
 
 
 def _ranks(config: Config) -> Table:
     t = config.trainer
     columns = RankCoordinates._fields
     rows = [[str(n) for n in rank_coordinates(config, rank)] for rank in range(t.world_size)]
-    return make_table(f"Trainer ranks (tp {t.tp}, pp {t.pp}, ep {t.ep}, etp {t.etp})", columns, rows, right=columns)
+    return make_table(f"Trainer ranks (tp {t.tp}, cp {t.cp}, pp {t.pp}, ep {t.ep}, etp {t.etp})", columns, rows, right=columns)
 
 
 def ports(config: Config) -> list[tuple[str, str, str, str]]:

@@ -44,7 +44,7 @@ def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
     if against_model:
         # A size that is wrong for the model makes the products below wrong too; one line is enough.
         return
-    for names, size in (("tp x pp", t.tp * t.pp), ("etp x ep x pp", t.etp * t.ep * t.pp)):
+    for names, size in (("tp x cp x pp", t.tp * t.cp * t.pp), ("etp x ep x pp", t.etp * t.ep * t.pp)):
         if t.world_size % size:
             reason = f"{t.world_size} ranks cannot be divided by {names} = {size}"
             yield Finding("trainer.world_size", reason, f"use a multiple of {size}")

@@ -58,6 +58,7 @@ class TrainerConfig(Section):
     ranks; `tp`, `pp`, `ep` and `etp` stay 1."""
     world_size: PositiveInt = Field(description="Trainer processes (one per GPU).")
     tp: PositiveInt = Field(1, description="Tensor parallel size.")
+    cp: PositiveInt = Field(1, description="Context parallel size: ranks that divide each sequence.")
     pp: PositiveInt = Field(1, description="Pipeline parallel size.")
     ep: PositiveInt = Field(1, description="Expert parallel size.")
     etp: PositiveInt = Field(1, description="Tensor parallel size inside experts.")

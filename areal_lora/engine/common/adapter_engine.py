@@ -42,6 +42,7 @@ from areal_lora.engine.common.arena import Range, ShardedModel
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout, wire_sources
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
+from areal_lora.engine.layers.context import ContextGroup
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, Dropout, step_seed
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.targets import check_patterns
@@ -109,6 +110,7 @@ class AdapterEngine:
         self.routed = sharded.shape.experts > 0
         """Whether the model chooses experts for each token."""
         self._model, self._sharded, self._base, self._trainer = model, sharded, base, trainer
+        self._context = ContextGroup.join(sharded.layout.context_groups(), self.rank)
         self._merged: dict[str, MergedShard] = {}
         self._residents: dict[str, Resident] = {}
 
@@ -225,7 +227,7 @@ class AdapterEngine:
     ) -> list[micro.Result]:
         layout = self._sharded.layout
         plans = micro.plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
-        packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device) for plan in plans)
+        packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)
         judge = partial(micro.judge, loss_fn=loss_fn, readout=readout, need_entropy=need_entropy)
         return self._model.run(packed, plans, judge, train=loss_fn is not None)
 

@@ -14,10 +14,10 @@ Column-parallel layers (qkv, fc1) split lora_B over its rows, row-parallel ones 
 lora_A over its columns. All ranks of a pipeline stage have the same arrangement. The value head of a critic is at the
 end of "dense, whole" on the last stage: its weight, then its bias.
 
-Megatron numbers ranks with tensor parallelism innermost, then data (dense layers) or expert and
+Megatron numbers ranks with tensor parallelism innermost, then context and data (dense layers) or expert and
 expert-data (experts), then pipeline stages outermost::
 
-    dense   rank = tp  + TP  * (dp + DP * pp)
+    dense   rank = tp  + TP  * (cp + CP * (dp + DP * pp))
     expert  rank = etp + ETP * (ep + EP * (edp + EDP * pp))
 """
 
@@ -50,14 +50,16 @@ class ParallelLayout:
     etp: int
     stage_layers: tuple[int, ...]  # how many layers each pipeline stage has
     experts: int  # 0: a dense model
+    cp: int = 1
 
     @classmethod
     def of(cls, config: TrainerConfig, *, layers: int, experts: int) -> ParallelLayout:
         """Raises ConfigError where the sizes do not fit the world or the model."""
-        if config.world_size % (config.tp * config.pp) or config.world_size % (config.ep * config.etp * config.pp):
+        dense, experts_too = config.tp * config.cp * config.pp, config.ep * config.etp * config.pp
+        if config.world_size % dense or config.world_size % experts_too:
             raise ConfigError(
                 "trainer.world_size",
-                f"{config.world_size} is not a multiple of tp*pp and of ep*etp*pp",
+                f"{config.world_size} is not a multiple of tp*cp*pp and of ep*etp*pp",
                 "change the world size or the parallel sizes",
             )
         if experts % config.ep:
@@ -71,12 +73,13 @@ class ParallelLayout:
             etp=config.etp,
             stage_layers=split_layers(config, layers),
             experts=experts,
+            cp=config.cp,
         )
 
     @property
     def dp(self) -> int:
-        """Data-parallel size of the dense layers."""
-        return self.world // (self.tp * self.pp)
+        """How many groups of ranks compute different sequences in the dense layers."""
+        return self.world // (self.tp * self.cp * self.pp)
 
     @property
     def edp(self) -> int:
@@ -92,7 +95,15 @@ class ParallelLayout:
         return self.world // self.pp
 
     def dp_rank(self, rank: int) -> int:
-        return rank // self.tp % self.dp
+        return rank // (self.tp * self.cp) % self.dp
+
+    def cp_rank(self, rank: int) -> int:
+        return rank // self.tp % self.cp
+
+    def context_groups(self) -> list[tuple[int, ...]]:
+        """The ranks of each context-parallel group."""
+        firsts = (rank for rank in range(self.world) if self.cp_rank(rank) == 0)
+        return [tuple(range(first, first + self.tp * self.cp, self.tp)) for first in firsts]
 
     def tp_rank(self, rank: int) -> int:
         return rank % self.tp
@@ -127,8 +138,8 @@ class ParallelLayout:
         return self.world - self.ranks_per_stage
 
     def reporting(self) -> range:
-        """One rank per data-parallel part that computes the loss: last stage, tensor-parallel rank 0."""
-        return range(self.first_rank_of_last_stage(), self.world, self.tp)
+        """One rank per data-parallel part that computes the loss: last stage, tensor- and context-parallel rank 0."""
+        return range(self.first_rank_of_last_stage(), self.world, self.tp * self.cp)
 
 
 def split_layers(config: TrainerConfig, layers: int) -> tuple[int, ...]:

@@ -81,8 +81,8 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
         find_trees(batch.token_ids.numpy(), bounds, batch.group_ids.tolist()),
         [b - a for a, b in pairwise(bounds)],
         dp=layout.dp,
-        token_budget=token_budget,
-        multiple=layout.tp,
+        token_budget=token_budget * layout.cp,
+        multiple=layout.tp if layout.cp == 1 else layout.tp * 2 * layout.cp,
         uniform=layout.pp > 1,
     )
 

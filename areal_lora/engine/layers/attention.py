@@ -8,7 +8,8 @@ itself causally and to one shared start before it, if it has one (`data.collate`
 
 Attention is a cascade: a causal pass of each segment over itself, a pass of all branches of a tree over their shared
 start, once, and a sum of both by their log-sum-exps. No mask of tokens by tokens is needed, and the start's keys are
-read once. Without flash attention it is one pass of each segment over its start and itself, with a mask.
+read once. Without flash attention, and with context parallelism, it is one pass of each segment over its start and
+itself.
 
 `pack` lays the tokens of a micro-batch's trees out in one row. The model predicts every token of a tree once. A
 sequence reads the predictions of its tokens (`to_sequences`), so those of a shared start count once for each of its
@@ -27,6 +28,7 @@ from torch.nn import functional
 
 from areal_lora.data.collate import MicroPlan, Tree, runs, select
 from areal_lora.engine.layers import varlen
+from areal_lora.engine.layers.context import ContextGroup
 from areal_lora.engine.layers.expert_mlp import text_keys
 from areal_lora.engine.layers.varlen import VarlenRuns
 from areal_lora.platforms.device import upload
@@ -55,18 +57,27 @@ class AttentionPass:
 class AttentionPlan:
     """One micro-batch's attention: ``segments`` without gaps, then padding up to ``n_tokens``.
 
-    ``positions`` [n_tokens] int64 on ``device`` restart in every sequence.
+    ``positions`` [n_tokens] int64 on ``device`` restart in every sequence. In a ``context`` group they and the queries
+    are those of this rank's part of the tokens.
     """
 
-    def __init__(self, segments: Sequence[Segment], n_tokens: int, device: torch.device) -> None:
-        self._segments = np.array([(s.start, s.own, s.shared_start, s.shared) for s in segments if s.own])
-        self._segments, self._device = self._segments.reshape(-1, 4).astype(np.int64), device
-        self._windows: dict[int, AttentionPass] = {}
-        start, own, _, shared = self._segments.T
-        self.n = int(own.sum())
+    def __init__(
+        self, segments: Sequence[Segment], n_tokens: int, device: torch.device, context: ContextGroup | None = None
+    ) -> None:
+        self._segments = np.array([(s.start, s.own, s.shared_start, s.shared, 0) for s in segments if s.own])
+        self._segments, self._device = self._segments.reshape(-1, 5).astype(np.int64), device
+        self._windows: dict[int | None, AttentionPass] = {}
+        start, own, *_ = self._segments.T
         assert np.array_equal(start, own.cumsum() - own), "segments follow each other"
-        positions = np.zeros(n_tokens, dtype=np.int64)
-        positions[: self.n] = runs(shared, own)
+        self.context, self._places = context, np.arange(n_tokens)
+        self.empty = not own.sum()  # of this rank's whole group
+        if context is not None:
+            self._places = context.places(n_tokens)
+            self._segments = np.concatenate([_cut(self._segments, *bounds) for bounds in context.parts(n_tokens)])
+        start, own, _, shared, before = self._segments.T
+        self.n = int(own.sum())
+        positions = np.zeros(n_tokens // (context.size if context else 1), dtype=np.int64)
+        positions[: self.n] = runs(shared + before, own)
         self.positions = self._upload(positions)
 
     def _upload(self, numbers: np.ndarray[Any, Any]) -> Tensor:
@@ -94,16 +105,25 @@ class AttentionPlan:
         queries, keys = runs(branches[:, 0], branches[:, 1]), runs(start, length)
         return AttentionPass(at_runs, self._upload(queries), self._upload(keys))
 
-    def window(self, width: int) -> AttentionPass:
-        """Each segment over the end of its start, as far as the first query sees it, and itself."""
+    def window(self, width: int | None) -> AttentionPass:
+        """Each segment over what is before it, as far as the first query sees it (None: all), and itself."""
         if width not in self._windows:
-            start, own, shared_start, shared = self._segments.T
-            before = np.minimum(shared, width - 1)
-            first = np.stack([shared_start + shared - before, start], axis=1).reshape(-1)
-            keys = runs(first, np.stack([before, own], axis=1).reshape(-1))
-            at_runs = VarlenRuns(own, before + own, self._device)
+            start, own, shared_start, shared, before = self._segments.T
+            seen = shared + before if width is None else np.minimum(shared + before, width - 1)
+            near = np.minimum(seen, before)  # of its own part of the sequence
+            first = np.stack([shared_start + shared - (seen - near), start - near], axis=1).reshape(-1)
+            keys = self._places[runs(first, np.stack([seen - near, near + own], axis=1).reshape(-1))]
+            at_runs = VarlenRuns(own, seen + own, self._device)
             self._windows[width] = AttentionPass(at_runs, slice(None), self._upload(keys))
         return self._windows[width]
+
+
+def _cut(segments: np.ndarray[Any, Any], first: int, end: int) -> np.ndarray[Any, Any]:
+    """The parts of ``segments`` (start, own, shared start, shared, tokens of it before) in tokens [first, end)."""
+    start, own, shared_start, shared, before = segments.T
+    low, high = np.maximum(start, first), np.minimum(start + own, end)
+    parts = np.stack([low, high - low, shared_start, shared, before + low - start], axis=1)
+    return parts[high > low]
 
 
 def attend(
@@ -122,22 +142,24 @@ def attend(
     """
     d, dv = query.shape[2], value.shape[2]
     scale = d**-0.5 if scale is None else scale
+    if plan.context is not None and not plan.empty:
+        heads = plan.context.gather(torch.cat([key, value], dim=2))
+        key, value = heads.split([d, dv], dim=2)
     if not plan.n:  # a rank of padding only goes backward, too: FSDP's collectives follow that order
         return query.new_zeros(len(query), query.shape[1] * dv) + 0.0 * (query.sum() + key.sum() + value.sum())
     missing = len(query) - plan.n
-    real = [x[: plan.n] if missing else x for x in (query, key, value)]
+    real = [query[: plan.n], *(x[: plan.n] if plan.context is None else x for x in (key, value))]
     if varlen.has_flash(query):
         if d != dv:  # the kernels have one width
             real = [functional.pad(x, (0, max(d, dv) - x.shape[2])) for x in real]
         context = _Flash.apply(*(x.contiguous() for x in real), plan, scale, window)
         context = context if d == dv else context[..., :dv]
-    elif window is None and plan.shared is None:
+    elif window is None and plan.context is None and plan.shared is None:
         context = varlen.padded(plan.own.runs, *real, scale=scale)
     else:
-        width = len(query) if window is None else window
-        keys = plan.window(width).keys
-        inputs = real[0], *(x.index_select(0, keys) for x in real[1:])
-        context = varlen.padded(plan.window(width).runs, *inputs, scale=scale, window=width)
+        at = plan.window(window)
+        inputs = real[0], *(_take(x, at.keys) for x in real[1:])
+        context = varlen.padded(at.runs, *inputs, scale=scale, window=window or at.runs.max_k)
     context = context.flatten(1)
     return functional.pad(context, (0, 0, 0, missing)) if missing else context
 
@@ -150,7 +172,8 @@ class _Flash(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None
     ) -> Tensor:
         ctx.plan, ctx.scale, ctx.window = plan, scale, window
-        if window is not None:
+        ctx.keys, ctx.cut = len(k), window is not None or plan.context is not None
+        if ctx.cut:
             at = plan.window(window)
             k, v = _take(k, at.keys), _take(v, at.keys)
             out, lse, saved = varlen.forward(at.runs, q, k, v, causal=True, scale=scale, window=window)
@@ -173,10 +196,10 @@ class _Flash(torch.autograd.Function):  # type: ignore[misc]
         plan, window, d_out = ctx.plan, ctx.window, grads[0].contiguous()
         q, k, v, out, lse, *saved = ctx.saved_tensors
         how = {"causal": True, "scale": ctx.scale, "window": window}
-        at = plan.own if window is None else plan.window(window)
+        at = plan.window(window) if ctx.cut else plan.own
         dq, dk, dv = varlen.backward(at.runs, d_out, (q, k, v), out, lse, tuple(saved[:2]), **how)
-        if window is not None:
-            dk, dv = (x.new_zeros(plan.n, *x.shape[1:]).index_add_(0, at.keys, x) for x in (dk, dv))
+        if ctx.cut:
+            dk, dv = (x.new_zeros(ctx.keys, *x.shape[1:]).index_add_(0, at.keys, x) for x in (dk, dv))
         elif plan.shared:
             at = plan.shared
             over, queries, context, sums = (_take(x, at.queries) for x in (d_out, q, out, lse))
@@ -203,7 +226,9 @@ class PackedMicroBatch:
     """One rank's micro-batch of n tokens in trees, padded to t, with p predictions.
 
     Prediction k is how likely ``targets[k]`` is after token ``sources[k]``. ``index`` [tokens of ``micro``] is each
-    token's prediction; p for the first token of a sequence, which has none.
+    token's prediction; p for the first token of a sequence, which has none. In a context-parallel group t and p are of
+    this rank's part of the row, ``micro`` is whole, and ``index`` counts the predictions of all ranks, one rank after
+    the other, each filled up to ``predictions``.
     """
 
     micro: TrainBatch | None  # None: a micro-batch of padding, computed for the collectives only
@@ -214,10 +239,13 @@ class PackedMicroBatch:
     sources: Tensor  # [p] int64
     targets: Tensor  # [p] int64
     index: Tensor  # int64
+    predictions: int
 
 
-def pack(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device) -> PackedMicroBatch:
-    """Lay out this data-parallel rank's trees of one micro-batch."""
+def pack(
+    batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device, context: ContextGroup | None = None
+) -> PackedMicroBatch:
+    """Lay out this data-parallel rank's trees of one micro-batch, of which it computes its part of the ``context``."""
     trees = plan.trees[dp_rank]
     sequences = tuple(i for tree in trees for i in tree.sequences)
     micro = select(batch, sequences) if sequences else None
@@ -236,17 +264,30 @@ def pack(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device)
         where = runs(*np.array(reads).T)  # the row's token of each token of the sequences
     predicted = before >= 0
     sources, targets = before[predicted], row[: len(before)][predicted]
-    number = np.full(len(before), len(sources))  # the prediction of each token of the row, p where it has none
-    number[predicted] = np.arange(len(sources))
+    numbers, most = np.arange(len(sources)), len(sources)
+    total = most
+    if context is not None:
+        owner, at = np.divmod(context.places(plan.n_tokens), plan.n_tokens // context.size)
+        of = owner[sources]
+        most = int(np.bincount(of, minlength=context.size).max())
+        mine, total = of == context.rank, most * context.size
+        for rank in range(context.size):
+            numbers[of == rank] = rank * most + np.arange((of == rank).sum())
+        sources, targets = at[sources[mine]], targets[mine]
+        own = np.concatenate([np.arange(*bounds) for bounds in context.parts(plan.n_tokens)])
+        row, keys = row[own], keys[own]
+    number = np.full(len(before), total)  # the prediction of each token of the row
+    number[predicted] = numbers
     return PackedMicroBatch(
         micro=None if micro is None else to_device(micro, device),
         sequences=sequences,
         token_ids=upload(torch.from_numpy(row)[None], device),
         keys=upload(torch.from_numpy(keys), device),
-        attention=AttentionPlan(segments, plan.n_tokens, device),
+        attention=AttentionPlan(segments, plan.n_tokens, device, context),
         sources=upload(torch.from_numpy(sources), device),
         targets=upload(torch.from_numpy(targets), device),
         index=upload(torch.from_numpy(number[where]), device),
+        predictions=most,
     )
 
 
@@ -284,4 +325,6 @@ def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
 
 def to_sequences(values: Tensor, packed: PackedMicroBatch) -> Tensor:
     """Packed [tokens of ``micro``] from predictions [p]; entry 0 of every sequence is 0."""
+    if (context := packed.attention.context) is not None:
+        values = context.gather_equal(functional.pad(values, (0, packed.predictions - len(values))))
     return torch.cat([values, values.new_zeros(1)]).index_select(0, packed.index)

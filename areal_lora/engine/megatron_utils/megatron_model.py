@@ -166,7 +166,8 @@ def classify(memory: AdapterMemory) -> list[GradientClass]:
     layout, rank = memory.model.layout, memory.rank
     dense = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
     experts = [parallel_state.get_expert_data_parallel_group()]
-    first_dense, first_expert = layout.dp_rank(rank) == 0, layout.edp_rank(rank) == 0
+    first_dense = layout.dp_rank(rank) == layout.cp_rank(rank) == 0
+    first_expert = layout.edp_rank(rank) == 0
     every = [*experts, parallel_state.get_expert_model_parallel_group()]
     first_of_all = first_expert and layout.ep_rank(rank) == 0
     shared = memory.spec.expert_layout
@@ -202,7 +203,7 @@ class MegatronModel:
         """Join torch.distributed unless the caller has, build the model and load the base."""
         tp_group, etp_group = initialize_parallel(trainer, device)
         self.groups: Mapping[Range, dist.ProcessGroup] = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
-        self.active = ActiveAdapter()
+        self.active, self._cp = ActiveAdapter(), trainer.cp
         self.module: nn.Module
         self.module, self._packing = build_model(model, trainer, sharded.layout, hf, device)
         load_base(self.module, ModelFolder.of(model), sharded, dist.get_rank())
@@ -255,7 +256,7 @@ class MegatronModel:
                 data_iterator=batches,
                 model=self.module,
                 num_microbatches=len(plans),
-                seq_length=plans[0].n_tokens,
+                seq_length=plans[0].n_tokens // self._cp,
                 micro_batch_size=1,
                 forward_only=not train,
             )

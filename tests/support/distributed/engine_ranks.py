@@ -54,6 +54,7 @@ class Case:
     world: int
     kind: str = "moe"
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     ep: int = 1
     etp: int = 1
@@ -78,6 +79,7 @@ class Case:
             engine=self.engine,
             world_size=self.world,
             tp=self.tp,
+            cp=self.cp,
             pp=self.pp,
             ep=self.ep,
             etp=self.etp,

@@ -12,18 +12,25 @@ from areal_lora.engine.common.arena import ParallelLayout, check_widths
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape
 
-SIZES = [dict(zip(("tp", "pp", "ep", "etp"), sizes, strict=True)) for sizes in itertools.product((1, 2), repeat=4)]
+SIZES = [dict(zip(("tp", "pp", "ep", "etp", "cp"), sizes, strict=True)) for sizes in itertools.product((1, 2), repeat=5)]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()))
 def test_ranks_are_numbered_like_megatron(sizes: dict[str, int]) -> None:
     layout = ParallelLayout.of(TrainerConfig(world_size=8, **sizes), layers=4, experts=8)
-    dense = itertools.product(range(layout.pp), range(layout.dp), range(layout.tp))
+    dense = itertools.product(range(layout.pp), range(layout.dp), range(layout.cp), range(layout.tp))
     experts = itertools.product(range(layout.pp), range(layout.edp), range(layout.ep), range(layout.etp))
-    for rank, ((pp, dp, tp), (epp, edp, ep, etp)) in enumerate(zip(dense, experts, strict=True)):
+    for rank, ((pp, dp, cp, tp), (epp, edp, ep, etp)) in enumerate(zip(dense, experts, strict=True)):
         assert (rank // layout.ranks_per_stage, layout.dp_rank(rank), layout.tp_rank(rank)) == (pp, dp, tp)
         assert (rank // layout.ranks_per_stage, layout.edp_rank(rank), layout.ep_rank(rank)) == (epp, edp, ep)
-        assert layout.etp_rank(rank) == etp
+        assert (layout.cp_rank(rank), layout.etp_rank(rank)) == (cp, etp)
+        (context,) = (ranks for ranks in layout.context_groups() if rank in ranks)
+        assert context == tuple(r for r in range(8) if place_of(layout, r) == (pp, dp, tp))
+        assert (rank in layout.reporting()) == (pp == layout.pp - 1 and cp == tp == 0)
+
+
+def place_of(layout: ParallelLayout, rank: int) -> tuple[int, int, int]:
+    return rank // layout.ranks_per_stage, layout.dp_rank(rank), layout.tp_rank(rank)
 
 
 def names(sizes: dict[str, int]) -> str:

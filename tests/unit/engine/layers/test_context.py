@@ -1,0 +1,103 @@
+"""A row that several ranks compute together: their parts are the whole row, in tokens, attention and predictions.
+
+The ranks take turns in this process: what they would gather is made before. tests/process/distributed has real ones.
+"""
+
+from __future__ import annotations
+
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal_lora.data.collate import MicroPlan
+from areal_lora.engine.layers.attention import PackedMicroBatch, attend, pack, to_sequences
+from areal_lora.engine.layers.context import ContextGroup
+from tests.support.distributed.engine_ranks import make_batch
+from tests.support.engine.layers import plain_attention
+from tests.unit.engine.layers.test_attention import GROUPS, HEADS, ROWS, TREES, VALUES, WIDTH
+
+CPU, N = torch.device("cpu"), 60
+"""Tokens of the row, padding included: of the last parts some have none that is real."""
+
+
+def whole_and_parts(size: int) -> tuple[PackedMicroBatch, list[PackedMicroBatch]]:
+    batch, plan = make_batch(ROWS), MicroPlan(trees=(TREES,), n_tokens=N)
+    groups = (ContextGroup(rank=rank, size=size) for rank in range(size))
+    return pack(batch, plan, 0, CPU), [pack(batch, plan, 0, CPU, group) for group in groups]
+
+
+def order(size: int) -> Tensor:
+    return torch.from_numpy(ContextGroup(rank=0, size=size).places(N))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_parts_together_are_the_row(size: int) -> None:
+    whole, parts = whole_and_parts(size)
+    gathered = [torch.cat([getattr(part, name).view(-1) for part in parts]) for name in ("token_ids", "keys")]
+    gathered.append(torch.cat([part.attention.positions for part in parts]))
+    wanted = (whole.token_ids.view(-1), whole.keys, whole.attention.positions)
+    for got, want in zip(gathered, wanted, strict=True):
+        assert torch.equal(got[order(size)], want)
+    assert sum(part.attention.n for part in parts) == whole.attention.n
+    assert all(part.sequences == whole.sequences for part in parts)
+
+
+def test_a_rank_has_an_early_and_a_late_part() -> None:
+    """With equal costs under a causal mask: each pair of parts has N tokens before it on average."""
+    for size in (2, 3, 5):
+        starts = [sum(first for first, _ in ContextGroup(rank=rank, size=size).parts(N)) for rank in range(size)]
+        assert len(set(starts)) == 1
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("size", [2, 3])
+def test_attention_and_gradients_are_those_of_the_row(
+    size: int, window: int | None, flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if flash:
+        plain_attention.install(monkeypatch)
+    torch.manual_seed(size)
+    whole, parts = whole_and_parts(size)
+    heads = [torch.randn(N, *shape) for shape in ((HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, VALUES))]
+    q, k, v = (x.requires_grad_() for x in heads)
+    expected = attend(whole.attention, q, k, v, window=window)
+    factors = torch.randn(expected.shape)
+    wanted = torch.autograd.grad((expected * factors).sum(), (q, k, v))
+    inverse = order(size).argsort()
+    monkeypatch.setattr(ContextGroup, "gather", lambda self, x: torch.cat([k, v], dim=2)[inverse])
+    total = torch.zeros(())
+    for rank, part in enumerate(parts):
+        own = inverse.chunk(size)[rank]
+        found = attend(part.attention, q[own], k[own], v[own], window=window)
+        torch.testing.assert_close(found, expected[own], atol=1e-6, rtol=1e-5)
+        total = total + (found * factors[own]).sum()
+    for got, want in zip(torch.autograd.grad(total, (q, k, v)), wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_token_is_predicted_once_by_the_rank_of_the_token_before(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = whole_and_parts(size)
+
+    def score(packed: PackedMicroBatch) -> Tensor:
+        """Of a model that looks at both tokens of a prediction."""
+        return (packed.token_ids[0, packed.sources] * 100 + packed.targets).float()
+
+    assert sum(len(part.sources) for part in parts) == len(whole.sources)
+    rows = [torch.nn.functional.pad(score(part), (0, part.predictions - len(part.sources))) for part in parts]
+    monkeypatch.setattr(ContextGroup, "gather_equal", lambda self, x: torch.cat(rows))
+    for part in parts:
+        assert torch.equal(to_sequences(score(part), part), to_sequences(score(whole), whole))
+
+
+def test_a_group_of_padding_alone_gathers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = MicroPlan(trees=(TREES, ()), n_tokens=N)
+    packed = pack(make_batch(ROWS), plan, 1, CPU, ContextGroup(rank=1, size=2))
+    monkeypatch.delattr(ContextGroup, "gather")
+    x = torch.randn(N // 2, 2, 4, requires_grad=True)
+    assert not attend(packed.attention, x, x, x).any()
+    assert packed.sources.numel() == packed.predictions == 0
