@@ -43,10 +43,10 @@ from torch.utils._pytree import tree_leaves
 from train_case import step_flops
 
 from areal_lora.data.collate import MicroPlan, Tree
-from areal_lora.engine.common.micro_batches import vocab_logprobs
 from areal_lora.engine.fsdp_utils.model import ATTENTION, LinearLora, LinearSite, fuse_norms, take_experts
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora
+from areal_lora.engine.layers.output import OutputSite, Readout
 from areal_lora.types import TrainBatch
 
 META, GIB = torch.device("meta"), 2**30
@@ -239,23 +239,22 @@ class Passes:
 
 def measure(case: Case, layers: int) -> Passes:
     model, active = build(case, layers)
+    output_site = OutputSite(model.get_output_embeddings(), active, lambda predictions: predictions[None])
     batch, plan = make_batch(case)
     meter = Meter(int(case.model["vocab_size"]))
     with meter, mock.patch.object(nn.functional, "rms_norm", FusedNorm.apply):
         with meter.count() as packing:
             packed: PackedMicroBatch = pack(batch, plan, 0, META)
         active.keys = packed.keys
+        output_site.expect(packed, Readout())
         with meter.count() as forward:
             output = model(
                 input_ids=packed.token_ids,
                 position_ids=packed.attention.positions[None],
                 use_cache=False,
-                logits_to_keep=packed.sources,
                 packing=packed.attention,
             )
-            rows = torch.arange(len(packed.sources), device=META)
-            predicted, _ = vocab_logprobs(output.logits[0], rows, packed.targets, None, temperature=1.0)
-            loss = predicted.sum()
+            loss = output.logits.sum()
         with meter.count() as backward:
             loss.backward()
     return Passes(packing, forward, backward, meter.peak)

@@ -48,6 +48,7 @@ def variants(engine: Engine, config: Mapping[str, Any]) -> list[str]:
     found = {
         f"layers of type {', '.join(odd)}, whose states cross packed sequences": bool(odd),
         "attention scores with a soft cap": config.get("attn_logit_softcapping") is not None,
+        "logits with a soft cap": config.get("final_logit_softcapping") is not None,
     }
     return [what for what, bad in found.items() if bad]
 

@@ -16,10 +16,11 @@ from areal_lora.data.collate import MicroPlan
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
 from areal_lora.engine.common.arena import Bank, ParallelLayout, Range, ShardedModel, is_routed
-from areal_lora.engine.common.micro_batches import Judge, OutputSite, Result
-from areal_lora.engine.fsdp_utils.model import LinearLora, LinearSite, build_model, take_experts
+from areal_lora.engine.common.micro_batches import Judge, Result
+from areal_lora.engine.fsdp_utils.model import LinearLora, LinearSite, build_model, take_experts, take_logit_scale
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora
+from areal_lora.engine.layers.output import OutputSite, Readout
 from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.shape import read_shape
 from areal_lora.platforms.device import collective_of
@@ -38,7 +39,9 @@ class FsdpModel:
         self.active = ActiveAdapter()
         self._linears: dict[str, LinearSite] = {}
         self._experts = take_experts(self.module, self.active)
-        self._output = OutputSite(self.module.get_output_embeddings(), self.active, lambda values: values)
+        head, scale = self.module.get_output_embeddings(), take_logit_scale(self.module)
+        # No view: FSDP watches for the backward pass of what a module returns.
+        self._output = OutputSite(head, self.active, lambda found: found[None].clone(), scale=scale)
 
     def attach(self, memory: AdapterMemory) -> list[GradientClass]:
         """Add the adapter in ``memory`` to the sites of its banks.
@@ -65,20 +68,24 @@ class FsdpModel:
         self._output.heads.pop(name, None)
 
     def run(
-        self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: Judge, *, train: bool
+        self,
+        batches: Iterator[PackedMicroBatch],
+        plans: Sequence[MicroPlan],
+        readout: Readout,
+        judge: Judge,
+        *,
+        train: bool,
     ) -> list[Result]:
         def step(packed: PackedMicroBatch) -> Result:
             self.active.keys = packed.keys
+            self._output.expect(packed, readout)
             output = self.module(
                 input_ids=packed.token_ids,
                 position_ids=packed.attention.positions[None],
                 use_cache=False,
-                logits_to_keep=packed.sources,
                 packing=packed.attention,
             )
-            logits = output.logits[0]
-            rows = torch.arange(len(logits), device=logits.device)
-            loss, result = judge(packed, logits, rows, None)
+            loss, result = judge(packed, output.logits[0])
             if train:
                 loss.backward()
             return result

@@ -98,7 +98,7 @@ def _rank(rank: Memory, limit: int) -> Iterator[Finding]:
     reason = f"a {rank.name} needs about {rank.device / GIB:.0f} GiB and a device has {limit / GIB:.0f}"
     if largest.name == sizing.JOINING:
         path, fix = "rollout.max_adapters", "lower it or rollout.max_lora_rank, or use more ranks"
-    elif largest.name in ("activations", "logits"):
+    elif largest.name == "activations":
         path, fix = "trainer.max_tokens_per_microbatch", "lower it, set trainer.recompute=true, or raise trainer.tp"
     else:
         path, fix = "trainer.world_size", "use more ranks with larger trainer.tp, trainer.pp or trainer.ep"

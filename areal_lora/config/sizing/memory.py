@@ -35,8 +35,8 @@ DEFAULT_KV_GIB = 4.0
 """vLLM's KV cache on CPUs where ``rollout.kv_cache_gib`` is unset."""
 KEY_COPIES = 2.0
 """Keys and values per packed token: the shared prompt of a group is gathered for each of its answers."""
-LOGIT_PARTS, CHUNK = 4, 2**24
-"""fp32 buffers of one part of the logits, and its logits: `engine.common.micro_batches`."""
+CHUNK = 2**26
+"""Logits of which the output layer makes fp32 buffers at a time: `engine.layers.output`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,8 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
       manner of Korthikanti et al., arXiv 2205.05198. With tp the sequence is divided. 1F1B holds pp - stage
       micro-batches on a stage (Narayanan et al., arXiv 2104.04473). Recompute keeps the input of each layer, and one
       layer in full.
-    - Logits: those of a micro-batch and their gradient, on the last stage, and `LOGIT_PARTS` fp32 buffers of a part.
+    - Loss chunk, on the last stage: buffers of `CHUNK` logits (`chunk_bytes`); hidden states of the whole sequence and
+      their gradient.
     - Publish and checkpoint. Host: shards on the wire and, on GPUs, their fp32 mirror (`AdapterMemory`), both
       page-locked; copies that a checkpoint writes. Device: the copy of the shard that NCCL sends
       (`weight_sync.link.broadcast_groups`).
@@ -147,18 +148,23 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
         activations = in_flight * kept + max(per_layer)
     else:
         activations = in_flight * sum(per_layer)
-    logits = tokens * shape.vocab // t.tp
+    logits = min(CHUNK, tokens * shape.vocab // t.tp)
     weights, moments, published = _adapters(config, shape, config.adapters, layers)
     return [
         *_base(config, shape, stage, layers),
         weights,
         moments,
         Part("activations", device=int(activations * (HEAP_CPU if on_cpu else HEAP_GPU))),
-        Part("logits", device=2 * logits * item + LOGIT_PARTS * min(CHUNK, logits) * FP32 if last else 0),
+        Part("loss chunk", device=chunk_bytes(logits, item) + 2 * tokens * shape.hidden * item if last else 0),
         published,
         *_joining(config, shape, layers),
         Part("process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),
     ]
+
+
+def chunk_bytes(logits: int, item: int) -> int:
+    """Two buffers in fp32, and the gradient in a smaller type: `engine.layers.output`."""
+    return logits * (2 * FP32 + (item if item < FP32 else 0))
 
 
 def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], layers: range) -> list[Part]:

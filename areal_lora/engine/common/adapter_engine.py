@@ -44,6 +44,7 @@ from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout, w
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
 from areal_lora.engine.layers.context import ContextGroup
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, Dropout, step_seed
+from areal_lora.engine.layers.output import Readout
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.targets import check_patterns
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
@@ -70,11 +71,17 @@ class Compute(Protocol):
         ...
 
     def run(
-        self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: micro.Judge, *, train: bool
+        self,
+        batches: Iterator[PackedMicroBatch],
+        plans: Sequence[MicroPlan],
+        readout: Readout,
+        judge: micro.Judge,
+        *,
+        train: bool,
     ) -> list[micro.Result]:
         """Run every micro-batch; the results on the last pipeline stage, elsewhere nothing.
 
-        ``train``: the gradients of what ``judge`` returns are accumulated.
+        ``judge`` gets what ``readout`` reads. ``train``: the gradients of what it returns are accumulated.
         """
         ...
 
@@ -174,7 +181,7 @@ class AdapterEngine:
         """
         if adapter is not None and self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} gives values, not log-probabilities")
-        return self._scores(batch, adapter, micro.read_logprobs(temperature))
+        return self._scores(batch, adapter, Readout(temperature))
 
     def values(self, batch: TrainBatch, *, adapter: str) -> Tensor:
         """Value of the state before token t, by the value head of ``adapter``: as `logprobs`, [T] fp32.
@@ -183,9 +190,9 @@ class AdapterEngine:
         """
         if not self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} has no value head")
-        return self._scores(batch, adapter, micro.read_values)
+        return self._scores(batch, adapter, Readout())
 
-    def _scores(self, batch: TrainBatch, adapter: str | None, readout: micro.Readout) -> Tensor:
+    def _scores(self, batch: TrainBatch, adapter: str | None, readout: Readout) -> Tensor:
         with torch.no_grad(), self._model.active.using(adapter):
             results = self._run(batch, None, readout)
         return micro.whole_scores(batch, results, reports=self.rank in self._sharded.layout.reporting())
@@ -212,9 +219,8 @@ class AdapterEngine:
             raise AdapterError(f"a batch names the adapters {sorted(names)}; each batch trains one")
         (adapter,) = names
         resident, reporting = self.resident(adapter), self._sharded.layout.reporting()
-        readout = micro.read_values if resident.spec.value_head else micro.read_logprobs(temperature)
         with self._model.active.using(adapter, resident.dropout()):
-            results = self._run(batch, loss_fn, readout, need_entropy=need_entropy)
+            results = self._run(batch, loss_fn, Readout(temperature, need_entropy))
         sums: Counter[str] = Counter()
         for _, stats, _ in results:
             sums.update({name: float(value) for name, value in stats.items()})
@@ -222,14 +228,11 @@ class AdapterEngine:
             scores.copy_(micro.whole_scores(batch, results, reports=self.rank in reporting))
         return micro.sum_over_ranks(sums, reporting)
 
-    def _run(
-        self, batch: TrainBatch, loss_fn: LossFn | None, readout: micro.Readout, *, need_entropy: bool = False
-    ) -> list[micro.Result]:
+    def _run(self, batch: TrainBatch, loss_fn: LossFn | None, readout: Readout) -> list[micro.Result]:
         layout = self._sharded.layout
         plans = micro.plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
         packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)
-        judge = partial(micro.judge, loss_fn=loss_fn, readout=readout, need_entropy=need_entropy)
-        return self._model.run(packed, plans, judge, train=loss_fn is not None)
+        return self._model.run(packed, plans, readout, partial(micro.judge, loss_fn=loss_fn), train=loss_fn is not None)
 
     def optim_step(self, adapter: str, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
         """Divide the gradients by ``denominator``, reduce, clip by the adapter's norm, Adam step at ``lr``.

@@ -18,7 +18,6 @@ transformers keeps the experts of a layer in one parameter and some modules unde
 folders; its own table of conversions maps them.
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -363,6 +362,17 @@ def _fill_buffers(module: Any, device: torch.device) -> None:
                 module._init_weights(part)
 
 
+def take_logit_scale(module: Any) -> float:
+    """The factor of a family's logits (Granite, Cohere), which ``module`` no longer applies to what its output layer
+    returns."""
+    scale = 1.0
+    if divisor := getattr(module.config, "logits_scaling", None):
+        scale, module.config.logits_scaling = 1.0 / divisor, 1.0
+    if "logit_scale" in vars(module):
+        scale, module.logit_scale = module.logit_scale, 1.0
+    return scale
+
+
 def _check(module: Any) -> None:
     """Refuse models in which packed sequences would see each other."""
     kinds = set(getattr(module.config, "layer_types", None) or ())
@@ -373,8 +383,6 @@ def _check(module: Any) -> None:
         problem = f"it has layers of type {', '.join(sorted(odd))}"
     elif not decoder_layers(module):
         problem = "its decoder layers are not marked"
-    elif "logits_to_keep" not in inspect.signature(module.forward).parameters:
-        problem = "its logits cannot be restricted to the tokens that are predicted"
     if problem:
         name = type(module).__name__
         raise ConfigError("model.path", f"{name} cannot train on packed sequences: {problem}", "use another model")

@@ -30,6 +30,7 @@ from areal_lora.engine.common.micro_batches import Judge, Result
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter
+from areal_lora.engine.layers.output import Readout
 from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
 from areal_lora.engine.megatron_utils.modules import Packing
@@ -227,7 +228,13 @@ class MegatronModel:
             self._output.heads.pop(name, None)
 
     def run(
-        self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: Judge, *, train: bool
+        self,
+        batches: Iterator[PackedMicroBatch],
+        plans: Sequence[MicroPlan],
+        readout: Readout,
+        judge: Judge,
+        *,
+        train: bool,
     ) -> list[Result]:
         """Through Megatron's pipeline schedule."""
         results: list[Result] = []
@@ -240,11 +247,13 @@ class MegatronModel:
         def forward_step(iterator: Iterator[PackedMicroBatch], module: nn.Module) -> tuple[Tensor, Any]:
             self._packing.keep(in_progress)
             packed = next(iterator)
+            if self._output:
+                self._output.expect(packed, readout)
             # Positions are part of the attention plan; the model's embedding takes none.
             predictions = module(packed.token_ids, None, self._packing.add(packed.attention, packed.keys))
 
             def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                loss, result = judge(packed, output[0], packed.sources, self.groups[Range.DENSE_SPLIT])
+                loss, result = judge(packed, output[0])
                 results.append(result)
                 return loss, torch.ones((), dtype=torch.int32, device=output.device), {}
 

@@ -36,9 +36,9 @@ from torch.nn import functional
 
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
-from areal_lora.engine.common.micro_batches import OutputSite
 from areal_lora.engine.layers.attention import AttentionPlan, attend
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, expert_mlp, from_lanes, kept, to_lanes
+from areal_lora.engine.layers.output import OutputSite
 from areal_lora.engine.megatron_utils.base_weights import LINEAR, scope_of
 from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import Scope
@@ -281,15 +281,16 @@ def take_output(model: nn.Module, active: ActiveAdapter) -> OutputSite | None:
     """
     if not parallel_state.is_pipeline_last_stage():
         return None
-    return OutputSite(model.get_submodule("output_layer"), active, _whole_sequence)
+    group, layer = parallel_state.get_tensor_model_parallel_group(), model.get_submodule("output_layer")
+    # As the layer returns logits: [p, 1, *], and no bias.
+    return OutputSite(layer, active, lambda found: (found[:, None], None), group=group, whole=_whole_sequence)
 
 
-def _whole_sequence(values: Tensor) -> tuple[Tensor, None]:
-    """Values [t / tp, 1, 1] as the output layer returns logits: of all tokens, and no bias."""
-    if parallel_state.get_tensor_model_parallel_world_size() > 1:
-        # Every rank differentiates the same loss: each takes its own part of the gradient.
-        values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
-    return values, None
+def _whole_sequence(rows: Tensor, parts: bool) -> Tensor:
+    """``rows`` [t / tp, 1, n] of every rank. Without ``parts`` each rank takes its own of the gradient of all."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return rows
+    return gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=parts)
 
 
 def detach(model: nn.Module, name: str) -> None:

@@ -28,7 +28,8 @@ ROWLESS: dict[str, dict[str, Any]] = {
     "phi3": {},  # qkv_proj and gate_up_proj are one projection each
     "starcoder2": {"use_bias": True, "sliding_window": 6, "tie_word_embeddings": True},  # no gate
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    **{kind: {} for kind in sorted(PACKED - {"phi3", "starcoder2", "olmoe"})},
+    **{kind: {} for kind in sorted(PACKED - {"phi3", "starcoder2", "olmoe", "granite"})},
+    "granite": {"logits_scaling": 4.0},
     **{kind: {"head_dim": 32} for kind in ("helium", "hunyuan_v1_dense", "ministral")},
     # as all published ones; vLLM assumes it
     **{kind: {"tie_word_embeddings": True} for kind in ("cohere", "cohere2", "gemma", "gemma3_text")},

@@ -22,5 +22,6 @@ def test_variants_of_a_family_that_an_engine_does_not_compute() -> None:
     assert variants("fsdp", {"model_type": "phi3", "layer_types": ["linear_attention"]}) == [
         "layers of type linear_attention, whose states cross packed sequences"
     ]
-    assert variants("fsdp", {"model_type": "phi3", "attn_logit_softcapping": 50.0})
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        assert variants("fsdp", {"model_type": "phi3", cap: 50.0})
     assert variants("megatron", {"model_type": "phi3"}) == [], "its family is another matter"
