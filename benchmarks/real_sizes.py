@@ -262,8 +262,7 @@ def measure(case: Case, layers: int) -> Passes:
 
 def flops(case: Case, layers: int) -> float:
     """Of a training pass over the answers, each with its prompt, see `train_case.step_flops`."""
-    dense = {"num_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": case.model["intermediate_size"]}
-    model = dense | dict(case.model) | {"num_hidden_layers": layers}
+    model = dict(case.model) | {"num_hidden_layers": layers}
     return step_flops(model, RANK, [case.prompt + answer for answer in case.answers])
 
 

@@ -15,7 +15,10 @@ from cpu_moe_lora import MODEL
 
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.types import TrainBatch
+from areal_lora.families.family import TARGETS
+from areal_lora.families.flops import PassSizes
+from areal_lora.families.shape import ModelShape
+from areal_lora.types import AdapterStructure, TrainBatch
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "math"
 CONFIGS = (EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml")
@@ -86,19 +89,10 @@ def make_batch(case: Case, vocabulary: int, adapter: str) -> TrainBatch:
 
 
 def step_flops(model: Mapping[str, Any], rank: int, lengths: Sequence[int]) -> float:
-    """Floating point operations of a training step that computes every sequence by itself.
+    """Floating point operations of a training step that computes every sequence by itself (`PassSizes.training`).
 
-    Per token twice the weights it meets forward and twice backward, for the gradient of its input; three times twice
-    an adapter's weights, which have gradients themselves; causal attention forward and twice that backward.
-    ``model`` is a Hugging Face configuration; one lora_A serves q, k, v and one serves gate and up.
+    ``model`` is a Hugging Face configuration; an adapter of ``rank`` is on every linear layer.
     """
-    hidden, inter, layers = model["hidden_size"], model["moe_intermediate_size"], model["num_hidden_layers"]
-    q = model["head_dim"] * model["num_attention_heads"]
-    kv = model["head_dim"] * model["num_key_value_heads"]
-    chosen = model["num_experts_per_tok"]
-    experts = model.get("num_experts") or model["num_local_experts"]
-    base = hidden * (2 * q + 2 * kv) + hidden * experts + chosen * 3 * hidden * inter
-    adapter = rank * ((hidden + q + 2 * kv) + (q + hidden) + chosen * ((hidden + 2 * inter) + (inter + hidden)))
-    linear = layers * (4 * base + 6 * adapter) + 4 * hidden * model["vocab_size"]
-    attention = layers * 3 * 4 * q / 2
-    return sum(n * linear + n * n * attention for n in lengths)
+    adapter = AdapterStructure(rank=rank, alpha=1.0, target_modules=TARGETS)
+    sizes = PassSizes.of(ModelShape.from_hf(model), adapter)
+    return float(sizes.training(sum(lengths), sum(n * (n + 1) // 2 for n in lengths)))

@@ -174,6 +174,11 @@ class Tree:
         """Return the number of tokens to compute."""
         return self.shared + sum(lengths[i] - self.shared for i in self.sequences)
 
+    def pairs(self, lengths: Sequence[int]) -> int:
+        """Return the number of pairs (query, key at or before it) of causal attention, those of the start once."""
+        own = (lengths[i] - self.shared for i in self.sequences)
+        return _causal(self.shared) + sum(n * self.shared + _causal(n) for n in own)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroPlan:
@@ -212,7 +217,11 @@ def plan_microbatches(
     multiple: int = 1,
     uniform: bool = False,
 ) -> list[MicroPlan]:
-    """Distribute the trees over micro-batches and data-parallel ranks, with equal numbers of tokens where possible.
+    """Distribute the trees over micro-batches and data-parallel ranks, so that ranks wait little for each other.
+
+    In a micro-batch every rank computes ``n_tokens``, padding included, and the attention of its own trees; ranks meet
+    in its layers. So its ranks need equal numbers of tokens (`_balance`), and equal numbers of attention's pairs: the
+    parts with most pairs meet in one micro-batch. Over the micro-batches each rank gets equal sums of pairs.
 
     A micro-batch has at most ``token_budget`` tokens per rank; a tree that is larger than an equal share is split,
     and its parts repeat the shared start. A single sequence beyond the budget gets a micro-batch of its own. Sizes
@@ -229,10 +238,13 @@ def plan_microbatches(
         if count >= len(parts) or all(len(held) < 2 or _load(held, lengths) <= token_budget for held in bins):
             break
         count += 1
-    bins.sort(key=lambda held: -_load(held, lengths))
-    plans = []
+    bins.sort(key=lambda held: -_pairs(held, lengths))
+    plans, done = [], [0] * dp
     for at in range(0, len(bins), dp):
-        held = bins[at : at + dp]
+        # The rank with least so far gets the most.
+        by_rank = dict(zip(sorted(range(dp), key=done.__getitem__), bins[at : at + dp], strict=True))
+        held = [by_rank[d] for d in range(dp)]
+        done = [total + _pairs(part, lengths) for total, part in zip(done, held, strict=True)]
         if largest := max(_load(part, lengths) for part in held):
             rounded = -(-largest // multiple) * multiple
             plans.append(MicroPlan(trees=tuple(map(tuple, held)), n_tokens=rounded))
@@ -274,3 +286,11 @@ def _balance(parts: Sequence[Tree], lengths: Sequence[int], n: int) -> list[list
 
 def _load(trees: Sequence[Tree], lengths: Sequence[int]) -> int:
     return sum(tree.size(lengths) for tree in trees)
+
+
+def _pairs(trees: Sequence[Tree], lengths: Sequence[int]) -> int:
+    return sum(tree.pairs(lengths) for tree in trees)
+
+
+def _causal(n: int) -> int:
+    return n * (n + 1) // 2

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from train_case import TINY, make_batch, step_flops
+from train_case import TINY, make_batch
 from train_speed import Measured, claims, compare
 
 from areal_lora.data.collate import check_batch
@@ -28,28 +28,6 @@ def test_the_claim_is_the_smaller_model_ratio_of_paired_rounds():
     slower = measured([1.0, 10.0, 1.0], [2.0, 20.0, 2.0])
     faster = measured([1.0, 1.0, 1.0], [3.0, 3.0, 9.0])
     assert claims([slower, faster]) == {"train_vs_transformers": 2.0}
-
-
-def test_useful_operations_of_a_model_counted_by_hand():
-    model = {
-        "hidden_size": 4,
-        "moe_intermediate_size": 3,
-        "num_hidden_layers": 1,
-        "head_dim": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "num_experts_per_tok": 2,
-        "num_local_experts": 5,
-        "vocab_size": 7,
-    }
-    # q 4x4, k and v 4x2, o 4x4, router 4x5, two experts of three 4x3 matrices
-    base = 16 + 2 * 8 + 16 + 20 + 2 * 3 * 12
-    # rank 1: qkv A 4, B 8; o A 4, B 4; two experts: fc1 A 4, B 6; fc2 A 3, B 4
-    adapter = 4 + 8 + 4 + 4 + 2 * (4 + 6 + 3 + 4)
-    per_token = 4 * base + 6 * adapter + 4 * 4 * 7
-    # a sequence of 10: each token meets 5 others on average, q k and p v are 2 x 2 x 4 operations each pair
-    attention = 3 * (2 * 2 * 4 * 10 / 2)
-    assert step_flops(model, 1, [10, 10]) == pytest.approx(20 * (per_token + attention))
 
 
 def test_the_batch_is_the_demos_and_a_valid_one():
