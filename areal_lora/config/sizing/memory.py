@@ -126,8 +126,8 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
       (`_gathered_elements`).
     - Adapters: 16 bytes per parameter: weight, gradient and Adam's two moments in fp32 (Rajbhandari et al., ZeRO,
       arXiv 1910.02054, section 3.1, without a 16-bit copy). lora_A of a column-parallel layer and lora_B of a
-      row-parallel one are whole on every rank. A critic is an adapter of its own rank, a reference has weights only.
-      Those that may join are a row of their own: as many as servers have places for, as large as a slot.
+      row-parallel one are whole on every rank. The moments of a stage are divided over its ranks (section 5.1). A
+      critic is an adapter of its own rank, a reference has weights only. Those that may join are a row of their own: as many as servers have places for, as large as a slot.
     - Activations: the tensors that autograd keeps, counted from this project's modules (`_layer_elements`), in the
       manner of Korthikanti et al., arXiv 2205.05198. With tp the sequence is divided. 1F1B holds pp - stage
       micro-batches on a stage (Narayanan et al., arXiv 2104.04473). Recompute keeps the input of each layer, and one
@@ -163,10 +163,12 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
 
 def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], layers: range) -> list[Part]:
     """Three parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints."""
+    t, alone = config.trainer, config.model_copy(update={"trainer": TrainerConfig(world_size=1)})
     held = {adapter.name: _adapter_parameters(config, shape, adapter, layers) for adapter in adapters}
     trained = sum(held[adapter.name] * (1 + _critic_share(adapter)) for adapter in adapters)
+    stage = sum(_adapter_parameters(alone, shape, a, layers) * (1 + _critic_share(a)) for a in adapters)
     references = sum(held[adapter.name] for adapter in adapters if adapter.algorithm.has_reference)
-    sources = config.trainer.ep if shape.experts else 1
+    sources = t.ep if shape.experts else 1
     sizes = {a.name: adapter_size(shape, a.spec("")).parameters for a in adapters}
     unique = {name: size * len(layers) // shape.layers // sources for name, size in sizes.items()}
     wire = sum(_sent_bytes(config, shape, adapter, layers) for adapter in adapters)
@@ -174,7 +176,7 @@ def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfi
     mirror = 0 if config.cluster.device == "cpu" else FP32 * trained
     return [
         Part("adapter weights and gradients", device=int(FP32 * (2 * trained + references))),
-        Part("optimizer moments", device=int(2 * FP32 * trained)),
+        Part("optimizer moments", device=int(2 * FP32 * stage / (t.world_size // t.pp))),
         Part(
             "publish and checkpoint",
             device=wire if slots.broadcast_backend(config) != "gloo" else 0,

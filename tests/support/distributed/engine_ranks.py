@@ -190,8 +190,9 @@ def make_spec(name: str, path: str, case: Case, targets: tuple[str, ...] = TARGE
 
 def export_gradients(engine: AdapterEngine, name: str = "a") -> list[tuple[str, Tensor]]:
     """The summed gradients under their wire names: reduced like a step does, exported in the weights' place."""
-    memory = engine.resident(name).memory
-    engine.resident(name).trained()._reduce(DENOMINATOR)
+    memory, optimizer = engine.resident(name).memory, engine.resident(name).trained()
+    optimizer._reduce(DENOMINATOR)
+    optimizer._gather(memory.grads)
     weights = memory.weights.clone()
     memory.weights.copy_(memory.grads)
     exported = list(engine.export_adapter(name))

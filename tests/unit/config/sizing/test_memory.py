@@ -259,3 +259,9 @@ def test_the_recipes_fit_their_devices() -> None:
 )
 def test_memory_as_slurm_reads_it(text: str | None, nbytes: int | None) -> None:
     assert slurm_bytes(text) == nbytes
+
+
+def test_the_moments_of_a_stage_are_divided_over_its_ranks() -> None:
+    whole = part(estimate("trainer.world_size=1", "trainer.tp=1", "trainer.ep=1")["trainer rank"], "optimizer moments")
+    for sizes in (["trainer.engine=fsdp", "trainer.tp=1", "trainer.ep=1"], ["trainer.tp=2", "trainer.ep=8"]):
+        assert part(estimate(*sizes)["trainer rank"], "optimizer moments") == pytest.approx(whole / 16, rel=1e-6)
