@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -62,7 +61,7 @@ class Case:
     recompute: bool = False
     dropout: bool = False  # also train an adapter with dropout
     engine: Literal["megatron", "fsdp"] = "megatron"
-    unit_bytes: int = 2**23  # FSDP gathers larger modules in parts; 1: every module apart
+    fsdp_shard: int | None = None
 
     @property
     def model(self) -> str:
@@ -84,6 +83,7 @@ class Case:
             pp_layers=list(self.stages) if self.stages else None,
             max_tokens_per_microbatch=self.budget,
             recompute=self.recompute,
+            fsdp_shard=self.fsdp_shard,
         )
 
 
@@ -166,8 +166,7 @@ def build(
     path: str, case: Case, optimizer: OptimizerConfig = OPTIMIZER, targets: tuple[str, ...] = TARGETS
 ) -> AdapterEngine:
     kind = {"megatron": MegatronEngine, "fsdp": FsdpEngine}[case.engine]
-    with mock.patch("areal_lora.engine.fsdp_utils.model.UNIT_BYTES", case.unit_bytes):
-        engine = kind(ModelConfig(path=path, dtype="float32"), case.trainer(), torch.device("cpu"))
+    engine = kind(ModelConfig(path=path, dtype="float32"), case.trainer(), torch.device("cpu"))
     engine.add_adapter(make_spec("a", path, case, targets), optimizer, seed=1)
     return engine
 
