@@ -24,7 +24,8 @@ from areal_lora.types import AdapterSpec
 
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
-PARTS = ("weight", "exp_avg", "exp_avg_sq")
+WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
+PARTS = (WEIGHT, *MOMENTS)
 Named = Mapping[str, np.ndarray]
 
 

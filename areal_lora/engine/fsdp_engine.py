@@ -1,7 +1,8 @@
-"""The FSDP2 engine: one rank of a Hugging Face model whose frozen weights are sharded over all ranks.
+"""The FSDP2 engine: one rank of a Hugging Face model whose frozen weights are sharded.
 
 Data parallelism only: every rank computes its own packed token trees [1, t] with the same gathered layers. Adapters are
-whole on every rank, in fp32; rank 0 publishes them. Importing this file imports transformers' modelling code.
+whole on every rank, in fp32, their moments divided over all ranks; rank 0 publishes them. Importing this file imports
+transformers' modelling code.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +57,7 @@ class FsdpModel:
         if head := memory.value_head():
             self._output.heads[memory.spec.name] = head
         everywhere = [dist.group.WORLD] if dist.get_world_size() > 1 else []
-        return [GradientClass(start=0, end=memory.arena.size, groups=everywhere, counted=memory.rank == 0)]
+        return [GradientClass(start=0, end=memory.arena.size, groups=everywhere)]
 
     def detach(self, name: str) -> None:
         """Forget an attached adapter (not collective)."""

@@ -26,10 +26,16 @@ def engine_fits(config: Config, facts: Facts) -> Iterator[Finding]:
         if t.cpu_offload:
             reason = "the Megatron engine keeps the base on its device"
             yield Finding("trainer.cpu_offload", reason, "set it to false, or trainer.engine=fsdp")
+        if t.fsdp_shard is not None:
+            reason = "the Megatron engine divides the base by tp, pp, ep and etp"
+            yield Finding("trainer.fsdp_shard", reason, "leave it out, or set trainer.engine=fsdp")
         return
+    if t.fsdp_shard is not None and t.world_size % t.fsdp_shard:
+        reason = f"{t.world_size} ranks cannot be divided into copies of the base on {t.fsdp_shard} ranks each"
+        yield Finding("trainer.fsdp_shard", reason, "set it to a divisor of trainer.world_size")
     sizes = {"tp": t.tp, "pp": t.pp, "ep": t.ep, "etp": t.etp}
     for key in (key for key, size in sizes.items() if size > 1):
-        reason = f"{sizes[key]}, but trainer.engine = fsdp shards the base over all ranks and divides nothing else"
+        reason = f"{sizes[key]}, but trainer.engine = fsdp shards the base and divides nothing else"
         yield Finding(f"trainer.{key}", reason, "set it to 1, or trainer.engine=megatron")
     if t.pp_layers is not None:
         yield Finding("trainer.pp_layers", "trainer.engine = fsdp has no stages", "leave it out")

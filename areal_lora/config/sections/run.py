@@ -54,7 +54,7 @@ class EvalConfig(Section):
 
 class TrainerConfig(Section):
     engine: Literal["megatron", "fsdp"] = "megatron"
-    """`megatron`: Megatron-core, all parallel sizes. `fsdp`: transformers' model, frozen weights sharded over all
+    """`megatron`: Megatron-core, all parallel sizes. `fsdp`: transformers' model, frozen weights sharded over
     ranks; `tp`, `pp`, `ep` and `etp` stay 1."""
     world_size: PositiveInt = Field(description="Trainer processes (one per GPU).")
     tp: PositiveInt = Field(1, description="Tensor parallel size.")
@@ -66,6 +66,9 @@ class TrainerConfig(Section):
     """Layers of each pipeline stage; if unset, evenly distributed, earlier stages first."""
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
     recompute: bool = Field(False, description="Recompute activations in the backward pass.")
+    fsdp_shard: PositiveInt | None = None
+    """Ranks that hold one copy of the base between them, such as those of a node; other ranks have copies of their own
+    (fsdp). If unset, all ranks."""
     cpu_offload: bool = Field(False, description="Keep the frozen shards in host memory and copy them by layer (fsdp).")
     threads: PositiveInt = Field(1, description="OpenMP threads of each trainer process.")
     python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")

@@ -122,12 +122,13 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
 
     - Base with Megatron: column-parallel and row-parallel layers are divided by tp, key/value heads are copied where
       tp exceeds them, experts are divided by ep and etp; norms and routers are whole on every rank. With FSDP: an
-      equal shard of everything, embeddings and output layer apart even if tied, and the layer that computes
-      (`_gathered_elements`).
+      equal shard of everything, embeddings and output layer apart even if tied, the layer that computes and the next
+      one (`_gathered_elements`).
     - Adapters: 16 bytes per parameter: weight, gradient and Adam's two moments in fp32 (Rajbhandari et al., ZeRO,
       arXiv 1910.02054, section 3.1, without a 16-bit copy). lora_A of a column-parallel layer and lora_B of a
-      row-parallel one are whole on every rank. A critic is an adapter of its own rank, a reference has weights only.
-      Those that may join are a row of their own: as many as servers have places for, as large as a slot.
+      row-parallel one are whole on every rank. The moments of a stage are divided over its ranks (section 5.1). A
+      critic is an adapter of its own rank, a reference has weights only. Those that may join are a row of their own: as
+      many as servers have places for, as large as a slot.
     - Activations: the tensors that autograd keeps, counted from this project's modules (`_layer_elements`), in the
       manner of Korthikanti et al., arXiv 2205.05198. With tp the sequence is divided. 1F1B holds pp - stage
       micro-batches on a stage (Narayanan et al., arXiv 2104.04473). Recompute keeps the input of each layer, and one
@@ -169,10 +170,12 @@ def chunk_bytes(logits: int, item: int) -> int:
 
 def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], layers: range) -> list[Part]:
     """Three parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints."""
+    t, alone = config.trainer, config.model_copy(update={"trainer": TrainerConfig(world_size=1)})
     held = {adapter.name: _adapter_parameters(config, shape, adapter, layers) for adapter in adapters}
     trained = sum(held[adapter.name] * (1 + _critic_share(adapter)) for adapter in adapters)
+    stage = sum(_adapter_parameters(alone, shape, a, layers) * (1 + _critic_share(a)) for a in adapters)
     references = sum(held[adapter.name] for adapter in adapters if adapter.algorithm.has_reference)
-    sources = config.trainer.ep if shape.experts else 1
+    sources = t.ep if shape.experts else 1
     sizes = {a.name: adapter_size(shape, a.spec("")).parameters for a in adapters}
     unique = {name: size * len(layers) // shape.layers // sources for name, size in sizes.items()}
     wire = sum(_sent_bytes(config, shape, adapter, layers) for adapter in adapters)
@@ -180,7 +183,7 @@ def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfi
     mirror = 0 if config.cluster.device == "cpu" else FP32 * trained
     return [
         Part("adapter weights and gradients", device=int(FP32 * (2 * trained + references))),
-        Part("optimizer moments", device=int(2 * FP32 * trained)),
+        Part("optimizer moments", device=int(2 * FP32 * stage / (t.world_size // t.pp))),
         Part(
             "publish and checkpoint",
             device=wire if slots.broadcast_backend(config) != "gloo" else 0,
@@ -204,22 +207,22 @@ def _base(config: Config, shape: ModelShape, stage: int, layers: range) -> list[
     if t.engine == "megatron":
         return [Part("base weights", device=_base_elements(config, shape, stage, layers) * item)]
     untied = shape.parameters + (shape.vocab * shape.hidden if shape.tied else 0)
-    shard = -(-untied // t.world_size) * item
+    shard = -(-untied // (t.fsdp_shard or t.world_size)) * item
     gathered = _gathered_elements(config, shape) * item
     where = Part("base weights", host=shard) if t.cpu_offload else Part("base weights", device=shard)
     return [where, Part("gathered layer", device=gathered)]
 
 
 def _gathered_elements(config: Config, shape: ModelShape) -> int:
-    """The largest unit that `fully_shard` gathers, twice: as it arrives, and as parameters."""
+    """The largest unit that `fully_shard` gathers: as it arrived, as parameters, and the next one, which arrives."""
     one = TrainerConfig(world_size=1)
     ends = shape.vocab * shape.hidden
     if shape.checkpoint is not None:
-        return 2 * max(ends, shape.checkpoint.largest_layer)
+        return 3 * max(ends, shape.checkpoint.largest_layer)
     alone = config.model_copy(update={"trainer": one})
     layers = (_base_elements(alone, shape, 0, range(n, n + 1)) for n in range(shape.layers))
     tails = ends if shape.tied else 2 * ends
-    return 2 * max(ends, *(elements - tails for elements in layers))
+    return 3 * max(ends, *(elements - tails for elements in layers))
 
 
 def _base_elements(config: Config, shape: ModelShape, stage: int, layers: range) -> int:

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lora.algorithms.merging import CastLoss
-from areal_lora.checkpoint.state import AdapterState
+from areal_lora.checkpoint.state import MOMENTS, PARTS, WEIGHT, AdapterState
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
-from areal_lora.data.collate import MicroPlan
+from areal_lora.data.collate import HOST, MicroPlan
 from areal_lora.engine.base import DTYPES, AdamValues, LossFn
 from areal_lora.engine.common import micro_batches as micro
 from areal_lora.engine.common.adapter_memory import (
@@ -308,17 +308,19 @@ class AdapterEngine:
         return base_digest(self._base.folder)
 
     def export_state(self, adapter: str) -> AdapterState:
-        """Host copies of the weights and moments that this rank owns, and the step count. Collective like a publish.
+        """Host copies of the weights and moments that this rank publishes, and the step count. Collective.
 
         The states of all ranks together are the whole state and do not depend on the layout.
         """
-        resident = self.resident(adapter)
-        memory = resident.memory
-        shard = memory.shard("float32")
+        memory, optimizer = self.resident(adapter).memory, self.resident(adapter).optimizer
+        shard, groups = memory.shard("float32"), self._model.groups
+        parts = {WEIGHT: memory.export(memory.weights, groups)}
+        if optimizer:  # one moment is whole at a time
+            parts |= {name: memory.export(optimizer.whole_moment(name), groups) for name in MOMENTS}
         return AdapterState(
-            step=resident.optimizer.step_count if resident.optimizer else 0,
+            step=optimizer.step_count if optimizer else 0,
             shapes={t.name: t.shape for t in (shard.tensors if shard else ())},
-            parts={part: memory.export(flat, self._model.groups) for part, flat in memory.state().items()},
+            parts=parts,
         )
 
     def load_state(self, adapter: str, parts: Mapping[str, Mapping[str, np.ndarray]], step: int) -> None:
@@ -326,17 +328,19 @@ class AdapterEngine:
 
         Raises like `load_adapter`, before any value has changed.
         """
-        resident = self.resident(adapter)
-        memory = resident.memory
-        layout, flats = memory.layout("float32"), memory.state()
+        memory, optimizer = self.resident(adapter).memory, self.resident(adapter).optimizer
+        layout = memory.layout("float32")
         whole = {
             part: checked(layout, {name: torch.from_numpy(values) for name, values in parts[part].items()})
-            for part in flats
+            for part in (PARTS if optimizer else (WEIGHT,))
         }
-        for part, flat in flats.items():
-            memory.load(flat, whole[part])
-        if resident.optimizer:
-            resident.optimizer.step_count = step
+        memory.load(memory.weights, whole[WEIGHT])
+        if optimizer:
+            host = torch.zeros(memory.arena.size, device=HOST)
+            for name in MOMENTS:
+                memory.load(host, whole[name])
+                optimizer.load_moment(name, host)
+            optimizer.step_count = step
 
 
 def _check_targets(model: ShardedModel, spec: AdapterSpec) -> None:

@@ -1,13 +1,17 @@
 """An adapter's memory on one rank: fill shards of the wire, export, load, step.
 
-Adam's moments are arranged like the weights, so the same plans move them. The plans are made once
-(`transfer_plan`); a publish runs them without Python work per tensor::
+The plans are made once (`transfer_plan`); a publish runs them without Python work per tensor::
 
     tensor-parallel neighbours -> their split ranges, where tp or etp > 1 --+
     this rank's memory -----------------------------------------------------+--> section 0 | section 1 ... -> the shard
 
 Every adapter steps alone (contract C1), by a plain AdamW of its own, written out: its memory is flat, and
-the import of torch's optimizers loads torch's compiler, 0.8 s of a processor for each rank.
+the import of torch's optimizers loads torch's compiler, 0.8 s of a processor for each rank. Ranks with replicas of the
+same elements share the work and the moments (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5)::
+
+    gradients of all replicas --reduce-scatter--> own part --Adam with own moments--> own weights --all-gather--> all
+
+Gathered, the moments are arranged like the weights, so the same plans move them to checkpoints and back.
 """
 
 from __future__ import annotations
@@ -23,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from areal_lora.checkpoint.state import PARTS
+from areal_lora.checkpoint.state import MOMENTS
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.engine.base import AdamValues
-from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange, spans
+from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, Span, arrange, spans
 from areal_lora.engine.common.transfer_plan import PackPlan, load_plan, pack_plan, wire_layout
 from areal_lora.engine.layers.expert_mlp import site_key
 from areal_lora.engine.layers.output import ValueHead
@@ -36,13 +40,11 @@ from areal_lora.types import AdapterSpec, StepStats
 from areal_lora.weight_sync.kernels import TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, WireTensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 class AdapterMemory:
-    """All numbers of one adapter on one rank: ``weights``, ``grads`` and ``moments`` are flat fp32 [arena.size].
+    """The numbers of one adapter on one rank: ``weights`` and ``grads`` are flat fp32 [arena.size].
 
-    A frozen adapter has no gradients (size 0) and no moments.
+    A frozen adapter has no gradients (size 0). The moments are the optimizer's.
     """
 
     def __init__(
@@ -52,7 +54,6 @@ class AdapterMemory:
         self.arena: Arena = arrange(model, spec, rank)
         self.weights = torch.zeros(self.arena.size, device=device)
         self.grads = torch.zeros(0 if frozen else self.arena.size, device=device)
-        self.moments = {name: torch.zeros_like(self.grads) for name in (() if frozen else MOMENTS)}
         self._layouts: dict[str, AdapterLayout] = {}
         self._packers: dict[str, Packer] = {}
         self._loading: tuple[list[str], TensorBlocks] | None = None
@@ -97,13 +98,8 @@ class AdapterMemory:
         """Layout of the shard that this rank sends; None for a rank that is not a source."""
         return next((s for s in self.layout(dtype).shards if s.source == self.rank), None)
 
-    def state(self) -> dict[str, Tensor]:
-        """The memory of each of `PARTS`; a frozen adapter has its weights only."""
-        flats = {"weight": self.weights, **self.moments}
-        return {part: flats[part] for part in PARTS if part in flats}
-
     def export(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> np.ndarray:
-        """Flat fp32 copy of this rank's shard of ``source``, the weights or a moment. Collective like `Packer.fill`."""
+        """Flat fp32 copy of this rank's shard of ``source`` [arena.size]. Collective like `Packer.fill`."""
         shard = self.shard("float32")
         values = np.empty(shard.nbytes // 4 if shard else 0, dtype=np.float32)
         for _ in self.packer("float32").fill(source, values.view(np.uint8), groups):
@@ -140,7 +136,7 @@ class AdapterMemory:
         return self._loading
 
     def load(self, target: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Copy this rank's parts out of whole tensors to ``target``, the weights or a moment (not collective).
+        """Copy this rank's parts out of whole tensors to ``target``, arranged like the weights (not collective).
 
         ``tensors`` must contain `held_names`.
         """
@@ -149,7 +145,7 @@ class AdapterMemory:
             return
         whole = [tensors[name].detach().to("cpu", torch.float32).contiguous() for name in names]
         starts = np.repeat(np.array([t.data_ptr() for t in whole], dtype=np.int64), np.diff(blocks.first))
-        host = target if target.device.type == "cpu" else torch.empty(self.arena.size)
+        host = target if target.device.type == "cpu" else torch.zeros(self.arena.size)
         blocks.moved(src_by=starts).copy(0, host.data_ptr())
         if host is not target:
             target.copy_(host)
@@ -173,21 +169,21 @@ class Packer:
         on_gpu = memory.weights.device.type != "cpu"
         # The blocks run on the host: GPU memory is mirrored there first.
         self._mirror = torch.empty(self._plan.space, pin_memory=True) if on_gpu else None
-        self._bound: dict[int, TensorBlocks] = {}
+        self._bound: tuple[int, TensorBlocks] | None = None
 
     def _blocks(self, source: Tensor) -> TensorBlocks:
         """The plan with the addresses of ``source`` and of the receive buffer."""
         if self._mirror is not None:
             source = self._mirror
         at, own = source.data_ptr(), self._plan.own
-        if at not in self._bound:
+        if self._bound is None or self._bound[0] != at:
             blocks = self._plan.blocks
             outside = (blocks.blocks["src"] >= own * 4) & (self._mirror is None)
-            self._bound[at] = blocks.moved(src_by=np.where(outside, self._received.data_ptr() - own * 4, at))
-        return self._bound[at]
+            self._bound = at, blocks.moved(src_by=np.where(outside, self._received.data_ptr() - own * 4, at))
+        return self._bound[1]
 
     def fill(self, weights: Tensor, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
-        """See `AdapterEngine.pack_adapter`. ``weights`` may be any memory with at least the lifetime of this object."""
+        """See `AdapterEngine.pack_adapter`. ``weights`` may be any memory with the arrangement of the weights."""
         blocks = self._blocks(weights)
         for start, end in self._ready(weights, groups):
             blocks.copy(0, flat.ctypes.data, tensors=(start, end))
@@ -262,35 +258,58 @@ def initial_tensor(tensor: WireTensor, seed: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientClass:
-    """Elements [start, end) of an adapter's memory whose gradients are reduced over the same groups.
+    """Elements [start, end) of an adapter's memory of which the same ranks have replicas.
 
-    ``groups`` are those to sum over, one after the other. ``counted``: this rank's copy enters the norm.
+    The gradients are summed over ``groups``, one after the other. A rank steps a part that no other rank steps.
     """
 
     start: int
     end: int
     groups: list[dist.ProcessGroup]
-    counted: bool
+
+    def nested(self) -> list[tuple[int, int]]:
+        """The elements [start, end), then those that this rank keeps after the sum over each of the groups."""
+        found = [(self.start, self.end)]
+        for group in self.groups:
+            start, end = found[-1]
+            each = (end - start) // dist.get_world_size(group)
+            start += each * dist.get_rank(group)
+            found.append((start, start + each))
+        return found
+
+
+NORM_CHUNK = 2**22
+"""Elements whose squares are in fp64 at a time: 64 MiB for a moment, whatever the size of the adapter."""
 
 
 class AdapterOptimizer:
-    """AdamW of one adapter on one rank; `AdapterMemory` holds its weights, gradients and moments.
+    """AdamW of one adapter on one rank; `AdapterMemory` holds its weights and gradients.
 
-    lora_B learns ``lora_plus_ratio`` times as fast as lora_A (LoRA+, Hayou et al. 2024, arXiv 2402.12354, section 4).
-    The decay of a weight follows its own learning rate, as in AdamW. Clipping and the norm do not depend on the ratio.
+    ``moments`` are flat fp32, of the elements that this rank steps. lora_B learns ``lora_plus_ratio`` times as fast as
+    lora_A (LoRA+, Hayou et al. 2024, arXiv 2402.12354, section 4). The decay of a weight follows its own learning rate,
+    as in AdamW. Clipping and the norm do not depend on the ratio.
     """
 
     def __init__(self, config: OptimizerConfig, memory: AdapterMemory, classes: Sequence[GradientClass]) -> None:
         self._values = AdamValues.of(config)
-        self._classes = classes
-        self._grads = memory.grads
+        self._weights, self._grads = memory.weights, memory.grads
+        self._classes = [(part.groups, part.nested()) for part in classes]
+        self._own = [bounds[-1] for _, bounds in self._classes]
+        size = sum(end - start for start, end in self._own)
+        self.moments = {name: torch.zeros(size, device=memory.weights.device) for name in MOMENTS}
         self.step_count = 0
-        flats = (memory.weights, memory.grads, *(memory.moments[name] for name in MOMENTS))
-        self._parts = [
-            ([flat[start:end] for flat in flats], config.lora_plus_ratio if is_b else 1.0)
-            for start, end, is_b in spans(memory.arena, apart=config.lora_plus_ratio != 1)
-        ]
-        """Runs of weights, gradients and moments (flat fp32), and at how many times the rate they learn."""
+        self._runs = list(self._split(spans(memory.arena, apart=config.lora_plus_ratio != 1), config.lora_plus_ratio))
+        """Weights, gradients and moments of a run of own elements, and at how many times the rate they learn."""
+
+    def _split(self, parts: Sequence[Span], ratio: float) -> Iterator[tuple[list[Tensor], float]]:
+        at = 0
+        for first, last in self._own:
+            for part in parts:
+                start, end = max(first, part.start), min(last, part.end)
+                if start < end:
+                    moments = (self.moments[name][at : at + end - start] for name in MOMENTS)
+                    yield [self._weights[start:end], self._grads[start:end], *moments], ratio if part.is_b else 1.0
+                    at += end - start
 
     def step(self, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
         """Divide, reduce, check, clip, step; gradients are zero afterwards. Collective.
@@ -302,10 +321,10 @@ class AdapterOptimizer:
         skipped = not math.isfinite(norm)
         if not skipped:
             factor = 1.0 if values.max_grad_norm is None else min(1.0, values.max_grad_norm / (norm + 1e-6))
-            if factor < 1.0:
-                self._grads.mul_(factor)
             self.step_count += 1
-            for (weights, grads, first, second), ratio in self._parts:
+            for (weights, grads, first, second), ratio in self._runs:
+                if factor < 1.0:
+                    grads.mul_(factor)
                 # AdamW (Loshchilov and Hutter 2019, algorithm 2), as torch computes it.
                 rate = lr * ratio
                 if values.weight_decay:
@@ -314,20 +333,45 @@ class AdapterOptimizer:
                 second.mul_(values.beta2).addcmul_(grads, grads, value=1 - values.beta2)
                 scale = second.sqrt().div_((1 - values.beta2**self.step_count) ** 0.5).add_(values.eps)
                 weights.addcdiv_(first, scale, value=-rate / (1 - values.beta1**self.step_count))
+            self._gather(self._weights)
         # Kept and zeroed: the modules' gradients are views of it.
         self._grads.zero_()
         return StepStats(values={"grad_norm": norm, "lr": lr, "skipped": float(skipped)})
 
+    def whole_moment(self, name: str) -> Tensor:
+        """A moment of all elements of this rank's memory, flat fp32 [arena.size]. Collective."""
+        whole = torch.zeros_like(self._weights)
+        for there, mine in self._own_parts(whole, self.moments[name]):
+            there.copy_(mine)
+        self._gather(whole)
+        return whole
+
+    def load_moment(self, name: str, whole: Tensor) -> None:
+        """Set a moment; the inverse of `whole_moment`, but not collective."""
+        for there, mine in self._own_parts(whole, self.moments[name]):
+            mine.copy_(there)
+
+    def _own_parts(self, whole: Tensor, moment: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        sizes = [end - start for start, end in self._own]
+        for (start, end), mine in zip(self._own, moment.split(sizes), strict=True):
+            yield whole[start:end], mine
+
     def _reduce(self, denominator: float) -> float:
-        """Leave the whole, divided gradient on every rank; return its norm over all unique elements."""
-        squares = torch.zeros(1, dtype=torch.float64)
+        """Leave the whole, divided gradient in the own elements; return its norm over the elements of all ranks."""
+        total = torch.zeros(1, dtype=torch.float64, device=self._grads.device)
         self._grads.div_(denominator)
-        for part in self._classes:
-            flat = self._grads[part.start : part.end]
-            for group in part.groups:
-                dist.all_reduce(flat, group=group)
-            if part.counted:
-                squares += flat.double().square().sum().cpu()
+        for groups, bounds in self._classes:
+            for group, (outer, own) in zip(groups, pairwise(bounds), strict=True):
+                dist.reduce_scatter_single(self._grads[slice(*own)], self._grads[slice(*outer)], group=group)
+            for chunk in self._grads[slice(*bounds[-1])].split(NORM_CHUNK):
+                total += chunk.double().square_().sum()
+        squares = total.cpu()
         # NaN and infinity survive the sum: every rank takes the same decision.
         dist.all_reduce(squares)
         return float(squares.sqrt())
+
+    def _gather(self, flat: Tensor) -> None:
+        """Fill ``flat`` [arena.size], of which each rank has its own elements."""
+        for groups, bounds in self._classes:
+            for group, (outer, own) in zip(reversed(groups), reversed(list(pairwise(bounds))), strict=True):
+                dist.all_gather_single(flat[slice(*outer)], flat[slice(*own)], group=group)

@@ -6,7 +6,8 @@ All adapter parameters of a rank are views of one flat tensor, and so are their 
 
 *split* parts are divided over a tensor-parallel group, *whole* ones are replicated over it; dense
 sites use the tensor-parallel group, routed experts the expert-tensor-parallel one. Each range is
-in site order, so a run of consecutive sites is one piece of memory to gather. The matrices of a
+in site order, so a run of consecutive sites is one piece of memory to gather; zeros fill it up, so that
+the ranks that share it can each step an equal part. The matrices of a
 rank's experts of one linear layer are stacked, whether Megatron keeps the experts in one module
 or in one each.
 
@@ -314,7 +315,8 @@ def arrange(model: ShardedModel, spec: AdapterSpec, rank: int) -> Arena:
     has_head = model.has_head(spec, rank)
     if has_head:
         sizes[Range.DENSE_WHOLE] += sum(size for (size,) in model.head(spec).values())
-    bounds = tuple(accumulate(sizes, initial=0))
+    unit = model.layout.ranks_per_stage  # a multiple of the replicas of every range
+    bounds = tuple(accumulate((-(-size // unit) * unit for size in sizes), initial=0))
     return Arena(
         banks=tuple(replace(bank, a=bounds[a] + bank.a, b=bounds[b] + bank.b) for bank, a, b in placed),
         bounds=bounds,

@@ -1,4 +1,5 @@
-"""A Hugging Face causal LM, frozen and sharded layer by layer with `fully_shard`.
+"""A Hugging Face causal LM, frozen and sharded layer by layer with `fully_shard`, over all ranks or over some of them
+(``trainer.fsdp_shard``), so that every so many ranks have a copy of it.
 
 The model is made without memory (meta device), sharded, and then filled with this rank's rows. Embeddings, every
 decoder layer and the output layer are gathered one after the other, when they compute, and freed again::
@@ -6,8 +7,7 @@ decoder layer and the output layer are gathered one after the other, when they c
     shard of everything | embeddings -> layer 0 -> layer 1 -> ... -> output layer      forward
                         |               layer 0 <- layer 1 <- ... <- output layer      backward
 
-torch holds what it gathers twice for a moment, as it arrived and as parameters. So a large layer is gathered in parts
-(`units_of`).
+torch holds what it gathers twice, as it arrived and as parameters, and the next unit, which arrives meanwhile.
 
 Attention and experts are this module's (packed token trees, LoRA inside): transformers looks them up by the name in
 the model's configuration. A place where adapters act is wrapped once, however many adapters come. Adapters' parameters
@@ -21,6 +21,7 @@ folders; its own table of conversions maps them.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -272,10 +273,6 @@ def _is_rms_norm(module: Any) -> bool:
         return bool(torch.allclose(one(x), _rms_norm(one, x), rtol=1e-5, atol=1e-6))
 
 
-UNIT_BYTES = 8 * 2**20
-"""A module with more is gathered in parts. Of less, the fixed cost of a gather (0.1 ms and two hooks) would show."""
-
-
 def build_model(model: ModelConfig, trainer: TrainerConfig, rank: int, device: torch.device) -> nn.Module:
     """The frozen model with this rank's weights. Raises ConfigError for a model that cannot be packed."""
     config = AutoConfig.from_pretrained(model.folder)
@@ -289,12 +286,13 @@ def build_model(model: ModelConfig, trainer: TrainerConfig, rank: int, device: t
     if trainer.recompute:
         for layer in decoder_layers(module):
             layer.forward = partial(_recomputed, layer.forward)
-    shard(module, trainer, device)
+    size = trainer.fsdp_shard or trainer.world_size
+    shard(module, size, trainer, device)
     where = torch.device("cpu") if trainer.cpu_offload else device
     module.to_empty(device=where)
     _fill_buffers(module, device)
     tied = {_weight_of(module, module.get_output_embeddings()): _weight_of(module, module.get_input_embeddings())}
-    load_base(module, Sources(ModelFolder.of(model), config.model_type, tied), rank, trainer.world_size)
+    load_base(module, Sources(ModelFolder.of(model), config.model_type, tied), rank % size, size)
     return module
 
 
@@ -303,41 +301,26 @@ def _weight_of(module: nn.Module, part: nn.Module) -> str:
     return f"{path}.weight"
 
 
-def shard(module: nn.Module, trainer: TrainerConfig, device: torch.device) -> None:
-    """Apply `fully_shard` to the units of embeddings, decoder layers and output layer, and to what remains."""
-    mesh = init_device_mesh(device.type, (trainer.world_size,))
+def shard(module: nn.Module, size: int, trainer: TrainerConfig, device: torch.device) -> None:
+    """Apply `fully_shard` over each ``size`` ranks to embeddings, decoder layers and output layer, and to the rest.
+
+    A unit is gathered while the one before it computes, in both directions.
+    """
+    replicas = trainer.world_size // size
+    # One dimension is enough: a frozen base has no gradients to sum over its replicas.
+    mesh = init_device_mesh(device.type, (replicas, size), mesh_dim_names=("replicas", "shard"))["shard"]
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if trainer.cpu_offload else OffloadPolicy()
     model: Any = module
     parts = [model.get_input_embeddings(), *decoder_layers(module), model.get_output_embeddings()]
-    for unit in (*(unit for part in parts for unit in units_of(part)), module):
-        sharded: FSDPModule = fully_shard(unit, mesh=mesh, reshard_after_forward=True, offload_policy=offload)
-        # Only itself: by default the backward pass gathers the next layer as well.
-        sharded.set_modules_to_backward_prefetch([sharded])
-
-
-def units_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules of ``module`` that are gathered apart, inner ones first: large children, and what remains of it.
-
-    Children below an eighth of `UNIT_BYTES` stay with their parent: norms, routers, small projections.
-    """
-    if _bytes_of(module) > UNIT_BYTES:
-        for child in _called_children(module):
-            if _bytes_of(child) > UNIT_BYTES // 8:
-                yield from units_of(child)
-    yield module
-
-
-def _called_children(module: nn.Module) -> Iterator[nn.Module]:
-    """Children of ``module``; those of a list in its place, which is never called itself."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from _called_children(child)
-        else:
-            yield child
-
-
-def _bytes_of(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
+    units: list[FSDPModule] = [
+        fully_shard(part, mesh=mesh, reshard_after_forward=True, offload_policy=offload) for part in (*parts, module)
+    ]
+    _, first, *_ = units
+    first.set_modules_to_backward_prefetch([first])  # only itself: frozen embeddings take no part in that pass
+    for before, after in pairwise(units[1:-1]):
+        after.set_modules_to_backward_prefetch([before])
+    for before, after in pairwise(units[:-1]):
+        before.set_modules_to_forward_prefetch([after])
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:

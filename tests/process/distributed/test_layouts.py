@@ -128,9 +128,6 @@ EVERY = [
     Case("fsdp2_llama", 2, kind="llama", engine="fsdp"),
     Case("fsdp2_qwen2", 2, kind="qwen2", engine="fsdp"),
     Case("fsdp2_mixtral", 2, kind="mixtral", engine="fsdp"),
-    Case("fsdp2_units", 2, kind="qwen2_moe+shared", engine="fsdp", unit_bytes=1),
-    Case("fsdp2_units_recompute", 2, engine="fsdp", recompute=True, unit_bytes=1),
-    Case("fsdp2_units_llama", 2, kind="llama", engine="fsdp", recompute=True, unit_bytes=1),
     Case("fsdp2_cp2", 2, engine="fsdp", cp=2, budget=75, dropout=True),
     Case("fsdp4", 4, engine="fsdp"),
     Case("fsdp4_cp2", 4, engine="fsdp", cp=2, budget=75, recompute=True),
@@ -138,6 +135,7 @@ EVERY = [
     Case("fsdp4_dense", 4, kind="dense", engine="fsdp"),
     Case("fsdp4_llama", 4, kind="llama", engine="fsdp"),
     Case("fsdp4_qwen2_moe_shared", 4, kind="qwen2_moe+shared", engine="fsdp"),
+    Case("fsdp4_copies", 4, engine="fsdp", recompute=True, fsdp_shard=2),
 ]
 REFERENCE = {case.kind: case.name for case in reversed(EVERY) if case.world == 1 and case.engine == "megatron"}
 
@@ -157,7 +155,7 @@ def kinds(case: Case) -> Iterator[object]:
         f"{case.expert_layout} of several ranks": case.world > 1,
         "dropout of several ranks": case.dropout and case.world > 1,
         "recompute": case.recompute,
-        "units": case.unit_bytes == 1,
+        "copies": case.fsdp_shard is not None,
         case.model: case.engine == "fsdp",
     }
     yield from ((case.engine, fact) for fact, holds in facts.items() if holds)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -63,7 +62,7 @@ class Case:
     recompute: bool = False
     dropout: bool = False  # also train an adapter with dropout
     engine: Literal["megatron", "fsdp"] = "megatron"
-    unit_bytes: int = 2**23  # FSDP gathers larger modules in parts; 1: every module apart
+    fsdp_shard: int | None = None
 
     @property
     def model(self) -> str:
@@ -86,6 +85,7 @@ class Case:
             pp_layers=list(self.stages) if self.stages else None,
             max_tokens_per_microbatch=self.budget,
             recompute=self.recompute,
+            fsdp_shard=self.fsdp_shard,
         )
 
 
@@ -168,8 +168,7 @@ def build(
     path: str, case: Case, optimizer: OptimizerConfig = OPTIMIZER, targets: tuple[str, ...] = TARGETS
 ) -> AdapterEngine:
     kind = {"megatron": MegatronEngine, "fsdp": FsdpEngine}[case.engine]
-    with mock.patch("areal_lora.engine.fsdp_utils.model.UNIT_BYTES", case.unit_bytes):
-        engine = kind(ModelConfig(path=path, dtype="float32"), case.trainer(), torch.device("cpu"))
+    engine = kind(ModelConfig(path=path, dtype="float32"), case.trainer(), torch.device("cpu"))
     engine.add_adapter(make_spec("a", path, case, targets), optimizer, seed=1)
     return engine
 
@@ -192,8 +191,9 @@ def make_spec(name: str, path: str, case: Case, targets: tuple[str, ...] = TARGE
 
 def export_gradients(engine: AdapterEngine, name: str = "a") -> list[tuple[str, Tensor]]:
     """The summed gradients under their wire names: reduced like a step does, exported in the weights' place."""
-    memory = engine.resident(name).memory
-    engine.resident(name).trained()._reduce(DENOMINATOR)
+    memory, optimizer = engine.resident(name).memory, engine.resident(name).trained()
+    optimizer._reduce(DENOMINATOR)
+    optimizer._gather(memory.grads)
     weights = memory.weights.clone()
     memory.weights.copy_(memory.grads)
     exported = list(engine.export_adapter(name))

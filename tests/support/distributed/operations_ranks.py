@@ -41,8 +41,7 @@ def data() -> tuple[Datum, ...]:
 
 def digest(engine: AdapterEngine, adapter: str) -> str:
     """Of this rank's weights, moments and clock."""
-    memory = engine.resident(adapter).memory
-    flats = [memory.weights, *memory.moments.values()]
+    flats = [engine.resident(adapter).memory.weights, *engine.resident(adapter).trained().moments.values()]
     raw = b"".join(flat.numpy().tobytes() for flat in flats)
     return hashlib.sha256(raw + str(engine.resident(adapter).trained().step_count).encode()).hexdigest()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from areal_lora.types import AdapterSpec
 from tests.support.families.tiny_families import save
 
 CPU = torch.device("cpu")
+TARGETS = ("linear_fc1", "linear_fc2", "linear_proj", "linear_qkv")
+SPEC = AdapterSpec(name="a", base_model="m", rank=2, alpha=4.0, target_modules=TARGETS)
 ROWS = [list(range(3, 40)), list(range(3, 20)) + list(range(50, 60)), [5, 9, 5]]
 
 
@@ -74,15 +77,37 @@ def test_positions_stay_fp32_beside_a_bf16_base(world: None, tmp_path: Path) -> 
 
 def test_offloaded_shards_train_alike(world: None, tmp_path: Path) -> None:
     folder = save("qwen3_moe", tmp_path)
-    targets = ("linear_fc1", "linear_fc2", "linear_proj", "linear_qkv")
-    spec = AdapterSpec(name="a", base_model="m", rank=2, alpha=4.0, target_modules=targets)
     batch, norms = scoring_batch(ROWS, "a"), []
     for offload in (False, True):
         engine = engine_of(folder, cpu_offload=offload)
-        engine.add_adapter(spec, OptimizerConfig(lr=0.1), seed=1)
+        engine.add_adapter(SPEC, OptimizerConfig(lr=0.1), seed=1)
         engine.forward_backward(batch, lambda _, logprobs, __: LossSums(loss=logprobs.sum()))
         norms.append(engine.optim_step("a", 1.0, 0.1).values["grad_norm"])
     assert norms[0] == norms[1] > 0.1
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_each_layer_is_gathered_while_the_one_before_computes(world: None, tmp_path: Path, recompute: bool) -> None:
+    """By the names that torch gives to what it does."""
+    engine = engine_of(save("qwen3_moe", tmp_path), recompute=recompute)
+    engine.add_adapter(SPEC, OptimizerConfig(lr=0.1), seed=1)
+    batch = scoring_batch(ROWS, "a")
+    engine.logprobs(batch, adapter="a")  # the first pass makes what later ones use
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        engine.forward_backward(batch, lambda _, logprobs, __: LossSums(loss=logprobs.sum()))
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    names = [event.name for event in events if event.name.startswith("FSDP::")]
+    order = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "lm_head"]
+    for now, after in pairwise(order):
+        assert next_of(names, f"FSDP::pre_forward ({now})") == f"FSDP::forward_prefetch for {after}"
+    for before, now in pairwise(order[1:]):
+        assert next_of(names, f"FSDP::pre_backward ({now})") == f"FSDP::backward_prefetch for {before}"
+    assert "FSDP::backward_prefetch for model.embed_tokens" not in names, "nothing of theirs is differentiated"
+
+
+def next_of(names: list[str], name: str) -> str:
+    assert names.count(name) == 1
+    return names[names.index(name) + 1]
 
 
 @pytest.mark.parametrize("key", ["tp", "pp", "ep", "etp"])

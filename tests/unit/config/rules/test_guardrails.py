@@ -84,6 +84,8 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["trainer.engine=fsdp", "trainer.ep=1", "trainer.cpu_offload=true"], {}, "trainer.cpu_offload", ["host memory anyway"]),
     ("dense", ["model.dtype=float32"], {}, "model.dtype", ["16-bit", "bfloat16"]),
     ("dense", ["trainer.cpu_offload=true"], {}, "trainer.cpu_offload", ["Megatron"]),
+    ("dense", ["trainer.fsdp_shard=2"], {}, "trainer.fsdp_shard", ["tp, pp, ep and etp"]),
+    ("fsdp", ["trainer.fsdp_shard=3"], {}, "trainer.fsdp_shard", ["2 ranks cannot be divided", "3 ranks each"]),
     ("embedded", ["adapters.0.sft.steps=2", "adapters.0.sft.column=solution"], {}, "adapters.0.sft.column", ["'solution' names a column", "word_problems has none"]),
     ("fsdp", [ALL, "trainer.engine=megatron"], {"hf_config": PHI3, "checkpoint": LAYERS}, "model.path", ["'phi3' has no row", "set trainer.engine=fsdp"]),
     ("fsdp", [], {"hf_config": PHI3}, "model.path", ["safetensors files, which are not here"]),

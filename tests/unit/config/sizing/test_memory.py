@@ -48,12 +48,14 @@ def test_the_base_is_divided_as_megatron_divides_it() -> None:
     )
 
 
-def test_fsdp_shards_the_base_and_gathers_one_layer_twice() -> None:
+def test_fsdp_shards_the_base_and_gathers_one_layer_twice_and_the_next_one() -> None:
     sizes = ["trainer.engine=fsdp", "trainer.tp=1", "trainer.ep=1"]
     rank = estimate(*sizes)["trainer rank"]
     assert part(rank, "base weights") == pytest.approx(30.532e9 * 2 / 16, rel=0.001)
     layer = 128 * 3 * 2048 * 768 + 2 * 2048 * 128 * (32 + 4) + 128 * 2048  # experts, attention, router
-    assert part(rank, "gathered layer") == pytest.approx(2 * 2 * layer, rel=0.001)
+    assert part(rank, "gathered layer") == pytest.approx(3 * 2 * layer, rel=0.001)
+    copies = estimate(*sizes, "trainer.fsdp_shard=4")["trainer rank"]
+    assert copies.device - rank.device == pytest.approx(3 * part(rank, "base weights"), rel=0.001)
     away = estimate(*sizes, "trainer.cpu_offload=true")["trainer rank"]
     assert away.device == rank.device - part(rank, "base weights")
     assert away.host > rank.host
@@ -254,3 +256,9 @@ def test_the_recipes_fit_their_devices() -> None:
 )
 def test_memory_as_slurm_reads_it(text: str | None, nbytes: int | None) -> None:
     assert slurm_bytes(text) == nbytes
+
+
+def test_the_moments_of_a_stage_are_divided_over_its_ranks() -> None:
+    whole = part(estimate("trainer.world_size=1", "trainer.tp=1", "trainer.ep=1")["trainer rank"], "optimizer moments")
+    for sizes in (["trainer.engine=fsdp", "trainer.tp=1", "trainer.ep=1"], ["trainer.tp=2", "trainer.ep=8"]):
+        assert part(estimate(*sizes)["trainer rank"], "optimizer moments") == pytest.approx(whole / 16, rel=1e-6)

@@ -62,9 +62,7 @@ def test_lora_b_learns_ratio_times_as_fast(ratio: float) -> None:
     config = OptimizerConfig(lr=1.0, eps=0.1, weight_decay=0.1, max_grad_norm=1e9, lora_plus_ratio=ratio)
     memory = memory_of()
     memory.weights.copy_(torch.randn(memory.arena.size, generator=generator))
-    optimizer = AdapterOptimizer(
-        config, memory, [GradientClass(start=0, end=memory.arena.size, groups=[], counted=True)]
-    )
+    optimizer = AdapterOptimizer(config, memory, [GradientClass(start=0, end=memory.arena.size, groups=[])])
     lr = torch.full((memory.arena.size,), math.nan).double()
     for bank in memory.arena.banks:  # of each matrix, from where it lies
         lr[bank.a : bank.a + math.prod(bank.a_shape)] = 0.01
@@ -91,7 +89,7 @@ def test_steps_are_those_of_torch_bit_for_bit() -> None:
     memory = memory_of()
     memory.weights.copy_(torch.randn(memory.arena.size, generator=generator))
     parts = spans(memory.arena, apart=True)
-    whole = [GradientClass(start=0, end=memory.arena.size, groups=[], counted=True)]
+    whole = [GradientClass(start=0, end=memory.arena.size, groups=[])]
     ours = AdapterOptimizer(OptimizerConfig(lr=0.01, lora_plus_ratio=4.0), memory, whole)
     theirs = [torch.nn.Parameter(memory.weights[part.start : part.end].clone()) for part in parts]
     adam = torch.optim.AdamW([{"params": [weights]} for weights in theirs], foreach=True)
@@ -115,15 +113,15 @@ def test_the_clock_is_that_of_every_weight() -> None:
     two = []
     for _ in range(2):
         memory = memory_of()
-        whole = [GradientClass(start=0, end=memory.arena.size, groups=[], counted=True)]
+        whole = [GradientClass(start=0, end=memory.arena.size, groups=[])]
         two.append((memory, AdapterOptimizer(config, memory, whole)))
     (one, first), (other, second) = two
     for _ in range(3):
         one.grads.fill_(1.0)
         first.step(1.0, 0.1)
     other.weights.copy_(one.weights)
-    for name, moment in one.moments.items():
-        other.moments[name].copy_(moment)
+    for name, moment in first.moments.items():
+        second.load_moment(name, moment)
     second.step_count = 3
     for memory, optimizer in two:
         memory.grads.fill_(-0.5)
