@@ -279,6 +279,8 @@ class ShardManifest:
 
     ``layout`` is the digest of the ``weight_sync.layout.AdapterLayout`` in use: names, shapes,
     offsets, rank, alpha, targets. The tensors' fingerprints follow them on the wire.
+    ``session`` counts the starts of the run's trainer (`run_folder.trainer_session`), ``resumed_from`` is the version
+    of the adapter that this session has loaded: a version is what its session and its number name.
     """
 
     run: str
@@ -286,6 +288,16 @@ class ShardManifest:
     parent: AdapterRef | None
     base_digest: str
     layout: str
+    session: int = 0
+    resumed_from: int = 0
+
+    def shares(self, ref: AdapterRef, session: int) -> bool:
+        """Whether ``ref``, made or taken over in ``session``, is a version of this trainer, too.
+
+        A session goes on from a version of the one before, with all that led to it. What it has of earlier ones is
+        not known here.
+        """
+        return session == self.session or (session == self.session - 1 and ref.version <= self.resumed_from)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,8 @@ A ``Saver`` per trainer rank writes them in the background of training::
     main thread                     saver thread of every rank
     copy the state
     save ------------------------>  files -> fsync -> manifest -> rename -> fsync      `CheckpointStore`
-    publish ...                     durable: the publish of this version may start
-    next batch ...                  rank 0: commit the step, delete old checkpoints
-    join before the next learn <--  ended
+    publish, next batch ...         rank 0: commit the step, delete old checkpoints
+    join before a later learn <---  ended
 
 What a client saves (``label``) is written in the same way and in the same order, and is no checkpoint.
 """
@@ -53,7 +52,7 @@ from areal_lora.checkpoint.state import (
     rank_file,
 )
 from areal_lora.config.models import CheckpointConfig
-from areal_lora.errors import CheckpointError, PublishError
+from areal_lora.errors import CheckpointError
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_thread
 from areal_lora.run_folder.paths import RunFolder
@@ -282,24 +281,13 @@ class CheckpointSave:
     ref: AdapterRef
     step: int = 0
     label: str = ""
-    settled: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
     failed: bool = False
     reason: str = ""
     ended_s: float = 0.0
-    in_doubt: bool = False  # an error ended it, so it is unknown whether it is durable
     write_s: float = 0.0
     nbytes: int = 0
     error: BaseException | None = None
-
-    def wait_settled(self) -> None:
-        """Wait until the checkpoint is durable or has failed; only then may the version be published.
-
-        Raises PublishError if it is unknown whether it is durable, because the run is ending (see `Saver.join`).
-        """
-        _wait(self.settled, f"the checkpoint of {self.ref} to be on the disk")
-        if self.in_doubt:
-            raise PublishError(f"{self.ref} is not sent, its checkpoint ended with: {self.error}") from self.error
 
 
 class Saver:
@@ -344,7 +332,10 @@ class Saver:
         job = self._pending.pop(adapter, None)
         if job is None:
             return None
-        _wait(job.ended, f"the checkpoint of {job.ref} to be written and committed")
+        waited_s = 0.0
+        while not job.ended.wait(WAIT_LINE_S):
+            waited_s += WAIT_LINE_S
+            log.info("waiting for the checkpoint of %s to be written and committed since %.0f s", job.ref, waited_s)
         if job.error is not None:
             raise job.error
         if job.label:
@@ -371,9 +362,8 @@ class Saver:
             try:
                 self._run(job, snapshot)
             except Exception as e:  # fault boundary: `join` raises it in the main thread  # noqa: BLE001
-                job.error, job.in_doubt = e, not job.settled.is_set()
+                job.error = e
             job.ended_s = time.monotonic()
-            job.settled.set()
             job.ended.set()
             del next_one, snapshot  # free the memory of an adapter state while the thread waits
 
@@ -391,10 +381,7 @@ class Saver:
             if self._kept is not None:
                 self._kept(job)
             return
-        if job.failed:
-            return
-        job.settled.set()
-        if self._committed is None:
+        if job.failed or self._committed is None:
             return
         self._committed(job.ref)
         try:
@@ -402,10 +389,3 @@ class Saver:
                 log.debug("deleted checkpoints of %s: %s", job.ref.name, deleted)
         except OSError as e:
             log.warning("old checkpoints of %s could not be deleted: %s: %s", job.ref.name, e.filename, e.strerror)
-
-
-def _wait(event: threading.Event, what: str) -> None:
-    waited_s = 0.0
-    while not event.wait(WAIT_LINE_S):
-        waited_s += WAIT_LINE_S
-        log.info("waiting for %s since %.0f s", what, waited_s)

@@ -189,7 +189,7 @@ def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
     publishing = AdapterPublishing(
         engine, publisher, config.rollout.adapter_mode, lambda report, _: reports.append(report)
     )
-    publishing.publish(adapter, 0, None)
+    publishing.publish(adapter, 0)
     publishing.join(adapter.name)
     publishing.close()
     (report,) = reports

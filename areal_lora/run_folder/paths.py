@@ -98,6 +98,8 @@ class RunFolder:
     """The run ledger of the rollout controller."""
     judge = FolderEntry("judge")
     """Folder with the replies of judges (``tasks.judge``); their scorer processes may write it."""
+    trainer_session = FolderEntry("trainer_session")
+    """Counts the starts of the trainer (``run_folder.trainer_session``)."""
     checkpoints = FolderEntry("checkpoints")
     """Folder with one folder per adapter (``checkpoint.checkpoint_store``)."""
     saved_states = FolderEntry("states")

@@ -30,6 +30,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint, wait_servers
 from areal_lora.run_folder.status import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
 from areal_lora.run_folder.status import LoadingServers, beat_on, set_status
+from areal_lora.run_folder.trainer_session import raise_session
 from areal_lora.trainer.adapter import (
     ControllerState,
     RestoredState,
@@ -242,4 +243,5 @@ def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, ran
         on_active=announce,
         loading=loading,
         on_wait=waits,
+        session=raise_session(run_folder),
     )

@@ -4,15 +4,14 @@
        ^    ^                                       |  collate, assert staleness (C7)
        |    |                                       v
        |  commit <--durable-- disk <--checkpoint-- annotate, learn   (version k -> k + 1)
-       |                       |                    |
-       |                       v (not before)       v
+       |                                            v
     announce <--activated-- servers <---------- publish
                                                  (both in the background: the next step joins them)
 
-Step k is consumed once the checkpoint of version k + 1 is durable; a crash repeats at most one step (C9). With several
-adapters the same line is run for whichever has a batch and whose turn it is (`turns`); a fault of one of them ends
-that one (`fault_isolation`). Between two steps adapters may join, pause and leave (`joining`), and clients drive their
-adapters with the same verbs (`operating`).
+Step k is consumed once a checkpoint of version k + 1 or a later one is durable. A crash repeats the steps after it: at
+most one, or as many as ``checkpoint`` allows (C9). With several adapters the same line is run for whichever has a batch
+and whose turn it is (`turns`); a fault of one of them ends that one (`fault_isolation`). Between two steps adapters may
+join, pause and leave (`joining`), and clients drive their adapters with the same verbs (`operating`).
 """
 
 import time
@@ -29,9 +28,9 @@ from areal_lora.trainer.collective.next_work import (
     batch_of,
     collect_audit,
     controller_state,
-    join_checkpoint,
     join_last,
     join_publish,
+    keep_pace,
     make_durable,
     next_work,
 )
@@ -114,7 +113,7 @@ def train_step(trainer: Trainer, state: TrainingState, groups: list[TrajectoryGr
         batch = annotate(trainer.engine, adapter, batch)
     reached("trainer.annotated")
     with spans.span("checkpoint_join"):
-        join_checkpoint(trainer, state)
+        keep_pace(trainer, state)
     with spans.span("train"):
         lr = learning_rate(adapter.config.optimizer, state.version, adapter.run.steps)
         report = learn(
@@ -159,10 +158,10 @@ def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
     spans = trainer.spans[state.name]
     spans.restart()
     with spans.span("checkpoint_copy"):
-        save = trainer.checkpointing.save(state, controller_state(trainer, state))
+        trainer.checkpointing.save(state, controller_state(trainer, state))
     with spans.span("publish_join"):
         join_publish(trainer, state)
     with spans.span("publish_pack"):
-        trainer.publishing.publish(state.adapter, state.version, save)
+        trainer.publishing.publish(state.adapter, state.version)
     if trainer.rank_0:
         trainer.rank_0.driver(state.adapter).evaluate_if_due(state.ref)

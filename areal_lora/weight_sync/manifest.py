@@ -22,7 +22,7 @@ from areal_lora.weight_sync.kernels import ITEM_BYTES
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout
 
 LORA_A, LORA_B = ".lora_A.", ".lora_B."
-_MAGIC = b"ALM6"  # wire format version of an encoded announcement
+_MAGIC = b"ALM7"  # wire format version of an encoded announcement
 
 
 L = TypeVar("L")

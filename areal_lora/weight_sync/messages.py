@@ -14,7 +14,6 @@ POST     ``/admin/publish``  ``weight_sync.manifest.encode(a)``      200 ``Publi
 POST     ``/admin/drop``     ``DropRequest``                         200 ``DropReply``
 POST     ``/admin/score``    ``ScoreRequest``                        200 ``ScoreReply``
 POST     ``/admin/dismiss``  none                                    200: no publish counts on the server any more
-POST     ``/admin/shutdown`` none                                    200, then the server exits
 =======  ==================  ======================================  =================================
 
 A refusal is 409 with ``RefusalReply``; a missing or wrong key is 401, a longer body 413; anything else that is not 200
@@ -49,8 +48,6 @@ PUBLISH_PATH = "/admin/publish"
 DROP_PATH = "/admin/drop"
 SCORE_PATH = "/admin/score"
 DISMISS_PATH = "/admin/dismiss"
-SHUTDOWN_PATH = "/admin/shutdown"
-RESTART_EXIT = 75  # exit code of a server after /admin/shutdown: EX_TEMPFAIL, the launcher restarts it
 PING_S = 2.0  # a worker whose thread does not answer for this long counts as stopped
 CONTENT_TYPE = "application/msgpack"
 MAX_BODY_BYTES = 64 << 20  # a layout of 73,000 tensors takes 5 MB, a token of a sequence to be scored at most 5 bytes

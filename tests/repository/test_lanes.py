@@ -97,9 +97,9 @@ def scheduled(config: pytest.Config) -> tuple[Lanes, tuple[Lane, Lane]]:
     ("one", "other", "found"),
     [
         ("tests/e2e/test_stops.py", "tests/e2e/test_faults.py", True),
-        ("tests/e2e/test_stops.py", "tests/process/weight_sync/test_gate.py", True),
+        ("tests/e2e/test_stops.py", "tests/process/weight_sync/test_groups.py", True),
         ("tests/process/launcher/test_stops.py", "tests/soak/test_publishes.py", True),
-        ("tests/process/launcher/test_stops.py", "tests/process/weight_sync/test_gate.py", False),
+        ("tests/process/launcher/test_stops.py", "tests/process/weight_sync/test_groups.py", False),
         ("tests/e2e/test_stops.py", "tests/unit/test_launch.py", False),
         ("tests/unit/test_launch.py", "tests/process/launcher/test_stops.py", False),
     ],

@@ -95,6 +95,8 @@ class AdapterFeed:
                 self.groups.birth += 1
             apply(self._ledger, plan, decoded)
             self._ledger.head.trainer = trainer
+            for ticket in self.groups.running.values():
+                ticket.bound = version if ticket.bound is None else min(ticket.bound, version)
         if not (known and was_loaded):
             self.groups.load()
         self._drop_stale()
@@ -139,7 +141,7 @@ class AdapterFeed:
         """The version to request now; None while no version is announced."""
         if self.newest == NO_VERSION:
             return None
-        ticket.version, ticket.deadline = self.newest, self._clock() + self._lease_s
+        ticket.version, ticket.deadline, ticket.bound = self.newest, self._clock() + self._lease_s, None
         self._ledger.run(ticket.seq, self.newest, ticket.deadline)
         return AdapterRef(name=self.name, version=self.newest)
 
@@ -163,7 +165,10 @@ class AdapterFeed:
             ticket=live, episode=episode, oldest=min(versions), newest=max(versions), ready_s=self._clock()
         )
         next_version = self._ledger.head.next_version
-        if reason := self.budget.refusal(finished.oldest, finished.newest, next_version):
+        reason = self.budget.refusal(finished.oldest, finished.newest, next_version)
+        if live.bound is not None and finished.newest > live.bound:
+            reason = ROLLED_BACK
+        if reason:
             self.groups.reissue(live, reason)
         elif self._drop_uniform and finished.uniform:
             self._ledger.drop(live.seq, NO_VARIANCE)

@@ -57,6 +57,21 @@ def join_checkpoint(trainer: Trainer, state: TrainingState) -> CheckpointSave | 
     return saved
 
 
+def keep_pace(trainer: Trainer, state: TrainingState) -> None:
+    """Join the checkpoint in progress if it has ended, or if the adapter is ``max_behind`` steps ahead of it.
+
+    Collective. Raises CheckpointError as `Saver.join` does.
+    """
+    save = trainer.checkpointing.pending(state.name)
+    if save is None:
+        return
+    due = state.version - save.ref.version >= trainer.config.checkpoint.max_behind
+    if not due:  # the others may see its end earlier or later
+        due = trainer.control.broadcast_bytes(b"1" * save.ended.is_set() if trainer.control.rank == 0 else None) != b""
+    if due:
+        join_checkpoint(trainer, state)
+
+
 def make_durable(trainer: Trainer, state: TrainingState) -> None:
     """Write the checkpoint of the newest version, if it is due and has none, until it is durable. Collective.
 
@@ -178,7 +193,7 @@ def _of_clients(trainer: Trainer) -> w.Operate | w.Conclude | None:
 def may_start(trainer: Trainer, operation: Operation) -> bool:
     """Whether nothing that is in progress of its adapter has to end before ``operation``.
 
-    A publish is not started before the version is durable: servers may not hold one that could be made again.
+    A publish is not started before the version is durable: what a client was told that servers hold is not lost.
     """
     name = operation.adapter
     if isinstance(operation.what, Pass):

@@ -119,5 +119,5 @@ def _publish(trainer: Trainer, state: TrainingState, operation: protocol.Operati
     if trainer.rank_0:
         trainer.rank_0.clients_of(state.adapter).start(operation, state.version)
     with trainer.spans[state.name].span("publish_pack"):
-        trainer.publishing.publish(state.adapter, state.version, None)
+        trainer.publishing.publish(state.adapter, state.version)
     return None

@@ -137,13 +137,12 @@ class Checkpointing:
         self._newest[adapter] = version
 
     def save(self, state: TrainingState, controller: ControllerState) -> CheckpointSave | None:
-        """Copy the adapter's tensors and start to write them, if its version is due for a checkpoint and has none.
+        """Copy the adapter's tensors and start to write them, if a checkpoint is due and none is in progress.
 
-        A version whose checkpoint could not be written has none. At most one save per adapter is in progress: call
-        ``join`` first. Rank 0's ``controller`` goes into the manifest.
+        One that could not be written is due again. Rank 0's ``controller`` goes into the manifest.
         """
         adapter, version = state.adapter, state.version
-        if self._newest.get(adapter.name) == version or not due(adapter.run, version):
+        if self.pending(adapter.name) or not due(adapter.run, version, self._newest.get(adapter.name, -1)):
             return None
         self._newest[adapter.name] = version
         return self._saver.save(self._snapshot(state, controller))
@@ -202,9 +201,13 @@ class Checkpointing:
         self._saver.close()
 
 
-def due(run: AdapterRun, version: int) -> bool:
-    """Whether ``version`` gets a checkpoint: every so many steps, and the last one."""
-    return version % run.checkpoint_every == 0 or version >= run.steps
+def due(run: AdapterRun, version: int, newest: int) -> bool:
+    """Whether ``version`` gets a checkpoint, where ``newest`` has the last one (-1: none).
+
+    Due are the last version and every multiple of ``checkpoint_every``, or the first later version in place of a
+    multiple at which another checkpoint was in progress.
+    """
+    return version > newest and (version >= run.steps or version - version % run.checkpoint_every > newest)
 
 
 def random_state(device: torch.device) -> saved.RankRandom:

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Literal
 
 from areal_lora.algorithms.merging import MAX_LOST, CastLoss
-from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.data.collate import split_rows
 from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.adapter_engine import AdapterEngine
@@ -67,18 +66,13 @@ class AdapterPublishing:
         self._published: dict[str, _PublishState] = {}
         self._lossy = False
 
-    def publish(self, adapter: Adapter, version: int, save: CheckpointSave | None) -> None:
+    def publish(self, adapter: Adapter, version: int) -> None:
         """Start to send the adapter as ``version``. One publish per adapter may be in progress: call ``join`` first.
 
-        Nothing is sent before ``save``, the checkpoint of this version, is settled: a version that a server
-        has ever held can be resumed, and is never made a second time with other numbers (contract C2).
+        It waits for no disk. A version that no checkpoint has is lost with this session of the trainer, and the first
+        publish of the next session lets the servers forget it.
         """
-
-        def gate() -> None:
-            if save is not None:
-                save.wait_settled()
-            reached("trainer.publish_begun")
-
+        reached("trainer.publish_begun")
         kept, dtype, cast = self._kept(adapter), adapter.run.wire_dtype, None
         pack: Pack = partial(self._engine.pack_adapter, adapter.name, dtype)
         if self._merged:
@@ -92,7 +86,6 @@ class AdapterPublishing:
             cast=cast,
             base_digest=self._engine.base_digest(),
             probe=self._expected(adapter, version, kept),
-            gate=gate,
         )
 
     def join(self, adapter: str) -> None:

@@ -206,8 +206,8 @@ class AdapterReceiver:
         self._writer, self._on_staged, self._secret = writer, on_staged, secret
         self._run, self._base_digest, self._bind, self._device = run, base_digest, bind, device
         self._declared: dict[str, AdapterStructure] = {n: s.bare() for n, s in (declared or {}).items()}
-        self._current: dict[str, AdapterRef] = {}
-        self._previous: dict[str, AdapterRef | None] = {}
+        self._current: dict[str, ShardManifest] = {}
+        self._previous: dict[str, ShardManifest | None] = {}
         self._groups: dict[int, BroadcastGroup] = {}
         self._known: dict[str, _KnownLayout] = {}  # the last used one last
         self._layouts = layouts
@@ -256,7 +256,7 @@ class AdapterReceiver:
 
     def discard(self, ref: AdapterRef) -> None:
         """Forget a staged version that the server did not activate: it may be published again."""
-        if self._current.get(ref.name) == ref:
+        if (current := self._current.get(ref.name)) is not None and current.ref == ref:
             if (previous := self._previous.get(ref.name)) is not None:
                 self._current[ref.name] = previous
             else:
@@ -311,7 +311,7 @@ class AdapterReceiver:
             reception.check_time(manifest.ref)
             name = manifest.ref.name
             self._previous[name] = self._current.get(name)
-            self._current[name] = manifest.ref
+            self._current[name] = manifest
             self._declared.setdefault(name, known.layout.structure)
         except ManifestError as e:
             reason, detail = e.reason, e.detail
@@ -358,10 +358,9 @@ class AdapterReceiver:
         self, manifest: ShardManifest, known: _KnownLayout, slot: int | None, groups: _Groups
     ) -> tuple[Sequence[TensorBlocks], int]:
         """Check the version and return each shard's plan and the slot. Raises ManifestError."""
-        name, layout = manifest.ref.name, known.layout
-        check_successor(
-            manifest, layout.structure, self._current.get(name), self._run, self._base_digest, self._declared.get(name)
-        )
+        name, layout, held = manifest.ref.name, known.layout, self._current.get(manifest.ref.name)
+        current = held.ref if held is not None and manifest.shares(held.ref, held.session) else None
+        check_successor(manifest, layout.structure, current, self._run, self._base_digest, self._declared.get(name))
         if known.plans is None:
             check_layout(layout, self._writer.expected(layout.structure))
             known.plans = self._writer.plan(layout)

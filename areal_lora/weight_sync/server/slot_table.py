@@ -5,6 +5,9 @@ reserve -> (staging) -> activate -> acquire/release per request -> free, of what
 
 All adapters share the slots: the newest version of each, old versions in use, and one that is on its way. An adapter
 that holds more than another one leaves the last free slot to it.
+
+A trainer that was started again goes on from an older version. What its previous session made beyond that is lost: it
+leaves the table as a dropped adapter does, and its names are free for the versions that are made now.
 """
 
 import itertools
@@ -13,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from areal_lora.errors import ManifestError, RefusalReason, UnknownVersionError
-from areal_lora.types import AdapterRef
+from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.messages import PublishReply
 
 
@@ -22,11 +25,13 @@ class ResidentVersion:
     """A version in a slot; ``lora_id`` is 0 until it is active. ``in_use`` counts its running requests.
 
     An adapter that is dropped and published again has another ``incarnation``, a number that is never used twice.
+    ``session`` is the last one of the trainer to which the version is known to belong.
     """
 
     ref: AdapterRef
     slot: int
     incarnation: int
+    session: int = 0
     lora_id: int = 0
     in_use: int = 0
 
@@ -40,7 +45,8 @@ class ServedVersions:
     """Slots 0..n_slots-1, each with at most one immutable version, for up to ``adapters`` adapters at a time.
 
     ``active`` maps the versions that can be requested to the acknowledgement of their publish, ``incarnations`` the
-    adapters to their incarnation. ``left`` are versions of dropped adapters, on which requests may run. ``keep``
+    adapters to their incarnation. ``left`` are lost versions and those of dropped adapters, on which requests may run.
+    ``session`` is the trainer's newest. ``keep``
     versions of an adapter stay in their slots without a request; 0: one ends as its successor starts, as both have
     the same memory (merged weights). ``pins`` hold versions like a request, until a time of the caller's clock.
     """
@@ -54,9 +60,26 @@ class ServedVersions:
         self.active: dict[AdapterRef, PublishReply] = {}
         self.incarnations: dict[str, int] = {}
         self.left: list[ResidentVersion] = []
+        self.session = 0
         self.pins: dict[AdapterRef, float] = {}
         self.lora_ids = itertools.count(1)  # ids for the engine, each used once
         self.publishing: AdapterRef | None = None
+
+    def enter(self, manifest: ShardManifest) -> bool:
+        """Let the versions of an adapter leave that the trainer of ``manifest`` does not have; return whether any do.
+
+        Raises ManifestError (``stale_version``) for a trainer that another session has replaced.
+        """
+        if manifest.session < self.session:
+            text = f"{manifest.ref} is of session {manifest.session} of the trainer; session {self.session} runs now"
+            raise ManifestError(RefusalReason.STALE_VERSION, text)
+        self.session = manifest.session
+        mine = [resident for ref, resident in self._residents.items() if ref.name == manifest.ref.name]
+        lost = [resident.ref for resident in mine if not manifest.shares(resident.ref, resident.session)]
+        for resident in mine:
+            resident.session = manifest.session
+        self._leave(lost)
+        return bool(lost)
 
     def reserve(self, ref: AdapterRef) -> int:
         """Take a free slot for ``ref``. Raises ManifestError (``duplicate``, ``slot``).
@@ -75,7 +98,7 @@ class ServedVersions:
             raise self.full(ref)
         slot = self._free.pop(0)
         incarnation = self.incarnations.setdefault(ref.name, next(self._numbers))
-        self._residents[ref] = ResidentVersion(ref=ref, slot=slot, incarnation=incarnation)
+        self._residents[ref] = ResidentVersion(ref=ref, slot=slot, incarnation=incarnation, session=self.session)
         return slot
 
     def full(self, ref: AdapterRef) -> ManifestError:
@@ -137,10 +160,10 @@ class ServedVersions:
         return resident
 
     def release(self, resident: ResidentVersion, pin_until: float | None = None) -> None:
-        """Count a request out. With ``pin_until`` the version stays pinned until then, unless it was dropped."""
+        """Count a request out. With ``pin_until`` the version stays pinned until then, unless it has left."""
         if resident.in_use == 0:
             raise ValueError(f"{resident.ref} was released more often than acquired")
-        if pin_until is not None and resident.incarnation == self.incarnations.get(resident.ref.name):
+        if pin_until is not None and self._residents.get(resident.ref) is resident:
             resident.in_use += resident.ref not in self.pins
             self.pins[resident.ref] = pin_until
         resident.in_use -= 1
@@ -163,17 +186,21 @@ class ServedVersions:
         mine = [ref for ref in self._residents if ref.name == name]
         if not all(ref in self.active for ref in mine):
             raise ValueError(f"{name} cannot be dropped while it is published")
-        for ref in [pin for pin in self.pins if pin.name == name]:
-            self.unpin(ref)
-        dropped = [self._residents.pop(ref) for ref in mine]
-        for ref in mine:
-            del self.active[ref]
-        self.left += dropped
         self.incarnations.pop(name, None)
-        return sum(r.in_use for r in dropped)
+        return sum(resident.in_use for resident in self._leave(mine))
+
+    def _leave(self, refs: list[AdapterRef]) -> list[ResidentVersion]:
+        """Make active versions, whose pins end, ones that no request can name."""
+        for ref in self.pins.keys() & refs:
+            self.unpin(ref)
+        leaving = [self._residents.pop(ref) for ref in refs]
+        for ref in refs:
+            del self.active[ref]
+        self.left += leaving
+        return leaving
 
     def retire_left(self) -> list[ResidentVersion]:
-        """Give back the slots of dropped adapters that no request uses."""
+        """Give back the slots of versions that have left and that no request uses."""
         retired = [r for r in self.left if not r.in_use]
         self.left = [r for r in self.left if r.in_use]
         self._free += [r.slot for r in retired]

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
-from areal_lora.types import AdapterRef
+from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.messages import PublishReply, StageResult
 from areal_lora.weight_sync.server.slot_table import ResidentVersion, ServedVersions
 
 SLOT_WAIT_S = 1.0
 """Longest wait for a slot in place where other adapters may be waiting behind: the trainer tries again."""
-TAKEN_OFF = (RefusalReason.DUPLICATE, RefusalReason.WIRE)
+TAKEN_OFF = (RefusalReason.DUPLICATE, RefusalReason.SLOT, RefusalReason.WIRE)
 """Accepted answers to a repeated version: the worker has drained its bytes, or is in no group and receives none."""
 
 
@@ -92,13 +92,15 @@ def check_turn(what: str, deadline: float, now: float) -> None:
 
 
 class PublishTransaction:
-    """Publish ``ref``. Raises PublishError from ``deadline`` on, ValueError during another publish.
+    """Publish a version. Raises PublishError from ``deadline`` on, ValueError during another publish.
 
     At most half of the time until ``deadline`` goes into waiting for a slot, at most ``SLOT_WAIT_S`` where there are
     several adapters. A repeated publish of the newest version gets the first reply again and needs no slot.
+    ``lost``: requests may run on versions that the trainer has lost with its previous session (`ServedVersions.enter`).
     """
 
-    def __init__(self, versions: ServedVersions, ref: AdapterRef, deadline: float, now: float) -> None:
+    def __init__(self, versions: ServedVersions, manifest: ShardManifest, deadline: float, now: float) -> None:
+        ref = manifest.ref
         check_turn(str(ref), deadline, now)
         if versions.publishing is not None:
             raise ValueError(f"{ref} cannot be published during the publish of {versions.publishing}")
@@ -106,6 +108,12 @@ class PublishTransaction:
         self._versions, self._deadline = versions, deadline
         wait_s = (deadline - now) / 2
         self._began, self._wait_until = now, now + (wait_s if versions.adapters == 1 else min(wait_s, SLOT_WAIT_S))
+        self.lost = False
+        self._replaced: ManifestError | None = None
+        try:
+            self.lost = versions.enter(manifest)
+        except ManifestError as e:
+            self._replaced = e
         self._repeated = ref in versions.active and ref == versions.resolve(ref.name).ref
         self._slot: int | None = None
         """Reserved for ``ref``, which is not active yet."""
@@ -115,8 +123,8 @@ class PublishTransaction:
 
         The trainer is sending already: without a slot the workers still drain the bytes.
         """
-        if self._repeated:
-            return Stage(None)
+        if self._repeated or self._replaced:
+            return Stage(None, self._replaced)
         next_expiry = self._versions.expire_pins(now)
         try:
             self._slot = self._versions.reserve(self.ref)
@@ -140,6 +148,8 @@ class PublishTransaction:
 
         Raises ManifestError (refused) or PublishError (late).
         """
+        if self._replaced:
+            raise self._replaced
         if self._repeated:
             for result in results:
                 if result.reason not in TAKEN_OFF:

@@ -198,24 +198,19 @@ def member_findings(
     digest: str,
     results: Sequence[Sent],
 ) -> list[ServerFinding]:
-    """Which members serve ``ref`` with the numbers of ``digest``, and the errors of the others.
-
-    ``leftover`` is set where the member holds versions that this trainer did not make.
-    """
+    """Which members serve ``ref`` with the numbers of ``digest``, and the errors of the others."""
     findings = []
     for server in members:
-        reply, error, foreign = replies.get(server), errors.get(server), False
-        if error is not None:
-            foreign = isinstance(error, ManifestError) and error.reason == RefusalReason.STALE_VERSION
-        elif reply is None:
+        reply, error = replies.get(server), errors.get(server)
+        if error is None and reply is None:
             error = PublishError(f"{ref} was not sent: {what_failed((), results)}")
-        elif (reply.ref, reply.digest) != (str(ref), digest):
+        elif reply is not None and (reply.ref, reply.digest) != (str(ref), digest):
             text = (
                 f"server {server} acknowledged {reply.ref} {reply.digest}, published was {ref} {digest}; "
                 "it serves other numbers than were sent"
             )
-            error, foreign = ManifestError(RefusalReason.HASH, text), True
-        findings.append(ServerFinding(server=server, error=error, leftover=foreign))
+            error = ManifestError(RefusalReason.HASH, text)
+        findings.append(ServerFinding(server=server, error=error))
     return findings
 
 

@@ -63,10 +63,6 @@ class AdminClient:
         request = messages.ScoreRequest(model=model, token_ids=token_ids, temperature=temperature)
         return self.call(messages.SCORE_PATH, request, messages.ScoreReply, timeout_s).logprobs
 
-    def shutdown(self, timeout_s: float) -> None:
-        """Request that the server exits with ``RESTART_EXIT``: its versions must not be served any more."""
-        self.call(messages.SHUTDOWN_PATH, b"", PingReply, timeout_s)
-
     def ping(self, timeout_s: float = messages.PING_S) -> PingReply:
         """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
         return self._aside(messages.PING_PATH, None, timeout_s)
@@ -225,12 +221,6 @@ class Fleet:
         for server in servers:
             pool.submit(AdminClient(server, self._secret).dismiss, timeout_s)
         pool.shutdown(wait=False)
-
-    def end(self, servers: Iterable[ServerEndpoint], timeout_s: float) -> None:
-        """Request that members exit, so that the launcher restarts them without their versions."""
-        posts = {s: self._lines[s].thread.submit(self._lines[s].client.shutdown, timeout_s) for s in servers}
-        for server, e in errors(answers(posts, time.monotonic() + timeout_s)).items():
-            log.warning("rollout server %s did not accept the request to exit: %s", server, e)
 
     def silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
         """Ping all ``servers`` at once; return those that do not answer, with their errors.

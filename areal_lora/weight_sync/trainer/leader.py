@@ -44,7 +44,7 @@ class Leader:
     ``on_active`` is called in the publisher thread, before ``PublishJob.wait`` returns. ``on_wait`` is called there
     with the version that waits for an adapter slot and with what holds the slots, empty when it has one.
     ``loading`` names the servers that load their model; while there are any, a publish that has too few members waits.
-    ``tolerance`` is that of ``check_probe``.
+    ``tolerance`` is that of ``check_probe``, ``session`` that of `ShardManifest`.
     """
 
     def __init__(
@@ -60,9 +60,10 @@ class Leader:
         on_active: Callable[[PublishReport], None] = lambda _: None,
         on_wait: Callable[[AdapterRef, str], None] = lambda *_: None,
         loading: Callable[[], Sequence[str]] = tuple,
+        session: int = 0,
     ) -> None:
         self._config, self._tolerance, self._min_servers = config, tolerance, min_servers
-        self._on_active, self._on_wait, self._loading = on_active, on_wait, loading
+        self._on_active, self._on_wait, self._loading, self._session = on_active, on_wait, loading, session
         self._awaited: Sequence[str] = ()  # servers that load their model, as logged
         self._fleet = Fleet(run, secret)
         self.roster = MemberRoster(self._fleet, servers, ping_s=config.ping_s, watch=watch)
@@ -100,9 +101,8 @@ class Leader:
     def announce(self, job: PublishJob, deadline: float) -> None:
         """Post the version to all members, without waiting for answers. Its transfer ends by ``deadline``."""
         self._due = deadline + self._config.answer_s
-        self._posts = self._fleet.publish(
-            self.roster.members, job.manifest, job.layout, deadline, self._config.answer_s
-        )
+        manifest = replace(job.manifest, session=self._session)
+        self._posts = self._fleet.publish(self.roster.members, manifest, job.layout, deadline, self._config.answer_s)
 
     def drop(self, name: str) -> None:
         """Have the servers free what they hold of adapter ``name``, without waiting for answers."""
@@ -206,7 +206,6 @@ class Leader:
         if any(f.broken for f in findings):
             self._formed = None
         judgement = job.progress.judge(findings, now=time.monotonic(), timeout_s=self._config.timeout_s)
-        self._fleet.end([f.server for f in findings if f.leftover], self._config.ping_s)
         self.roster.exclude(judgement.lost)
         acked_s, cast = time.monotonic(), _total_cast(results)
         probes = self._probe(job, judgement.keep, cast) if judgement.complete else {}
@@ -261,16 +260,8 @@ class Leader:
             self.roster.members, replies, failed, ref=job.ref, digest=digest, results=results
         )
         silent = self._fleet.silent([f.server for f in findings if f.error is not None], self._config.ping_s)
-        first, joining = job.ref.name not in self._served, self.roster.joining
-        return replies, [
-            replace(
-                f,
-                alive=f.server not in silent,
-                joining=f.server in joining,
-                leftover=f.leftover and (first or f.server in joining),
-            )
-            for f in findings
-        ]
+        joining = self.roster.joining
+        return replies, [replace(f, alive=f.server not in silent, joining=f.server in joining) for f in findings]
 
     def _probe(
         self, job: PublishJob, servers: Sequence[ServerEndpoint], cast: CastSums | None
@@ -305,7 +296,6 @@ class Leader:
             "send": max(sent.send_ms for sent in results),
             "ack": (acked_s - job.began_s) * 1e3,
             "probe": (time.monotonic() - acked_s) * 1e3,
-            "gate": job.gate_ms,
             "slot": 0.0 if job.full_s is None else (acked_s - job.full_s) * 1e3,
         }
         return PublishReport(

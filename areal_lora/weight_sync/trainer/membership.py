@@ -42,15 +42,13 @@ log = get_logger(__name__)
 class ServerFinding:
     """Result of one server in an attempt. No ``error``: it serves the version. ``alive``: it answers pings.
 
-    ``joining``: it took part for the first time, beside others. ``leftover``: it holds versions that this trainer
-    did not make, from a previous session of the run that continued further or diverged.
+    ``joining``: it took part for the first time, beside others.
     """
 
     server: ServerEndpoint
     error: ArealLoraError | None = None
     alive: bool = True
     joining: bool = False
-    leftover: bool = False
 
     @property
     def refused(self) -> bool:
@@ -85,13 +83,13 @@ def judge(findings: Sequence[ServerFinding], *, retried: bool, late: bool = Fals
     """Judge which servers remain after an attempt.
 
     A member that refuses means that the version is wrong: its error is raised. A joining server that refuses is the
-    wrong server: it is lost, and so is a leftover. A server that failed and does not answer pings is lost. If all
-    answer, the transfer is repeated once with all; servers that still fail (``retried``) are lost, only joining ones if
-    any of them failed: a server that delays the others cannot be distinguished from those that it delays. A full server
-    is waited for. It is lost only if another server takes the version, when ``late``, or at once if it joins.
+    wrong server: it is lost. A server that failed and does not answer pings is lost. If all answer, the transfer is
+    repeated once with all; servers that still fail (``retried``) are lost, only joining ones if any of them failed: a
+    server that delays the others cannot be distinguished from those that it delays. A full server is waited for. It is
+    lost only if another server takes the version, when ``late``, or at once if it joins.
     """
     for f in findings:
-        if f.error is not None and f.refused and not f.joining and not f.leftover:
+        if f.error is not None and f.refused and not f.joining:
             raise f.error
     failed = [f for f in findings if f.error is not None]
     served = len(failed) < len(findings)
@@ -104,8 +102,6 @@ def judge(findings: Sequence[ServerFinding], *, retried: bool, late: bool = Fals
 
 
 def _reason(f: ServerFinding) -> str:
-    if f.leftover:
-        return f"holds versions of a previous session of the trainer and is shut down: {f.error}"
     if f.full and f.alive:
         return f"has no free adapter slot yet: {f.error}"
     how = "is not fit" if f.refused else "failed again" if f.alive else "does not answer"

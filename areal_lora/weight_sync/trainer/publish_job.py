@@ -165,10 +165,10 @@ class PublishJob:
     """One publish in progress at one rank. ``own`` is set before ``packed`` if packing failed on this rank.
 
     ``number`` is its place in the ``JobQueue``, the same on all ranks. A ``repeated`` version was sent before. ``met``:
-    the gates of all ranks are open. Rank 0 has ``progress``, None before its first step, and ``full_s``, when a server
-    had no slot for it for the first time (time.monotonic, like ``began_s``). ``dropped``: its adapter is no longer
-    wanted. ``waited``: ``wait`` has reported the outcome. ``gate`` returns when the transfer may start; it took
-    ``gate_ms``. Packing counts in ``cast``. A copy made by ``replace`` has the same packed shard, and no progress.
+    all ranks have started it. Rank 0 has ``progress``, None before its first step, and ``full_s``, when a server had no
+    slot for it for the first time (time.monotonic, like ``began_s``). ``dropped``: its adapter is no longer wanted.
+    ``waited``: ``wait`` has reported the outcome. Packing counts in ``cast``. A copy made by ``replace`` has the same
+    packed shard, and no progress.
     """
 
     manifest: ShardManifest
@@ -178,7 +178,6 @@ class PublishJob:
     began_s: float
     budget: Budget
     repeated: bool = False
-    gate: Callable[[], None] | None = None
     cast: CastLoss | None = None
     packed: threading.Event = field(default_factory=threading.Event)
     pack_ms: float = 0.0
@@ -188,7 +187,6 @@ class PublishJob:
     progress: Progress | None = field(default=None, init=False)
     full_s: float | None = field(default=None, init=False)
     dropped: bool = field(default=False, init=False)
-    gate_ms: float = field(default=0.0, init=False)
     outcome: Future[PublishReport] = field(default_factory=Future, init=False)
     waited: bool = field(default=False, init=False)
 

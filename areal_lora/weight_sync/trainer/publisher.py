@@ -18,7 +18,7 @@ they started (``job``); one that waits for a slot lets the others go ahead.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
@@ -46,9 +46,13 @@ log = get_logger(__name__)
 
 @dataclass(slots=True)
 class _Lane:
-    """One adapter at one rank. ``newest`` is the job that packed ``shard`` last, ``previous`` the last one."""
+    """One adapter at one rank. ``newest`` is the job that packed ``shard`` last, ``previous`` the last one.
+
+    ``first``: the first version of this session of the trainer, from which it has resumed.
+    """
 
     shard: PackedShard
+    first: int
     newest: PublishJob | None = None
     previous: PublishJob | None = None
 
@@ -95,22 +99,26 @@ class Publisher:
         pack: Pack,
         base_digest: str,
         probe: ProbeExpectation | None,
-        gate: Callable[[], None] | None = None,
         cast: CastLoss | None = None,
     ) -> PublishJob:
         """Start publishing ``ref``; this rank's shard of ``layout`` is packed before this returns.
 
-        No server receives the version before ``gate``, called in the publisher thread of every rank, has returned;
-        times and deadlines start then, on all ranks at once. ``weight_sync.publish_s`` bounds the rest, retries
-        included, except waiting while too few servers remain (``rejoin_s``), for a slot (``slot_s``) and for publishes
-        of other adapters. Only rank 0's ``probe`` is used. Waits for the adapter's previous publish first and raises
-        its error, unless ``wait`` has reported it. ``wait`` raises an ArealLoraError of ``pack`` on every rank; any
-        other error of ``pack`` is raised here. ``pack`` counts in ``cast``; the report has the sums of all ranks.
+        The first version of an adapter is the one that the trainer has loaded (`ShardManifest.resumed_from`).
+        ``weight_sync.publish_s`` bounds a publish, retries included, except waiting while too few servers remain
+        (``rejoin_s``), for a slot (``slot_s``) and for publishes of other adapters. Only rank 0's ``probe`` is used.
+        Waits for the adapter's previous publish first and raises its error, unless ``wait`` has reported it. ``wait``
+        raises an ArealLoraError of ``pack`` on every rank; any other error of ``pack`` is raised here. ``pack`` counts
+        in ``cast``; the report has the sums of all ranks.
         """
-        lane = self._lane(ref.name, layout)
+        lane = self._lane(ref, layout)
         now = time.monotonic()
         manifest = ShardManifest(
-            run=self._run_name, ref=ref, parent=parent, base_digest=base_digest, layout=layout.digest
+            run=self._run_name,
+            ref=ref,
+            parent=parent,
+            base_digest=base_digest,
+            layout=layout.digest,
+            resumed_from=lane.first,
         )
         shard = lane.shard
         shard.reset()
@@ -121,7 +129,6 @@ class Publisher:
             probe=probe,
             began_s=now,
             budget=Budget(self._config),
-            gate=gate,
             cast=cast,
         )
         lane.newest = job
@@ -148,9 +155,7 @@ class Publisher:
         lane.await_previous()
         assert lane.newest is not None
         budget = Budget(self._config)
-        return self._start(
-            lane, replace(lane.newest, repeated=True, gate=None, began_s=time.monotonic(), budget=budget)
-        )
+        return self._start(lane, replace(lane.newest, repeated=True, began_s=time.monotonic(), budget=budget))
 
     def drop(self, name: str) -> None:
         """Forget adapter ``name`` after its publish in progress, however that ends (collective).
@@ -179,15 +184,16 @@ class Publisher:
         if self._leader is not None:
             self._leader.close()
 
-    def _lane(self, name: str, layout: AdapterLayout) -> _Lane:
+    def _lane(self, ref: AdapterRef, layout: AdapterLayout) -> _Lane:
         """Return the adapter's lane, with its shard free to be packed in ``layout``."""
         if foreign := {shard.source for shard in layout.shards} - self._sources:
             raise PublishError(
-                f"{name}: ranks {sorted(foreign)} own tensors and are no sources ({sorted(self._sources)})"
+                f"{ref.name}: ranks {sorted(foreign)} own tensors and are no sources ({sorted(self._sources)})"
             )
-        lane = self._lanes.get(name)
+        lane = self._lanes.get(ref.name)
         if lane is None:
-            lane = self._lanes[name] = _Lane(PackedShard(layout, self._exchange.rank, self._device))
+            shard = PackedShard(layout, self._exchange.rank, self._device)
+            lane = self._lanes[ref.name] = _Lane(shard, ref.version)
         lane.await_previous()
         if lane.shard.layout.digest != layout.digest:
             lane.shard = PackedShard(layout, self._exchange.rank, self._device)
@@ -225,8 +231,9 @@ class Publisher:
 
     def _run(self, job: PublishJob) -> PublishReport | ArealLoraError | decisions.Yield:
         """Run ``job`` until it ends or another one goes ahead. Raises where members may be out of step."""
-        if not job.met and (failure := self._meet(job)) is not None:
-            return failure.error()
+        if not job.met:
+            self._agree(None)  # the main threads of the ranks start it at different times: no budget bounds that
+            job.met = True
         job.budget.restart()
         results: list[Sent] | None = None
         while True:
@@ -248,21 +255,6 @@ class Publisher:
                     sent = msgspec.msgpack.encode(self._attempt(job, members))
                     gathered = self._exchange.all_gather_bytes(sent, job.budget.patience_s)
                     results = [msgspec.msgpack.decode(raw, type=Sent) for raw in gathered]
-
-    def _meet(self, job: PublishJob) -> Failure | None:
-        """Start when the gates of all ranks are open; return one rank's error on all ranks."""
-        failure: Failure | None = None
-        try:
-            if job.gate is not None:
-                job.gate()
-        except ArealLoraError as e:
-            failure = Failure.of(e)
-        failed = self._agree(failure)
-        job.met = True
-        if job.gate is not None:
-            now = time.monotonic()
-            job.gate_ms, job.began_s = (now - job.began_s) * 1e3, now
-        return failed
 
     def _attempt(self, job: PublishJob, members: Sequence[ServerEndpoint] | None) -> Sent:
         started = time.perf_counter()

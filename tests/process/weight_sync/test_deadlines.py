@@ -54,22 +54,16 @@ class Ranks:
             for exchange in exchanges
         ]
 
-    def publish(self, version, gates=(), slow=0):
+    def publish(self, version, apart_s=0.0, last=-1):
+        """Each rank ``apart_s`` seconds after the one before, rank ``last`` at the end."""
         owned, aliases = share(values(version))
         layout = layout_of(owned, aliases)
         probe = ProbeExpectation(token_ids=[[1, 2, 3]], logprobs=[[0.0, -1.0, -1.0]], base=[[0.0, -2.0, -2.0]])
-        return [
-            publisher.publish(
-                ref(version),
-                None,
-                layout,
-                pack_of(layout, rank, dict(owned)),
-                BASE,
-                probe,
-                gates[rank] if gates else None,
-            )
-            for rank, publisher in enumerate(self.publishers)
-        ]
+        jobs = {}
+        for rank, publisher in sorted(enumerate(self.publishers), key=lambda each: each[0] == last):
+            time.sleep(apart_s if jobs else 0.0)
+            jobs[rank] = publisher.publish(ref(version), None, layout, pack_of(layout, rank, dict(owned)), BASE, probe)
+        return [jobs[rank] for rank in range(len(jobs))]
 
     def outcomes(self, version, **options):
         """(report or error, seconds) of each rank."""
@@ -157,13 +151,12 @@ def test_a_request_whose_time_has_passed_in_the_queue_is_not_looked_at():
         assert looked == [ref(0)]
 
 
-def test_no_rank_gives_up_while_rank_0_waits_for_its_checkpoint(monkeypatch):
+def test_no_rank_gives_up_while_another_one_has_not_started_the_publish(monkeypatch):
     """Ranks come to the beginning of a publish at different times; its time counts from the last one's."""
     monkeypatch.setattr(job_module, "SLACK_S", 0.3)
     with serve() as server, Ranks(server, world=2, timeout_s=1.0) as ranks:
         for version in range(2):
-            late = [lambda: time.sleep(2.0), lambda: None]
-            outcomes = ranks.outcomes(version, gates=late if version == 0 else late[::-1])
+            outcomes = ranks.outcomes(version, apart_s=2.0, last=version)
             assert all(isinstance(answer, PublishReport) for answer, _ in outcomes), outcomes
 
 
@@ -190,17 +183,6 @@ def test_rank_0_ends_within_the_budget_of_a_publish_and_the_others_hear_from_it(
         assert str(other) == str(first), "every rank has the same reason, none stopped waiting before"
         assert "gone or late" not in str(first)
         assert max(first_s, other_s) < ranks.config.publish_s + 0.5
-
-
-def test_what_a_gate_raises_on_one_rank_is_raised_on_all():
-    def shut():
-        raise PublishError("a@v0 is not sent, its checkpoint ended")
-
-    with serve() as server, Ranks(server, world=2, timeout_s=5.0) as ranks:
-        outcomes = ranks.outcomes(0, gates=[lambda: None, shut])
-        assert [str(answer) for answer, _ in outcomes] == ["a@v0 is not sent, its checkpoint ended"] * 2
-        assert max(seconds for _, seconds in outcomes) < 2.0
-        assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
 
 
 def test_packing_that_does_not_end_in_time_ends_the_publish():

@@ -54,7 +54,7 @@ class Watch:
 class Solo:
     """A publisher of one rank, and what it said became active."""
 
-    def __init__(self, *servers, secret=SECRET, watch=None, **config):
+    def __init__(self, *servers, secret=SECRET, watch=None, session=0, **config):
         self.active = []
         config = WeightSyncConfig(**({"timeout_s": 10.0, "bucket_mib": 0.001} | config))
         self.publisher = Publisher(
@@ -69,6 +69,7 @@ class Solo:
                 config=config,
                 watch=watch,
                 on_active=self.active.append,
+                session=session,
             ),
         )
 
@@ -141,48 +142,53 @@ def test_a_version_that_serves_already_still_tells_which_servers_were_lost():
 
 def test_a_new_trainer_takes_over_servers_that_hold_the_version_it_goes_on_from():
     with serve() as server:
-        with Solo(server) as before:
+        with Solo(server, session=1) as before:
             for version in range(3):
                 before.publish(version)
-        with Solo(server) as after:
+        with Solo(server, session=2) as after:
             report = after.publish(2).wait()
             assert (report.ref, report.attempts, report.lost) == (ref(2), 1, {})
             assert sorted(server.held.active) == [ref(0), ref(1), ref(2)]
             assert after.publish(3).wait().servers[0] == server.endpoint
 
 
-@pytest.mark.parametrize(("version", "word"), [(2, "other numbers"), (1, "older")])
-def test_a_server_with_versions_of_a_life_that_went_another_way_is_told_to_end(version, word):
-    """It keeps what it has until then: there are never two versions of one name in one place."""
-    told = threading.Event()
-    with serve(on_shutdown=told.set) as stale, serve(name="server-1") as fresh:
-        with Solo(stale) as before:
-            for v in range(3):
-                before.publish(v)
-        held = {name: value.copy() for name, value in stale.tensors(ref(2)).items()}
-        with Solo(stale, fresh) as after:
-            report = after.publish(version, seed=7).wait()
-            assert told.is_set()
-            assert report.servers == (fresh.endpoint,)
-            assert word in report.lost["server-0"]
-            assert "is shut down" in report.lost["server-0"]
-            assert after.active[-1].servers == (fresh.endpoint,)
-            assert [*after.active[-1].lost] == ["server-0"]
-            assert all((stale.tensors(ref(2))[name] == value).all() for name, value in held.items())
+def test_versions_that_were_lost_with_their_trainer_are_replaced_under_running_requests():
+    """The server goes on: what is common stays, and a request ends on the numbers with which it started."""
+    with serve() as server:
+        with Solo(server, session=1) as before:
+            for version in range(4):
+                before.publish(version)
+        lost = {name: value.copy() for name, value in server.tensors(ref(2)).items()}
+        with server.lease("a@v2"), Solo(server, session=2) as after:
+            slot = server.held.resolve("a@v2").slot
+            assert after.publish(1).wait().lost == {}
+            assert sorted(server.held.active) == [ref(0), ref(1)]
+            after.publish(2, seed=7).wait()
+            assert server.held.resolve("a").ref == ref(2)
+            assert all((server.writers[0].slots[slot][name] == value).all() for name, value in lost.items())
+            assert not all((server.tensors(ref(2))[name] == value).all() for name, value in lost.items())
+        assert len(server.held._free) == 1, "the slot of the lost version is free once its request has ended"
 
 
-def test_a_publish_waits_for_the_server_that_comes_in_its_place():
-    told = threading.Event()
-    with serve(on_shutdown=told.set) as stale, serve() as fresh:
-        with Solo(stale) as before:
-            before.publish(0)
-        watch = Watch()
-        with Solo(stale, watch=watch, rejoin_s=20.0) as after:
-            handle = after.publish(0, seed=7)
-            assert told.wait(10.0)
-            watch.servers = [fresh.endpoint]
-            report = handle.wait()
-            assert report.servers == (fresh.endpoint,)
+def test_a_server_that_missed_a_session_keeps_nothing_of_the_ones_before():
+    """It was away while the second one resumed from v1 and made another v2, from which the third one resumes."""
+    with serve() as server:
+        with Solo(server, session=1) as first:
+            for version in range(3):
+                first.publish(version)
+        with Solo(server, session=3) as third:
+            assert third.publish(2, seed=7).wait().lost == {}
+            assert sorted(server.held.active) == [ref(2)]
+
+
+def test_a_trainer_that_was_replaced_publishes_nothing_more():
+    with serve() as server, Solo(server, session=1) as old:
+        old.publish(0).wait()
+        with Solo(server, session=2) as new:
+            new.publish(0).wait()
+            with pytest.raises(ManifestError, match="session 1 of the trainer; session 2 runs now"):
+                old.publish(1).wait()
+            assert sorted(server.held.active) == [ref(0)]
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2])

@@ -114,7 +114,7 @@ def verdict(action: Callable[[], object]) -> str:
 
 
 def publish(publishing: AdapterPublishing, adapter: Adapter, version: int) -> None:
-    publishing.publish(adapter, version, None)
+    publishing.publish(adapter, version)
     publishing.join(adapter.name)
 
 

@@ -52,7 +52,6 @@ class MemoryServer:
         adapters: int = 1,
         layouts: int = 16,
         modules: Mapping[str, tuple[int, int]] | None = None,
-        on_shutdown: Callable[[], object] | None = None,
         leaving: Callable[[], bool] = lambda: False,
         on_dismiss: Callable[[], object] = lambda: None,
         listener: socket.socket | None = None,
@@ -76,7 +75,7 @@ class MemoryServer:
         self._run, self._secret, self._base_digest = run, secret, base_digest
         self._n_slots, self._score = n_slots, score
         self._modules = _modules(shapes) if modules is None else dict(modules)
-        self._on_shutdown, self._leaving, self._on_dismiss = on_shutdown, leaving, on_dismiss
+        self._leaving, self._on_dismiss = leaving, on_dismiss
         self._one_publish, self._released = threading.Lock(), threading.Condition()
         self._http = AdminHttpsServer(listener or socket.create_server(("127.0.0.1", 0)), secret, self.handle)
         self.endpoint = tp.ServerEndpoint(
@@ -146,9 +145,6 @@ class MemoryServer:
                     return 200, msgspec.msgpack.encode(self._publish(announcement, left_s))
             if (method, path) == ("POST", tp.DROP_PATH):
                 return 200, msgspec.msgpack.encode(self._drop(msgspec.msgpack.decode(body, type=tp.DropRequest).name))
-            if (method, path) == ("POST", tp.SHUTDOWN_PATH) and self._on_shutdown is not None:
-                self._on_shutdown()
-                return 200, msgspec.msgpack.encode(tp.PingReply())
             if (method, path) == ("POST", tp.SCORE_PATH):
                 return 200, msgspec.msgpack.encode(self._scored(msgspec.msgpack.decode(body, type=tp.ScoreRequest)))
         except ManifestError as e:
@@ -203,9 +199,9 @@ class MemoryServer:
         return tp.DropReply(running=running)
 
     def _publish(self, announcement: Announcement, timeout_s: float) -> tp.PublishReply:
-        now, ref = time.monotonic(), announcement.manifest.ref
+        now = time.monotonic()
         with self._released:
-            publish = PublishTransaction(self.held, ref, now + timeout_s, now)
+            publish = PublishTransaction(self.held, announcement.manifest, now + timeout_s, now)
         try:
             results = self._stage(announcement, self._reserve(publish), timeout_s)
             with self._released:

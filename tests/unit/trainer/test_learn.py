@@ -93,7 +93,7 @@ def _run(
         return replace(batch, versions=torch.where(batch.loss_mask, state.version, -1)), {}
 
     monkeypatch.setattr(loop, "batch_of", batch_of)
-    for name in ("join_checkpoint", "save_and_publish"):
+    for name in ("keep_pace", "save_and_publish"):
         monkeypatch.setattr(loop, name, lambda *_: None)
     for _ in range(steps):
         loop.train_step(trainer, state, [])

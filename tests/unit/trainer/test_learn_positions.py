@@ -141,7 +141,7 @@ def test_a_run_whose_alignment_breaks_is_stopped_in_that_step(
         return batch, {}
 
     monkeypatch.setattr(loop, "batch_of", batch_of)
-    for name in ("join_checkpoint", "save_and_publish"):
+    for name in ("keep_pace", "save_and_publish"):
         monkeypatch.setattr(loop, name, lambda *_: None)
     monkeypatch.setattr(loop, "collect_audit", lambda *_: None)
     state = TrainingState(adapter=make_adapter(), version=lag)

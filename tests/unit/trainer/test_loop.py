@@ -209,7 +209,7 @@ class Rank:
     def save(self, state: Any, controller: Any) -> None:
         pass
 
-    def publish(self, adapter: Any, version: int, save: Any) -> None:
+    def publish(self, adapter: Any, version: int) -> None:
         self._log.append("continues")
 
 

@@ -169,8 +169,8 @@ class ServedAdapters:
         self._leaving: set[int] = set()  # ids that no request can name, and that the engine's batch still uses
         self._dropping: asyncio.Task[None] | None = None
         self.interrupt: Callable[[AdapterRef], Awaitable[None]] | None = None
-        """Cuts the sequences on versions before the given one. Awaited when requests can name it, before its publish
-        is acknowledged; with merged weights before it is committed."""
+        """Cuts the sequences on other versions than the given one. Awaited when requests can name it, before its
+        publish is acknowledged; with merged weights before it is committed; first of all where versions are lost."""
 
     @contextmanager
     def lease(
@@ -231,8 +231,10 @@ class ServedAdapters:
         announced = decode(body)
         ref, deadline = announced.manifest.ref, _deadline(announced.timeout_s, came)
         async with self._turn(str(ref), deadline):
-            publish = transaction.PublishTransaction(self.versions, ref, deadline, time.monotonic())
+            publish = transaction.PublishTransaction(self.versions, announced.manifest, deadline, time.monotonic())
             try:
+                if publish.lost and self.interrupt is not None:
+                    await self.interrupt(ref)
                 slot = await self._reserve(publish)
                 staged = await self._stage(body, ref, slot, deadline)
                 async with self._alone(ref, staged, deadline) as hold_s:

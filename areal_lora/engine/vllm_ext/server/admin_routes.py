@@ -53,7 +53,6 @@ class AdminPlane:
             Route(wire.DROP_PATH, self.drop, methods=["POST"]),
             Route(wire.SCORE_PATH, self.score, methods=["POST"]),
             Route(wire.DISMISS_PATH, self.dismiss, methods=["POST"]),
-            Route(wire.SHUTDOWN_PATH, self.shutdown, methods=["POST"]),
         ]
         app = Starlette(routes=routes, exception_handlers=dict.fromkeys(STATUS, _refused))
         return BearerAuth(BodyLimit(app, wire.MAX_BODY_BYTES), secret, Plane.ADMIN)
@@ -95,10 +94,6 @@ class AdminPlane:
 
     async def dismiss(self, request: Request) -> Response:
         self._stop.dismissed.set()
-        return _answer(wire.PingReply())
-
-    async def shutdown(self, request: Request) -> Response:
-        self._stop.restart()
         return _answer(wire.PingReply())
 
 

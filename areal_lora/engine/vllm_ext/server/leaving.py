@@ -22,7 +22,6 @@ from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, forget_endpoint, read_endpoint
 from areal_lora.run_folder.status import set_status
-from areal_lora.weight_sync.messages import RESTART_EXIT
 
 LOOK_S = 0.05
 
@@ -30,13 +29,13 @@ log = get_logger(__name__)
 
 
 class Stop:
-    """A requested end of the server, and its exit code. Create it in the server's event loop.
+    """A requested end of the server. Create it in the server's event loop.
 
     ``grace_s``: the first signal lets the server leave in order, for at most so long; the second one ends it at once.
     """
 
     def __init__(self, grace_s: float = 0.0) -> None:
-        self.grace_s, self.code = grace_s, 0
+        self.grace_s = grace_s
         self.event, self.leaving, self.dismissed = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def on_signals(self) -> None:
@@ -48,11 +47,6 @@ class Stop:
             self.leaving.set()
         else:
             self.event.set()
-
-    def restart(self) -> None:
-        """End the server so that the launcher starts a new one in its place."""
-        self.code = RESTART_EXIT
-        self.event.set()
 
 
 class Door:

@@ -9,8 +9,6 @@ One process with vLLM's engine (a child process) behind two HTTP apps on ports o
 The server binds its ports first, so a port in use is an early error, and publishes them when it can serve
 requests. SIGTERM, SIGINT or the end of the parent end the server and its children with code 0: at once, or in order
 within ``--grace-s`` (``leaving``).
-``/admin/shutdown`` ends them with ``RESTART_EXIT``: the trainer cannot use what the server holds, and the
-launcher restarts it.
 """
 
 from __future__ import annotations
@@ -205,7 +203,7 @@ async def serve(
     if died:
         raise ProcessFailed("vLLM's engine ended by itself; its last lines are above")
     set_status(run_folder, ROLE, index, "stopped")
-    return stop.code
+    return 0
 
 
 async def tick(heart: Heart) -> None:

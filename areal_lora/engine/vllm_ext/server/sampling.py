@@ -169,13 +169,13 @@ class Sampler:
     # ------------------------------------------------------------ interrupt
 
     async def _cut(self, ref: AdapterRef) -> None:
-        """Cut all sequences on versions of the adapter older than ``ref``; ``_sequence`` continues them.
+        """Cut all sequences on other versions of the adapter; ``_sequence`` continues them on the newest.
 
-        Those of a dropped adapter that had the same name end as they are.
+        It ends those on a lost version: an error. Those of a dropped adapter that had the same name end as they are.
         """
         incarnation = self._adapters.versions.incarnations.get(ref.name)
         mine = [t for t in self._running if t.incarnation == incarnation and t.ref and t.ref.name == ref.name]
-        await self._generator.cut([t for t in mine if t.ref is not None and t.ref < ref])
+        await self._generator.cut([t for t in mine if t.ref != ref])
 
     async def _whole(
         self, ids: list[int], params: SamplingParams, index: int, model: str, arrived_s: float

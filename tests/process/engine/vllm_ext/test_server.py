@@ -471,7 +471,6 @@ ADMIN_PATHS = [
     ("POST", transport.JOIN_PATH),
     ("POST", transport.PUBLISH_PATH),
     ("POST", transport.SCORE_PATH),
-    ("POST", transport.SHUTDOWN_PATH),
     ("GET", "/openapi.json"),
 ]
 

@@ -108,7 +108,6 @@ async def serve(config: Config, run_folder: RunFolder, index: int, grace_s: floa
                 layouts=adapter_capacity(config),
                 score=score,
                 declared={a.name: a.spec(config.model.path) for a in config.adapters},
-                on_shutdown=partial(loop.call_soon_threadsafe, stop.restart),
                 leaving=stop.leaving.is_set,
                 on_dismiss=partial(loop.call_soon_threadsafe, stop.dismissed.set),
                 listener=admin,
@@ -132,7 +131,7 @@ async def serve(config: Config, run_folder: RunFolder, index: int, grace_s: floa
         leaving.cancel()
         heart.stop()
     set_status(run_folder, ROLE, index, "stopped")
-    return stop.code
+    return 0
 
 
 class StandInDataPlane:

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from areal_lora.errors import ManifestError, PublishError, RefusalReason, UnknownVersionError
-from areal_lora.types import AdapterRef
+from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.messages import PublishReply, StageResult
 from areal_lora.weight_sync.server.slot_table import ResidentVersion, ServedVersions
 from areal_lora.weight_sync.server.transaction import (
@@ -37,8 +37,18 @@ def no(ref: AdapterRef, reason: str, detail: str = "as told") -> StageResult:
     return StageResult(ref=str(ref), slot=-1, ok=False, reason=reason, detail=detail)
 
 
-def opened(versions: ServedVersions, ref: AdapterRef, deadline: float = 10.0, now: float = 0.0) -> PublishTransaction:
-    return PublishTransaction(versions, ref, deadline, now)
+def opened(
+    versions: ServedVersions,
+    ref: AdapterRef,
+    deadline: float = 10.0,
+    now: float = 0.0,
+    session: int = 0,
+    since: int = 0,
+) -> PublishTransaction:
+    manifest = ShardManifest(
+        run="r", ref=ref, parent=None, base_digest="b", layout="l", session=session, resumed_from=since
+    )
+    return PublishTransaction(versions, manifest, deadline, now)
 
 
 def reserved(publish: PublishTransaction, now: float = 0.0) -> Stage:
@@ -48,8 +58,8 @@ def reserved(publish: PublishTransaction, now: float = 0.0) -> Stage:
     return step
 
 
-def published(versions: ServedVersions, ref: AdapterRef, now: float = 0.0) -> PublishReply:
-    publish = opened(versions, ref, now + 10.0, now)
+def published(versions: ServedVersions, ref: AdapterRef, now: float = 0.0, session: int = 0) -> PublishReply:
+    publish = opened(versions, ref, now + 10.0, now, session)
     try:
         slot = reserved(publish, now).slot
         commit = publish.staged([ok(ref, slot)], now)
@@ -298,12 +308,24 @@ def test_room_is_made_by_whoever_holds_most_and_by_the_incoming_one_on_a_tie() -
     assert [r.ref for r in versions.make_room("b")] == [a(1, "b")]
 
 
+class Identities(list[ResidentVersion]):
+    """Residents that left; another one may be equal in all its values."""
+
+    def __contains__(self, resident: object) -> bool:
+        return any(resident is other for other in self)
+
+
 class Model:
     """What a server must hold: nothing about slots, only sets."""
 
     def __init__(self) -> None:
         self.active: dict[AdapterRef, PublishReply] = {}
         self.running: list[ResidentVersion] = []
+        self.left = Identities()
+
+    def leave(self, refs: set[AdapterRef], versions: ServedVersions) -> None:
+        self.left += [versions.resolve(str(ref)) for ref in refs]
+        self.active = {ref: reply for ref, reply in self.active.items() if ref not in refs}
 
     def newest(self, name: str) -> AdapterRef | None:
         return max((ref for ref in self.active if ref.name == name), default=None)
@@ -319,13 +341,36 @@ class Walk:
         self.names = ["a", "b", "c", "d"][:adapters]
         self.versions, self.model = ServedVersions(self.n_slots, self.keep, adapters), Model()
         self.now, self.ids = 0.0, set[int]()
-        self.done = {"activated": 0, "repeated": 0, "refused": 0, "drained": 0, "dropped": 0}
+        self.session, self.entered = 0, dict.fromkeys(self.names, 0)
+        self.resumed: dict[str, int] = {}  # of adapters that the trainer has not published since it started
+        self.done = {"activated": 0, "repeated": 0, "refused": 0, "drained": 0, "dropped": 0, "lost": 0}
 
     def step(self) -> None:
         self.now += self.rng.random()
         often = (self.publish, self.publish, self.request, self.request, self.finish, self.repeat)
-        self.drop() if self.rng.random() < 0.03 else self.rng.choice(often)()
+        rarely = {0: self.drop, 1: self.restart}.get(self.rng.randrange(40))
+        (rarely or self.rng.choice(often))()
         self.check()
+
+    def restart(self) -> None:
+        """The trainer starts again; some of its starts reach no server."""
+        self.session += self.rng.choice((1, 1, 2))
+        for name in self.names:
+            newest = self.model.newest(name)
+            has = self.resumed.get(name, 0 if newest is None else newest.version)
+            self.resumed[name] = max(has - self.rng.randint(0, 2), 0)
+
+    def open(self, ref: AdapterRef, deadline: float) -> PublishTransaction:
+        """What the trainer does not have leaves, with the requests that run on it."""
+        since = self.resumed.get(ref.name, 0)
+        common = self.session - self.entered[ref.name] <= 1
+        kept = {r for r in self.model.active if r.name == ref.name and common and r.version <= since}
+        if self.session != self.entered[ref.name]:
+            mine = {r for r in self.model.active if r.name == ref.name}
+            self.model.leave(mine - kept, self.versions)
+            self.done["lost"] += len(mine - kept)
+        self.entered[ref.name] = self.session
+        return opened(self.versions, ref, deadline, self.now, self.session, since)
 
     def request(self) -> None:
         if self.model.active and len(self.model.running) < self.n_slots:
@@ -342,9 +387,9 @@ class Walk:
 
     def repeat(self) -> None:
         ref = self.model.newest(self.rng.choice(self.names))
-        if ref is None:
+        if ref is None or ref.name in self.resumed:
             return
-        publish = opened(self.versions, ref, self.now + 1.0, self.now)
+        publish = self.open(ref, self.now + 1.0)
         assert publish.next_step(self.now) == Stage(slot=None)
         assert publish.staged([no(ref, RefusalReason.DUPLICATE)], self.now) is self.model.active[ref]
         assert publish.end() is None
@@ -353,11 +398,10 @@ class Walk:
     def drop(self) -> None:
         """Requests that run keep what they have; the name is free at once, and its versions begin anew."""
         name = self.rng.choice(self.names)
-        incarnation = self.versions.incarnations.get(name, 0)
-        mine = [r for r in self.model.running if (r.ref.name, r.incarnation) == (name, incarnation)]
+        mine = [r for r in self.model.running if r.ref.name == name and r not in self.model.left]
+        self.model.leave({ref for ref in self.model.active if ref.name == name}, self.versions)
         assert self.versions.drop(name) >= len(mine), "pins count as nothing"
         assert self.versions.drop(name) == 0
-        self.model.active = {ref: reply for ref, reply in self.model.active.items() if ref.name != name}
         with pytest.raises(UnknownVersionError):
             self.versions.acquire(name)
         self.done["dropped"] += 1
@@ -366,8 +410,9 @@ class Walk:
         name = self.rng.choice(self.names)
         newest = self.model.newest(name)
         ref = a(0 if newest is None else newest.version + self.rng.randint(1, 2), name)
+        ref = a(self.resumed.get(name, ref.version), name)
         deadline = self.now + 1.0 + 4.0 * self.rng.random()
-        publish = opened(self.versions, ref, deadline, self.now)
+        publish = self.open(ref, deadline)
         outcome = "abandoned"
         try:
             outcome = self.transact(publish, ref, deadline)
@@ -377,6 +422,8 @@ class Walk:
             dropped = publish.end()
         assert dropped in (None, ref)
         assert (outcome == "activated") <= (dropped is None)
+        if outcome == "activated":
+            self.resumed.pop(name, None)
         if outcome in self.done:
             self.done[outcome] += 1
 
@@ -393,6 +440,9 @@ class Walk:
                     self.finish()
             if self.rng.random() < 0.05:
                 return "cancelled"
+        if step.slot is None and ref in self.model.active:
+            assert publish.staged([no(ref, RefusalReason.SLOT)], self.now) is self.model.active[ref]
+            return "activated"
         if step.slot is None:
             assert step.refusal is not None
             self.done["drained"] += 1
@@ -419,8 +469,8 @@ class Walk:
         for resident in gone:
             ref = resident.ref
             assert not any(resident is used for used in self.model.running), "a version in use was retired"
-            if resident.incarnation != self.versions.incarnations.get(ref.name, 0):
-                continue  # of a dropped adapter
+            if resident in self.model.left:
+                continue
             assert ref != self.model.newest(ref.name), "the newest version was retired"
             del self.model.active[ref]
 
@@ -430,7 +480,7 @@ class Walk:
     def check(self) -> None:
         assert sorted(self.versions.active) == sorted(self.model.active)
         slots = [self.slot(ref) for ref in self.model.active]
-        slots += {r.slot for r in self.model.running if r.incarnation != self.versions.incarnations.get(r.ref.name, 0)}
+        slots += {r.slot for r in self.model.running if r in self.model.left}
         assert len(set(slots)) == len(slots)
         assert set(slots) <= set(range(self.n_slots))
         for name in self.names:
@@ -444,13 +494,13 @@ class Walk:
         self.now += 100.0
         for name in self.names:
             newest = self.model.newest(name)
-            published(self.versions, a(0 if newest is None else newest.version + 1, name), self.now)
+            published(self.versions, a(0 if newest is None else newest.version + 1, name), self.now, self.session)
         assert all(self.versions.resolve(str(ref)).in_use == 0 for ref in sorted(self.versions.active))
 
 
 def test_random_walks_agree_with_a_model_of_sets() -> None:
     print(f"AREAL_LORA_TEST_SEED={SEED}")
-    done = dict.fromkeys(("activated", "repeated", "refused", "drained", "dropped"), 0)
+    done = dict.fromkeys(("activated", "repeated", "refused", "drained", "dropped", "lost"), 0)
     for walk_seed in range(SEED, SEED + 40):
         walk = Walk(walk_seed)
         try:

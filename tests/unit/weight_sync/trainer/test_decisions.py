@@ -104,19 +104,17 @@ def reply(ref=REF, digest=DIGEST):
 
 def faults(replies, errors=(), results=()):
     found = member_findings((A, B, C), replies, dict(errors), ref=REF, digest=DIGEST, results=results)
-    return {f.server: (f.error, f.leftover) for f in found if f.error is not None}
+    return {f.server: f.error for f in found if f.error is not None}
 
 
 def test_members_are_at_fault_that_failed_lied_or_were_not_sent_the_version():
     assert faults({A: reply(), B: reply(), C: reply()}) == {}
     stale = ManifestError("stale_version", "older")
-    assert faults({A: reply()}, {B: SILENT, C: stale}) == {B: (SILENT, False), C: (stale, True)}
+    assert faults({A: reply()}, {B: SILENT, C: stale}) == {B: SILENT, C: stale}
     got = faults({A: reply(), B: reply(digest="0" * 32)}, results=[sent(wire=Failure(kind="failed", message="late"))])
-    error, foreign = got[B]
-    assert (error.reason, foreign) == ("hash", True)
-    assert "other numbers" in str(error)
-    error, foreign = got[C]
-    assert (str(error), foreign) == ("a@v3 was not sent: trainer rank 0: late", False)
+    assert got[B].reason == "hash"
+    assert "other numbers" in str(got[B])
+    assert str(got[C]) == "a@v3 was not sent: trainer rank 0: late"
 
 
 def test_the_text_of_a_failure_names_servers_and_ranks_only_without():

@@ -199,21 +199,21 @@ def test_what_was_given_up_while_the_server_was_busy_is_not_done_late():
 
 
 def test_what_crosses_the_network_holds_no_secret_and_does_nothing_when_it_is_sent_again():
-    shutdowns = []
+    dismissals = []
     with (
         MemoryServer(
-            run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, on_shutdown=lambda: shutdowns.append(1)
+            run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, on_dismiss=lambda: dismissals.append(1)
         ) as s,
         Wiretap(("127.0.0.1", s.endpoint.admin_port)) as tap,
     ):
         client = AdminClient(msgspec.structs.replace(s.endpoint, admin_port=tap.port), SECRET)
         assert client.info(5.0).run == RUN
-        client.shutdown(5.0)
-        assert shutdowns == [1]
+        client.call(tp.DISMISS_PATH, b"", tp.PingReply, 5.0)
+        assert dismissals == [1]
         assert SECRET.encode() not in tap.everything
         for readable in (b"Bearer", b"/admin/", BASE.encode()):
             assert readable not in tap.everything, f"{readable!r} is in clear"
         answer = tap.replay()
         assert b"200" not in answer
-        assert shutdowns == [1], "a recorded request was carried out a second time"
+        assert dismissals == [1], "a recorded request was carried out a second time"
         client.close()
