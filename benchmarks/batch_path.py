@@ -10,11 +10,12 @@ stage before. The answers are groups of 16 of ``--length`` random tokens each, w
     ledger        controller   -> bytes of the ledger's file
     channel       controller   a step's groups -> bytes of the reply
     decode        rank 0       bytes of the reply -> groups
-    share         every rank   groups -> one broadcast -> what the rank holds (world of one rank)
+    pack          rank 0       groups -> rows, and one array
+    share         other ranks  message and array (the time on the wire is not in it)
     collate       every rank   -> checked batch
 
-``bytes`` is what a stage's result holds, ``peak`` what was allocated at once meanwhile without its input. Both count
-Python's and NumPy's allocations and, of a batch, its tensors.
+Times are of the processor. ``bytes`` is what a stage's result holds, ``peak`` what was allocated at once meanwhile without
+its input; both count Python's and NumPy's allocations, not torch's (the masks, a byte a token each).
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import resource
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_lora.data.collate import check_batch, collate
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.data.prompts import Prompt
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.rollout import completion_client as cc
@@ -48,11 +52,25 @@ from areal_lora.rollout.controller import groups as pool
 from areal_lora.rollout.workflow import Episode, single_turn
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.trainer import work as w
-from areal_lora.types import Sample, TrainBatch, TrajectoryGroup
+from areal_lora.types import Generation, Outcome, Sample, TokenColumns, TrainBatch, TrajectoryGroup
 
 N_SAMPLES, PROMPT = 16, 256
-STATS = dict(ready=0, running=0, leased=0, issued=0, consumed=0, dropped={}, reissued=0, retried={}, late=0)
-STATS |= dict(tokens_generated=0, idle_s=0.0, ahead=0, margin_s=0.0, spare_s=None)
+STATS = m.Stats(
+    ready=0,
+    running=0,
+    leased=0,
+    issued=0,
+    consumed=0,
+    dropped={},
+    reissued=0,
+    retried={},
+    late=0,
+    tokens_generated=0,
+    idle_s=0.0,
+    ahead=0,
+    margin_s=0.0,
+    spare_s=None,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,71 +82,90 @@ class Stage:
     peak: int
 
 
-def tensor_bytes(result: Any) -> int:
-    if not isinstance(result, TrainBatch):
-        return 0
-    values = (getattr(result, each.name) for each in fields(result))
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
-
-
 def timed(stage: Callable[[], Any]) -> tuple[Stage, Any]:
-    """The best of two, and the bytes of a third run."""
+    """The best of three, and the bytes of a fourth run."""
     seconds = []
-    for _ in range(2):
+    for _ in range(3):
         gc.collect()
-        began = time.perf_counter()
+        began = time.process_time()
         result = stage()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
         del result
-    gc.collect()
     tracemalloc.start()
     result = stage()
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    extra = tensor_bytes(result)
-    return Stage(min(seconds), held + extra, peak + extra), result
+    return Stage(min(seconds), held, peak), result
 
 
 def body(rng: np.random.Generator, length: int) -> bytes:
-    """A server's answer to one prompt."""
-    choices = [
-        {
-            "index": i,
-            "finish_reason": "length",
-            "text": "x",
-            "token_ids": rng.integers(0, 150_000, length).tolist(),
-            "versions": [3] * length,
-            "logprobs": {"token_logprobs": (-rng.random(length, dtype=np.float32)).tolist()},
-        }
-        for i in range(N_SAMPLES)
-    ]
+    """A server's answer to one prompt: ``N_SAMPLES`` of ``length`` tokens."""
+    choices = []
+    for i in range(N_SAMPLES):
+        ids, scores = rng.integers(0, 150_000, length), -rng.random(length, dtype=np.float32)
+        columns = TokenColumns.of(ids, scores, np.full(length, 3))
+        choices.append({"index": i, "finish_reason": "length", "text": "x", "columns": columns})
     return msgspec.json.encode({"model": "a@v3", "choices": choices})
 
 
-def answers(bodies: list[bytes]) -> list[list[Any]]:
+def answers(bodies: list[bytes]) -> list[list[Generation]]:
     completions = [msgspec.json.decode(each, type=cc.Completion) for each in bodies]
     return [[cc._generation(choice, None) for choice in completion.choices] for completion in completions]
 
 
-def episodes(generations: list[list[Any]]) -> list[Episode]:
-    made = []
+def episodes(generations: list[list[Generation]]) -> list[Episode]:
+    score, made = Score(reward=1.0, outcome=Outcome.OK), []
     for number, group in enumerate(generations):
         sample = Sample(uid=str(number), prompt="", answer=None)
         prompt = Prompt(position=number, uid=f"0:{number}", text="", token_ids=list(range(PROMPT)), sample=sample)
-        score = Score(reward=1.0, outcome=pool_outcome())
         rows = tuple(single_turn(prompt, i, "a", answer, score) for i, answer in enumerate(group))
         episode = Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=rows), texts=("x",) * len(rows))
-        sum(sum(t.loss_mask) for t in rows)
-        versions = [v for t in rows for v in t.versions if v >= 0]
-        min(versions), max(versions)
+        np.concatenate([t.columns.sampled for t in rows])  # as `AdapterFeed.finish`
         made.append(episode)
     return made
 
 
-def pool_outcome() -> Any:
-    from areal_lora.types import Outcome
+def stages(bodies: list[bytes], exchange: Exchange) -> Iterator[tuple[str, Stage]]:
+    """Each stage is given what the one before made, which is forgotten then."""
+    stage, generations = timed(lambda: answers(bodies))
+    yield "answer", stage
+    stage, made = timed(partial(episodes, generations))
+    yield "trajectories", stage
+    del generations
+    stage, _ = timed(lambda: [pool._encode(each) for each in made])
+    yield "ledger", stage
+    groups = tuple(each.group for each in made)
+    batch = m.Batch(adapter="a", step=3, groups=groups, stats=STATS, samples=(), events=(), snapshot=b"")
+    stage, payload = timed(partial(m.encode, batch))
+    yield "channel", stage
+    del batch, groups, made
+    stage, received = timed(partial(m.decode_reply, payload))
+    yield "decode", stage
+    del payload
+    stage, packed = timed(partial(PackedGroups.of, received.groups))
+    yield "pack", stage
+    del received
+    # As on the other ranks: the message is decoded, and an array of the size is filled.
+    message = w._encode(w.TrainOn(adapter="a", batch=packed))
+    stage, work = timed(lambda: received_work(message, exchange))
+    yield "share", stage
+    work.batch.columns[:] = packed.columns
+    del packed
 
-    return Outcome.OK
+    def checked() -> TrainBatch:
+        batch = collate(work.batch)
+        check_batch(batch)
+        return batch
+
+    stage, _ = timed(checked)  # what it holds beside the array of before, which the log-probabilities stay in
+    yield "collate", stage
+
+
+def received_work(message: bytes, exchange: Exchange) -> w.TrainOn:
+    work = w._decode(exchange.broadcast_bytes(message))
+    work.batch.columns.fill(0)  # touches the pages, as the broadcast does
+    exchange.broadcast_array(work.batch.columns)
+    return work
 
 
 def main() -> None:
@@ -141,34 +178,17 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     exchange, rng = Exchange(60.0), np.random.default_rng(0)
     n_groups = max(1, round(chosen.tokens / (N_SAMPLES * chosen.length)))
-    bodies = [body(rng, chosen.length) for _ in range(n_groups)]
     tokens = n_groups * N_SAMPLES * (chosen.length + PROMPT)
-    found: dict[str, Stage] = {}
-    found["answer"], generations = timed(lambda: answers(bodies))
-    found["trajectories"], made = timed(lambda: episodes(generations))
-    del generations
-    found["ledger"], _ = timed(lambda: [pool._encode(each) for each in made])
-    groups = tuple(each.group for each in made)
-    batch = m.Batch(adapter="a", step=3, groups=groups, stats=m.Stats(**STATS), samples=(), events=(), snapshot=b"")
-    found["channel"], payload = timed(lambda: m.encode(batch))
-    del batch, groups, made
-    found["decode"], received = timed(lambda: m.decode_reply(payload))
-    found["share"], work = timed(lambda: w.share(w.TrainOn(adapter="a", groups=list(received.groups)), exchange))
-
-    def checked() -> TrainBatch:
-        packed = collate(work.groups)
-        check_batch(packed)
-        return packed
-
-    found["collate"], _ = timed(checked)
+    figures = {}
     table = Table("stage", "ns a token", "bytes a token", "peak", title=f"{tokens:,} tokens")
-    for name, stage in found.items():
-        table.add_row(name, *(f"{x:,.1f}" for x in (1e9 * stage.seconds / tokens, stage.held / tokens, stage.peak / tokens)))
+    for name, stage in stages([body(rng, chosen.length) for _ in range(n_groups)], exchange):
+        row = {"ns": 1e9 * stage.seconds / tokens, "bytes": stage.held / tokens, "peak": stage.peak / tokens}
+        table.add_row(name, *(f"{x:,.1f}" for x in row.values()))
+        figures |= {f"{name}_{key}": round(x, 2) for key, x in row.items()}
+    figures["peak_rss_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     Console(width=120).print(table)
     if chosen.json:
-        flat = {f"{name}_{key}": round(x / tokens, 2) for name, s in found.items() for key, x in
-                (("ns", 1e9 * s.seconds), ("bytes", s.held), ("peak", s.peak))}
-        chosen.json.write_text(json.dumps(flat, indent=1))
+        chosen.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":
