@@ -14,8 +14,8 @@ stage before. The answers are groups of 16 of ``--length`` random tokens each, w
     share         other ranks  message and array (the time on the wire is not in it)
     collate       every rank   -> checked batch
 
-Times are of the processor. ``bytes`` is what a stage's result holds, ``peak`` what was allocated at once meanwhile without
-its input; both count Python's and NumPy's allocations, not torch's (the masks, a byte a token each).
+Times are of the processor. ``bytes`` is what a stage's result holds, ``peak`` what was allocated at once meanwhile
+without its input; both count Python's and NumPy's allocations, not torch's (the masks, a byte a token each).
 """
 
 from __future__ import annotations
@@ -125,6 +125,10 @@ def episodes(generations: list[list[Generation]]) -> list[Episode]:
     return made
 
 
+def encoded(episodes: list[Episode]) -> list[bytes]:
+    return [pool._encode(each) for each in episodes]
+
+
 def stages(bodies: list[bytes], exchange: Exchange) -> Iterator[tuple[str, Stage]]:
     """Each stage is given what the one before made, which is forgotten then."""
     stage, generations = timed(lambda: answers(bodies))
@@ -132,7 +136,7 @@ def stages(bodies: list[bytes], exchange: Exchange) -> Iterator[tuple[str, Stage
     stage, made = timed(partial(episodes, generations))
     yield "trajectories", stage
     del generations
-    stage, _ = timed(lambda: [pool._encode(each) for each in made])
+    stage, _ = timed(partial(encoded, made))
     yield "ledger", stage
     groups = tuple(each.group for each in made)
     batch = m.Batch(adapter="a", step=3, groups=groups, stats=STATS, samples=(), events=(), snapshot=b"")

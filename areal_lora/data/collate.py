@@ -54,7 +54,7 @@ def collate(packed: PackedGroups) -> TrainBatch:
     for row, at in zip(rows, cu_seqlens.tolist(), strict=False):
         if not row.n_tokens or mask[at]:
             raise AlignmentError(f"trajectory {row.uid}: entry 0 must exist and be masked")
-    baselines = [row.baseline for row in rows]
+    baselines = [math.nan if row.baseline is None else row.baseline for row in rows]
     return TrainBatch(
         token_ids=torch.from_numpy(packed.columns[:n_tokens].astype(np.int64)),
         cu_seqlens=torch.from_numpy(cu_seqlens),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -23,7 +22,7 @@ class TrajectoryRow(msgspec.Struct, frozen=True, array_like=True):
     reward: float
     given: bool
     adapter: str
-    baseline: float
+    baseline: float | None
 
 
 class PackedGroups(msgspec.Struct, frozen=True, eq=False):
@@ -49,7 +48,7 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
                 reward=t.reward,
                 given=t.given,
                 adapter=t.adapter.name,
-                baseline=math.nan if group.baseline is None else group.baseline,
+                baseline=group.baseline,
             )
             for g, group, t in each
         ]
