@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from areal_lora.rollout.conversations import Environment, Reply
     from areal_lora.rollout.workflow import Episode, Workflow, WorkflowContext
     from areal_lora.tasks.rewards import Graded
-    from areal_lora.types import AdapterRef, Generation, Outcome, Sample, Trajectory, TrajectoryGroup
+    from areal_lora.types import AdapterRef, Generation, Outcome, Sample, TokenColumns, Trajectory, TrajectoryGroup
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,7 @@ _NAMES = {
     "rollout.conversations": ("Environment", "Reply"),
     "rollout.agents": ("AgentTask",),
     "rollout.workflow": ("Episode", "Workflow", "WorkflowContext"),
-    "types": ("AdapterRef", "Generation", "Outcome", "Sample", "Trajectory", "TrajectoryGroup"),
+    "types": ("AdapterRef", "Generation", "Outcome", "Sample", "TokenColumns", "Trajectory", "TrajectoryGroup"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
@@ -72,6 +72,7 @@ __all__ = [
     "Sample",
     "StepRecord",
     "Summary",
+    "TokenColumns",
     "Trajectory",
     "TrajectoryGroup",
     "Workflow",

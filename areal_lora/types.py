@@ -18,10 +18,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
@@ -182,24 +186,100 @@ def gold_text(answer: Any) -> str:
     return json.dumps(answer, ensure_ascii=False)
 
 
+class TokenColumns(msgspec.Struct, frozen=True):
+    """T tokens as little-endian arrays, in which they travel from a server to the trainer: 8 bytes a token.
+
+    ``versions`` are runs: pairs of a version and the number of tokens that it sampled. Tokens of version -1 were not
+    sampled, and have the log-probability 0. Raises ValueError for arrays that are not of the same T tokens.
+    """
+
+    token_ids: bytes  # [T] int32
+    logprobs: bytes  # [T] float32, of the behaviour policy
+    versions: bytes  # [R, 2] int32
+
+    def __post_init__(self) -> None:
+        runs = memoryview(self.versions).cast("i").tolist() if len(self.versions) % 8 == 0 else [0, 0]
+        sizes = len(self.token_ids), len(self.logprobs), 4 * sum(runs[1::2])
+        if len(set(sizes)) != 1 or sizes[0] % 4 or min(runs[::2], default=0) < -1 or min(runs[1::2], default=1) < 1:
+            raise ValueError(f"token ids, log-probabilities and versions are not of the same tokens: bytes {sizes}")
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int] | npt.NDArray[Any],
+        logprobs: Sequence[float] | npt.NDArray[Any],
+        versions: Sequence[int] | npt.NDArray[Any],
+    ) -> TokenColumns:
+        """Of three arrays [T]."""
+        each = np.array(versions, "<i4")
+        starts = np.flatnonzero(np.diff(each, prepend=each[:1] - 1))
+        runs = np.stack([each[starts], np.diff(starts, append=each.size).astype("<i4")], axis=1)
+        return cls(np.array(token_ids, "<i4").tobytes(), np.array(logprobs, "<f4").tobytes(), runs.tobytes())
+
+    @classmethod
+    def unsampled(cls, token_ids: Sequence[int]) -> TokenColumns:
+        ids = np.array(token_ids, "<i4").tobytes()
+        return cls(ids, bytes(len(ids)), np.array([(-1, len(token_ids))] if token_ids else [], "<i4").tobytes())
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenColumns]) -> TokenColumns:
+        """One after the other."""
+        return cls(*(b"".join([getattr(part, name) for part in parts]) for name in cls.__struct_fields__))
+
+    def __len__(self) -> int:
+        return len(self.token_ids) // 4
+
+    @property
+    def ids(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.token_ids, "<i4")
+
+    @property
+    def scores(self) -> npt.NDArray[np.float32]:
+        return np.frombuffer(self.logprobs, "<f4")
+
+    @property
+    def runs(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.versions, "<i4").reshape(-1, 2)
+
+    @property
+    def sampled(self) -> npt.NDArray[np.int32]:
+        """The runs [R', 2] of tokens that the model sampled."""
+        return self.runs[self.runs[:, 0] >= 0]
+
+    @property
+    def n_sampled(self) -> int:
+        return int(self.sampled[:, 1].sum())
+
+    @property
+    def each_version(self) -> npt.NDArray[np.int32]:
+        """[T]"""
+        return self.runs[:, 0].repeat(self.runs[:, 1])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A server's result for one answer. The server reports ``versions`` token by token.
+    """A server's result for one answer of A tokens, ``columns``. The server reports versions token by token.
 
     ``top_logprobs`` maps ids of the likeliest tokens to log-probabilities, where they were requested.
     """
 
-    token_ids: list[int]  # [A]
-    logprobs: list[float]  # [A]
-    versions: list[int]  # [A]
+    columns: TokenColumns
     finish_reason: str
     text: str = ""
     top_logprobs: list[dict[int, float]] | None = None  # [A]
 
+    @property
+    def token_ids(self) -> list[int]:
+        return self.columns.ids.tolist()
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.columns.scores.tolist()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """Prompt, answers and the text between them as one sequence of T tokens, with reward and outcome.
+    """Prompt, answers and the text between them as one sequence of T tokens, ``columns``, with reward and outcome.
 
     ``sample`` is the index of its sample in the group (0 to ``n_samples`` - 1). Several trajectories of one
     sample (an agent's conversations) have the same reward. The answer of a ``given`` trajectory is the data set's:
@@ -209,10 +289,7 @@ class Trajectory:
     uid: str
     sample: int
     adapter: AdapterRef
-    token_ids: list[int]  # [T]
-    loss_mask: list[int]  # [T] 1 on the model's own tokens
-    rollout_logprobs: list[float]  # [T] behaviour policy; 0 off the mask
-    versions: list[int]  # [T] -1 off the mask
+    columns: TokenColumns
     reward: float
     outcome: Outcome = Outcome.OK
     finish_reason: str = "stop"
@@ -221,6 +298,23 @@ class Trajectory:
     correct: bool | None = None  # None: not scored, or no rule for it
     given: bool = False
     cause: Cause = Cause.OTHER  # of an outcome that is not ok
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.columns.ids.tolist()
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 on the model's own tokens."""
+        return (self.columns.each_version >= 0).astype(int).tolist()
+
+    @property
+    def rollout_logprobs(self) -> list[float]:
+        return self.columns.scores.tolist()
+
+    @property
+    def versions(self) -> list[int]:
+        return self.columns.each_version.tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +344,7 @@ class TrainBatch:
     cu_seqlens: torch.Tensor  # [N+1] int64
     loss_mask: torch.Tensor  # [T] bool
     rollout_logprobs: torch.Tensor  # [T] fp32
-    versions: torch.Tensor  # [T] int64
+    versions: torch.Tensor  # [T] int32
     rewards: torch.Tensor  # [N] fp32
     group_ids: torch.Tensor  # [N] int64
     sample_ids: torch.Tensor  # [N] int64

@@ -22,44 +22,50 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_lora.data.trajectory_checks import check_alignment, check_rewards
+from areal_lora.data.packed_groups import PackedGroups
+from areal_lora.data.trajectory_checks import check_rewards
 from areal_lora.errors import AlignmentError, StalenessError
-from areal_lora.types import TrainBatch, TrajectoryGroup
+from areal_lora.types import TrainBatch
 
 PER_SEQUENCE = ("rewards", "group_ids", "sample_ids", "given", "baselines")
 """Tensors [N] of a batch; all others but ``cu_seqlens`` are [T]."""
 HOST = torch.device("cpu")  # named wherever a batch is made: torch's default device may be another one
 
 
-def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
-    """Pack all trajectories, in order, into one batch of N sequences and T tokens.
+def collate(packed: PackedGroups) -> TrainBatch:
+    """All trajectories, in order, as one batch of N sequences and T tokens. Log-probabilities are not copied.
 
     Raises:
-        AlignmentError: nothing to pack, arrays of different length, entry 0 of a sequence not masked, or
-            different rewards for the trajectories of one sample.
+        AlignmentError: nothing to train on, entry 0 of a sequence not masked, or different rewards for the
+            trajectories of one sample.
     """
-    rows = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
+    rows = packed.rows
     if not rows:
         raise AlignmentError("a batch without trajectories cannot be trained on")
-    for _, trajectory in rows:
-        check_alignment(trajectory)
+    check_rewards([(row.group, row) for row in rows])
     samples: dict[tuple[int, int], int] = {}
-    for g, trajectory in rows:
-        samples.setdefault((g, trajectory.sample), len(samples))
-    check_rewards(rows)
-    lengths = torch.tensor([0, *(len(t.token_ids) for _, t in rows)], device=HOST)
-    baselines = [math.nan if group.baseline is None else group.baseline for group in groups for _ in group.trajectories]
+    for row in rows:
+        samples.setdefault((row.group, row.sample), len(samples))
+    cu_seqlens = np.cumsum([0, *(row.n_tokens for row in rows)])
+    n_tokens = int(cu_seqlens[-1])
+    runs = packed.columns[2 * n_tokens :].reshape(-1, 2)
+    versions = torch.from_numpy(runs[:, 0].repeat(runs[:, 1]))
+    mask = versions >= 0
+    for row, at in zip(rows, cu_seqlens.tolist(), strict=False):
+        if not row.n_tokens or mask[at]:
+            raise AlignmentError(f"trajectory {row.uid}: entry 0 must exist and be masked")
+    baselines = [math.nan if row.baseline is None else row.baseline for row in rows]
     return TrainBatch(
-        token_ids=host_tensor([x for _, t in rows for x in t.token_ids], torch.int64),
-        cu_seqlens=lengths.cumsum(0),
-        loss_mask=host_tensor([x for _, t in rows for x in t.loss_mask], torch.bool),
-        rollout_logprobs=host_tensor([x for _, t in rows for x in t.rollout_logprobs], torch.float32),
-        versions=host_tensor([x for _, t in rows for x in t.versions], torch.int64),
-        rewards=host_tensor([t.reward for _, t in rows], torch.float32),
-        group_ids=host_tensor([g for g, _ in rows], torch.int64),
-        sample_ids=host_tensor([samples[g, t.sample] for g, t in rows], torch.int64),
-        given=host_tensor([t.given for _, t in rows], torch.bool),
-        adapters=tuple(t.adapter.name for _, t in rows),
+        token_ids=torch.from_numpy(packed.columns[:n_tokens].astype(np.int64)),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        loss_mask=mask,
+        rollout_logprobs=torch.from_numpy(packed.columns[n_tokens : 2 * n_tokens].view(np.float32)),
+        versions=versions,
+        rewards=host_tensor([row.reward for row in rows], torch.float32),
+        group_ids=host_tensor([row.group for row in rows], torch.int64),
+        sample_ids=host_tensor([samples[row.group, row.sample] for row in rows], torch.int64),
+        given=host_tensor([row.given for row in rows], torch.bool),
+        adapters=tuple(row.adapter for row in rows),
         baselines=None if all(map(math.isnan, baselines)) else host_tensor(baselines, torch.float32),
     )
 
@@ -148,7 +154,7 @@ def scoring_batch(rows: list[list[int]], adapter: str) -> TrainBatch:
         cu_seqlens=cu_seqlens,
         loss_mask=mask,
         rollout_logprobs=torch.zeros(tokens.numel(), device=HOST),
-        versions=torch.where(mask, 0, -1),
+        versions=torch.where(mask, 0, -1).int(),
         rewards=torch.zeros(len(rows), device=HOST),
         group_ids=torch.zeros(len(rows), dtype=torch.int64, device=HOST),
         sample_ids=torch.arange(len(rows), device=HOST),

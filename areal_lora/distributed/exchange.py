@@ -1,4 +1,4 @@
-"""Exchange small messages between trainer ranks, outside of the groups that train."""
+"""Exchange messages between trainer ranks, outside of the groups that train."""
 
 from __future__ import annotations
 
@@ -49,6 +49,10 @@ class Exchange:
         if _size(head) > INLINE_BYTES:
             head = self._broadcast(_framed(data or b"", _size(head)), timeout_s)
         return _unframed(head)
+
+    def broadcast_array(self, values: np.ndarray) -> None:
+        """Fill ``values`` (contiguous, of equal shape on all ranks) with those of rank 0. Raises PublishError."""
+        self._broadcast(torch.from_numpy(values), None)
 
     def send(self, data: np.ndarray, to: int) -> None:
         """Send ``data`` (uint8, contiguous) to rank ``to``, which calls `receive`, alone. Raises PublishError."""

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from areal_lora.errors import RolloutError
 from areal_lora.network.http_server import LEAVING_HEADER, ParsedText, ToolCallsAnswer, ToolCallsBody
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.rollout.routing import Router, Server, VersionRetired
-from areal_lora.types import AdapterRef, Cause, Generation, Outcome
+from areal_lora.types import AdapterRef, Cause, Generation, Outcome, TokenColumns
 
 # Shorter than uvicorn's 5 s, so that the server never closes a connection we are about to use.
 KEEP_ALIVE_S = 4.0
@@ -85,7 +86,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     Only the ``top_k`` likeliest tokens are sampled (0: all), only those with at least ``min_p`` of the likeliest one's
     probability, and no end within ``min_tokens``. An answer that ends at one of ``stop`` has the stop's tokens, but not
     its text. ``logprobs``: so many of the likeliest tokens come with each token. The client fills in ``model`` and
-    ``pin_version``.
+    ``pin_version``. With ``return_columns`` our servers answer in columns; stock vLLM, of `areal-lora eval`, does not.
     """
 
     prompt: list[int]
@@ -95,6 +96,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     n: int = 1
     logprobs: int | None = None
     return_token_ids: bool = False
+    return_columns: bool = False
     seed: int | None = None
     stop: list[str] | None = None
     top_k: int = 0
@@ -107,7 +109,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    token_logprobs: list[float]
+    token_logprobs: list[float] = []
     top_ids: list[dict[int, float]] | None = None
 
 
@@ -118,6 +120,7 @@ class SampledChoice(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int] | None = None
     versions: list[int] | None = None
     logprobs: TokenLogprobs | None = None
+    columns: TokenColumns | None = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +186,9 @@ class CompletionClient:
 
     async def sample(self, ref: AdapterRef, request: CompletionRequest, *, timeout_s: float) -> list[Generation]:
         """``request.n`` sampled answers with per-token logprobs; raises GenerationFault."""
-        request = msgspec.structs.replace(request, logprobs=request.logprobs or 0, return_token_ids=True)
+        request = msgspec.structs.replace(
+            request, logprobs=request.logprobs or 0, return_token_ids=True, return_columns=True
+        )
         _, choices = await self.complete(ref, request, timeout_s)
         return [_generation(choice, ref if self.pins else None) for choice in choices]
 
@@ -208,11 +213,9 @@ class CompletionClient:
         if len(logprobs) != len(token_ids) + 1:
             detail = f"{len(logprobs)} log-probabilities for {len(token_ids)} scored tokens and a sampled one"
             raise GenerationFault(FaultKind.PROTOCOL, detail)
+        versions = [served.version] * len(answer_ids)
         return Generation(
-            token_ids=answer_ids,
-            logprobs=logprobs[len(prompt_ids) : -1],
-            versions=[served.version] * len(answer_ids),
-            finish_reason="stop",
+            columns=TokenColumns.of(answer_ids, logprobs[len(prompt_ids) : -1], versions), finish_reason="stop"
         )
 
     async def tool_calls(self, ref: AdapterRef, request: ToolCallsBody, *, timeout_s: float) -> list[ParsedText]:
@@ -296,28 +299,27 @@ def _served_ref(completion: Completion, requested: AdapterRef, *, exactly: bool)
 
 
 def _generation(choice: SampledChoice, pinned: AdapterRef | None) -> Generation:
-    """Tokens carry the version that the server reports (contract C2).
+    """Tokens carry the version that the server reports (contract C2)."""
+    columns = choice.columns or _columns(choice, pinned)
+    if columns.runs[:, 0].min() < 0 or not np.isfinite(columns.scores).all():
+        what = "tokens of the base model, or log-probabilities that are not finite"
+        raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has {what}")
+    return Generation(
+        columns=columns,
+        finish_reason=choice.finish_reason or "",
+        text=choice.text,
+        top_logprobs=choice.logprobs.top_ids if choice.logprobs else None,
+    )
 
-    A server of one version, as `areal-lora eval` uses, reports none for tokens: they are of the ``pinned`` one.
-    """
+
+def _columns(choice: SampledChoice, pinned: AdapterRef | None) -> TokenColumns:
+    """Of an answer in lists. Stock vLLM reports no versions: its tokens are of the ``pinned`` one."""
     versions = choice.versions
     if versions is None and pinned is not None:
         versions = [pinned.version] * len(choice.token_ids or ())
     if not choice.token_ids or choice.logprobs is None or versions is None:
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} lacks token ids, logprobs or versions")
-    logprobs = choice.logprobs.token_logprobs
-    lengths = (len(choice.token_ids), len(logprobs), len(versions))
-    if len(set(lengths)) != 1:
-        raise GenerationFault(
-            FaultKind.PROTOCOL, f"answer {choice.index}: lengths of tokens, logprobs and versions differ: {lengths}"
-        )
-    if min(versions) < 0:
-        raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} was sampled from the base model")
-    return Generation(
-        token_ids=choice.token_ids,
-        logprobs=logprobs,
-        versions=versions,
-        finish_reason=choice.finish_reason or "",
-        text=choice.text,
-        top_logprobs=choice.logprobs.top_ids,
-    )
+    try:
+        return TokenColumns.of(choice.token_ids, choice.logprobs.token_logprobs, versions)
+    except ValueError as error:
+        raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index}: {error}") from None

@@ -61,7 +61,10 @@ def conversation_of(
         reward=reward,
         detail=detail,
         requests=session.records,
-        tokens=[TrajectoryRecord(token_ids=c.token_ids, versions=c.versions) for c in session.conversations],
+        tokens=[
+            TrajectoryRecord(token_ids=c.ids.tolist(), versions=c.each_version.tolist())
+            for c in (conversation.columns for conversation in session.conversations)
+        ],
     )
 
 
@@ -186,7 +189,7 @@ class MultiTurnWorkflow:
         packed, rewards = PackedTurns(), list[float]()
         # Not every text that an environment makes can be tokenized: half a surrogate pair cannot.
         packed.given(prompt.token_ids + (await code(_now, self.context.encode, first) if first else []))
-        if len(packed.token_ids) >= longest:
+        if len(packed) >= longest:
             raise GenerationFault(FaultKind.REJECTED, "the environment's first text leaves no room for an answer")
         for turn in range(self.max_turns):
             # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.
@@ -203,7 +206,7 @@ class MultiTurnWorkflow:
             added = await code(_now, self.context.formatter.reply, text, reply.role, answer.token_ids)
             if turn + 1 == self.max_turns:
                 packed.finish_reason = "max_turns"
-            elif len(packed.token_ids) + len(added) >= longest:
+            elif len(packed) + len(added) >= longest:
                 packed.finish_reason = "length"
                 break
             else:

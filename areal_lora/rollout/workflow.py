@@ -22,12 +22,14 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer
 from areal_lora.rollout.completion_client import CompletionClient, CompletionRequest, FaultKind, GenerationFault
 from areal_lora.tasks.datasets import given_answer
 from areal_lora.tasks.reward_calls import Score, ScoreItem
-from areal_lora.types import AdapterRef, Generation, Outcome, Sample, Trajectory, TrajectoryGroup
+from areal_lora.types import AdapterRef, Generation, Outcome, Sample, TokenColumns, Trajectory, TrajectoryGroup
 
 T = TypeVar("T")
 
@@ -36,38 +38,37 @@ T = TypeVar("T")
 class PackedTurns:
     """One growing sequence: the prompt, then in turn the model's answers and the replies."""
 
-    token_ids: list[int] = field(default_factory=list)  # [T], as all below
-    loss_mask: list[int] = field(default_factory=list)
-    rollout_logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    parts: list[TokenColumns] = field(default_factory=list)
     finish_reason: str = ""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def columns(self) -> TokenColumns:
+        return TokenColumns.joined(self.parts)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.columns.ids.tolist()
 
     def given(self, token_ids: Sequence[int]) -> None:
         """Append what the model did not sample: the prompt, or a reply."""
-        n = len(token_ids)
-        self.token_ids += token_ids
-        self.loss_mask += [0] * n
-        self.rollout_logprobs += [0.0] * n
-        self.versions += [-1] * n
+        self.parts.append(TokenColumns.unsampled(token_ids))
 
     def sampled(self, answer: Generation) -> None:
         """Append what the model answered to all of the tokens so far."""
-        self.token_ids += answer.token_ids
-        self.loss_mask += [1] * len(answer.token_ids)
-        self.rollout_logprobs += answer.logprobs
-        self.versions += answer.versions
+        self.parts.append(answer.columns)
         self.finish_reason = answer.finish_reason
 
     def trajectory(self, uid: str, sample: int, adapter: str, score: Score) -> Trajectory:
         """At least one answer must be there; its oldest token's version is the trajectory's."""
+        columns = self.columns
         return Trajectory(
             uid=uid,
             sample=sample,
-            adapter=AdapterRef(name=adapter, version=min(v for v in self.versions if v >= 0)),
-            token_ids=self.token_ids,
-            loss_mask=self.loss_mask,
-            rollout_logprobs=self.rollout_logprobs,
-            versions=self.versions,
+            adapter=AdapterRef(name=adapter, version=int(columns.sampled[:, 0].min())),
+            columns=columns,
             reward=score.reward,
             outcome=score.outcome,
             finish_reason=self.finish_reason,
@@ -83,12 +84,12 @@ def join(conversations: list[PackedTurns], prompt_ids: Sequence[int], answer: Ge
 
     It continues the longest of ``conversations`` whose tokens its prompt starts with, else it starts one of its own.
     """
-    fitting = [c for c in conversations if c.token_ids == prompt_ids[: len(c.token_ids)]]
-    conversation = max(fitting, key=lambda c: len(c.token_ids), default=None)
+    given = np.array(prompt_ids, "<i4").tobytes()
+    conversation = max((c for c in conversations if given.startswith(c.columns.token_ids)), key=len, default=None)
     if conversation is None:
         conversation = PackedTurns()
         conversations.append(conversation)
-    conversation.given(prompt_ids[len(conversation.token_ids) :])
+    conversation.given(prompt_ids[len(conversation) :])
     conversation.sampled(answer)
     return conversation
 
@@ -166,7 +167,7 @@ class WorkflowContext:
         return ScoreItem.of(
             sample,
             answer.text,
-            n_tokens=len(answer.token_ids),
+            n_tokens=len(answer.columns),
             finish_reason=answer.finish_reason,
             prefill=self.formatter.prefill,
         )

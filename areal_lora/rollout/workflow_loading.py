@@ -102,11 +102,11 @@ class CheckedWorkflow:
             raise AlignmentError(f"{prompt.uid}: {len(graded)} trajectories and {len(episode.texts)} texts")
         for trajectory in episode.group.trajectories:
             check_alignment(trajectory)
-            if not any(trajectory.loss_mask) or trajectory.adapter.name != ref.name:
+            if not trajectory.columns.n_sampled or trajectory.adapter.name != ref.name:
                 raise AlignmentError(f"trajectory {trajectory.uid}: nothing in it was sampled by {ref.name}")
-            if len(trajectory.token_ids) > self.context.max_model_len:
+            if len(trajectory.columns) > self.context.max_model_len:
                 raise AlignmentError(
-                    f"trajectory {trajectory.uid}: {len(trajectory.token_ids)} tokens are more than "
+                    f"trajectory {trajectory.uid}: {len(trajectory.columns)} tokens are more than "
                     f"rollout.max_model_len = {self.context.max_model_len}"
                 )
         if flow.first_fault(episode.group) is None:

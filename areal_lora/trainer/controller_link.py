@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import adapter_runs
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.channel.channel_messages import EvalResult
@@ -119,7 +120,7 @@ class ControllerLink:
         self._recorder.status(f"step {ref.version}: training {ref.name}")
         self._ledgers[ref.name] = batch.snapshot
         self._recorder.batch(batch)
-        return TrainOn(adapter=ref.name, groups=list(batch.groups))
+        return TrainOn(adapter=ref.name, batch=PackedGroups.of(batch.groups))
 
     def join(self, adapter: Adapter, version: int, kept: ControllerState) -> str:
         """The controller starts to roll out for ``adapter`` at ``version``; returns why it cannot, or nothing."""

@@ -17,6 +17,7 @@ join, pause and leave (`joining`), and clients drive their adapters with the sam
 import time
 from functools import partial
 
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import AdapterRolloutError
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.desired import DesiredPhase
@@ -38,7 +39,7 @@ from areal_lora.trainer.collective.operating import conclude, operate
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
 from areal_lora.trainer.training_state import Trainer
 from areal_lora.trainer.versions.checkpointing import export_adapter
-from areal_lora.types import AdapterPhase, AdapterRef, TrajectoryGroup
+from areal_lora.types import AdapterPhase, AdapterRef
 
 
 def train(trainer: Trainer) -> None:
@@ -89,8 +90,8 @@ def carry_out(
     """Do what is next for one adapter. A fault of its own ends it."""
     with contained(trainer, state):
         match work:
-            case w.TrainOn(groups=groups):
-                train_step(trainer, state, groups)
+            case w.TrainOn(batch=packed):
+                train_step(trainer, state, packed)
             case w.Finish():
                 join_last(trainer, state)
                 make_durable(trainer, state)
@@ -102,10 +103,10 @@ def carry_out(
         finish(trainer, state)
 
 
-def train_step(trainer: Trainer, state: TrainingState, groups: list[TrajectoryGroup]) -> None:
+def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> None:
     """Consume one batch, make the adapter's next version, start its checkpoint and its publish."""
     adapter, spans = state.tuned, trainer.spans[state.name]
-    batch, histogram = batch_of(state, groups)
+    batch, histogram = batch_of(state, packed)
     reached("trainer.batch_received")
     if trainer.rank_0:
         trainer.rank_0.auditor.start(state.name, batch, state.version, adapter.config.sampling.temperature)

@@ -4,13 +4,14 @@ import time
 from typing import TypeAlias
 
 import msgspec
+import numpy as np
 
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import ExitCode
 from areal_lora.operations.protocol import Operation, OperationFailure
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.trainer.adapter import TokenRows
-from areal_lora.types import TrajectoryGroup
 
 
 class OfAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -22,7 +23,7 @@ class OfAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class TrainOn(OfAdapter, frozen=True, kw_only=True, tag=True):
     """A batch of ``adapter`` is there."""
 
-    groups: list[TrajectoryGroup]
+    batch: PackedGroups
 
 
 class Finish(OfAdapter, frozen=True, kw_only=True, tag=True):
@@ -88,14 +89,18 @@ Work: TypeAlias = TrainOn | Finish | RolloutFault | PublishFault | CatchUp | Ope
 IDLE_S = 60.0
 """Between two signals of rank 0 that waits for work: far below the time-out of the ranks that wait for it."""
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Work | Idle).decode
+_encode = msgspec.msgpack.Encoder(enc_hook=len).encode
+_decode = msgspec.msgpack.Decoder(Work | Idle, dec_hook=lambda kind, size: np.empty(size, np.int32)).decode
+"""Of a batch's columns, the only array in a message, the size."""
 
 
 def share(work: Work | None, exchange: Exchange) -> Work:
     """Rank 0's decision on every rank; the other ranks pass None. Collective."""
     while True:
-        decided: Work | Idle = _decode(exchange.broadcast_bytes(_encode(work) if exchange.rank == 0 else None))
+        shared = exchange.broadcast_bytes(_encode(work) if exchange.rank == 0 else None)
+        decided: Work | Idle = work or _decode(shared)
+        if isinstance(decided, TrainOn):
+            exchange.broadcast_array(decided.batch.columns)
         if not isinstance(decided, Idle):
             return decided
 

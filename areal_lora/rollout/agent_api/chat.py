@@ -188,7 +188,7 @@ class CompletedRequest:
 
     @property
     def n_out(self) -> int:
-        return sum(len(reply.sampled.token_ids) for reply in self.replies)
+        return sum(len(reply.sampled.columns) for reply in self.replies)
 
     def usage(self) -> dict[str, int]:
         n = len(self.prompt_ids)
@@ -358,7 +358,7 @@ def _calls(reply: SampledReply) -> list[dict[str, Any]]:
 
 def token_logprobs(sampled: Generation, top: int, spell: Spell) -> list[dict[str, Any]]:
     """OpenAI's entries of the sampled tokens; of the ``top`` likeliest tokens too, where the server returns them."""
-    tables = sampled.top_logprobs or [{} for _ in sampled.token_ids]
+    tables = sampled.top_logprobs or [{}] * len(sampled.columns)
     rows = []
     for token, value, table in zip(sampled.token_ids, sampled.logprobs, tables, strict=True):
         best = sorted(table.items(), key=lambda entry: -entry[1])[:top]

@@ -211,9 +211,9 @@ class Session:
         known, answers = self.prompts.continued(request), list[AnswerRecord]()
         for reply in replies:
             conversation = join(self.conversations, prompt_ids, reply.sampled)
-            end = len(conversation.token_ids)
+            end = len(conversation)
             at = next(i for i, each in enumerate(self.conversations) if each is conversation)
-            start, how = end - len(reply.sampled.token_ids), reply.finish_reason
+            start, how = end - len(reply.sampled.columns), reply.finish_reason
             answers.append(AnswerRecord(turn=reply.turn, finish_reason=how, conversation=at, begin=start, end=end))
             self.prompts.answered(request, prompt_ids, reply)
         record = RequestRecord(
@@ -278,7 +278,7 @@ class Session:
         """What the configured reward gets: the last completion."""
         if self.last is None:
             return ScoreItem.of(sample, "")
-        n_tokens, how = len(self.last.token_ids), self.last.finish_reason
+        n_tokens, how = len(self.last.columns), self.last.finish_reason
         return ScoreItem.of(sample, self.last.text, n_tokens=n_tokens, finish_reason=how)
 
     def trajectories(self, prompt: Prompt, sample: int, score: Score) -> list[Trajectory]:

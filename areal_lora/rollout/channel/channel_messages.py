@@ -18,12 +18,12 @@ from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.tasks.tally import Estimates
 from areal_lora.types import TrajectoryGroup
 
-PROTOCOL = 10
+PROTOCOL = 11
 WIRE = Wire(
     server="controller",
     client="trainer",
     max_request_bytes=64 << 20,  # the longest is a greeting with the ledger's snapshots
-    max_reply_bytes=8 << 30,  # a batch: 4,096 sequences of 32,768 tokens take about 3 GiB
+    max_reply_bytes=8 << 30,  # a batch: 8,192 sequences of 32,768 tokens take 2 GiB and the texts of a few
 )
 
 log = get_logger(__name__)

@@ -19,9 +19,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby, islice
+from itertools import islice
 
 import msgspec
+import numpy as np
 
 from areal_lora.config.models import MultiTurnWorkflowConfig
 from areal_lora.data.prompts import Prompt
@@ -218,7 +219,7 @@ def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Epi
     samples: dict[int, list[tuple[Trajectory, str]]] = defaultdict(list)
     for trajectory, text in zip(episode.group.trajectories, episode.texts, strict=True):
         samples[trajectory.sample].append((trajectory, text))
-        if others := {version for version in trajectory.versions if version >= 0} - {ref.version}:
+        if others := set(trajectory.columns.sampled[:, 0].tolist()) - {ref.version}:
             detail = f"{prompt.uid}: requested {ref}, sampled by {sorted(others)} (fix: sample with context.answer)"
             raise GenerationFault(FaultKind.PROTOCOL, detail)
     answers = []
@@ -233,7 +234,7 @@ def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Epi
             Answer(
                 text=text,
                 score=Score(reward=last.reward, outcome=last.outcome, detail=last.detail, correct=correct),
-                n_tokens=sum(sum(trajectory.loss_mask) for trajectory, _ in rows),
+                n_tokens=sum(trajectory.columns.n_sampled for trajectory, _ in rows),
                 finish_reason=last.finish_reason,
             )
         )
@@ -242,8 +243,9 @@ def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Epi
 
 def _last_turn(chosen: EvalSet, workflow: MultiTurnWorkflowConfig, trajectory: Trajectory) -> str:
     """Text of the model's last turn, without the text that stopped it."""
-    runs = groupby(zip(trajectory.loss_mask, trajectory.token_ids, strict=True), key=lambda each: each[0])
-    *_, ids = ([token for _, token in run] for sampled, run in runs if sampled)
+    at = np.flatnonzero(trajectory.columns.each_version >= 0)
+    first = at[np.diff(at, prepend=-1) > 1][-1]  # a prompt comes before the first turn
+    ids = trajectory.columns.ids[first : at[-1] + 1].tolist()
     text = chosen.formatter.tokenizer.decode(ids, skip_special_tokens=True)
     for stop in chosen.sampling.stop:
         text = text.partition(stop)[0]

@@ -13,6 +13,8 @@ The feed decides. `GroupPool` carries out, in memory and in the ledger.
 import logging
 from collections.abc import Callable
 
+import numpy as np
+
 from areal_lora.data.prompts import PromptStream
 from areal_lora.errors import RolloutError, StalenessError
 from areal_lora.obs.metrics.records import faults_text
@@ -154,16 +156,15 @@ class AdapterFeed:
         if live is None or live.key != ticket.key:
             counters.late += 1
             return False
-        tokens = sum(sum(t.loss_mask) for t in episode.group.trajectories)
+        sampled = np.concatenate([t.columns.sampled for t in episode.group.trajectories])
+        tokens = int(sampled[:, 1].sum())
         self.groups.stop(live, tokens)
         if live is not ticket or live.version is None:
             self.groups.on_expire(live)  # the answer belongs to an abandoned try: the next try is not needed
         self.failures.answered()
         counters.tokens += tokens
-        versions = [v for t in episode.group.trajectories for v in t.versions if v >= 0]
-        finished = ScoredGroup(
-            ticket=live, episode=episode, oldest=min(versions), newest=max(versions), ready_s=self._clock()
-        )
+        oldest, newest = int(sampled[:, 0].min()), int(sampled[:, 0].max())
+        finished = ScoredGroup(ticket=live, episode=episode, oldest=oldest, newest=newest, ready_s=self._clock())
         next_version = self._ledger.head.next_version
         reason = self.budget.refusal(finished.oldest, finished.newest, next_version)
         if live.bound is not None and finished.newest > live.bound:

@@ -37,13 +37,14 @@ from areal_lora.rollout.ledger.ledger import (
 from areal_lora.run_folder.paths import RunFolder
 
 ROLLED_BACK = "rolled_back"
+SNAPSHOT_FORMAT = 1
 TRIES, PAUSE_S = 20, 0.05  # of copying a ledger that is being written
 
 
 class LedgerSnapshot(msgspec.Struct, kw_only=True, frozen=True):
     """An adapter's ledger once the steps before ``version`` are consumed; travels in the checkpoint."""
 
-    format: int = SCHEMA_VERSION
+    format: int = SNAPSHOT_FORMAT
     adapter: str
     order: str
     version: int
@@ -80,10 +81,10 @@ def decode_snapshot(data: bytes, adapter: str) -> LedgerSnapshot | None:
         snapshot = msgspec.msgpack.decode(data, type=LedgerSnapshot)
     except msgspec.DecodeError as error:
         raise RolloutError(f"the checkpoint's ledger snapshot of {adapter} cannot be read: {error}") from None
-    if (snapshot.format, snapshot.adapter) != (SCHEMA_VERSION, adapter):
+    if (snapshot.format, snapshot.adapter) != (SNAPSHOT_FORMAT, adapter):
         raise RolloutError(
             f"the checkpoint's ledger snapshot is of {snapshot.adapter!r} in format {snapshot.format}, "
-            f"not of {adapter!r} in format {SCHEMA_VERSION}"
+            f"not of {adapter!r} in format {SNAPSHOT_FORMAT}"
         )
     return snapshot
 

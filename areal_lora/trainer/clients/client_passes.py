@@ -97,7 +97,7 @@ def batch_of(request: Pass, adapter: str) -> TrainBatch:
         cu_seqlens=lengths.cumsum(0),
         loss_mask=mask,
         rollout_logprobs=_packed([datum.logprobs for datum in request.data]) if sampled else zeros,
-        versions=torch.where(mask, 0, -1),
+        versions=torch.where(mask, 0, -1).int(),
         rewards=torch.zeros(n, device=HOST),
         group_ids=torch.arange(n, device=HOST),
         sample_ids=torch.arange(n, device=HOST),

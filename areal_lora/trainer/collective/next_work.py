@@ -18,6 +18,7 @@ from functools import partial
 from areal_lora.algorithms.fair_queue import before
 from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.data.collate import assert_staleness, collate
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import AlignmentError
 from areal_lora.operations.protocol import Operation, Pass, Publish
 from areal_lora.rollout.channel.client import SHORT_POLL_S
@@ -26,7 +27,7 @@ from areal_lora.trainer.adapter import SERVED, ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.collective.fault_isolation import contained
 from areal_lora.trainer.training_state import Rank0, Trainer
-from areal_lora.types import AdapterPhase, TrainBatch, TrajectoryGroup
+from areal_lora.types import AdapterPhase, TrainBatch
 
 RETRY_S = 1.0
 """Before a checkpoint that could not be written is tried again."""
@@ -113,13 +114,13 @@ def collect_audit(trainer: Trainer, state: TrainingState, *, wait: bool = False)
     return audit
 
 
-def batch_of(state: TrainingState, groups: list[TrajectoryGroup]) -> tuple[TrainBatch, dict[int, int]]:
+def batch_of(state: TrainingState, packed: PackedGroups) -> tuple[TrainBatch, dict[int, int]]:
     """The batch of the next step, and its staleness histogram in tokens.
 
     Raises:
         StalenessError: a token is older than ``max_staleness`` (contract C7).
     """
-    batch = collate(groups)
+    batch = collate(packed)
     return batch, assert_staleness(batch, state.version, state.adapter.run.max_staleness)
 
 

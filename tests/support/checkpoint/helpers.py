@@ -43,6 +43,9 @@ class ThreadExchange:
     def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
         return self.all_gather_bytes(data or b"", timeout_s)[0]
 
+    def broadcast_array(self, values: np.ndarray) -> None:
+        values[:] = np.frombuffer(self.all_gather_bytes(values.tobytes())[0], values.dtype)
+
 
 def state_of(version: int, rank: int) -> AdapterState:
     """Random; differs by version and rank. The sizes are odd on purpose."""

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +64,21 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
     collate, learn, announce = next_work.collate, loop.learn, ControllerClient.announce
     publish, reached = publishing.AdapterPublishing.publish, publishing.reached
     write = Disk.write
-    groups: list[Any] = []
+    trained: dict[str, list[int]] = {}  # versions of the tokens of each group
     sent: deque[Path] = deque()  # publishes begin in the order in which they were asked for
 
-    def collated(taken: Any) -> Any:
-        groups[:] = taken
-        return collate(taken)
+    def collated(packed: Any) -> Any:
+        batch = collate(packed)
+        trained.clear()
+        for row, (a, b) in zip(packed.rows, pairwise(batch.cu_seqlens.tolist()), strict=True):
+            versions = trained.setdefault(row.uid.rpartition(":")[0], [])
+            versions += batch.versions[a:b][batch.loss_mask[a:b]].tolist()
+        return batch
 
     def learned(*args: Any, version: int, **kwargs: Any) -> Any:
         report = learn(*args, version=version, **kwargs)
         diary.write(
-            what="learnt",
-            adapter=args[1].name,
-            version=version,
-            uids=[g.uid for g in groups],
-            tokens=[[v for t in g.trajectories for v in t.versions if v >= 0] for g in groups],
+            what="learnt", adapter=args[1].name, version=version, uids=list(trained), tokens=list(trained.values())
         )
         return report
 

@@ -24,6 +24,7 @@ from areal_lora.checkpoint.state import Disk
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import joined
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.operations.link import TrainerEnd
@@ -223,11 +224,11 @@ class Side:
         """The controller: a batch is always there for adapters beside."""
         while True:
             if wanted:
-                return TrainOn(adapter=wanted[0].name, groups=[])
+                return TrainOn(adapter=wanted[0].name, batch=PackedGroups.of([]))
             if (work := interruption()) is not None:
                 return work
             if self.stop.is_set():
-                return TrainOn(adapter="", groups=[])
+                return TrainOn(adapter="", batch=PackedGroups.of([]))
             time.sleep(0.002)
 
     def _roll(self) -> None:

@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from aiohttp import web
+
+from areal_lora.types import TokenColumns
 
 Answer = tuple[list[int], str]
 
@@ -41,7 +44,8 @@ class FakeServer:
     """``async with FakeServer() as server``; then ``server.url``. Versions not in ``models`` are a 404.
 
     ``fault(k)`` and ``delay_s(k)`` are asked for the k-th request (from 0). ``served_as`` lets
-    the server use another version than the one asked for. ``parse`` answers ``POST /v1/tool_calls``.
+    the server use another version than the one asked for. Without ``columns`` it ignores ``return_columns``, as stock
+    vLLM. ``parse`` answers ``POST /v1/tool_calls``.
     """
 
     models: set[str] = field(default_factory=set)
@@ -50,6 +54,7 @@ class FakeServer:
     fault: Callable[[int], Fault | None] = lambda _: None
     served_as: Callable[[str], str] = lambda model: model
     parse: Callable[[dict[str, Any]], list[dict[str, Any]]] = no_calls
+    columns: bool = True
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     port: int = 0
@@ -127,5 +132,9 @@ class FakeServer:
                 choice["logprobs"] = {"token_logprobs": [*scored, *values]}
                 if body["logprobs"]:
                     choice["logprobs"]["top_ids"] = [{t: v, 65: v - 1} for t, v in zip(token_ids, values, strict=True)]
+            if self.columns and body.get("return_columns"):
+                made = TokenColumns.of(choice.pop("token_ids"), values, choice.pop("versions"))
+                choice["columns"] = msgspec.to_builtins(made)
+                del choice["logprobs"]["token_logprobs"]
             choices.append(choice)
         return {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": model, "choices": choices}

@@ -19,7 +19,7 @@ from areal_lora.rollout.controller.pacing import Pacing, StalenessBudget
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.ledger.reconcile import LedgerSnapshot
 from areal_lora.rollout.workflow import Episode, Scorer, SingleTurnWorkflow, Workflow, WorkflowContext
-from areal_lora.types import AdapterRef, Sample, Trajectory, TrajectoryGroup
+from areal_lora.types import AdapterRef, Sample, TokenColumns, Trajectory, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.rollout.texts import CharTokenizer
 
@@ -42,10 +42,7 @@ def trajectory(prompt: Prompt, version: int, index: int = 0, reward: float = 1.0
         uid=f"{prompt.uid}:{index}",
         sample=index,
         adapter=AdapterRef(name=NAME, version=version),
-        token_ids=[*prompt.token_ids, 7, 2],
-        loss_mask=[0] * p + [1, 1],
-        rollout_logprobs=[0.0] * p + [-0.5, -1.0],
-        versions=[-1] * p + [version] * 2,
+        columns=TokenColumns.of([*prompt.token_ids, 7, 2], [0.0] * p + [-0.5, -1.0], [-1] * p + [version] * 2),
         reward=reward,
     )
 

@@ -14,7 +14,7 @@ from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import Admission, Claim, GroupTally, Pacing
 from areal_lora.rollout.workflow import Episode
-from areal_lora.types import AdapterRef, TrajectoryGroup
+from areal_lora.types import AdapterRef, TokenColumns, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import feed, stream, trajectory
 
@@ -135,10 +135,11 @@ class Sharing:
             trajectories.append(
                 replace(
                     one,
-                    token_ids=[*ticket.prompt.token_ids, *[7] * n],
-                    loss_mask=[0] * asked + [1] * n,
-                    rollout_logprobs=[0.0] * asked + [-0.5] * n,
-                    versions=[-1] * asked + [ref.version] * n,
+                    columns=TokenColumns.of(
+                        [*ticket.prompt.token_ids, *[7] * n],
+                        [0.0] * asked + [-0.5] * n,
+                        [-1] * asked + [ref.version] * n,
+                    ),
                 )
             )
         group = TrajectoryGroup(uid=ticket.prompt.uid, trajectories=tuple(trajectories))
@@ -151,7 +152,7 @@ class Sharing:
             sharer = self.sharers[name]
             lease = sharer.feed.take(sharer.step, sharer.step)
             if lease is not None:
-                n = sum(sum(t.loss_mask) for group in lease.groups for t in group.trajectories)
+                n = sum(t.columns.n_sampled for group in lease.groups for t in group.trajectories)
                 self.busy = True
                 self._at(self._train_s + n * self._train_token_s, partial(self._trained, sharer, n))
                 return

@@ -15,7 +15,7 @@ from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.workflow import Episode
-from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
+from areal_lora.types import AdapterRef, TokenColumns, Trajectory, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, feed, stream
 from tests.support.rollout.judge import Judge
@@ -297,10 +297,7 @@ def episode(ticket: Ticket, versions: tuple[int, ...], uniform: bool) -> Episode
             uid=ticket.prompt.uid,
             sample=0,
             adapter=AdapterRef(name=NAME, version=versions[0]),
-            token_ids=[1, 7, 2],
-            loss_mask=[0, 1, 1],
-            rollout_logprobs=[0.0, -1.0, -1.0],
-            versions=[-1, *versions],
+            columns=TokenColumns.of([1, 7, 2], [0.0, -1.0, -1.0], [-1, *versions]),
             reward=reward,
         )
 

@@ -19,7 +19,7 @@ from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import Pacing
 from areal_lora.rollout.workflow import Episode
-from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
+from areal_lora.types import AdapterRef, TokenColumns, Trajectory, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, feed, stream
 
@@ -210,10 +210,7 @@ def episode(ticket: Ticket, *, uniform: bool) -> Episode:
             uid=ticket.prompt.uid,
             sample=0,
             adapter=AdapterRef(name=NAME, version=version),
-            token_ids=[1, 2],
-            loss_mask=[0, 1],
-            rollout_logprobs=[0.0, -1.0],
-            versions=[-1, version],
+            columns=TokenColumns.of([1, 2], [0.0, -1.0], [-1, version]),
             reward=reward,
         )
 

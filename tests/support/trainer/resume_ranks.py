@@ -23,6 +23,7 @@ from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
 from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sections.adapter import AlgorithmConfig
 from areal_lora.data.collate import scoring_batch
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.data.prompts import locate
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.megatron_engine import MegatronEngine
@@ -131,7 +132,7 @@ class Controller:
         """No evaluation is awaited: an adapter is done after its last step."""
         (state,) = trainer.states.values()
         if state.phase is AdapterPhase.ACTIVE:
-            return TrainOn(adapter=state.name, groups=[])
+            return TrainOn(adapter=state.name, batch=PackedGroups.of([]))
         return Finish(adapter=state.name) if state.phase is AdapterPhase.DRAINING else None
 
     def batch_of(self, state: TrainingState, groups: object) -> tuple[TrainBatch, dict[int, int]]:

@@ -30,7 +30,7 @@ def bare(body: dict[str, list[dict[str, object]]]) -> None:
 
 @pytest.fixture
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    loop, server = Loop(), FakeServer(models={"math@v3"}, fault=lambda _: Fault(edit=bare))
+    loop, server = Loop(), FakeServer(models={"math@v3"}, fault=lambda _: Fault(edit=bare), columns=False)
     loop.run(server.__aenter__())
 
     @contextlib.contextmanager

@@ -16,8 +16,9 @@ from areal_lora.data.collate import (
     split_minibatches,
     split_rows,
 )
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import AlignmentError, StalenessError
-from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
+from areal_lora.types import AdapterRef, TokenColumns, Trajectory, TrajectoryGroup
 
 
 def _trajectory(uid: str, n_prompt: int, n_answer: int, version: int, reward: float, sample: int = 0) -> Trajectory:
@@ -27,10 +28,11 @@ def _trajectory(uid: str, n_prompt: int, n_answer: int, version: int, reward: fl
         uid=uid,
         sample=sample,
         adapter=AdapterRef(name="math", version=version),
-        token_ids=[base + i for i in range(total)],
-        loss_mask=[0] * n_prompt + [1] * n_answer,
-        rollout_logprobs=[0.0] * n_prompt + [-(base + i) / 1000 for i in range(n_prompt, total)],
-        versions=[-1] * n_prompt + [version] * n_answer,
+        columns=TokenColumns.of(
+            [base + i for i in range(total)],
+            [0.0] * n_prompt + [-(base + i) / 1000 for i in range(n_prompt, total)],
+            [-1] * n_prompt + [version] * n_answer,
+        ),
         reward=reward,
     )
 
@@ -39,10 +41,11 @@ GROUPS = [
     TrajectoryGroup(uid="0:x", trajectories=(_trajectory("a", 2, 3, 4, 1.0), _trajectory("b", 2, 1, 5, 0.0, 1))),
     TrajectoryGroup(uid="0:y", trajectories=(_trajectory("c", 4, 2, 6, 0.5),)),
 ]
+PACKED = PackedGroups.of(GROUPS)
 
 
 def test_every_array_speaks_of_the_same_token() -> None:
-    batch = collate(GROUPS)
+    batch = collate(PACKED)
     assert batch.cu_seqlens.tolist() == [0, 5, 8, 14]
     assert batch.group_ids.tolist() == [0, 0, 1]
     assert batch.sample_ids.tolist() == [0, 1, 2]
@@ -53,7 +56,7 @@ def test_every_array_speaks_of_the_same_token() -> None:
 
 
 def test_select_moves_whole_sequences() -> None:
-    batch = select(collate(GROUPS), [2, 0])
+    batch = select(collate(PACKED), [2, 0])
     assert batch.cu_seqlens.tolist() == [0, 6, 11]
     assert batch.token_ids.tolist() == [*range(300, 306), *range(100, 105)]
     assert batch.rewards.tolist() == [0.5, 1.0]
@@ -68,48 +71,34 @@ def test_trajectories_of_one_sample_have_one_id_and_one_reward() -> None:
         TrajectoryGroup(uid="0:x", trajectories=(first, third, second)),
         TrajectoryGroup(uid="0:y", trajectories=(other,)),
     ]
-    assert collate(groups).sample_ids.tolist() == [0, 1, 0, 2]
+    assert collate(PackedGroups.of(groups)).sample_ids.tolist() == [0, 1, 0, 2]
     differs = TrajectoryGroup(uid="0:x", trajectories=(first, third, replace(second, reward=0.5)))
     with pytest.raises(AlignmentError, match=r"trajectory b: reward 0\.5, another one of its sample has 1\.0"):
-        collate([differs])
+        collate(PackedGroups.of([differs]))
 
 
 def test_minibatches_cover_the_batch_once() -> None:
-    batch = collate(GROUPS)
+    batch = collate(PACKED)
     parts = split_minibatches(batch, 2)
     assert torch.equal(torch.cat([p.token_ids for p in parts]), batch.token_ids)
     assert [p.n_sequences for p in parts] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"loss_mask": [0, 0, 1, 1]},
-        {"loss_mask": [1, 0, 1, 1, 1]},
-        {"loss_mask": [0, 1, 1, 1, 0]},  # shifted by one against versions
-        {"rollout_logprobs": [0.0]},
-    ],
-)
-def test_misaligned_trajectories_are_refused(wrong: dict) -> None:
-    bad = replace(GROUPS[0].trajectories[0], **wrong)
-    with pytest.raises(AlignmentError):
-        collate([TrajectoryGroup(uid="0:x", trajectories=(bad,))])
-
-
-def test_a_sequence_may_not_begin_with_a_trained_token() -> None:
-    """Nothing predicts entry 0; masks and versions that agree about it are still wrong."""
-    bad = replace(GROUPS[0].trajectories[0], loss_mask=[1, 0, 1, 1, 1], versions=[4, -1, 4, 4, 4])
-    with pytest.raises(AlignmentError, match="entry 0"):
-        collate([TrajectoryGroup(uid="0:x", trajectories=(bad,))])
+@pytest.mark.parametrize("columns", [TokenColumns.of([1, 2], [-0.1, -0.2], [4, 4]), TokenColumns.of([], [], [])])
+def test_a_sequence_may_not_start_with_a_trained_token(columns: TokenColumns) -> None:
+    """Nothing predicts entry 0."""
+    bad = replace(GROUPS[0].trajectories[0], columns=columns)
+    with pytest.raises(AlignmentError, match="trajectory a: entry 0"):
+        collate(PackedGroups.of([TrajectoryGroup(uid="0:x", trajectories=(bad,))]))
 
 
 def test_nothing_to_pack_is_refused() -> None:
     with pytest.raises(AlignmentError, match="without trajectories"):
-        collate([])
+        collate(PackedGroups.of([]))
 
 
 def test_staleness_is_counted_per_token_and_bounded() -> None:
-    batch = collate(GROUPS)
+    batch = collate(PACKED)
     assert assert_staleness(batch, version=6, max_staleness=2) == {0: 2, 1: 1, 2: 3}
     with pytest.raises(StalenessError):
         assert_staleness(batch, version=6, max_staleness=1)
@@ -119,10 +108,10 @@ def test_staleness_is_counted_per_token_and_bounded() -> None:
 
 def test_a_batch_is_made_on_the_host_and_its_parts_where_it_is() -> None:
     """Whatever torch's default device is: on "meta" a tensor that is made without a device holds nothing."""
-    want = [select(collate(GROUPS), [2, 0]), *split_minibatches(collate(GROUPS), 2)]
+    want = [select(collate(PACKED), [2, 0]), *split_minibatches(collate(PACKED), 2)]
     torch.set_default_device("meta")
     try:
-        got = [select(collate(GROUPS), [2, 0]), *split_minibatches(collate(GROUPS), 2)]
+        got = [select(collate(PACKED), [2, 0]), *split_minibatches(collate(PACKED), 2)]
     finally:
         torch.set_default_device(None)
     for a, b in zip(want, got, strict=True):
@@ -135,7 +124,7 @@ def test_a_batch_is_made_on_the_host_and_its_parts_where_it_is() -> None:
 @pytest.mark.parametrize("name", ["loss_mask", "rollout_logprobs", "versions", "mask and versions"])
 @pytest.mark.parametrize("by", [-1, 1])
 def test_a_shift_of_one_array_in_the_packed_batch_is_found(name: str, by: int) -> None:
-    batch = collate(GROUPS)
+    batch = collate(PACKED)
     check_batch(batch)
     names = ["loss_mask", "versions"] if name == "mask and versions" else [name]
     with pytest.raises(AlignmentError, match="shifted"):

@@ -16,6 +16,7 @@ import pytest
 from areal_lora.algorithms.advantages import ADVANTAGES, Discount, Shaping, token_credit
 from areal_lora.algorithms.losses import k1
 from areal_lora.data.collate import collate
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.rollout.agents import MAX_BODY_BYTES, AgentTask, AgentWorkflow, agent_gateway
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.workflow import Episode
@@ -139,7 +140,7 @@ def test_other_prompts_are_trajectories_of_their_own_with_the_same_reward() -> N
     assert sorted(of_sample) == [(0, 0.0)] * 3 + [(1, 1.0)]
     assert all(sum(t.loss_mask) == 3 for t in episode.group.trajectories)
     assert len(episode.texts) == 4
-    batch = collate([episode.group])
+    batch = collate(PackedGroups.of([episode.group]))
     assert batch.sample_ids.tolist() == [0, 0, 0, 1]
 
 
@@ -152,7 +153,7 @@ def test_samples_with_different_numbers_of_trajectories_weigh_the_same() -> None
             await say(task, [user(f"question {i}")])
         return float(number)
 
-    batch = collate([run(agent, n_samples=3).group])
+    batch = collate(PackedGroups.of([run(agent, n_samples=3).group]))
     assert batch.n_sequences == 1 + 3 + 5
     shaping = Shaping(
         kl=k1, kl_coef=0.0, overlong_from=8, overlong_penalty=0.0, max_new_tokens=8, discount=Discount(gamma=1, lam=1)

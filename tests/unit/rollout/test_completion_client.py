@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from areal_lora.network.http_server import LEAVING_HEADER
@@ -15,7 +16,7 @@ from areal_lora.rollout.completion_client import (
     SampledChoice,
 )
 from areal_lora.rollout.routing import Router
-from areal_lora.types import AdapterRef, Generation, Outcome
+from areal_lora.types import AdapterRef, Generation, Outcome, TokenColumns
 from tests.support.rollout.fake_server import FakeServer, Fault
 
 V3 = AdapterRef(name="math", version=3)
@@ -41,8 +42,19 @@ def wanted(prompt: list[int], n: int) -> CompletionRequest:
     return CompletionRequest(prompt=prompt, n=n, max_tokens=8, temperature=1.0, top_p=1.0, seed=11)
 
 
-def edited(edit: Callable[[dict[str, Any]], None]) -> FakeServer:
-    return FakeServer(fault=lambda _: Fault(edit=edit))
+def edited(edit: Callable[[dict[str, Any]], None], *, columns: bool = False) -> FakeServer:
+    return FakeServer(fault=lambda _: Fault(edit=edit), columns=columns)
+
+
+def spoil(**changed: Any) -> FakeServer:
+    """Whose second answer has other columns."""
+    arrays: dict[str, Any] = {"token_ids": [5, 6], "logprobs": [-0.5, -1.0], "versions": [3, 3]}
+    made = msgspec.to_builtins(TokenColumns.of(*(arrays | changed).values()))
+    return edited(lambda reply: reply["choices"][1].update(columns=made), columns=True)
+
+
+def cut(reply: dict[str, Any]) -> None:
+    reply["choices"][1]["columns"]["logprobs"] = ""
 
 
 def test_request_and_answer() -> None:
@@ -58,18 +70,23 @@ def test_request_and_answer() -> None:
             "top_p": 0.9,
             "logprobs": 0,
             "return_token_ids": True,
+            "return_columns": True,
             "seed": 11,
         }
     ]
     assert (first.token_ids, second.token_ids) == ([1000, 2], [1001, 2])
     assert first.logprobs == [-0.5, -1.0]
-    assert first.versions == [3, 3]
+    assert first.columns.runs.tolist() == [[3, 2]]
     assert (first.text, first.finish_reason) == ("11", "stop")
 
 
 def test_tokens_carry_the_version_that_the_server_says() -> None:
     answers = asyncio.run(ask(FakeServer(served_as=lambda _: "math@v2")))
-    assert [a.versions for a in answers] == [[2, 2], [2, 2]]
+    assert [a.columns.runs.tolist() for a in answers] == [[[2, 2]]] * 2
+
+
+def test_an_answer_in_lists_is_the_same() -> None:
+    assert asyncio.run(ask(FakeServer(columns=False))) == asyncio.run(ask(FakeServer()))
 
 
 def swap(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -96,6 +113,10 @@ def swap(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (edited(swap("logprobs", {"token_logprobs": [-0.5, None]})), FaultKind.PROTOCOL),
         (edited(swap("versions", [3])), FaultKind.PROTOCOL),
         (edited(swap("versions", [-1, -1])), FaultKind.PROTOCOL),
+        (spoil(token_ids=[], logprobs=[], versions=[]), FaultKind.PROTOCOL),
+        (spoil(logprobs=[-0.5, float("nan")]), FaultKind.PROTOCOL),
+        (spoil(versions=[3, -1]), FaultKind.PROTOCOL),
+        (edited(cut, columns=True), FaultKind.PROTOCOL),
         (edited(swap("finish_reason", "abort")), FaultKind.ABORTED),
         (edited(swap("finish_reason", None)), FaultKind.ABORTED),
     ],

@@ -16,7 +16,7 @@ from areal_lora.rollout.workflow import (
     single_turn,
 )
 from areal_lora.tasks.reward_calls import Score
-from areal_lora.types import AdapterRef, Generation, Outcome
+from areal_lora.types import AdapterRef, Generation, Outcome, TokenColumns
 from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.texts import V1, Graded, prompt_of, served
 
@@ -31,12 +31,12 @@ def run(table: dict[str, Score]) -> Episode:
 
 
 def test_alignment_of_a_trajectory() -> None:
-    answer = Generation(token_ids=[8, 9, 2], logprobs=[-0.1, -0.2, -0.3], versions=[4, 4, 5], finish_reason="length")
+    answer = Generation(columns=TokenColumns.of([8, 9, 2], [-0.1, -0.2, -0.3], [4, 4, 5]), finish_reason="length")
     made = single_turn(prompt_of("ab"), 1, "math", answer, Score(reward=0.5, outcome=Outcome.OK))
     assert (made.uid, made.sample) == ("0:s:1", 1)
     assert made.token_ids == [97, 98, 8, 9, 2]
     assert made.loss_mask == [0, 0, 1, 1, 1]
-    assert made.rollout_logprobs == [0.0, 0.0, -0.1, -0.2, -0.3]
+    assert made.rollout_logprobs == pytest.approx([0.0, 0.0, -0.1, -0.2, -0.3])
     assert made.versions == [-1, -1, 4, 4, 5]
     assert made.adapter == AdapterRef(name="math", version=4)  # the oldest one counts
     assert (made.reward, made.finish_reason) == (0.5, "length")

@@ -10,6 +10,7 @@ import pytest
 from areal_lora.config.load import load_config
 from areal_lora.config.models import AdapterConfig
 from areal_lora.data.collate import collate
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.workflow import Episode, first_fault
@@ -60,7 +61,7 @@ def test_the_greedy_answers_reward_is_the_baseline_and_nothing_of_it_is_trained_
         (0.0, 1, 1.0, ["#"]),
         (1.0, 2, 0.9, ["#"]),
     ]
-    batch = collate([episode.group])
+    batch = collate(PackedGroups.of([episode.group]))
     assert batch.n_sequences == 2
     assert batch.baselines is not None
     assert batch.baselines.tolist() == [11.0, 11.0]
@@ -70,7 +71,7 @@ def test_other_algorithms_ask_for_no_greedy_answer() -> None:
     server = answering("greedy")
     episode = run(server, Graded(), "rloo")
     assert (episode.group.baseline, len(server.requests)) == (None, 1)
-    assert collate([episode.group]).baselines is None
+    assert collate(PackedGroups.of([episode.group])).baselines is None
 
 
 def test_a_greedy_answer_that_cannot_be_scored_is_a_fault_of_the_group() -> None:

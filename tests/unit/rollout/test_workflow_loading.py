@@ -20,7 +20,7 @@ from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import MultiTurnWorkflow
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, Workflow, WorkflowContext
 from areal_lora.rollout.workflow_loading import build_workflow
-from areal_lora.types import AdapterRef, Outcome, TrajectoryGroup
+from areal_lora.types import AdapterRef, Outcome, TokenColumns, TrajectoryGroup
 from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.texts import MAX_MODEL_LEN, V1, Graded, prompt_of, served
 
@@ -61,23 +61,16 @@ class Changed:
             return Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=()), texts=())
         if self.change == "texts":
             return replace(episode, texts=())
-        n = len(first.token_ids)
         if self.change == "text":
             return "an answer"  # type: ignore[return-value]
         changed: dict[str, Any] = {
             "": {},
             "reward": {"reward": self.value},
-            "numpy": {"token_ids": list(np.array(first.token_ids))},
-            "no array": {"versions": None},
-            "short": {"versions": first.versions[1:]},
-            "nothing sampled": {"loss_mask": [0] * n, "versions": [-1] * n, "rollout_logprobs": [0.0] * n},
+            "no columns": {"columns": None},
+            "nothing sampled": {"columns": TokenColumns.unsampled(first.token_ids)},
             "adapter": {"adapter": AdapterRef(name="other", version=1)},
-            "long": {
-                "token_ids": [5] * 65,
-                "loss_mask": [0] * 64 + [1],
-                "versions": [-1] * 64 + [1],
-                "rollout_logprobs": [0.0] * 64 + [-1.0],
-            },
+            "first sampled": {"columns": TokenColumns.of([1, 2], [-0.1, -0.2], [1, 1])},
+            "long": {"columns": TokenColumns.of([5] * 65, [0.0] * 64 + [-1.0], [-1] * 64 + [1])},
         }[self.change]
         group = replace(episode.group, trajectories=(replace(first, **changed), *others))
         return replace(episode, group=group)
@@ -147,7 +140,7 @@ def test_what_a_workflow_raises_is_a_fault_of_its_group() -> None:
         ("uid", "returned an Episode of 0:other"),
         ("empty", "0 trajectories and 0 texts"),
         ("texts", "2 trajectories and 0 texts"),
-        ("short", "differ in length"),
+        ("first sampled", "entry 0"),
         ("nothing sampled", "nothing in it was sampled"),
         ("adapter", "nothing in it was sampled by math"),
         ("long", "65 tokens are more than"),
@@ -158,10 +151,9 @@ def test_an_episode_that_cannot_be_trained_on_ends_the_run(change: str, words: s
         run(change)
 
 
-@pytest.mark.parametrize("change", ["numpy", "no array"])
-def test_values_of_another_type_are_a_fault_and_never_reach_the_ledger(change: str) -> None:
-    with pytest.raises(GenerationFault, match=r"workflow: (TypeError|ValidationError)"):
-        run(change)
+def test_values_of_another_type_are_a_fault_and_never_reach_the_ledger() -> None:
+    with pytest.raises(GenerationFault, match="workflow: ValidationError"):
+        run("no columns")
 
 
 @pytest.mark.parametrize("reward", [True, np.float32(1.0), 1])

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 from areal_lora.data.trajectory_checks import check_alignment
 from areal_lora.rollout.workflow import PackedTurns, join
 from areal_lora.tasks.reward_calls import Score
-from areal_lora.types import Generation, Outcome
+from areal_lora.types import Generation, Outcome, TokenColumns
 
 
 def answer(*tokens: int, version: int = 3, finish: str = "stop") -> Generation:
     return Generation(
-        token_ids=list(tokens),
-        logprobs=[-t / 100 for t in tokens],
-        versions=[version] * len(tokens),
-        finish_reason=finish,
+        columns=TokenColumns.of(tokens, [-t / 100 for t in tokens], [version] * len(tokens)), finish_reason=finish
     )
 
 
@@ -26,7 +25,7 @@ def test_turns_are_packed_as_written_by_hand() -> None:
     made = packed.trajectory("0:s:2", 2, "math", Score(reward=0.5, outcome=Outcome.OK))
     assert made.token_ids == [5, 6, 10, 11, 7, 12]
     assert made.loss_mask == [0, 0, 1, 1, 0, 1]
-    assert made.rollout_logprobs == [0.0, 0.0, -0.10, -0.11, 0.0, -0.12]
+    assert made.rollout_logprobs == pytest.approx([0.0, 0.0, -0.10, -0.11, 0.0, -0.12])
     assert made.versions == [-1, -1, 4, 4, -1, 3]
     assert (str(made.adapter), made.sample, made.reward, made.finish_reason) == ("math@v3", 2, 0.5, "length")
     check_alignment(made)
@@ -41,7 +40,8 @@ def test_a_completion_continues_the_longest_conversation_that_it_extends() -> No
     join(conversations, [1, 2, 3, 9, 6, 8], answer(2))  # extends the branch
     join(conversations, [1], answer(4))  # shorter than all
     assert [c.token_ids for c in conversations] == [[1, 2, 3, 4, 5, 7], [1, 2, 3, 9, 6, 8, 2], [1, 4]]
-    assert [c.loss_mask for c in conversations] == [[0, 0, 1, 0, 1, 1], [0, 0, 0, 0, 1, 0, 1], [0, 1]]
+    masks = [(c.columns.each_version >= 0).tolist() for c in conversations]
+    assert masks == [[0, 0, 1, 0, 1, 1], [0, 0, 0, 0, 1, 0, 1], [0, 1]]
 
 
 def test_of_two_conversations_that_fit_the_longer_goes_on() -> None:

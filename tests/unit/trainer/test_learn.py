@@ -15,6 +15,7 @@ import torch
 from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.data.collate import scoring_batch
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.obs.trace import Spans
@@ -96,7 +97,7 @@ def _run(
     for name in ("keep_pace", "save_and_publish"):
         monkeypatch.setattr(loop, name, lambda *_: None)
     for _ in range(steps):
-        loop.train_step(trainer, state, [])
+        loop.train_step(trainer, state, PackedGroups.of([]))
     return trainer
 
 

@@ -12,6 +12,7 @@ import torch
 
 from areal_lora.algorithms.losses import k3
 from areal_lora.data.collate import collate, find_trees, plan_microbatches
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack, to_sequences
 from areal_lora.errors import AlignmentError
@@ -19,7 +20,7 @@ from areal_lora.obs.trace import Spans
 from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.learn import annotate, learn
-from areal_lora.types import AdapterRef, StepStats, TrainBatch, Trajectory, TrajectoryGroup
+from areal_lora.types import AdapterRef, StepStats, TokenColumns, TrainBatch, Trajectory, TrajectoryGroup
 from tests.support.solo_exchange import SoloExchange
 from tests.support.trainer.recorded import make_adapter
 
@@ -35,10 +36,11 @@ def _trajectory(s: int, sample: int, version: int, shape: list[int], jitter: boo
         uid=str(s),
         sample=sample,
         adapter=AdapterRef(name="gsm8k", version=version),
-        token_ids=[1000 * s + t for t in range(len(mask))],
-        loss_mask=mask,
-        rollout_logprobs=[v if on else 0.0 for v, on in zip(values, mask, strict=True)],
-        versions=[version if on else -1 for on in mask],
+        columns=TokenColumns.of(
+            [1000 * s + t for t in range(len(mask))],
+            [v if on else 0.0 for v, on in zip(values, mask, strict=True)],
+            [version if on else -1 for on in mask],
+        ),
         reward=float(sample % 2),
     )
 
@@ -52,7 +54,7 @@ def positions(version: int, *, jitter: bool = False) -> TrainBatch:
     """Three groups of three samples; sequence 0 would have log-probability 0 at its start, so s counts from 1."""
     rows = [_trajectory(s + 1, s % 3, version, shape, jitter) for s, shape in enumerate(SHAPES)]
     groups = [TrajectoryGroup(uid=str(g), trajectories=tuple(rows[3 * g : 3 * g + 3])) for g in range(3)]
-    return collate(groups)
+    return collate(PackedGroups.of(groups))
 
 
 class PositionEngine:

@@ -9,8 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from areal_lora.algorithms.fair_queue import FairQueue
+from areal_lora.data.collate import collate
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import AlignmentError, ArealLoraError, ParityError, PublishError
 from areal_lora.obs.trace import Spans
 from areal_lora.run_folder.desired import DesiredPhase
@@ -18,7 +21,7 @@ from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.collective.next_work import batch_of, catch_up, collect_audit, join_checkpoint, next_work
 from areal_lora.trainer.loop import save_and_publish
-from areal_lora.trainer.work import Finish, PublishFault, RolloutFault, SetPhase, TrainOn, Work
+from areal_lora.trainer.work import Finish, PublishFault, RolloutFault, SetPhase, TrainOn, Work, _encode, share
 from areal_lora.types import AdapterPhase
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.support.distributed.spawn import run_ranks
@@ -26,7 +29,7 @@ from tests.support.rollout.helpers import NAME, config, episode, stream
 from tests.support.solo_exchange import SoloExchange
 from tests.support.trainer.control_ranks import wait_for_rollouts
 
-GROUPS = [episode(stream().at(p), version=3).group for p in range(4)]
+PACKED = PackedGroups.of([episode(stream().at(p), version=3).group for p in range(4)])
 
 
 def state(name: str, version: int = 3, steps: int = 9) -> TrainingState:
@@ -81,13 +84,25 @@ class Trainer:
 
 
 def test_servers_that_come_or_go_while_a_batch_is_awaited_are_seen_to_before_it() -> None:
-    trainer: Any = Trainer([state("math")], [TrainOn(adapter="math", groups=GROUPS)], changes=2)
+    trainer: Any = Trainer([state("math")], [TrainOn(adapter="math", batch=PACKED)], changes=2)
     work = next_work(trainer)
     assert trainer.log == ["want math@v3", "send math again"] * 2 + ["want math@v3"]
-    assert work == TrainOn(adapter="math", groups=GROUPS)
-    batch, histogram = batch_of(trainer.states["math"], GROUPS)
+    assert isinstance(work, TrainOn)
+    assert (work.adapter, work.batch) == ("math", PACKED)
+    batch, histogram = batch_of(trainer.states["math"], PACKED)
     assert batch.n_sequences == 8
     assert set(histogram) == {0}
+
+
+def test_every_rank_gets_the_columns_behind_the_message() -> None:
+    exchanges = ThreadExchange.make(3)
+    work = TrainOn(adapter="math", batch=PACKED)
+    assert len(_encode(work)) < 60 * len(PACKED.rows), "the message has the array's size alone"
+    shared: list[Any] = on_ranks(lambda rank: share(None if rank else work, exchanges[rank]), 3)
+    for each in shared:
+        assert each.batch.rows == PACKED.rows
+        assert each.batch.columns.tolist() == PACKED.columns.tolist()
+        assert torch.equal(collate(each.batch).rollout_logprobs, collate(PACKED).rollout_logprobs)
 
 
 def test_a_version_that_was_not_published_is_noticed_while_its_batch_is_awaited() -> None:
@@ -115,14 +130,14 @@ def test_what_is_awaited_follows_from_the_phases_and_from_whose_turn_it_is() -> 
 
 
 def test_adapters_that_come_or_go_are_seen_to_between_steps_and_while_a_batch_is_awaited() -> None:
-    trainer: Any = Trainer([state("a")], [TrainOn(adapter="a", groups=GROUPS)])
+    trainer: Any = Trainer([state("a")], [TrainOn(adapter="a", batch=PACKED)])
     leave, pause = (SetPhase(adapter="a", phase=DesiredPhase(phase)) for phase in ("deleted", "paused"))
     rolls: list[Any] = [leave, None, pause, None, None]
     assert next_work(trainer, lambda: rolls.pop(0)) == leave
     assert trainer.log == [], "before the next batch is asked for"
     assert next_work(trainer, lambda: rolls.pop(0)) == pause
     assert trainer.log == ["want a@v3"], "while it is awaited"
-    assert next_work(trainer, lambda: rolls.pop(0)) == TrainOn(adapter="a", groups=GROUPS)
+    assert next_work(trainer, lambda: rolls.pop(0)) == TrainOn(adapter="a", batch=PACKED)
 
 
 def test_a_service_waits_without_adapters_until_no_more_will_come() -> None:
@@ -143,7 +158,7 @@ def test_ranks_wait_for_rollouts_longer_than_their_exchange_does(tmp_path: Path)
 
 
 def test_a_paused_adapter_gets_no_turn_and_keeps_the_run() -> None:
-    trainer: Any = Trainer([state("a"), state("b")], [TrainOn(adapter="b", groups=GROUPS), Finish(adapter="x")])
+    trainer: Any = Trainer([state("a"), state("b")], [TrainOn(adapter="b", batch=PACKED), Finish(adapter="x")])
     trainer.states["a"].phase = AdapterPhase.PAUSED
     next_work(trainer)
     trainer.states["b"].phase = AdapterPhase.DONE
@@ -161,7 +176,7 @@ def test_servers_get_the_versions_of_adapters_that_are_served(monkeypatch: pytes
 
 def changed_for(error: ArealLoraError) -> Any:
     """A trainer whose servers change while ``a`` and ``b`` wait for batches; they refuse ``a`` with ``error``."""
-    trainer: Any = Trainer([state("a"), state("b")], [TrainOn(adapter="b", groups=GROUPS)], changes=1)
+    trainer: Any = Trainer([state("a"), state("b")], [TrainOn(adapter="b", batch=PACKED)], changes=1)
     send = trainer.publishing.catch_up
 
     def catch_up(adapter: str) -> None:
@@ -181,7 +196,7 @@ def changed_for(error: ArealLoraError) -> Any:
 
 def test_an_adapter_that_servers_refuse_as_they_come_ends_alone() -> None:
     trainer = changed_for(ParityError("a serves something else"))
-    assert next_work(trainer) == TrainOn(adapter="b", groups=GROUPS)
+    assert next_work(trainer) == TrainOn(adapter="b", batch=PACKED)
     assert trainer.log == ["want a@v3 b@v3", "drop a", "end a", "send b again", "want b@v3"]
     assert [each.phase for each in trainer.states.values()] == [AdapterPhase.FAILED, AdapterPhase.ACTIVE]
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from areal_lora.data.collate import collate
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.report.plots import TOP
 from areal_lora.obs.report.summary import read_summary
@@ -39,7 +40,7 @@ def test_rewards_are_averaged_over_samples_and_not_over_their_trajectories(tmp_p
     spans = Spans()
     phases = "wait_batch annotate train checkpoint_join checkpoint_copy publish_join publish_pack"
     spans.seconds.update(dict.fromkeys(phases.split(), 0.0))
-    batch = collate([group])
+    batch = collate(PackedGroups.of([group]))
     recorder.step(AdapterRef(name=NAME, version=1), batch, report, {0: 8}, spans)
     [step] = read_metrics(tmp_path).steps
     got = (step.reward_mean, step.metrics["train/reward_std"], step.metrics["train/n_sequences"])

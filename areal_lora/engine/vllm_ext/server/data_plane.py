@@ -39,6 +39,7 @@ from areal_lora.engine.vllm_ext.server.sampling import SampledPart, Sampler
 from areal_lora.engine.vllm_ext.server.tool_calls import PATH, ToolCallParsers, tool_calls_handler
 from areal_lora.errors import PublishError, UnknownVersionError
 from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, prompts_of, too_large, unless_disconnected
+from areal_lora.types import TokenColumns
 
 Body = CompletionBody | ChatBody
 JSON = "application/json"
@@ -97,6 +98,9 @@ class DataPlane:
 
     async def _serve(self, request: Request, body: Body, prompts: list[list[int]], max_tokens: int | None) -> Response:
         n_new = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+        columns = isinstance(body, CompletionBody) and body.return_columns
+        if columns and (body.wants_logprobs is None or body.echo or body.stream):
+            raise BadRequest("return_columns needs logprobs, without echo and stream")
         only_echo = n_new == 0 and isinstance(body, CompletionBody) and body.echo
         params = _sampling(body, 1 if only_echo else n_new)  # vLLM samples at least one
         if not prompts:
@@ -184,8 +188,11 @@ class DataPlane:
             if body.return_token_ids:
                 choice.token_ids = [*prompt, *ids]
         choice.text = text
+        if body.return_columns:
+            choice.columns = TokenColumns.of(ids, values, part.versions)
+            choice.token_ids = choice.versions = None
         if body.logprobs is not None:
-            choice.logprobs = {"token_logprobs": values}
+            choice.logprobs = {} if body.return_columns else {"token_logprobs": values}
             if body.logprobs > 0:
                 decode = self._tokenizer.decode
                 choice.logprobs["top_logprobs"] = [{decode([t]): value for t, value in row.items()} for row in rows]

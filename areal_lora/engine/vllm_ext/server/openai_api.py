@@ -5,6 +5,8 @@ version of each token, -1 for the base). ``logprobs.token_logprobs[t]`` belongs 
 ``return_token_ids`` and ``logprobs`` above 0, ``logprobs.top_ids[t]`` are log-probabilities by token id. ``echo`` puts
 the prompt in front of all of them; its first token has the score 0 and no others. With ``max_tokens`` 0 there is the
 prompt alone, which may be as long as the context.
+``return_columns``: a choice has `TokenColumns` (each array in base64) in place of ``token_ids``, ``versions`` and
+``logprobs.token_logprobs``; needs ``logprobs``, without ``echo`` and ``stream``.
 ``stop_token_ids`` end an answer like its end token, which is the last of its tokens.
 ``pin_version``: the whole answer comes from the version that ``model`` names, under any in-flight policy,
 and the version stays for ``adapters.PINNED_S`` after it, for the next request of an evaluation.
@@ -17,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 
 from areal_lora.network.http_server import Prompt
+from areal_lora.types import TokenColumns
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Bounded: the engine gets messages that hold integers of 64 bits."""
@@ -48,6 +51,7 @@ class CompletionBody(_Body, kw_only=True, forbid_unknown_fields=True):
     prompt: Prompt
     logprobs: Int | None = None
     echo: bool = False
+    return_columns: bool = False
 
     @property
     def wants_logprobs(self) -> int | None:
@@ -83,6 +87,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: dict[str, Any] | None = None
     token_ids: list[int] | None = None
     versions: list[int] | None = None
+    columns: TokenColumns | None = None
 
 
 class Usage(msgspec.Struct, kw_only=True):

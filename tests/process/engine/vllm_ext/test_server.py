@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 import torch
@@ -25,7 +26,7 @@ from areal_lora.network.tls import Plane, client_context
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.run_folder.status import last_beats
-from areal_lora.types import AdapterRef, ShardManifest
+from areal_lora.types import AdapterRef, ShardManifest, TokenColumns
 from areal_lora.weight_sync import messages as transport
 from areal_lora.weight_sync.manifest import Announcement, base_digest, encode
 from areal_lora.weight_sync.trainer.fleet import AdminClient
@@ -84,7 +85,7 @@ def test_sampled_logprobs_are_those_of_the_policy_at_its_temperature(
     tensors = server.adapter(2)
     ref = server.publish(tensors)
 
-    async def sample() -> Any:
+    async def sample(**form: bool) -> Any:
         async with aiohttp.ClientSession() as session:
             return await server.post(
                 session,
@@ -96,7 +97,7 @@ def test_sampled_logprobs_are_those_of_the_policy_at_its_temperature(
                 logprobs=0,
                 seed=5,
                 return_token_ids=True,
-                **truncation,
+                **truncation | form,
             )
 
     status, answer = asyncio.run(sample())
@@ -111,6 +112,13 @@ def test_sampled_logprobs_are_those_of_the_policy_at_its_temperature(
         want = server.logprobs(tensors, PROMPT + ids, temperature)
         assert largest(logprobs, want[len(PROMPT) :]) < 1e-4
         assert largest(server.score(ref, PROMPT + ids, temperature)[len(PROMPT) :], logprobs) < 1e-4
+    _, in_columns = asyncio.run(sample(return_columns=True))
+    for choice, other in zip(answer["choices"], in_columns["choices"], strict=True):
+        columns = msgspec.convert(other["columns"], TokenColumns)
+        assert columns.ids.tolist() == choice["token_ids"]
+        assert largest(columns.scores.tolist(), choice["logprobs"]["token_logprobs"]) < 1e-4
+        assert columns.each_version.tolist() == choice["versions"]
+        assert {"token_ids", "versions"}.isdisjoint(other)
 
 
 def test_prompts_are_scored_at_the_temperature_that_each_request_names(server: RunningServer) -> None:
@@ -344,6 +352,7 @@ BAD_REQUESTS = {
     "no prompt": {},
     "temperature": {"prompt": "a", "temperature": -1.0},
     "n": {"prompt": "a", "n": 0},
+    "columns": {"prompt": "a", "return_columns": True},
     "stream two": {"prompt": ["a", "b"], "stream": True},
     "stream refused by the engine": {"prompt": "a", "stream": True, "logprobs": 21},
 }

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.collate import collate
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.data.prompts import Formatter, Prompt
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
 from areal_lora.rollout.agents import AgentTask, AgentWorkflow, agent_gateway
@@ -70,7 +71,7 @@ def prompt_of(context: WorkflowContext) -> Prompt:
 
 def assert_sampled_by(server: RunningServer, episode: Episode, adapters: Mapping[int, Tensors]) -> None:
     """Each token on the mask has the log-probability that its version's model gives it here, and no other token."""
-    batch = collate([episode.group])
+    batch = collate(PackedGroups.of([episode.group]))
     assert batch.n_sequences == len(episode.group.trajectories)
     for made in episode.group.trajectories:
         scored = {v: server.logprobs(t, made.token_ids, SAMPLING.temperature) for v, t in adapters.items()}
@@ -88,7 +89,7 @@ def assert_confirmed_by(server: RunningServer, episode: Episode) -> None:
     def score(ref: AdapterRef, rows: list[list[int]]) -> list[list[float]]:
         return server.admin.score(str(ref), rows, 10.0, SAMPLING.temperature)
 
-    batch = collate([episode.group])
+    batch = collate(PackedGroups.of([episode.group]))
     right = audit(choose(batch, "math", 1), score, limit=1e-3)
     assert (right.error, right.missing) == ("", "")
     assert right.tokens > 20

@@ -55,7 +55,7 @@ from areal_lora.processes.watched import reached, watched_task
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
 from areal_lora.run_folder.status import EVENT_LOOP, Heart, set_status
-from areal_lora.types import AdapterRef
+from areal_lora.types import AdapterRef, TokenColumns
 from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.messages import served_shapes
 from tests.support.paths import ROOT
@@ -159,9 +159,10 @@ class StandInDataPlane:
         prompts = [p if isinstance(p, list) else self._tokenizer.encode(p).ids for p in prompts_of(body.prompt)]
         jobs = [(p, None if body.seed is None else body.seed + k) for p in prompts for k in range(body.n)]
         choices = await asyncio.gather(*(self._choice(body, ref, i, *job) for i, job in enumerate(jobs)))
-        n_out = sum(len(c.versions or ()) for c in choices)
+        n_out = sum(len(c.versions or c.columns or ()) for c in choices)
         n_in = sum(map(len, prompts))
-        newest = max([ref.version, *(v for c in choices for v in c.versions or ())])
+        given = [v for c in choices for v in (c.columns.each_version.tolist() if c.columns else c.versions or ())]
+        newest = max([ref.version, *given])
         answer = AnswerBody(
             id="cmpl-0",
             object="text_completion",
@@ -192,9 +193,15 @@ class StandInDataPlane:
                 made_up(f"{ref.name}@v{version}", row[: n + t + 1]) for t, version in enumerate(versions)
             ]
         }
+        finish_reason = "length" if len(token_ids) == limit else "stop"
+        if body.return_columns:
+            columns = TokenColumns.of(token_ids, logprobs["token_logprobs"], versions)
+            return CompletionChoice(
+                index=index, finish_reason=finish_reason, text=self._tokenizer.decode(token_ids), columns=columns
+            )
         return CompletionChoice(
             index=index,
-            finish_reason="length" if len(token_ids) == limit else "stop",
+            finish_reason=finish_reason,
             versions=versions,
             text=self._tokenizer.decode(token_ids),
             token_ids=token_ids if body.return_token_ids else None,

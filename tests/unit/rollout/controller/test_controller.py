@@ -16,6 +16,7 @@ import pytest
 from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfig
 from areal_lora.config.sections.task import FunctionReward
 from areal_lora.data.collate import collate
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import ExitCode, RolloutError
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller.groups import CODE_TRIES, MIN_LOST_IN_A_ROW
@@ -274,7 +275,7 @@ def test_a_run_with_an_environment(controller: Callable[..., Running], tmp_path:
     run = controller(FakeServer(), workflow=workflow, eta=0)
     for step in range(2):
         run.activate(step)
-        batch = collate(run.batch(step).groups)
+        batch = collate(PackedGroups.of(run.batch(step).groups))
         assert batch.rewards.tolist() == [1.0] * 8
         assert set(batch.versions[batch.loss_mask].tolist()) == {step}
         assert int(batch.loss_mask.sum()) == 8 * 4  # two answers of two tokens
@@ -289,7 +290,7 @@ def test_a_run_with_agents_whose_samples_are_several_trajectories(
     assert set(run.endpoint.ports) == {"control", "agents"}
     for step in range(2):
         run.activate(step)
-        batch = collate(run.batch(step).groups)
+        batch = collate(PackedGroups.of(run.batch(step).groups))
         assert batch.n_sequences == 16
         assert batch.sample_ids.tolist() == [i // 2 for i in range(16)]
         assert batch.group_ids.tolist() == [i // 4 for i in range(16)]

@@ -1,0 +1,59 @@
+"""Columns of tokens, against lists."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from areal_lora.types import TokenColumns
+
+
+@pytest.mark.parametrize("seed", [random.randrange(10_000) for _ in range(3)])
+def test_columns_hold_what_lists_held(seed: int) -> None:
+    print(seed)
+    rng, parts, want = random.Random(seed), [], list[tuple[int, float, int]]()
+    for _ in range(rng.randrange(6)):
+        ids = [rng.randrange(200_000) for _ in range(rng.randrange(5))]
+        if rng.random() < 0.5:
+            parts.append(TokenColumns.unsampled(ids))
+            want += [(token, 0.0, -1) for token in ids]
+        else:
+            rows = [(token, float(np.float32(-rng.random())), rng.randrange(3)) for token in ids]
+            parts.append(TokenColumns.of(*zip(*rows, strict=True)) if rows else TokenColumns.of([], [], []))
+            want += rows
+    made = TokenColumns.joined(parts)
+    for columns in (made, msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=TokenColumns)):
+        assert list(zip(columns.ids.tolist(), columns.scores.tolist(), columns.each_version.tolist())) == want
+        assert len(columns) == len(want)
+        assert columns.n_sampled == sum(version >= 0 for _, _, version in want)
+        assert set(columns.sampled[:, 0].tolist()) == {version for _, _, version in want if version >= 0}
+
+
+def test_versions_take_no_space_per_token() -> None:
+    assert TokenColumns.of(range(1000), [0.0] * 1000, [-1] * 400 + [3] * 600).runs.tolist() == [[-1, 400], [3, 600]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"token_ids": b"12345678"},
+        {"token_ids": b"123456", "logprobs": b"123456"},
+        {"logprobs": b""},
+        {"versions": b""},
+        {"versions": b"1234567"},
+        {"versions": np.array([(3, 2), (4, -1)], "<i4").tobytes()},
+        {"versions": np.array([(-2, 1)], "<i4").tobytes()},
+        {"versions": np.array([(3, 2)], "<i4").tobytes()},
+    ],
+)
+def test_arrays_of_different_tokens_are_refused(wrong: dict[str, Any]) -> None:
+    good = {"token_ids": b"1234", "logprobs": b"1234", "versions": np.array([(3, 1)], "<i4").tobytes()}
+    TokenColumns(**good)
+    with pytest.raises(ValueError, match="not of the same tokens"):
+        TokenColumns(**good | wrong)
+    with pytest.raises(msgspec.ValidationError, match="not of the same tokens"):
+        msgspec.convert(good | wrong, TokenColumns)
