@@ -266,7 +266,9 @@ def _ranks(config: Config) -> Table:
     t = config.trainer
     columns = RankCoordinates._fields
     rows = [[str(n) for n in rank_coordinates(config, rank)] for rank in range(t.world_size)]
-    return make_table(f"Trainer ranks (tp {t.tp}, cp {t.cp}, pp {t.pp}, ep {t.ep}, etp {t.etp})", columns, rows, right=columns)
+    return make_table(
+        f"Trainer ranks (tp {t.tp}, cp {t.cp}, pp {t.pp}, ep {t.ep}, etp {t.etp})", columns, rows, right=columns
+    )
 
 
 def ports(config: Config) -> list[tuple[str, str, str, str]]:

@@ -122,8 +122,8 @@ def _cut(segments: np.ndarray[Any, Any], first: int, end: int) -> np.ndarray[Any
     """The parts of ``segments`` (start, own, shared start, shared, tokens of it before) in tokens [first, end)."""
     start, own, shared_start, shared, before = segments.T
     low, high = np.maximum(start, first), np.minimum(start + own, end)
-    parts = np.stack([low, high - low, shared_start, shared, before + low - start], axis=1)
-    return parts[high > low]
+    parts: np.ndarray[Any, Any] = np.stack([low, high - low, shared_start, shared, before + low - start], axis=1)
+    return parts.compress(high > low, axis=0)
 
 
 def attend(

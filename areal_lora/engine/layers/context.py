@@ -1,8 +1,8 @@
 """Context parallelism: the ranks of a group compute one row of packed tokens together.
 
-The row is cut into 2 * size equal parts, and rank r computes parts r and 2 * size - 1 - r: under a causal mask the later
-of the two costs what the earlier one saves (Llama 3, arXiv 2407.21783, section 3.3.2). Attention gathers keys and
-values of the whole row; everything else is computed token by token. To Megatron and FSDP the ranks of a group are
+The row is cut into 2 * size equal parts. Rank r computes parts r and 2 * size - 1 - r: under a causal mask the later of
+the two costs what the earlier one saves (Llama 3, arXiv 2407.21783, section 3.3.2). Attention gathers keys and values
+of the whole row; everything else is computed token by token. To Megatron and FSDP the ranks of a group are
 data-parallel ones, whose gradients are summed anyway.
 """
 

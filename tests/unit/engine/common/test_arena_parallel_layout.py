@@ -12,7 +12,9 @@ from areal_lora.engine.common.arena import ParallelLayout, check_widths
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape
 
-SIZES = [dict(zip(("tp", "pp", "ep", "etp", "cp"), sizes, strict=True)) for sizes in itertools.product((1, 2), repeat=5)]
+SIZES = [
+    dict(zip(("tp", "pp", "ep", "etp", "cp"), sizes, strict=True)) for sizes in itertools.product((1, 2), repeat=5)
+]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()))

@@ -5,7 +5,6 @@ The ranks take turns in this process: what they would gather is made before. tes
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from torch import Tensor
