@@ -52,6 +52,9 @@ class EvalConfig(Section):
     every_steps: NonNegInt = Field(20, description="Steps between two evaluations of all sets; 0: only first and last.")
 
 
+Recompute = Literal["none", "selective", "full", "offload"]
+
+
 class TrainerConfig(Section):
     engine: Literal["megatron", "fsdp"] = "megatron"
     """`megatron`: Megatron-core, all parallel sizes. `fsdp`: transformers' model, frozen weights sharded over all
@@ -64,7 +67,10 @@ class TrainerConfig(Section):
     pp_layers: list[PositiveInt] | None = None
     """Layers of each pipeline stage; if unset, evenly distributed, earlier stages first."""
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
-    recompute: bool = Field(False, description="Recompute activations in the backward pass.")
+    recompute: Recompute = "none"
+    """What a layer keeps for the backward pass, which computes the rest again. `none`: all. `selective`: its input and
+    what attention returns, whose work grows with the square of an answer. `full`: its input. `offload`: its input, in
+    host memory."""
     cpu_offload: bool = Field(False, description="Keep the frozen shards in host memory and copy them by layer (fsdp).")
     threads: PositiveInt = Field(1, description="OpenMP threads of each trainer process.")
     python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")

@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -43,6 +42,7 @@ from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.layers.attention import AttentionPlan, attend
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, expert_mlp, kept
+from areal_lora.engine.layers.recompute import recompute
 from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.sites import RowRanges
 
@@ -276,7 +276,9 @@ UNIT_BYTES = 8 * 2**20
 """A module with more is gathered in parts. Of less, the fixed cost of a gather (0.1 ms and two hooks) would show."""
 
 
-def build_model(model: ModelConfig, trainer: TrainerConfig, rank: int, device: torch.device) -> nn.Module:
+def build_model(
+    model: ModelConfig, trainer: TrainerConfig, rank: int, device: torch.device, active: ActiveAdapter
+) -> nn.Module:
     """The frozen model with this rank's weights. Raises ConfigError for a model that cannot be packed."""
     config = AutoConfig.from_pretrained(model.folder)
     # Tied weights would be in two units that are gathered at different times: each gets its own shard.
@@ -286,9 +288,7 @@ def build_model(model: ModelConfig, trainer: TrainerConfig, rank: int, device: t
     _check(module)
     module = module.eval().requires_grad_(False)
     fuse_norms(module)
-    if trainer.recompute:
-        for layer in decoder_layers(module):
-            layer.forward = partial(_recomputed, layer.forward)
+    recompute(decoder_layers(module), trainer.recompute, active)
     shard(module, trainer, device)
     where = torch.device("cpu") if trainer.cpu_offload else device
     module.to_empty(device=where)
@@ -342,13 +342,6 @@ def _bytes_of(module: nn.Module) -> int:
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
-
-
-def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Keep only the layer's input for the backward pass."""
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _fill_buffers(module: Any, device: torch.device) -> None:
