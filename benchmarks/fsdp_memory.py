@@ -64,7 +64,7 @@ def one_rank(path: str, ranks: int) -> dict[str, float]:
     from areal_lora.types import AdapterSpec
 
     before = private_bytes()
-    trainer = TrainerConfig(engine="fsdp", world_size=ranks, recompute=True)
+    trainer = TrainerConfig(engine="fsdp", world_size=ranks, recompute="full")
     with Peak() as loading:
         engine = FsdpEngine(ModelConfig(path=path, dtype="float32"), trainer, torch.device("cpu"))
     spec = AdapterSpec(name="a", base_model=path, rank=1, alpha=1.0, target_modules=("linear_proj",))

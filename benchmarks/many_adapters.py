@@ -97,7 +97,7 @@ def configuration(
         "run": {"root": str(root), "name": name, "steps": steps},
         "model": {"path": str(EXAMPLES / "tiny_model"), "dtype": "float32"},
         "adapters": adapters,
-        "trainer": {"world_size": 1, "max_tokens_per_microbatch": 8192, "recompute": True, "threads": 1},
+        "trainer": {"world_size": 1, "max_tokens_per_microbatch": 8192, "recompute": "full", "threads": 1},
         "rollout": {
             "max_staleness": eta,
             "max_lora_rank": 8,

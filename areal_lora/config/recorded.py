@@ -46,7 +46,10 @@ def write_config(run_folder: RunFolder, config: Config) -> None:
 def read_config(run_folder: RunFolder) -> Config:
     """Inverse of :func:`write_config`. Raises ConfigError for one that is missing, cut short or of another version."""
     try:
-        return Config.model_validate(_without_old_keys(json.loads(_content(run_folder))))
+        data = json.loads(_content(run_folder))
+        if isinstance(old := data.get("trainer", {}).get("recompute"), bool):
+            data["trainer"]["recompute"] = "full" if old else "none"  # the values of the version before
+        return Config.model_validate(_without_old_keys(data))
     except json.JSONDecodeError as error:
         reason = f"it is not JSON ({error}): it was cut short or edited"
         raise ConfigError(str(run_folder.config), reason, "restore the file, or start over with --fresh") from None

@@ -17,11 +17,11 @@ from areal_lora.data.collate import MicroPlan
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
 from areal_lora.engine.common.arena import Bank, ParallelLayout, Range, ShardedModel, is_routed
-from areal_lora.engine.common.micro_batches import Judge, Result
+from areal_lora.engine.common.micro_batches import BatchJudge, Result
 from areal_lora.engine.fsdp_utils.model import LinearLora, LinearSite, build_model, take_experts, take_logit_scale
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora
-from areal_lora.engine.layers.output import OutputSite, Readout
+from areal_lora.engine.layers.output import OutputSite
 from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.shape import read_shape
 from areal_lora.platforms.device import collective_of
@@ -36,8 +36,8 @@ class FsdpModel:
             dist.init_process_group(collective_of(device))
         self.groups: Mapping[Range, dist.ProcessGroup] = {}  # no adapter tensor is split
         self._sharded = sharded
-        self.module = build_model(model, trainer, dist.get_rank(), device)
         self.active = ActiveAdapter()
+        self.module = build_model(model, trainer, dist.get_rank(), device, self.active)
         self._linears: dict[str, LinearSite] = {}
         self._experts = take_experts(self.module, self.active)
         head, scale = self.module.get_output_embeddings(), take_logit_scale(self.module)
@@ -69,17 +69,11 @@ class FsdpModel:
         self._output.heads.pop(name, None)
 
     def run(
-        self,
-        batches: Iterator[PackedMicroBatch],
-        plans: Sequence[MicroPlan],
-        readout: Readout,
-        judge: Judge,
-        *,
-        train: bool,
+        self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: BatchJudge, *, train: bool
     ) -> list[Result]:
         def step(packed: PackedMicroBatch) -> Result:
             self.active.keys = packed.keys
-            self._output.expect(packed, readout)
+            self._output.expect(packed, judge.readout)
             output = self.module(
                 input_ids=packed.token_ids,
                 position_ids=packed.attention.positions[None],

@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
+from areal_lora.config.sections.run import Recompute
 from tests.support.gpu.engines import alone
 from tests.support.launcher.command import configs
 from tests.support.paths import EXAMPLES
@@ -29,9 +30,9 @@ def test_vllms_triton_kernels_read_our_slots(device: torch.device, record: Any) 
     assert figures["base_tokens_changed"] == 0
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recompute", get_args(Recompute))
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_bfloat16_training_against_float32(engine: str, recompute: bool, record: Any, tmp_path: Path) -> None:
+def test_bfloat16_training_against_float32(engine: str, recompute: Recompute, record: Any, tmp_path: Path) -> None:
     if engine == "megatron":
         pytest.importorskip("megatron.bridge", reason="needs Megatron-core, Megatron-Bridge and Transformer Engine")
     logp, grad = alone(tmp_path, engine, "bfloat16", recompute, "cuda")

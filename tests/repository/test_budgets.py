@@ -28,11 +28,11 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1477,
     "cli": 2154,
-    "config": 4145,
+    "config": 4181,  # memory by kind of recompute, of dispatch and of the loss chunk; earlier runs' recompute is read
     "data": 569,  # micro-batches whose ranks have equal attention
     "distributed": 356,
     "doctor": 1032,
-    "engine": 8109,
+    "engine": 8227,  # logits in chunks from hidden states; recompute in four kinds for both engines
     "families": 1427,  # FLOPs of passes
     "launcher": 3539,
     "library": 470,

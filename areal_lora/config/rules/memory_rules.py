@@ -99,7 +99,7 @@ def _rank(rank: Memory, limit: int) -> Iterator[Finding]:
     if largest.name == sizing.JOINING:
         path, fix = "rollout.max_adapters", "lower it or rollout.max_lora_rank, or use more ranks"
     elif largest.name == "activations":
-        path, fix = "trainer.max_tokens_per_microbatch", "lower it, set trainer.recompute=true, or raise trainer.tp"
+        path, fix = "trainer.max_tokens_per_microbatch", "lower it, set trainer.recompute=full, or raise trainer.tp"
     else:
         path, fix = "trainer.world_size", "use more ranks with larger trainer.tp, trainer.pp or trainer.ep"
     reason = f"{reason}; the largest part is {largest.name} with {largest.device / GIB:.0f}"
@@ -124,7 +124,7 @@ def _both(config: Config, rank: Memory, replica: Memory, limit: int) -> Iterator
     if rank.device > free:
         leaves = f"{free / GIB:.0f} of {limit / GIB:.0f} GiB to the {rank.name} on the same device"
         reason = f"{used:g} leaves {leaves}, which needs about {rank.device / GIB:.0f}"
-        smaller = "lower trainer.max_tokens_per_microbatch, or set trainer.recompute=true"
+        smaller = "lower trainer.max_tokens_per_microbatch, or set trainer.recompute=full"
         fix = f"lower it to the {replica.device / limit:.2f} that a server needs, {smaller}"
         yield Finding("rollout.gpu_memory_utilization", reason, fix, severity=_severity(rank, free))
 

@@ -55,6 +55,9 @@ class EvalConfig(Section):
     every_steps: NonNegInt = Field(20, description="Steps between two evaluations of all sets; 0: only first and last.")
 
 
+Recompute = Literal["none", "selective", "full", "offload"]
+
+
 class TrainerConfig(Section):
     engine: Literal["megatron", "fsdp"] = "megatron"
     """`megatron`: Megatron-core, all parallel sizes. `fsdp`: transformers' model, frozen weights sharded over
@@ -68,7 +71,10 @@ class TrainerConfig(Section):
     pp_layers: list[PositiveInt] | None = None
     """Layers of each pipeline stage; if unset, evenly distributed, earlier stages first."""
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
-    recompute: bool = Field(False, description="Recompute activations in the backward pass.")
+    recompute: Recompute = "none"
+    """What a layer keeps for the backward pass, which computes the rest again. `none`: all. `selective`: its input and
+    what attention returns, whose work grows with the square of an answer. `full`: its input. `offload`: its input, in
+    host memory."""
     fsdp_shard: PositiveInt | None = None
     """Ranks that hold one copy of the base between them, such as those of a node; other ranks have copies of their own
     (fsdp). If unset, all ranks."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
 from areal_lora.config.recorded import adapter_run
-from areal_lora.config.sizing import slots
+from areal_lora.config.sizing import activations, slots
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
 from areal_lora.families.sites import adapter_size, distinct, linear_sites, pieces_of
@@ -33,10 +33,6 @@ STAGING_BUFFERS = 3
 LEAST_KV, STAGING, JOINING = "KV cache, least", "staging of publishes", "room for adapters that join"
 DEFAULT_KV_GIB = 4.0
 """vLLM's KV cache on CPUs where ``rollout.kv_cache_gib`` is unset."""
-KEY_COPIES = 2.0
-"""Keys and values per packed token: the shared prompt of a group is gathered for each of its answers."""
-CHUNK = 2**26
-"""Logits of which the output layer makes fp32 buffers at a time: `engine.layers.output`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +125,11 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
       row-parallel one are whole on every rank. The moments of a stage are divided over its ranks (section 5.1). A
       critic is an adapter of its own rank, a reference has weights only. Those that may join are a row of their own: as
       many as servers have places for, as large as a slot.
-    - Activations: the tensors that autograd keeps, counted from this project's modules (`_layer_elements`), in the
+    - Activations: the tensors that autograd keeps, counted from this project's modules (`sizing.activations`), in the
       manner of Korthikanti et al., arXiv 2205.05198. With tp the sequence is divided. 1F1B holds pp - stage
-      micro-batches on a stage (Narayanan et al., arXiv 2104.04473). Recompute keeps the input of each layer, and one
-      layer in full.
-    - Loss chunk, on the last stage: buffers of `CHUNK` logits (`chunk_bytes`); hidden states of the whole sequence and
-      their gradient.
+      micro-batches on a stage (Narayanan et al., arXiv 2104.04473). With recompute one layer is there in full.
+    - Dispatch, of one layer where experts are divided: the rows that a rank sends and those that it gets, on average.
+    - Loss chunk, on the last stage: buffers of logits, hidden states of the whole sequence and their gradient.
     - Publish and checkpoint. Host: shards on the wire and, on GPUs, their fp32 mirror (`AdapterMemory`), both
       page-locked; copies that a checkpoint writes. Device: the copy of the shard that NCCL sends
       (`weight_sync.link.broadcast_groups`).
@@ -143,29 +138,27 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
     item = DTYPE_BYTES[config.model.dtype]
     last = stage == t.pp - 1
     tokens, in_flight = t.max_tokens_per_microbatch, t.pp - stage
-    per_layer = [tokens * _layer_elements(config, shape, layer) * item for layer in layers]
-    if t.recompute:
-        kept = len(layers) * tokens * shape.hidden // t.tp * item
-        activations = in_flight * kept + max(per_layer)
-    else:
-        activations = in_flight * sum(per_layer)
-    logits = min(CHUNK, tokens * shape.vocab // t.tp)
+    per_layer = [tokens * activations.layer_elements(config, shape, layer) * item for layer in layers]
+    kept, once = in_flight * sum(per_layer), 0.0
+    if t.recompute != "none":
+        kept, once = in_flight * len(layers) * tokens * activations.kept_elements(config, shape) * item, max(per_layer)
+    away = t.recompute == "offload"
+    heap = HEAP_CPU if on_cpu else HEAP_GPU
+    logits = min(activations.CHUNK, tokens * shape.vocab // t.tp)
     weights, moments, published = _adapters(config, shape, config.adapters, layers)
     return [
         *_base(config, shape, stage, layers),
         weights,
         moments,
-        Part("activations", device=int(activations * (HEAP_CPU if on_cpu else HEAP_GPU))),
-        Part("loss chunk", device=chunk_bytes(logits, item) + 2 * tokens * shape.hidden * item if last else 0),
+        Part("activations", device=int(((0 if away else kept) + once) * heap), host=int(kept) if away else 0),
+        Part("dispatch", device=activations.dispatched_elements(config, shape) * item),
+        Part(
+            "loss chunk", device=activations.chunk_bytes(logits, item) + 2 * tokens * shape.hidden * item if last else 0
+        ),
         published,
         *_joining(config, shape, layers),
         Part("process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),
     ]
-
-
-def chunk_bytes(logits: int, item: int) -> int:
-    """Two buffers in fp32, and the gradient in a smaller type: `engine.layers.output`."""
-    return logits * (2 * FP32 + (item if item < FP32 else 0))
 
 
 def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], layers: range) -> list[Part]:
@@ -241,29 +234,6 @@ def _base_elements(config: Config, shape: ModelShape, stage: int, layers: range)
     if shape.tied and t.pp == 1:
         ends = 1
     return total + ends * shape.vocab * h // t.tp
-
-
-def _layer_elements(config: Config, shape: ModelShape, layer: int) -> float:
-    """Elements that one layer keeps for the backward pass, per token of a micro-batch.
-
-    Both norms keep input and output (4 h). Attention keeps queries before and after the norm and rotation, gathered by
-    sequence, and its output as computed and as unpacked (5 q); keys before and after (2 or 3 k) and gathered; values
-    and gathered. An MLP of width f keeps its input and 3 f: both projections and their product. Experts see each token
-    ``experts_per_token`` times, on average; with tp, a rank routes its part of the sequence. For a family without a
-    row: both norms, and inputs and outputs of every linear layer.
-    """
-    t, h = config.trainer, shape.hidden
-    if shape.checkpoint is not None:
-        own = sum(one.inputs + one.outputs for one in shape.checkpoint.linears if layer in one.layers)
-        routed = shape.experts_per_token * (h + 3 * shape.expert_ffn) if layer in shape.sparse_layers else 0
-        return 4 * h + own + routed
-    q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    norms = 1 if shape.family.attention.norms else 0
-    attention = 4 * h + (4 + norms) * q + (2 + norms + 2 * KEY_COPIES) * k
-    if layer not in shape.sparse_layers:
-        return (attention + 3 * shape.ffn) / t.tp
-    rows = shape.experts_per_token
-    return (attention + rows * (h + 3 * shape.expert_ffn) + 3 * shape.shared_ffn) / t.tp
 
 
 def _adapter_parameters(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: range) -> int:

@@ -54,8 +54,8 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[tuple[str, Config]]:
         ranks = t.world_size if divides else 2 * t.world_size
         name = "expert parallel x 2" if divides else "expert parallel x 2, trainer ranks x 2"
         yield name, _with(config, "trainer", ep=2 * t.ep, world_size=ranks)
-    if not t.recompute:
-        yield "recompute", _with(config, "trainer", recompute=True)
+    if t.recompute == "none":
+        yield "full recompute", _with(config, "trainer", recompute="full")
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:

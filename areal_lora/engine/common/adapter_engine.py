@@ -17,7 +17,6 @@ Adapters are held by name, each with memory, optimizer and clock of its own (con
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -30,14 +29,9 @@ from areal_lora.checkpoint.state import MOMENTS, PARTS, WEIGHT, AdapterState
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.data.collate import HOST, MicroPlan
 from areal_lora.engine.base import DTYPES, AdamValues, LossFn
+from areal_lora.engine.common import adapter_memory
 from areal_lora.engine.common import micro_batches as micro
-from areal_lora.engine.common.adapter_memory import (
-    AdapterMemory,
-    AdapterOptimizer,
-    GradientClass,
-    checked,
-    initial_tensor,
-)
+from areal_lora.engine.common.adapter_memory import AdapterMemory, AdapterOptimizer, GradientClass
 from areal_lora.engine.common.arena import Range, ShardedModel
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout, wire_sources
@@ -71,17 +65,11 @@ class Compute(Protocol):
         ...
 
     def run(
-        self,
-        batches: Iterator[PackedMicroBatch],
-        plans: Sequence[MicroPlan],
-        readout: Readout,
-        judge: micro.Judge,
-        *,
-        train: bool,
+        self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: micro.BatchJudge, *, train: bool
     ) -> list[micro.Result]:
         """Run every micro-batch; the results on the last pipeline stage, elsewhere nothing.
 
-        ``judge`` gets what ``readout`` reads. ``train``: the gradients of what it returns are accumulated.
+        ``train``: the gradients of what ``judge`` returns are accumulated.
         """
         ...
 
@@ -139,7 +127,12 @@ class AdapterEngine:
         adam = AdapterOptimizer(optimizer, memory, self._model.attach(memory))
         held_names = set(memory.held_names())
         shards = memory.layout("float32").shards
-        first = {t.name: initial_tensor(t, seed) for shard in shards for t in shard.tensors if t.name in held_names}
+        first = {
+            t.name: adapter_memory.initial_tensor(t, seed)
+            for shard in shards
+            for t in shard.tensors
+            if t.name in held_names
+        }
         memory.load(memory.weights, first)
         self._residents[spec.name] = Resident(spec=spec, memory=memory, optimizer=adam, seed=seed)
 
@@ -232,7 +225,7 @@ class AdapterEngine:
         layout = self._sharded.layout
         plans = micro.plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
         packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)
-        return self._model.run(packed, plans, readout, partial(micro.judge, loss_fn=loss_fn), train=loss_fn is not None)
+        return self._model.run(packed, plans, micro.BatchJudge(readout, loss_fn), train=loss_fn is not None)
 
     def optim_step(self, adapter: str, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
         """Divide the gradients by ``denominator``, reduce, clip by the adapter's norm, Adam step at ``lr``.
@@ -301,7 +294,7 @@ class AdapterEngine:
         aliases. Optimizer moments are kept.
         """
         memory = self.resident(adapter).memory
-        memory.load(memory.weights, checked(memory.layout("float32"), tensors))
+        memory.load(memory.weights, adapter_memory.checked(memory.layout("float32"), tensors))
 
     def base_digest(self) -> str:
         """Digest of the frozen base, for manifests and checkpoints (not collective)."""
@@ -331,7 +324,9 @@ class AdapterEngine:
         memory, optimizer = self.resident(adapter).memory, self.resident(adapter).optimizer
         layout = memory.layout("float32")
         whole = {
-            part: checked(layout, {name: torch.from_numpy(values) for name, values in parts[part].items()})
+            part: adapter_memory.checked(
+                layout, {name: torch.from_numpy(values) for name, values in parts[part].items()}
+            )
             for part in (PARTS if optimizer else (WEIGHT,))
         }
         memory.load(memory.weights, whole[WEIGHT])

@@ -1,6 +1,7 @@
 """What every engine does with a batch around its model: cut it up, judge the predictions, put the results together."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -11,6 +12,7 @@ from areal_lora.data.collate import HOST, MicroPlan, find_trees, plan_microbatch
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.arena import ParallelLayout
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences
+from areal_lora.engine.layers.output import Readout
 from areal_lora.types import TrainBatch
 
 Result = tuple[tuple[int, ...], Mapping[str, float | Tensor], Tensor]
@@ -33,26 +35,29 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
     )
 
 
-Judge = Callable[[PackedMicroBatch, Tensor], tuple[Tensor, Result]]
-"""`judge` of one batch, called on the last pipeline stage for each of its micro-batches."""
+@dataclass(frozen=True, slots=True)
+class BatchJudge:
+    """What a pass reads of the model, and makes of it on the last pipeline stage for each of its micro-batches."""
 
+    readout: Readout
+    loss_fn: LossFn | None
 
-def judge(packed: PackedMicroBatch, output: Tensor, *, loss_fn: LossFn | None) -> tuple[Tensor, Result]:
-    """Scalar to differentiate, and the result, without grad.
+    def __call__(self, packed: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Result]:
+        """Scalar to differentiate, and the result, without grad.
 
-    ``output`` [p, 1 or 2] is that of an `OutputSite`. The sums are those of ``loss_fn`` plus ``loss``; there are none
-    without one.
-    """
-    scores, *entropy = (to_sequences(column, packed) for column in output.unbind(1))
-    if loss_fn is None:
-        return scores.sum(), (packed.sequences, {}, scores.detach())
-    if packed.micro is None:
-        # Padding only: the backward pass must still run, its collectives are shared with other ranks.
-        return output.sum() * 0.0, (packed.sequences, {}, scores.detach())
-    sums = loss_fn(packed.micro, scores, entropy[0] if entropy else None)
-    # Keep every rank's graph alive even if no token of this micro-batch is on the mask.
-    stats = {"loss": sums.loss.detach(), **sums.stats}
-    return sums.loss + output.sum() * 0.0, (packed.sequences, stats, scores.detach())
+        ``output`` [p, 1 or 2] is that of an `OutputSite`. The sums are those of ``loss_fn`` plus ``loss``; there are
+        none without one.
+        """
+        scores, *entropy = (to_sequences(column, packed) for column in output.unbind(1))
+        if self.loss_fn is None:
+            return scores.sum(), (packed.sequences, {}, scores.detach())
+        if packed.micro is None:
+            # Padding only: the backward pass must still run, its collectives are shared with other ranks.
+            return output.sum() * 0.0, (packed.sequences, {}, scores.detach())
+        sums = self.loss_fn(packed.micro, scores, entropy[0] if entropy else None)
+        # Keep every rank's graph alive even if no token of this micro-batch is on the mask.
+        stats = {"loss": sums.loss.detach(), **sums.stats}
+        return sums.loss + output.sum() * 0.0, (packed.sequences, stats, scores.detach())
 
 
 def whole_scores(batch: TrainBatch, results: Sequence[Result], *, reports: bool) -> Tensor:

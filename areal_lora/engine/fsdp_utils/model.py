@@ -30,7 +30,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -44,6 +43,7 @@ from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.layers.attention import AttentionPlan, attend
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, expert_mlp, kept
+from areal_lora.engine.layers.recompute import recompute
 from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.sites import RowRanges
 
@@ -273,7 +273,9 @@ def _is_rms_norm(module: Any) -> bool:
         return bool(torch.allclose(one(x), _rms_norm(one, x), rtol=1e-5, atol=1e-6))
 
 
-def build_model(model: ModelConfig, trainer: TrainerConfig, rank: int, device: torch.device) -> nn.Module:
+def build_model(
+    model: ModelConfig, trainer: TrainerConfig, rank: int, device: torch.device, active: ActiveAdapter
+) -> nn.Module:
     """The frozen model with this rank's weights. Raises ConfigError for a model that cannot be packed."""
     config = AutoConfig.from_pretrained(model.folder)
     # Tied weights would be in two units that are gathered at different times: each gets its own shard.
@@ -283,11 +285,8 @@ def build_model(model: ModelConfig, trainer: TrainerConfig, rank: int, device: t
     _check(module)
     module = module.eval().requires_grad_(False)
     fuse_norms(module)
-    if trainer.recompute:
-        for layer in decoder_layers(module):
-            layer.forward = partial(_recomputed, layer.forward)
-    size = trainer.fsdp_shard or trainer.world_size
-    shard(module, size, trainer, device)
+    recompute(decoder_layers(module), trainer.recompute, active)
+    shard(module, trainer.fsdp_shard or trainer.world_size, trainer, device)
     where = torch.device("cpu") if trainer.cpu_offload else device
     module.to_empty(device=where)
     _fill_buffers(module, device)
@@ -325,13 +324,6 @@ def shard(module: nn.Module, size: int, trainer: TrainerConfig, device: torch.de
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
-
-
-def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Keep only the layer's input for the backward pass."""
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _fill_buffers(module: Any, device: torch.device) -> None:

@@ -185,6 +185,7 @@ class _Flash(torch.autograd.Function):  # type: ignore[misc]
                 before, its_lse, more = varlen.forward(at.runs, *parts, causal=False, scale=scale)
                 own, own_lse = _take(out, at.queries), _take(lse, at.queries)
                 share = (own_lse - its_lse).sigmoid()[..., None].to(out.dtype)  # of the sum of exponentials
+                out, lse = out.clone(), lse.clone()  # a recomputation may read the kernel's results again
                 out[at.queries] = torch.lerp(before, own, share)
                 lse[at.queries] = torch.logaddexp(own_lse, its_lse)
                 saved += more

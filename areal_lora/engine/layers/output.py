@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter
@@ -30,7 +29,7 @@ class ValueHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[..., hidden] to [..., 1]."""
-        return functional.linear(hidden.float(), self.weight[None]) + self.bias
+        return nn.functional.linear(hidden.float(), self.weight[None]) + self.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,4 +184,4 @@ def _chunks(
     size = max(1, CHUNK // weight.shape[0])
     for first in range(0, len(sources), size):
         part = slice(first, first + size)
-        yield part, functional.linear(hidden.index_select(0, sources[part]), weight, bias).float().div_(temperature)
+        yield part, nn.functional.linear(hidden.index_select(0, sources[part]), weight, bias).float().div_(temperature)

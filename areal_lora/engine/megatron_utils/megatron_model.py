@@ -26,11 +26,10 @@ from areal_lora.data.collate import MicroPlan
 from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
 from areal_lora.engine.common.arena import ParallelLayout, Range, ShardedModel
-from areal_lora.engine.common.micro_batches import Judge, Result
+from areal_lora.engine.common.micro_batches import BatchJudge, Result
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter
-from areal_lora.engine.layers.output import Readout
 from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
 from areal_lora.engine.megatron_utils.modules import Packing
@@ -53,11 +52,6 @@ def build_model(
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
     )
     module = module.to(device=device, dtype=dtype)
-    if trainer.recompute and parallel_state.is_pipeline_first_stage():
-        # Megatron recomputes a block only if its input wants a gradient; embeddings are frozen.
-        module.get_submodule("embedding").register_forward_hook(
-            lambda _module, _args, output: output.detach().requires_grad_(torch.is_grad_enabled())
-        )
     # Losses arrive as plain sums; with this set the schedule divides by nothing.
     config: Any = module.config
     config.calculate_per_token_loss = True
@@ -105,8 +99,6 @@ def _settings(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype
         # Every weight is read from the folder.
         "perform_initialization": False,
     }
-    if trainer.recompute:
-        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if on_cpu:
         # No fused kernels; of the dispatchers gloo runs the one that gathers all tokens.
         fused = (
@@ -208,6 +200,7 @@ class MegatronModel:
         for parameter in self.module.parameters():
             parameter.requires_grad_(False)
         self._packing.follow(self.module, self.active)
+        modules.recompute_layers(self.module, trainer.recompute, self.active)
 
     def attach(self, memory: AdapterMemory) -> list[GradientClass]:
         """Make the adapter in ``memory`` resident."""
@@ -224,13 +217,7 @@ class MegatronModel:
             self._output.heads.pop(name, None)
 
     def run(
-        self,
-        batches: Iterator[PackedMicroBatch],
-        plans: Sequence[MicroPlan],
-        readout: Readout,
-        judge: Judge,
-        *,
-        train: bool,
+        self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: BatchJudge, *, train: bool
     ) -> list[Result]:
         """Through Megatron's pipeline schedule."""
         results: list[Result] = []
@@ -244,7 +231,7 @@ class MegatronModel:
             self._packing.keep(in_progress)
             packed = next(iterator)
             if self._output:
-                self._output.expect(packed, readout)
+                self._output.expect(packed, judge.readout)
             # Positions are part of the attention plan; the model's embedding takes none.
             predictions = module(packed.token_ids, None, self._packing.add(packed.attention, packed.keys))
 

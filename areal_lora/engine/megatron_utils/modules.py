@@ -32,13 +32,14 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
-from torch.nn import functional
 
+from areal_lora.config.sections.run import Recompute
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
 from areal_lora.engine.layers.attention import AttentionPlan, attend
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, expert_mlp, from_lanes, kept, to_lanes
 from areal_lora.engine.layers.output import OutputSite
+from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.megatron_utils.base_weights import LINEAR, scope_of
 from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import Scope
@@ -211,7 +212,7 @@ class ParallelAdapter:
             x = gather_from_sequence_parallel_region(x)
         if active.dropout is not None:
             x = self._dropped(x, active)
-        hidden = functional.linear(x, self.lora_a.to(x.dtype))
+        hidden = nn.functional.linear(x, self.lora_a.to(x.dtype))
         if self.scatter:
             hidden = reduce_scatter_to_sequence_parallel_region(hidden)
         lora_b = self.lora_b.to(x.dtype).t()
@@ -271,6 +272,11 @@ def attach(model: nn.Module, memory: AdapterMemory, active: ActiveAdapter) -> No
     if banks.keys() - found_keys:
         layer, scope, linear = sorted(banks.keys() - found_keys)[0]
         raise UnknownTensorError(f"layer {layer}: the model has no {scope}.{linear} to adapt")
+
+
+def recompute_layers(model: nn.Module, kind: Recompute, active: ActiveAdapter) -> None:
+    """In place of Megatron's own, which knows neither the keys of a micro-batch nor what to keep of our attention."""
+    recompute((layer for layer in model.modules() if isinstance(layer, TransformerLayer)), kind, active)
 
 
 def take_output(model: nn.Module, active: ActiveAdapter) -> OutputSite | None:

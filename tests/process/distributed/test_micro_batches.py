@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 CASES = [
     Case(name="megatron", world=1, budget=BUDGET),
-    Case(name="megatron, pp 2, recompute", world=2, pp=2, budget=BUDGET, recompute=True),
-    Case(name="fsdp, recompute", world=1, engine="fsdp", budget=BUDGET, recompute=True),
+    Case(name="megatron, pp 2, selective", world=2, pp=2, budget=BUDGET, recompute="selective"),
+    Case(name="fsdp, recompute", world=1, engine="fsdp", budget=BUDGET, recompute="full"),
 ]
 
 

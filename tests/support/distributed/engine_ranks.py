@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from areal_lora.algorithms.advantages import explained_variance
 from areal_lora.algorithms.losses import token_weights, value_loss
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_lora.config.sections.run import Recompute
 from areal_lora.data.collate import split_minibatches
 from areal_lora.engine.base import LossSums
 from areal_lora.engine.common.adapter_engine import AdapterEngine
@@ -59,7 +60,7 @@ class Case:
     etp: int = 1
     stages: tuple[int, ...] | None = None
     budget: int = 150
-    recompute: bool = False
+    recompute: Recompute = "none"
     dropout: bool = False  # also train an adapter with dropout
     engine: Literal["megatron", "fsdp"] = "megatron"
     fsdp_shard: int | None = None

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_lora.config.sections.run import Recompute
 from areal_lora.platforms.device import own_device
 from areal_lora.types import AdapterSpec
 from tests.support.distributed.engine_ranks import TARGETS, TEMPERATURE, loss_fn, make_batch, make_rows
@@ -20,24 +21,22 @@ from tests.support.paths import EXAMPLES
 RANK = 8
 
 
-def alone(folder: Path, engine: str, dtype: str, recompute: bool, device: str) -> tuple[np.ndarray, np.ndarray]:
+def alone(folder: Path, engine: str, dtype: str, recompute: Recompute, device: str) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and gradient of a random adapter, from a process of its own: engines keep global state."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     file = folder / f"{engine}-{dtype}-{recompute}.npz"
-    command = [sys.executable, "-m", __name__, engine, dtype, str(recompute), device, str(file)]
+    command = [sys.executable, "-m", __name__, engine, dtype, recompute, device, str(file)]
     subprocess.run(command, env=os.environ | world, check=True, timeout=280)
     with np.load(file) as found:
         return found["logprobs"], found["gradient"]
 
 
-def main(engine_name: str, dtype: str, recompute: str, kind: str, file: str) -> None:
+def main(engine_name: str, dtype: str, recompute: Recompute, kind: str, file: str) -> None:
     device = own_device(kind, 0)
-    trainer = TrainerConfig(
-        engine=engine_name, world_size=1, max_tokens_per_microbatch=256, recompute=recompute == "True"
-    )
+    trainer = TrainerConfig(engine=engine_name, world_size=1, max_tokens_per_microbatch=256, recompute=recompute)
     from areal_lora.engine.fsdp_engine import FsdpEngine
     from areal_lora.engine.megatron_engine import MegatronEngine
 

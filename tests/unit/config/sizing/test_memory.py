@@ -158,8 +158,16 @@ def test_a_critic_is_an_adapter_of_its_rank_and_a_reference_has_its_weights_only
 
 
 def test_recompute_and_shorter_micro_batches_need_less() -> None:
-    full, less = estimate("trainer.recompute=false")["trainer rank"], estimate()["trainer rank"]
+    full, less = estimate("trainer.recompute=none")["trainer rank"], estimate()["trainer rank"]
     assert part(full, "activations") > 10 * part(less, "activations")
+    some, away = (estimate(f"trainer.recompute={kind}")["trainer rank"] for kind in ("selective", "offload"))
+    layers, heads, width = 48, 32, 128  # with a head's log-sum-exp, 4 bytes
+    kept = layers * 16384 // 4 * heads * (2 * width + 4) * 1.1
+    assert part(some, "activations") - part(less, "activations") == pytest.approx(kept)
+    inputs = layers * 16384 // 4 * 2048 * 2
+    assert part(less, "activations") - part(away, "activations") == pytest.approx(1.1 * inputs)
+    assert away.host - less.host == inputs
+    assert part(less, "dispatch") == 2 * 16384 // 4 * 8 * 2048 * 2
     half = estimate("trainer.max_tokens_per_microbatch=8192")["trainer rank"]
     hidden = 8192 * 2048 * 2 * 2  # states and their gradient; the logits of a chunk are not those of a micro-batch
     assert part(less, "loss chunk") - part(half, "loss chunk") == hidden
@@ -170,7 +178,7 @@ def test_recompute_and_shorter_micro_batches_need_less() -> None:
     ("overrides", "key", "severity", "words"),
     [
         (
-            ["trainer.recompute=false", "trainer.max_tokens_per_microbatch=40960"],
+            ["trainer.recompute=none", "trainer.max_tokens_per_microbatch=40960"],
             "trainer.max_tokens_per_microbatch",
             Severity.WARNING,
             "largest part is activations",

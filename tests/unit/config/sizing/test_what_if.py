@@ -40,9 +40,9 @@ def test_each_change_moves_what_it_should() -> None:
     assert rows["micro-batch x 2"].rank_device > plain.rank_device
     assert rows["micro-batch x 2"].server_device == plain.server_device
     assert rows["context x 2"].server_device > plain.server_device
-    whole = {one.change: one for one in what_if(load_config([EXAMPLE], ["trainer.recompute=false"]), MOE)}
-    assert whole["recompute"] == plain._replace(change="recompute")
-    assert "recompute" not in rows, "the example does it already"
+    whole = {one.change: one for one in what_if(load_config([EXAMPLE], ["trainer.recompute=none"]), MOE)}
+    assert whole["full recompute"] == plain._replace(change="full recompute")
+    assert "full recompute" not in rows, "the example does it already"
 
 
 def test_what_has_no_room_is_left_out() -> None:

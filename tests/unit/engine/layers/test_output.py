@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from areal_lora.config.sizing import memory
+from areal_lora.config.sizing import activations
 from areal_lora.engine.layers import output as module
 from areal_lora.engine.layers.output import Readout, predictions
 from tests.support.distributed.spawn import run_ranks
@@ -114,8 +114,8 @@ def test_memory_is_that_of_a_chunk(dtype: torch.dtype, monkeypatch: pytest.Monke
     with Alive() as made:
         predictions(hidden, weight, None, rows, targets, Readout(0.9, entropy=True)).sum().backward()
     print(f"most bytes alive: {made.peak / 2**20:.1f} MiB")
-    assert made.peak < memory.chunk_bytes(2**18, hidden.itemsize) + 2**18  # and small ones
-    assert before == memory.CHUNK
+    assert made.peak < activations.chunk_bytes(2**18, hidden.itemsize) + 2**18  # and small ones
+    assert before == activations.CHUNK
 
 
 def sharded(temperature: float) -> list[Any]:
