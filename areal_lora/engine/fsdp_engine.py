@@ -18,7 +18,7 @@ from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
 from areal_lora.engine.common.arena import Bank, ParallelLayout, Range, ShardedModel, is_routed
 from areal_lora.engine.common.micro_batches import Judge, OutputSite, Result
-from areal_lora.engine.fsdp_utils.model import LinearLora, LinearSite, build_model, take_experts
+from areal_lora.engine.fsdp_utils.model import LinearLora, LinearSite, SharedInput, build_model, take_experts
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora
 from areal_lora.errors import ConfigError, UnknownTensorError
@@ -29,13 +29,9 @@ from areal_lora.platforms.device import collective_of
 class FsdpModel:
     """The frozen base on this rank, and the adapters attached to it. Every call but `detach` is collective."""
 
-    def __init__(self, model: ModelConfig, trainer: TrainerConfig, sharded: ShardedModel, device: torch.device) -> None:
-        """Join torch.distributed unless the caller has, build the model and load this rank's part of the base."""
-        if not dist.is_initialized():
-            dist.init_process_group(collective_of(device))
+    def __init__(self, module: nn.Module, sharded: ShardedModel) -> None:
         self.groups: Mapping[Range, dist.ProcessGroup] = {}  # no adapter tensor is split
-        self._sharded = sharded
-        self.module = build_model(model, trainer, dist.get_rank(), device)
+        self._sharded, self.module = sharded, module
         self.active = ActiveAdapter()
         self._linears: dict[str, LinearSite] = {}
         self._experts = take_experts(self.module, self.active)
@@ -53,7 +49,7 @@ class FsdpModel:
                 self._attach_linear(memory, bank)
         if head := memory.value_head():
             self._output.heads[memory.spec.name] = head
-        everywhere = [dist.group.WORLD] if dist.get_world_size() > 1 else []
+        everywhere = [dist.group.WORLD] if self._sharded.layout.world > 1 else []
         return [GradientClass(start=0, end=memory.arena.size, groups=everywhere)]
 
     def detach(self, name: str) -> None:
@@ -87,9 +83,10 @@ class FsdpModel:
         return list(map(step, batches))  # not a loop, whose variable would outlive the making of the next micro-batch
 
     def _attach_linear(self, memory: AdapterMemory, bank: Bank) -> None:
-        lora_a, lora_b = memory.parameters(bank, 0)
         (key,), (scale, sites) = bank.keys, memory.scale_and_sites(bank)
-        for piece in self._sharded.pieces(key):
+        pieces, (lora_a, _) = self._sharded.pieces(key), memory.parameters(bank, 0)
+        shared = SharedInput(lora_a, sites[0], len(pieces))
+        for piece in pieces:
             if piece.name not in self._linears:
                 try:
                     module = self.module.get_submodule(piece.name)
@@ -98,9 +95,9 @@ class FsdpModel:
                 if not isinstance(module, nn.Linear):
                     raise UnknownTensorError(f"{piece.name} is a {type(module).__name__} and no linear layer")
                 self._linears[piece.name] = LinearSite(module, self.active)
-            self._linears[piece.name].adapters[memory.spec.name] = LinearLora(
-                lora_a=lora_a, lora_b=lora_b, rows=piece.rows, scale=scale, site=sites[0]
-            )
+            lora_b, grad = memory.rows_of_b(bank, piece.rows)
+            lora = LinearLora(shared=shared, lora_b=lora_b, grad=grad, scale=scale)
+            self._linears[piece.name].adapters[memory.spec.name] = lora
 
     def _attach_experts(self, memory: AdapterMemory, bank: Bank) -> None:
         lora_a, lora_b = memory.parameters(bank, None if bank.experts else 0)
@@ -124,4 +121,7 @@ class FsdpEngine(AdapterEngine):
         shape = read_shape(Path(model.folder))
         layout = ParallelLayout.of(trainer, layers=shape.layers, experts=shape.experts)
         sharded = ShardedModel(shape=shape, layout=layout)
-        super().__init__(FsdpModel(model, trainer, sharded, device), sharded, model, trainer, device)
+        if not dist.is_initialized():
+            dist.init_process_group(collective_of(device))
+        module = build_model(model, trainer, dist.get_rank(), device)
+        super().__init__(FsdpModel(module, sharded), sharded, model, trainer, device)

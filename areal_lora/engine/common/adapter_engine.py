@@ -126,7 +126,7 @@ class AdapterEngine:
             raise ConfigError("adapters", f"{spec.name!r} is resident already", "give each adapter its own name")
         _check_targets(self._sharded, spec)
         check_patterns(self._sharded.shape, spec)
-        memory = AdapterMemory(self._sharded, spec, self.rank, self.device)
+        memory = AdapterMemory(self._sharded, spec, self.rank, self.device, DTYPES[self._base.dtype])
         adam = AdapterOptimizer(optimizer, memory, self._model.attach(memory))
         held_names = set(memory.held_names())
         shards = memory.layout("float32").shards
@@ -143,7 +143,8 @@ class AdapterEngine:
         source = self.resident(adapter)
         if name not in self._residents:
             spec = replace(source.spec, name=name)
-            memory = AdapterMemory(self._sharded, spec, self.rank, self.device, frozen=True)
+            held = DTYPES[self._base.dtype]
+            memory = AdapterMemory(self._sharded, spec, self.rank, self.device, held, frozen=True)
             self._model.attach(memory)
             self._residents[name] = Resident(spec=spec, memory=memory, optimizer=None, seed=source.seed)
         copy = self.resident(name)
@@ -223,6 +224,8 @@ class AdapterEngine:
     def _run(
         self, batch: TrainBatch, loss_fn: LossFn | None, readout: micro.Readout, *, need_entropy: bool = False
     ) -> list[micro.Result]:
+        if name := self._model.active.name:
+            self.resident(name).memory.refresh()
         layout = self._sharded.layout
         plans = micro.plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
         packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device) for plan in plans)
