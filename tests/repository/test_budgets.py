@@ -26,13 +26,13 @@ WIDTH, OWN_FILES = 34, "own files"
 LINES = {
     "": 653,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync
     "algorithms": 1143,
-    "checkpoint": 1477,
+    "checkpoint": 1478,  # names of the parts, which the engine had again
     "cli": 2154,
-    "config": 4145,
+    "config": 4159,  # trainer.fsdp_shard with its refusals; moments divided over ranks, the cast of an adapter
     "data": 549,
     "distributed": 356,
     "doctor": 1032,
-    "engine": 8109,
+    "engine": 8260,  # steps divided over ranks, copies of the base, one cast of an adapter, base weights broadcast
     "families": 1366,
     "launcher": 3539,
     "library": 470,

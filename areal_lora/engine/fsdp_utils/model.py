@@ -151,27 +151,33 @@ class LinearLora:
     scale: float
 
     def add_to(self, output: Tensor, x: Tensor, active: ActiveAdapter) -> Tensor:
-        """``output`` [..., out] plus the adapter's share for the layer's input ``x`` [..., in]."""
-        hidden, rows = self.shared.hidden(x, active), output.reshape(-1, output.shape[-1])
-        added: Tensor = _AddProduct.apply(rows, hidden, self.lora_b, self.grad, self.scale * active.factor)
-        return added.view(output.shape)
+        """``output`` [..., out], which it changes, plus the adapter's share for the layer's input ``x`` [..., in]."""
+        hidden, scale = self.shared.hidden(x, active), self.scale * active.factor
+        added: Tensor = _AddProduct.apply(output, hidden, self.lora_b, self.grad, scale)
+        return added
 
 
 class _AddProduct(torch.autograd.Function):  # type: ignore[misc]
-    """``output + scale * hidden B'``. The rows of B lie apart in memory; torch would add their gradients run by run."""
+    """Add ``scale * hidden B'`` to ``output`` in its place: the backward pass of a frozen layer does not read it.
+
+    The rows of B lie apart in memory; torch would add their gradients run by run.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, hidden: Tensor, lora_b: Tensor, grad: Tensor | None, scale: float) -> Tensor:
         weight = lora_b.flatten(0, 1)
         ctx.save_for_backward(hidden, weight)
+        ctx.mark_dirty(output)
         ctx.grad, ctx.scale = grad, scale
-        return torch.addmm(output, hidden, weight.t(), alpha=scale)
+        output.view(-1, output.shape[-1]).addmm_(hidden, weight.t(), alpha=scale)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,), (hidden, weight) = grads, ctx.saved_tensors
-        ctx.grad.add_((dy.t() @ hidden).view(ctx.grad.shape), alpha=ctx.scale)
-        return dy, torch.addmm(hidden, dy, weight, beta=0, alpha=ctx.scale), None, None, None
+        rows = dy.reshape(-1, dy.shape[-1])
+        ctx.grad.add_((rows.t() @ hidden).view(ctx.grad.shape), alpha=ctx.scale)
+        return dy, torch.addmm(hidden, rows, weight, beta=0, alpha=ctx.scale), None, None, None
 
 
 class LinearSite:
