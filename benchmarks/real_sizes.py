@@ -42,16 +42,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from train_case import step_flops
 
+from areal_lora.config.models import TrainerConfig
 from areal_lora.data.collate import MicroPlan, Tree
-from areal_lora.engine.fsdp_utils.model import ATTENTION, LinearLora, LinearSite, fuse_norms, take_experts
+from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
+from areal_lora.engine.fsdp_engine import FsdpModel
+from areal_lora.engine.fsdp_utils.model import ATTENTION, fuse_norms
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora
-from areal_lora.engine.layers.output import OutputSite, Readout
-from areal_lora.types import TrainBatch
+from areal_lora.engine.layers.expert_mlp import ActiveAdapter
+from areal_lora.engine.layers.output import Readout
+from areal_lora.families.shape import ModelShape
+from areal_lora.types import AdapterSpec, TrainBatch
 
 META, GIB = torch.device("meta"), 2**30
 LAUNCH_S, SYNC_S, FLOPS_PER_S = 5e-6, 10e-6, 600e12
 RANK = 32
+TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 QWEN3_30B = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
@@ -177,7 +183,7 @@ class FusedNorm(torch.autograd.Function):
         return grads[0].clone(), None, None, None
 
 
-def build(case: Case, layers: int) -> tuple[nn.Module, ActiveAdapter]:
+def build(case: Case, layers: int) -> FsdpModel:
     """The slice with an adapter on every linear layer of attention, MLP and experts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -187,23 +193,14 @@ def build(case: Case, layers: int) -> tuple[nn.Module, ActiveAdapter]:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
     model.eval().requires_grad_(False)
     fuse_norms(model)
-    active = ActiveAdapter()
-    active.name = "a"
-
-    def pair(*stack: int, n_in: int, n_out: int) -> tuple[nn.Parameter, nn.Parameter]:
-        a, b = (torch.empty(*stack, *shape, device=META) for shape in ((RANK, n_in), (n_out, RANK)))
-        return nn.Parameter(a), nn.Parameter(b)
-
-    for site in take_experts(model, active).values():
-        n, h, f = (case.model[k] for k in ("num_experts", "hidden_size", "moe_intermediate_size"))
-        site.fc1["a"] = ExpertLora(*pair(n, n_in=h, n_out=2 * f))
-        site.fc2["a"] = ExpertLora(*pair(n, n_in=f, n_out=h))
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.endswith("_proj"):
-            a, b = pair(n_in=module.in_features, n_out=module.out_features)
-            rows = ((0, module.out_features),)
-            LinearSite(module, active).adapters["a"] = LinearLora(lora_a=a, lora_b=b, rows=rows, scale=1.0, site=1)
-    return model, active
+    shape = ModelShape.from_hf(config.to_dict())
+    one = ParallelLayout.of(TrainerConfig(world_size=1), layers=layers, experts=shape.experts)
+    sharded = ShardedModel(shape=shape, layout=one)
+    spec = AdapterSpec(name="a", base_model="m", rank=RANK, alpha=RANK, target_modules=TARGETS)
+    adapted = FsdpModel(model, sharded, ActiveAdapter())
+    adapted.attach(AdapterMemory(sharded, spec, 0, META, torch.bfloat16))
+    adapted.active.name = "a"
+    return adapted
 
 
 def make_batch(case: Case) -> tuple[TrainBatch, MicroPlan]:
@@ -238,17 +235,16 @@ class Passes:
 
 
 def measure(case: Case, layers: int) -> Passes:
-    model, active = build(case, layers)
-    output_site = OutputSite(model.get_output_embeddings(), active, lambda predictions: predictions[None])
+    model = build(case, layers)
     batch, plan = make_batch(case)
     meter = Meter(int(case.model["vocab_size"]))
     with meter, mock.patch.object(nn.functional, "rms_norm", FusedNorm.apply):
         with meter.count() as packing:
             packed: PackedMicroBatch = pack(batch, plan, 0, META)
-        active.keys = packed.keys
-        output_site.expect(packed, Readout())
+        model.active.keys = packed.keys
+        model.output.expect(packed, Readout())
         with meter.count() as forward:
-            output = model(
+            output = model.module(
                 input_ids=packed.token_ids,
                 position_ids=packed.attention.positions[None],
                 use_cache=False,

@@ -18,7 +18,14 @@ from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
 from areal_lora.engine.common.arena import Bank, ParallelLayout, Range, ShardedModel, is_routed
 from areal_lora.engine.common.micro_batches import BatchJudge, Result
-from areal_lora.engine.fsdp_utils.model import LinearLora, LinearSite, build_model, take_experts, take_logit_scale
+from areal_lora.engine.fsdp_utils.model import (
+    LinearLora,
+    LinearSite,
+    SharedInput,
+    build_model,
+    take_experts,
+    take_logit_scale,
+)
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora
 from areal_lora.engine.layers.output import OutputSite
@@ -30,19 +37,14 @@ from areal_lora.platforms.device import collective_of
 class FsdpModel:
     """The frozen base on this rank, and the adapters attached to it. Every call but `detach` is collective."""
 
-    def __init__(self, model: ModelConfig, trainer: TrainerConfig, sharded: ShardedModel, device: torch.device) -> None:
-        """Join torch.distributed unless the caller has, build the model and load this rank's part of the base."""
-        if not dist.is_initialized():
-            dist.init_process_group(collective_of(device))
+    def __init__(self, module: nn.Module, sharded: ShardedModel, active: ActiveAdapter) -> None:
         self.groups: Mapping[Range, dist.ProcessGroup] = {}  # no adapter tensor is split
-        self._sharded = sharded
-        self.active = ActiveAdapter()
-        self.module = build_model(model, trainer, dist.get_rank(), device, self.active)
+        self._sharded, self.module, self.active = sharded, module, active
         self._linears: dict[str, LinearSite] = {}
         self._experts = take_experts(self.module, self.active)
         head, scale = self.module.get_output_embeddings(), take_logit_scale(self.module)
         # No view: FSDP watches for the backward pass of what a module returns.
-        self._output = OutputSite(head, self.active, lambda found: found[None].clone(), scale=scale)
+        self.output = OutputSite(head, self.active, lambda found: found[None].clone(), scale=scale)
 
     def attach(self, memory: AdapterMemory) -> list[GradientClass]:
         """Add the adapter in ``memory`` to the sites of its banks.
@@ -55,8 +57,8 @@ class FsdpModel:
             else:
                 self._attach_linear(memory, bank)
         if head := memory.value_head():
-            self._output.heads[memory.spec.name] = head
-        everywhere = [dist.group.WORLD] if dist.get_world_size() > 1 else []
+            self.output.heads[memory.spec.name] = head
+        everywhere = [dist.group.WORLD] if self._sharded.layout.world > 1 else []
         return [GradientClass(start=0, end=memory.arena.size, groups=everywhere)]
 
     def detach(self, name: str) -> None:
@@ -66,14 +68,14 @@ class FsdpModel:
         for experts in self._experts.values():
             experts.fc1.pop(name, None)
             experts.fc2.pop(name, None)
-        self._output.heads.pop(name, None)
+        self.output.heads.pop(name, None)
 
     def run(
         self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: BatchJudge, *, train: bool
     ) -> list[Result]:
         def step(packed: PackedMicroBatch) -> Result:
             self.active.keys = packed.keys
-            self._output.expect(packed, judge.readout)
+            self.output.expect(packed, judge.readout)
             output = self.module(
                 input_ids=packed.token_ids,
                 position_ids=packed.attention.positions[None],
@@ -88,9 +90,10 @@ class FsdpModel:
         return list(map(step, batches))  # not a loop, whose variable would outlive the making of the next micro-batch
 
     def _attach_linear(self, memory: AdapterMemory, bank: Bank) -> None:
-        lora_a, lora_b = memory.parameters(bank, 0)
         (key,), (scale, sites) = bank.keys, memory.scale_and_sites(bank)
-        for piece in self._sharded.pieces(key):
+        pieces, (lora_a, _) = self._sharded.pieces(key), memory.parameters(bank, 0)
+        shared = SharedInput(lora_a, sites[0], len(pieces))
+        for piece in pieces:
             if piece.name not in self._linears:
                 try:
                     module = self.module.get_submodule(piece.name)
@@ -99,9 +102,9 @@ class FsdpModel:
                 if not isinstance(module, nn.Linear):
                     raise UnknownTensorError(f"{piece.name} is a {type(module).__name__} and no linear layer")
                 self._linears[piece.name] = LinearSite(module, self.active)
-            self._linears[piece.name].adapters[memory.spec.name] = LinearLora(
-                lora_a=lora_a, lora_b=lora_b, rows=piece.rows, scale=scale, site=sites[0]
-            )
+            lora_b, grad = memory.rows_of_b(bank, piece.rows)
+            lora = LinearLora(shared=shared, lora_b=lora_b, grad=grad, scale=scale)
+            self._linears[piece.name].adapters[memory.spec.name] = lora
 
     def _attach_experts(self, memory: AdapterMemory, bank: Bank) -> None:
         lora_a, lora_b = memory.parameters(bank, None if bank.experts else 0)
@@ -125,4 +128,8 @@ class FsdpEngine(AdapterEngine):
         shape = read_shape(Path(model.folder))
         layout = ParallelLayout.of(trainer, layers=shape.layers, experts=shape.experts)
         sharded = ShardedModel(shape=shape, layout=layout)
-        super().__init__(FsdpModel(model, trainer, sharded, device), sharded, model, trainer, device)
+        if not dist.is_initialized():
+            dist.init_process_group(collective_of(device))
+        active = ActiveAdapter()
+        module = build_model(model, trainer, dist.get_rank(), device, active)
+        super().__init__(FsdpModel(module, sharded, active), sharded, model, trainer, device)

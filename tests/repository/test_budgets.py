@@ -26,13 +26,13 @@ WIDTH, OWN_FILES = 34, "own files"
 LINES = {
     "": 653,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync
     "algorithms": 1143,
-    "checkpoint": 1477,
+    "checkpoint": 1478,  # names of the parts, which the engine had again
     "cli": 2154,
-    "config": 4181,  # memory by kind of recompute, of dispatch and of the loss chunk; earlier runs' recompute is read
+    "config": 4181,  # memory by kind of recompute, of dispatch and of the loss chunk; earlier runs' recompute is read; trainer.fsdp_shard with its refusals; moments divided over ranks, the cast of an adapter
     "data": 569,  # micro-batches whose ranks have equal attention
     "distributed": 356,
     "doctor": 1032,
-    "engine": 8227,  # logits in chunks from hidden states; recompute in four kinds for both engines
+    "engine": 8260,  # logits in chunks from hidden states; recompute in four kinds for both engines; steps divided over ranks, copies of the base, one cast of an adapter, base weights broadcast
     "families": 1427,  # FLOPs of passes
     "launcher": 3539,
     "library": 470,

@@ -120,11 +120,11 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
       tp exceeds them, experts are divided by ep and etp; norms and routers are whole on every rank. With FSDP: an
       equal shard of everything, embeddings and output layer apart even if tied, the layer that computes and the next
       one (`_gathered_elements`).
-    - Adapters: 16 bytes per parameter: weight, gradient and Adam's two moments in fp32 (Rajbhandari et al., ZeRO,
-      arXiv 1910.02054, section 3.1, without a 16-bit copy). lora_A of a column-parallel layer and lora_B of a
-      row-parallel one are whole on every rank. The moments of a stage are divided over its ranks (section 5.1). A
-      critic is an adapter of its own rank, a reference has weights only. Those that may join are a row of their own: as
-      many as servers have places for, as large as a slot.
+    - Adapters: 16 bytes per parameter: weight, gradient and Adam's two moments in fp32, and 2 for a cast of the weight
+      where the base is in bf16 (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1). lora_A of a column-parallel
+      layer and lora_B of a row-parallel one are whole on every rank. The moments of a stage are divided over its ranks
+      (section 5.1). A critic is an adapter of its own rank, a reference has weights only. Those that may join are a row
+      of their own: as many as servers have places for, as large as a slot.
     - Activations: the tensors that autograd keeps, counted from this project's modules (`sizing.activations`), in the
       manner of Korthikanti et al., arXiv 2205.05198. With tp the sequence is divided. 1F1B holds pp - stage
       micro-batches on a stage (Narayanan et al., arXiv 2104.04473). With recompute one layer is there in full.
@@ -168,6 +168,8 @@ def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfi
     trained = sum(held[adapter.name] * (1 + _critic_share(adapter)) for adapter in adapters)
     stage = sum(_adapter_parameters(alone, shape, a, layers) * (1 + _critic_share(a)) for a in adapters)
     references = sum(held[adapter.name] for adapter in adapters if adapter.algorithm.has_reference)
+    item = DTYPE_BYTES[config.model.dtype]
+    cast = item * (trained + references) if item < FP32 else 0
     sources = t.ep if shape.experts else 1
     sizes = {a.name: adapter_size(shape, a.spec("")).parameters for a in adapters}
     unique = {name: size * len(layers) // shape.layers // sources for name, size in sizes.items()}
@@ -175,7 +177,7 @@ def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfi
     copied = sum(unique[a.name] * (3 * (1 + _critic_share(a)) + a.algorithm.has_reference) for a in adapters)
     mirror = 0 if config.cluster.device == "cpu" else FP32 * trained
     return [
-        Part("adapter weights and gradients", device=int(FP32 * (2 * trained + references))),
+        Part("adapter weights and gradients", device=int(FP32 * (2 * trained + references) + cast)),
         Part("optimizer moments", device=int(2 * FP32 * stage / (t.world_size // t.pp))),
         Part(
             "publish and checkpoint",

@@ -123,7 +123,7 @@ class AdapterEngine:
             raise ConfigError("adapters", f"{spec.name!r} is resident already", "give each adapter its own name")
         _check_targets(self._sharded, spec)
         check_patterns(self._sharded.shape, spec)
-        memory = AdapterMemory(self._sharded, spec, self.rank, self.device)
+        memory = AdapterMemory(self._sharded, spec, self.rank, self.device, DTYPES[self._base.dtype])
         adam = AdapterOptimizer(optimizer, memory, self._model.attach(memory))
         held_names = set(memory.held_names())
         shards = memory.layout("float32").shards
@@ -145,7 +145,8 @@ class AdapterEngine:
         source = self.resident(adapter)
         if name not in self._residents:
             spec = replace(source.spec, name=name)
-            memory = AdapterMemory(self._sharded, spec, self.rank, self.device, frozen=True)
+            held = DTYPES[self._base.dtype]
+            memory = AdapterMemory(self._sharded, spec, self.rank, self.device, held, frozen=True)
             self._model.attach(memory)
             self._residents[name] = Resident(spec=spec, memory=memory, optimizer=None, seed=source.seed)
         copy = self.resident(name)
@@ -222,6 +223,8 @@ class AdapterEngine:
         return micro.sum_over_ranks(sums, reporting)
 
     def _run(self, batch: TrainBatch, loss_fn: LossFn | None, readout: Readout) -> list[micro.Result]:
+        if name := self._model.active.name:
+            self.resident(name).memory.refresh()
         layout = self._sharded.layout
         plans = micro.plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
         packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)

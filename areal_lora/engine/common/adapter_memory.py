@@ -35,7 +35,7 @@ from areal_lora.engine.common.transfer_plan import PackPlan, load_plan, pack_pla
 from areal_lora.engine.layers.expert_mlp import site_key
 from areal_lora.engine.layers.output import ValueHead
 from areal_lora.errors import AdapterError, UnknownTensorError
-from areal_lora.families.sites import LORA_A, LORA_B
+from areal_lora.families.sites import LORA_A, LORA_B, RowRanges
 from areal_lora.types import AdapterSpec, StepStats
 from areal_lora.weight_sync.kernels import TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, WireTensor
@@ -44,33 +44,50 @@ from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, WireTensor
 class AdapterMemory:
     """The numbers of one adapter on one rank: ``weights`` and ``grads`` are flat fp32 [arena.size].
 
-    A frozen adapter has no gradients (size 0). The moments are the optimizer's.
+    A frozen adapter has no gradients (size 0). The moments are the optimizer's. Layers compute with ``cast``, the
+    weights in ``dtype`` as of the last `refresh`; in fp32 it is ``weights`` itself.
     """
 
     def __init__(
-        self, model: ShardedModel, spec: AdapterSpec, rank: int, device: torch.device, *, frozen: bool = False
+        self,
+        model: ShardedModel,
+        spec: AdapterSpec,
+        rank: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        *,
+        frozen: bool = False,
     ) -> None:
         self.model, self.spec, self.rank, self.frozen = model, spec, rank, frozen
         self.arena: Arena = arrange(model, spec, rank)
         self.weights = torch.zeros(self.arena.size, device=device)
+        self.cast = self.weights if dtype is torch.float32 else torch.zeros_like(self.weights, dtype=dtype)
         self.grads = torch.zeros(0 if frozen else self.arena.size, device=device)
         self._layouts: dict[str, AdapterLayout] = {}
         self._packers: dict[str, Packer] = {}
         self._loading: tuple[list[str], TensorBlocks] | None = None
 
-    def parameter(self, at: int, shape: Sequence[int]) -> nn.Parameter:
-        """A view of ``weights``; its gradient accumulates in the same elements of ``grads``."""
-        count = int(np.prod(shape))
+    def refresh(self) -> None:
+        """Cast the weights for the layers: before each pass, as a step or a load may have changed them."""
+        if self.cast is not self.weights:
+            self.cast.copy_(self.weights)
+
+    def _parameter(self, flat: Tensor, at: int, shape: Sequence[int]) -> nn.Parameter:
+        """A view of ``flat``; its gradient accumulates in the same elements of ``grads``."""
+        count = math.prod(shape)
         # Of a frozen one, too: torch chooses another matrix product, of other rounding, for what wants no gradient.
-        parameter = nn.Parameter(self.weights[at : at + count].view(*shape))
+        parameter = nn.Parameter(flat[at : at + count].view(*shape))
         if not self.frozen:
+            parameter.grad_dtype = None  # what a backward pass computes in bf16 is added in fp32, without a cast before
             parameter.grad = self.grads[at : at + count].view(*shape)
         return parameter
 
     def value_head(self) -> ValueHead | None:
-        """The value head on this rank, None if it has none."""
+        """The value head on this rank, which computes in fp32; None if it has none."""
         at, size = self.arena.head, self.model.shape.hidden
-        return None if at is None else ValueHead(self.parameter(at, (size,)), self.parameter(at + size, (1,)))
+        if at is None:
+            return None
+        return ValueHead(self._parameter(self.weights, at, (size,)), self._parameter(self.weights, at + size, (1,)))
 
     def parameters(self, bank: Bank, index: int | None) -> tuple[nn.Parameter, nn.Parameter]:
         """lora_A and lora_B of one of a bank's experts, or of all (None): a stack, or the one that they share."""
@@ -79,9 +96,25 @@ class AdapterMemory:
                 shape[1:] if bank.shared == side else shape
                 for side, shape in ((LORA_A, bank.a_shape), (LORA_B, bank.b_shape))
             )
-            return self.parameter(bank.a, a_shape), self.parameter(bank.b, b_shape)
+            return self._parameter(self.cast, bank.a, a_shape), self._parameter(self.cast, bank.b, b_shape)
         a, b = bank.place(index)
-        return self.parameter(a, bank.a_shape[1:]), self.parameter(b, bank.b_shape[1:])
+        return self._parameter(self.cast, a, bank.a_shape[1:]), self._parameter(self.cast, b, bank.b_shape[1:])
+
+    def rows_of_b(self, bank: Bank, rows: RowRanges) -> tuple[Tensor, Tensor | None]:
+        """Views of rows of a dense layer's lora_B and of their gradient, [runs, rows of a run, r].
+
+        The runs are equally long and equally far apart. A frozen adapter has no gradient.
+        """
+        (start, stop), *others = rows
+        r = bank.b_shape[2]
+        pitch = others[0][0] - start if others else stop - start
+        shape, strides = (len(rows), stop - start, r), (pitch * r, r, 1)
+        values, grads = (
+            flat.as_strided(shape, strides, bank.b + start * r) if flat.numel() else None
+            for flat in (self.cast, self.grads)
+        )
+        assert values is not None
+        return values, grads
 
     def scale_and_sites(self, bank: Bank) -> tuple[float, tuple[int, ...]]:
         """What multiplies the products of a bank, and the numbers of its sites for dropout."""
@@ -116,9 +149,9 @@ class AdapterMemory:
         for bank in self.arena.banks:
             if bank.shared:
                 first = self.model.pieces(bank.keys[0])[0]
-                a, b = self.parameters(bank, None)
-                name, values = (first.lora_a, a) if bank.shared == LORA_A else (first.lora_b, b)
-                found[name] = values.detach().to("cpu", copy=True)
+                side = (first.lora_a, bank.a, bank.a_shape), (first.lora_b, bank.b, bank.b_shape)
+                name, at, (_, *shape) = side[bank.shared == LORA_B]
+                found[name] = self.weights[at:][: math.prod(shape)].view(shape).to("cpu", copy=True)
         return found
 
     def packer(self, dtype: str) -> Packer:

@@ -45,7 +45,6 @@ from areal_lora.engine.layers.attention import AttentionPlan, attend
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, expert_mlp, kept
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.errors import ConfigError, UnknownTensorError
-from areal_lora.families.sites import RowRanges
 
 
 class Sources:
@@ -118,25 +117,66 @@ def shard_rows(n: int, rank: int, world_size: int) -> tuple[int, int]:
     return min(rank * each, n), min((rank + 1) * each, n)
 
 
+class SharedInput:
+    """``A x`` of the projections with one ``lora_a`` [r, in], which read the same input: computed by the first of them.
+
+    It is forgotten with the last, so that it outlives no layer's pass.
+    """
+
+    def __init__(self, lora_a: nn.Parameter, site: int, projections: int) -> None:
+        self._lora_a, self._site, self._projections = lora_a, site, projections
+        self._known: tuple[Tensor, Tensor] | None = None
+        self._left = 0
+
+    def hidden(self, x: Tensor, active: ActiveAdapter) -> Tensor:
+        """[t, r] of the layer's input ``x`` [..., in]."""
+        if self._known is None or self._known[0] is not x:
+            rows = x.reshape(-1, x.shape[-1])
+            hidden = functional.linear(kept(rows, active.keep(self._site, rows.shape[-1])), self._lora_a)
+            self._known, self._left = (x, hidden), self._projections
+        hidden, self._left = self._known[1], self._left - 1
+        if not self._left:
+            self._known = None
+        return hidden
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearLora:
-    """``scale * B A x`` of one projection: ``lora_a`` [r, in], and the rows ``rows`` of ``lora_b`` [*, r], fp32."""
+    """``scale * B A x`` of one projection: ``lora_b`` and its gradient [runs, rows of a run, r]."""
 
-    lora_a: nn.Parameter
-    lora_b: nn.Parameter
-    rows: RowRanges
+    shared: SharedInput
+    lora_b: Tensor
+    grad: Tensor | None
     scale: float
-    site: int
 
     def add_to(self, output: Tensor, x: Tensor, active: ActiveAdapter) -> Tensor:
-        """``output`` [..., out] plus the adapter's share for the layer's input ``x`` [..., in]."""
-        rows = x.reshape(-1, x.shape[-1])
-        hidden = functional.linear(kept(rows, active.keep(self.site, rows.shape[-1])), self.lora_a.to(x.dtype))
-        parts = [self.lora_b[start:stop] for start, stop in self.rows]
-        lora_b = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(x.dtype)
-        return torch.addmm(
-            output.reshape(-1, output.shape[-1]), hidden, lora_b.t(), alpha=self.scale * active.factor
-        ).view(output.shape)
+        """``output`` [..., out], which it changes, plus the adapter's share for the layer's input ``x`` [..., in]."""
+        hidden, scale = self.shared.hidden(x, active), self.scale * active.factor
+        added: Tensor = _AddProduct.apply(output, hidden, self.lora_b, self.grad, scale)
+        return added
+
+
+class _AddProduct(torch.autograd.Function):  # type: ignore[misc]
+    """Add ``scale * hidden B'`` to ``output`` in its place: the backward pass of a frozen layer does not read it.
+
+    The rows of B lie apart in memory; torch would add their gradients run by run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hidden: Tensor, lora_b: Tensor, grad: Tensor | None, scale: float) -> Tensor:
+        weight = lora_b.flatten(0, 1)
+        ctx.save_for_backward(hidden, weight)
+        ctx.mark_dirty(output)
+        ctx.grad, ctx.scale = grad, scale
+        output.view(-1, output.shape[-1]).addmm_(hidden, weight.t(), alpha=scale)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (hidden, weight) = grads, ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        ctx.grad.add_((rows.t() @ hidden).view(ctx.grad.shape), alpha=ctx.scale)
+        return dy, torch.addmm(hidden, rows, weight, beta=0, alpha=ctx.scale), None, None, None
 
 
 class LinearSite:
@@ -201,7 +241,7 @@ def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     site: ExpertsSite = vars(module)[_SITE]
     k = chosen.shape[1]
     experts, order = chosen.reshape(-1).sort(stable=True)
-    numbers = torch.arange(module.num_experts, device=experts.device)
+    numbers = torch.arange(max(module.num_experts, experts.numel()), device=experts.device)
     active = site.active
     fc1, fc2 = (adapters.get(active.name or "", ExpertLora()) for adapters in (site.fc1, site.fc2))
     tokens = order // k
@@ -210,12 +250,12 @@ def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
         weights.reshape(-1).index_select(0, order),
         (fc1, fc2),
         (module.gate_up_proj, module.down_proj),
-        torch.searchsorted(experts, numbers, right=True, out_int32=True),
+        torch.searchsorted(experts, numbers[: module.num_experts], right=True, out_int32=True),
         active,
-        None if active.keys is None else active.keys.index_select(0, tokens),
+        None if active.dropout is None or active.keys is None else active.keys.index_select(0, tokens),
     )
     back = torch.empty_like(order)
-    back[order] = torch.arange(order.numel(), device=order.device)
+    back[order] = numbers[: order.numel()]
     # A sum in the order of the choices: equal for every packing.
     return rows.index_select(0, back).view(hidden.shape[0], k, -1).sum(1)
 

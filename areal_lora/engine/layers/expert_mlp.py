@@ -131,13 +131,13 @@ class Groups:
         return out[:, : weight.shape[1]]
 
     def outer(self, y: Tensor, x: Tensor, like: Tensor) -> Tensor:
-        """The gradient fp32 of a weight ``like`` [n, out, in]: y [T, out] transposed times x [T, in], per expert."""
+        """The gradient of a weight ``like`` [n, out, in]: y [T, out] transposed times x [T, in], per expert."""
         if like.dim() == 2:
-            return (y.t() @ x).float()
+            return y.t() @ x
         if not len(x):
-            return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+            return torch.zeros_like(like)
         grad = functional.grouped_mm(_aligned(y).t(), _aligned(x), offs=self.ends)
-        return grad[:, : like.shape[1], : like.shape[2]].float()
+        return grad[:, : like.shape[1], : like.shape[2]]
 
 
 def _aligned(x: Tensor, dims: int = 1) -> Tensor:
@@ -202,8 +202,8 @@ def _add_adapter(
     """Add ``scale * B A x`` to ``out``, of x what ``keep`` [T, in] keeps; returns the scaled ``A x`` [T, r]."""
     if a is None or b is None:
         return None
-    hidden = groups.times(kept(x, keep), a.to(x.dtype)).mul_(scale)
-    out.add_(groups.times(hidden, b.to(x.dtype)))
+    hidden = groups.times(kept(x, keep), a).mul_(scale)
+    out.add_(groups.times(hidden, b))
     return hidden
 
 
@@ -222,8 +222,8 @@ def _adapter_grads(
     if a is None or b is None:
         return None, None
     assert hidden is not None
-    dh = groups.times(dy, b.to(dy.dtype).transpose(-1, -2)).mul_(scale)
-    back = groups.times(dh, a.to(dy.dtype).transpose(-1, -2))
+    dh = groups.times(dy, b.transpose(-1, -2)).mul_(scale)
+    back = groups.times(dh, a.transpose(-1, -2))
     dx.add_(back if keep is None else back.masked_fill_(~keep, 0.0))
     return groups.outer(dh, kept(x(), keep), a), groups.outer(dy, hidden, b)
 
@@ -231,6 +231,8 @@ def _adapter_grads(
 @dataclass(frozen=True, slots=True)
 class ExpertLora:
     """One adapter's part: stacks ``a`` [n, r, in] and ``b`` [n, out, r], or one [r, in], [out, r] of all experts.
+
+    They have the type of the layer's inputs.
 
     ``sites`` int64, on their device, are the numbers of the experts' sites (`site_key`), one each or one of all.
     """

@@ -1,8 +1,8 @@
 """Weights of the frozen base: from a Hugging Face folder straight into one rank's Megatron parameters.
 
-Every rank reads the slices that it holds: no weight travels between ranks, and every layout is read the same
-way. Both kinds of Megatron layers are supported: plain torch and Transformer Engine, whose linear layers contain
-the preceding norm.
+Of the ranks that hold the same slices the first one reads and broadcasts them: a file system serves each weight once,
+however many replicas there are. Both kinds of Megatron layers are supported: plain torch and Transformer Engine, whose
+linear layers contain the preceding norm.
 """
 
 import re
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -33,11 +34,38 @@ def scope_of(site: re.Match[str]) -> Scope:
     return Scope.SHARED_EXPERT if site["shared"] else Scope.ATTENTION if site["attention"] else Scope.MLP
 
 
-def load_base(module: nn.Module, folder: ModelFolder, model: ShardedModel, rank: int) -> None:
-    """Fill every parameter of ``module``. Raises UnknownTensorError for a missing tensor or an unknown parameter."""
+class _Names(ModelFolder):
+    """The names of a folder, to find out what it lacks: its tensors are empty and nothing is read."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        self.path, self._files = folder.path, folder._files
+
+    def _slice(self, name: str) -> Tensor:
+        super()._slice(name)
+        return torch.empty(0, 0)
+
+
+def load_base(
+    module: nn.Module,
+    folder: ModelFolder,
+    model: ShardedModel,
+    rank: int,
+    dense: dist.ProcessGroup | None = None,
+    experts: dist.ProcessGroup | None = None,
+) -> None:
+    """Fill every parameter of ``module``; collective over the replicas of dense layers and of experts.
+
+    Raises UnknownTensorError for a missing tensor or an unknown parameter, on every rank.
+    """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            parameter.copy_(_read(folder, model, rank, name, parameter))
+            group = experts if ".experts." in name else dense
+            if group is None or dist.get_rank(group) == 0:
+                parameter.copy_(_read(folder, model, rank, name, parameter))
+            else:
+                _read(_Names(folder), model, rank, name, parameter)
+            if group is not None and dist.get_world_size(group) > 1:
+                dist.broadcast(parameter.detach(), group=group, group_src=0)
 
 
 def _read(folder: ModelFolder, model: ShardedModel, rank: int, name: str, parameter: Tensor) -> Tensor:

@@ -148,6 +148,14 @@ def initialize_parallel(
     return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
 
 
+def replicas() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The ranks that hold the same dense layers as this one, and those that hold the same experts."""
+    return (
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_expert_data_parallel_group(),
+    )
+
+
 def classify(memory: AdapterMemory) -> list[GradientClass]:
     """The groups over which the gradients of each range of a rank's memory must be summed.
 
@@ -156,8 +164,7 @@ def classify(memory: AdapterMemory) -> list[GradientClass]:
     replicas include the expert-parallel ranks. With ``shared_outer`` these are the whole matrices, and the split ones
     are each expert's own.
     """
-    dense = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
-    experts = [parallel_state.get_expert_data_parallel_group()]
+    dense, experts = ([group] for group in replicas())
     every = [*experts, parallel_state.get_expert_model_parallel_group()]
     shared = memory.spec.expert_layout
     split = every if shared is ExpertLayout.SHARED else experts
@@ -195,7 +202,8 @@ class MegatronModel:
         self.active, self._cp = ActiveAdapter(), trainer.cp
         self.module: nn.Module
         self.module, self._packing = build_model(model, trainer, sharded.layout, hf, device)
-        load_base(self.module, ModelFolder.of(model), sharded, dist.get_rank())
+        dense, experts = replicas()
+        load_base(self.module, ModelFolder.of(model), sharded, dist.get_rank(), dense, experts)
         self._output = modules.take_output(self.module, self.active)
         for parameter in self.module.parameters():
             parameter.requires_grad_(False)

@@ -5,10 +5,10 @@ branches. Its experts are computed one by one, or all at once with Transformer E
 layer then adds modules, copies and passes over memory per expert. Here all experts of a layer of one rank are computed
 with their adapters.
 
-Linear layers are wrapped with Bridge's PEFT class. The adapters are not Bridge's, for three reasons: they stay in fp32
-on a bf16 base, their numbers share one flat memory (`arena`), and their gradients are exact under tensor parallelism.
-Bridge's own adapter splits lora_A over the rank and, in experts with expert tensor parallelism, never sums the gradient
-that flows back through it.
+Linear layers are wrapped with Bridge's PEFT class. The adapters are not Bridge's, for three reasons: weights and
+gradients stay in fp32 on a bf16 base, their numbers share one flat memory (`arena`), and their gradients are exact
+under tensor parallelism. Bridge's own adapter splits lora_A over the rank and, in experts with expert tensor
+parallelism, never sums the gradient that flows back through it.
 
 One rule holds for every layout: a tensor that is split over (expert) tensor-parallel ranks has
 its whole gradient there; a tensor that is replicated over them has a part of it on each.
@@ -188,7 +188,7 @@ def _dispatched(dispatcher: Any, keys: Tensor, own: int, probs: Tensor, routing_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelAdapter:
-    """``scale * B A x`` next to a parallel linear layer, fp32 parameters, computed in the input's type.
+    """``scale * B A x`` next to a parallel linear layer, parameters in the input's type, gradients fp32.
 
     Column-parallel base (qkv, fc1): ``lora_a`` [r, in] replicated, ``lora_b`` [out / tp, r] split.
     Row-parallel base (proj, fc2): ``lora_a`` [r, in / tp] split, ``lora_b`` [out, r] replicated.
@@ -212,14 +212,13 @@ class ParallelAdapter:
             x = gather_from_sequence_parallel_region(x)
         if active.dropout is not None:
             x = self._dropped(x, active)
-        hidden = nn.functional.linear(x, self.lora_a.to(x.dtype))
+        hidden = nn.functional.linear(x, self.lora_a)
         if self.scatter:
             hidden = reduce_scatter_to_sequence_parallel_region(hidden)
-        lora_b = self.lora_b.to(x.dtype).t()
         return torch.addmm(
             output.reshape(-1, output.shape[-1]),
             hidden.reshape(-1, hidden.shape[-1]),
-            lora_b,
+            self.lora_b.t(),
             alpha=self.scale * active.factor,
         ).view(output.shape)
 

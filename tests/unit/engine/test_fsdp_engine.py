@@ -86,6 +86,27 @@ def test_offloaded_shards_train_alike(world: None, tmp_path: Path) -> None:
     assert norms[0] == norms[1] > 0.1
 
 
+def test_a_bf16_base_computes_with_the_newest_weights_and_adds_gradients_in_fp32(world: None, tmp_path: Path) -> None:
+    folder = save("qwen3_moe", tmp_path)
+    batch = scoring_batch(ROWS, "a")
+    one, other = (engine_of(folder, "bfloat16") for _ in range(2))
+    for engine in (one, other):
+        engine.add_adapter(SPEC, OptimizerConfig(lr=0.1), seed=1)
+    before = one.logprobs(batch, adapter="a")
+    one.forward_backward(batch, lambda _, logprobs, __: LossSums(loss=logprobs.sum()))
+    once = one.resident("a").memory.grads.clone()
+    for _ in range(300):  # in bf16 a sum stops at 256 equal addends
+        one.forward_backward(batch, lambda _, logprobs, __: LossSums(loss=logprobs.sum()))
+    torch.testing.assert_close(one.resident("a").memory.grads, 301 * once, rtol=1e-3, atol=0)
+    one.optim_step("a", 1.0, 0.1)
+    after = one.logprobs(batch, adapter="a")
+    assert not torch.equal(before, after)
+    other.load_adapter("a", dict(one.export_adapter("a")))
+    assert torch.equal(other.logprobs(batch, adapter="a"), after)
+    one.freeze_copy("a", "copy")
+    assert torch.equal(one.logprobs(batch, adapter="copy"), after)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_each_layer_is_gathered_while_the_one_before_computes(world: None, tmp_path: Path, recompute: bool) -> None:
     """By the names that torch gives to what it does."""

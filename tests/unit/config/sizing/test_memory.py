@@ -61,10 +61,10 @@ def test_fsdp_shards_the_base_and_gathers_one_layer_twice_and_the_next_one() -> 
     assert away.host > rank.host
 
 
-def test_an_adapter_has_sixteen_bytes_a_parameter() -> None:
+def test_an_adapter_has_sixteen_bytes_a_parameter_and_its_cast_two() -> None:
     rank = estimate("trainer.world_size=1", "trainer.tp=1", "trainer.ep=1")["trainer rank"]
     size = part(rank, "adapter weights and gradients") + part(rank, "optimizer moments")
-    assert size / 16 == pytest.approx(2.557e9 / 2, rel=0.002), "2.557 GB on the wire in bfloat16"
+    assert size / 18 == pytest.approx(2.557e9 / 2, rel=0.002), "2.557 GB on the wire in bfloat16"
 
 
 def test_several_adapters_need_the_sum_and_slots_for_each() -> None:
@@ -152,7 +152,7 @@ def test_a_critic_is_an_adapter_of_its_rank_and_a_reference_has_its_weights_only
     keys = ["kind=ppo", "critic_rank=16", "kl_coef=0.1", "reference=initial", "reference_refresh_steps=9"]
     both = estimate(*sizes, *(f"adapters.0.algorithm.{key}" for key in keys))["trainer rank"]
     assert part(both, "optimizer moments") == pytest.approx(8 * 1.5 * one), "half of the rank 32"
-    assert part(both, "adapter weights and gradients") == pytest.approx(8 * 1.5 * one + 4 * one)
+    assert part(both, "adapter weights and gradients") == pytest.approx(10 * 1.5 * one + 6 * one)
     checkpoint = [sum(p.host for p in m.parts if p.name == "publish and checkpoint") for m in (alone, both)]
     assert checkpoint[1] > checkpoint[0] + 4 * one * (3 * 0.5 + 1)
 

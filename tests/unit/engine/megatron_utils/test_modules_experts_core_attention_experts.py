@@ -114,10 +114,15 @@ def test_bf16_experts_train_an_adapter_in_fp32() -> None:
     torch.manual_seed(10)
     print("seed 10")
     experts = make_experts(torch.bfloat16)
-    a, b = adapter(False, 2 * WIDTH, HIDDEN)
+    a, b = (nn.Parameter(weights.detach().bfloat16()) for weights in adapter(False, 2 * WIDTH, HIDDEN))
+    for weights in (a, b):  # as `AdapterMemory` has them
+        weights.grad_dtype = None
+        weights.grad = torch.zeros(weights.shape)
     adapt(experts.linear_fc1, a, b)
     out, _ = experts(torch.randn(12, HIDDEN).bfloat16(), torch.tensor(SPLITS), torch.rand(12))
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
-    assert a.grad is not None
-    assert a.grad.dtype == torch.float32
+    for weights in (a, b):
+        assert weights.grad is not None
+        assert weights.grad.dtype == torch.float32
+        assert weights.grad.any()
