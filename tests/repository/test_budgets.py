@@ -24,15 +24,15 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 653,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync
+    "": 665,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; sessions
     "algorithms": 1143,
-    "checkpoint": 1477,
+    "checkpoint": 1457,
     "cli": 2154,
-    "config": 4145,
+    "config": 4148,  # checkpoint.max_behind
     "data": 549,
     "distributed": 356,
     "doctor": 1032,
-    "engine": 8109,
+    "engine": 8098,
     "families": 1366,
     "launcher": 3539,
     "library": 470,
@@ -41,12 +41,12 @@ LINES = {
     "operations": 545,
     "platforms": 92,  # upload, for copies that the host does not wait for
     "processes": 376,  # shared_memory, which servers use, too: from launcher
-    "rollout": 5909,
-    "run_folder": 1008,  # DesiredWatch logs a faulty file: from trainer
+    "rollout": 5918,  # answers over a restart of the trainer
+    "run_folder": 1037,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions
     "service": 5568,
     "tasks": 3270,
-    "trainer": 3625,
-    "weight_sync": 4696,
+    "trainer": 3646,  # steps ahead of a slow disk
+    "weight_sync": 4689,
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

@@ -79,8 +79,8 @@ class CrashRun:
     """``victim`` is the role that dies once at each of its points, in an order drawn from ``seed``.
 
     ``joined`` adapters have their own seeds and join through the desired state, in every life of a trainer again.
-    ``most``: so many of the points, drawn by the commit. ``behind``: steps that training may be ahead of the disk; it is
-    then slower than a step, and the victim dies in the third step of a life.
+    ``most``: so many of the points, drawn by the commit. ``behind``: steps that training may be ahead of the disk. It
+    is then slower than a step, and the victim dies in the third step of a life.
     """
 
     root: Path

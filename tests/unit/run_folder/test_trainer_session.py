@@ -28,7 +28,7 @@ def test_each_start_has_the_next_number_and_it_is_durable(tmp_path: Path, monkey
 def test_a_file_without_a_number_is_an_error_with_its_path(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.trainer_session.write_text("many\n")
-    with pytest.raises(CheckpointError, match=r"trainer_session: .*many.*remove it while no process"):
+    with pytest.raises(CheckpointError, match=r"trainer_session: .*many.*fix: remove it"):
         raise_session(folder)
 
 
