@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MOST = size(1, 99)
 """Points of a run with several adapters."""
+BEHIND = 3
 
 
 def judged(run: CrashRun) -> list[Damage]:
@@ -46,6 +47,15 @@ def test_a_death_at_any_point_costs_at_most_one_step(tmp_path: Path) -> None:
         assert max(lost) <= 1
     walls = ", ".join(f"{run.folder.name} {run.wall_s:.0f} s" for run in runs)
     print(f"{len(damages)} kills in {len(runs)} runs: {walls}")
+
+
+def test_steps_that_were_not_durable_are_taken_again(tmp_path: Path) -> None:
+    """No prompt is lost or counted twice, whatever servers have made of the versions that are lost."""
+    runs = [CrashRun(root=tmp_path, victim="trainer", seed=seed, behind=BEHIND) for seed in SEEDS]
+    damages = [damage for run in runs for damage in judged(run)]
+    for damage in damages:
+        print(f"{damage.kill.point:36} {damage.kill.times} times: {damage.lost_steps} steps again")
+    assert 1 < max(damage.lost_steps for damage in damages) <= 1 + BEHIND
 
 
 def test_a_death_beside_two_adapters_that_joined_costs_each_at_most_one_step(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 653,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync
+    "": 665,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; sessions
     "algorithms": 1143,
     "checkpoint": 1478,  # names of the parts, which the engine had again
     "cli": 2154,
-    "config": 4181,  # memory by kind of recompute, of dispatch and of the loss chunk; earlier runs' recompute is read; trainer.fsdp_shard with its refusals; moments divided over ranks, the cast of an adapter
+    "config": 4181,  # memory by kind of recompute, of dispatch and of the loss chunk; earlier runs' recompute is read; trainer.fsdp_shard with its refusals; moments divided over ranks, the cast of an adapter; checkpoint.max_behind
     "data": 569,  # micro-batches whose ranks have equal attention
     "distributed": 356,
     "doctor": 1032,
@@ -41,12 +41,12 @@ LINES = {
     "operations": 545,
     "platforms": 92,  # upload, for copies that the host does not wait for
     "processes": 376,  # shared_memory, which servers use, too: from launcher
-    "rollout": 5909,
-    "run_folder": 1008,  # DesiredWatch logs a faulty file: from trainer
+    "rollout": 5918,  # answers over a restart of the trainer
+    "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions
     "service": 5568,
     "tasks": 3270,
-    "trainer": 3625,
-    "weight_sync": 4696,
+    "trainer": 3646,  # steps ahead of a slow disk
+    "weight_sync": 4689,
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

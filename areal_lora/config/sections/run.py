@@ -44,8 +44,8 @@ class ModelConfig(Section):
 class CheckpointConfig(Section):
     every_steps: PositiveInt = Field(1, description="Steps between two checkpoints; the last step is always saved.")
     max_behind: NonNegInt = 0
-    """Steps that an adapter may take while its checkpoint is being written; a crash repeats up to as many more. `0`:
-    the next step waits for it. A publish never waits."""
+    """Steps that training may be ahead of a slow disk: a crash repeats at most `every_steps` + `max_behind` steps.
+    `0`: the step after a checkpoint waits for it. A publish never waits."""
     keep_last: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints kept, at least 2, beside the one with the best evaluation: by accuracy, then by mean
     reward."""

@@ -67,6 +67,7 @@ class AdapterFeed:
         self._ledger, self._clock = ledger, clock
         self._lease_s, self._drop_uniform = lease_s, drop_uniform
         self._uniform_in_a_row = 0
+        self._resumed: list[int] = []  # the version of each trainer that has started while this process ran
 
     # ------------------------------------------------------------ trainers and versions
 
@@ -97,8 +98,7 @@ class AdapterFeed:
                 self.groups.birth += 1
             apply(self._ledger, plan, decoded)
             self._ledger.head.trainer = trainer
-            for ticket in self.groups.running.values():
-                ticket.bound = version if ticket.bound is None else min(ticket.bound, version)
+            self._resumed.append(version)
         if not (known and was_loaded):
             self.groups.load()
         self._drop_stale()
@@ -143,7 +143,8 @@ class AdapterFeed:
         """The version to request now; None while no version is announced."""
         if self.newest == NO_VERSION:
             return None
-        ticket.version, ticket.deadline, ticket.bound = self.newest, self._clock() + self._lease_s, None
+        ticket.version, ticket.deadline = self.newest, self._clock() + self._lease_s
+        ticket.trainers = len(self._resumed)
         self._ledger.run(ticket.seq, self.newest, ticket.deadline)
         return AdapterRef(name=self.name, version=self.newest)
 
@@ -167,7 +168,8 @@ class AdapterFeed:
         finished = ScoredGroup(ticket=live, episode=episode, oldest=oldest, newest=newest, ready_s=self._clock())
         next_version = self._ledger.head.next_version
         reason = self.budget.refusal(finished.oldest, finished.newest, next_version)
-        if live.bound is not None and finished.newest > live.bound:
+        # Of the previous trainer, so it is lost, or of the same number and made since: that is not known here.
+        if finished.newest > min(self._resumed[ticket.trainers :], default=finished.newest):
             reason = ROLLED_BACK
         if reason:
             self.groups.reissue(live, reason)

@@ -40,8 +40,7 @@ class Ticket:
 
     ``failed`` tries count towards `MAX_TRIES`. ``resampled`` of them failed because of the answer itself, so the next
     try samples another answer. ``birth`` counts the rebuilds of the ledger before the issue: keys repeat after one.
-    ``bound``: a trainer has started since the request, and has resumed from this version. Newer tokens of the answer
-    may be of a version of the previous trainer, which is lost, or of one of the same number that was made since.
+    ``trainers`` is the number of those that had started when the request did.
     """
 
     seq: int
@@ -53,7 +52,7 @@ class Ticket:
     resampled: int = 0
     version: int | None = None
     deadline: float = 0.0
-    bound: int | None = None
+    trainers: int = 0
 
     @property
     def key(self) -> tuple[int, int, int]:

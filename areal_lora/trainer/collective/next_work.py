@@ -59,14 +59,15 @@ def join_checkpoint(trainer: Trainer, state: TrainingState) -> CheckpointSave | 
 
 
 def keep_pace(trainer: Trainer, state: TrainingState) -> None:
-    """Join the checkpoint in progress if it has ended, or if the adapter is ``max_behind`` steps ahead of it.
+    """Join the checkpoint in progress if it has ended, or if a crash after the next step would repeat too many.
 
     Collective. Raises CheckpointError as `Saver.join` does.
     """
     save = trainer.checkpointing.pending(state.name)
     if save is None:
         return
-    due = state.version - save.ref.version >= trainer.config.checkpoint.max_behind
+    allowed = state.adapter.run.checkpoint_every + trainer.config.checkpoint.max_behind
+    due = trainer.checkpointing.behind(state) >= allowed
     if not due:  # the others may see its end earlier or later
         due = trainer.control.broadcast_bytes(b"1" * save.ended.is_set() if trainer.control.rank == 0 else None) != b""
     if due:

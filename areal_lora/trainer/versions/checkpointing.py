@@ -131,10 +131,15 @@ class Checkpointing:
     def __init__(self, config: Config, engine: AdapterEngine, saver: Saver, stored: Mapping[str, int]) -> None:
         self._config, self._engine, self._saver = config, engine, saver
         self._newest = dict(stored)  # by adapter, written or being written
+        self._durable = dict(stored)
 
     def resumed(self, adapter: str, version: int) -> None:
         """An adapter has joined from its checkpoint of ``version``."""
-        self._newest[adapter] = version
+        self._newest[adapter] = self._durable[adapter] = version
+
+    def behind(self, state: TrainingState) -> int:
+        """Steps since the newest checkpoint that was joined: a crash now repeats no more of them."""
+        return state.version - self._durable.get(state.name, 0)
 
     def save(self, state: TrainingState, controller: ControllerState) -> CheckpointSave | None:
         """Copy the adapter's tensors and start to write them, if a checkpoint is due and none is in progress.
@@ -193,8 +198,11 @@ class Checkpointing:
     def join(self, adapter: str) -> CheckpointSave | None:
         """Wait until the previous checkpoint is written and its step committed, or could not be; see `Saver.join`."""
         save = self._saver.join(adapter)
-        if save is not None and save.failed and not save.label:
-            self._newest.pop(adapter, None)
+        if save is not None and not save.label:
+            if save.failed:
+                self._newest.pop(adapter, None)
+            else:
+                self._durable[adapter] = save.ref.version
         return save
 
     def close(self) -> None:

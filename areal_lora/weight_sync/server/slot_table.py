@@ -13,6 +13,7 @@ leaves the table as a dropped adapter does, and its names are free for the versi
 import itertools
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from areal_lora.errors import ManifestError, RefusalReason, UnknownVersionError
@@ -64,22 +65,6 @@ class ServedVersions:
         self.pins: dict[AdapterRef, float] = {}
         self.lora_ids = itertools.count(1)  # ids for the engine, each used once
         self.publishing: AdapterRef | None = None
-
-    def enter(self, manifest: ShardManifest) -> bool:
-        """Let the versions of an adapter leave that the trainer of ``manifest`` does not have; return whether any do.
-
-        Raises ManifestError (``stale_version``) for a trainer that another session has replaced.
-        """
-        if manifest.session < self.session:
-            text = f"{manifest.ref} is of session {manifest.session} of the trainer; session {self.session} runs now"
-            raise ManifestError(RefusalReason.STALE_VERSION, text)
-        self.session = manifest.session
-        mine = [resident for ref, resident in self._residents.items() if ref.name == manifest.ref.name]
-        lost = [resident.ref for resident in mine if not manifest.shares(resident.ref, resident.session)]
-        for resident in mine:
-            resident.session = manifest.session
-        self._leave(lost)
-        return bool(lost)
 
     def reserve(self, ref: AdapterRef) -> int:
         """Take a free slot for ``ref``. Raises ManifestError (``duplicate``, ``slot``).
@@ -178,26 +163,23 @@ class ServedVersions:
             self.unpin(ref)
         return min(self.pins.values(), default=math.inf)
 
-    def drop(self, name: str) -> int:
-        """Forget adapter ``name``, its pins and acknowledgements; return how many requests run on it.
+    def drop(self, name: str, lost: Collection[AdapterRef] | None = None) -> int:
+        """Forget adapter ``name``, or only its ``lost`` versions, and their pins; return how many requests run on them.
 
-        ``retire_left`` frees its slots. Raises ValueError during its publish.
+        ``retire_left`` frees the slots. Raises ValueError during its publish.
         """
-        mine = [ref for ref in self._residents if ref.name == name]
+        mine = [ref for ref in self._residents if ref.name == name and (lost is None or ref in lost)]
         if not all(ref in self.active for ref in mine):
             raise ValueError(f"{name} cannot be dropped while it is published")
-        self.incarnations.pop(name, None)
-        return sum(resident.in_use for resident in self._leave(mine))
-
-    def _leave(self, refs: list[AdapterRef]) -> list[ResidentVersion]:
-        """Make active versions, whose pins end, ones that no request can name."""
-        for ref in self.pins.keys() & refs:
+        for ref in self.pins.keys() & mine:
             self.unpin(ref)
-        leaving = [self._residents.pop(ref) for ref in refs]
-        for ref in refs:
+        leaving = [self._residents.pop(ref) for ref in mine]
+        for ref in mine:
             del self.active[ref]
         self.left += leaving
-        return leaving
+        if lost is None:
+            self.incarnations.pop(name, None)
+        return sum(r.in_use for r in leaving)
 
     def retire_left(self) -> list[ResidentVersion]:
         """Give back the slots of versions that have left and that no request uses."""
@@ -233,3 +215,20 @@ class ServedVersions:
             versions = sorted(ref for ref in self.active if ref.name == name)
             kept.update(versions[-max(1, keep - (name == incoming)) :])
         return sorted(ref for ref in self.active if ref not in kept and not self._residents[ref].in_use)
+
+
+def enter_session(versions: ServedVersions, manifest: ShardManifest) -> int:
+    """Drop the versions of an adapter that the trainer of ``manifest`` does not have; return how many requests run on
+    them.
+
+    Raises ManifestError (``stale_version``) for a trainer that another session has replaced.
+    """
+    if manifest.session < versions.session:
+        text = f"{manifest.ref} is of session {manifest.session} of the trainer; session {versions.session} runs now"
+        raise ManifestError(RefusalReason.STALE_VERSION, text)
+    versions.session = manifest.session
+    mine = [versions.resolve(str(ref)) for ref in versions.active if ref.name == manifest.ref.name]
+    lost = [resident.ref for resident in mine if not manifest.shares(resident.ref, resident.session)]
+    for resident in mine:
+        resident.session = manifest.session
+    return versions.drop(manifest.ref.name, lost)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.messages import PublishReply, StageResult
-from areal_lora.weight_sync.server.slot_table import ResidentVersion, ServedVersions
+from areal_lora.weight_sync.server.slot_table import ResidentVersion, ServedVersions, enter_session
 
 SLOT_WAIT_S = 1.0
 """Longest wait for a slot in place where other adapters may be waiting behind: the trainer tries again."""
@@ -96,7 +96,7 @@ class PublishTransaction:
 
     At most half of the time until ``deadline`` goes into waiting for a slot, at most ``SLOT_WAIT_S`` where there are
     several adapters. A repeated publish of the newest version gets the first reply again and needs no slot.
-    ``lost``: requests may run on versions that the trainer has lost with its previous session (`ServedVersions.enter`).
+    ``lost`` requests run on versions that the trainer has lost with its previous session (`enter_session`).
     """
 
     def __init__(self, versions: ServedVersions, manifest: ShardManifest, deadline: float, now: float) -> None:
@@ -108,10 +108,10 @@ class PublishTransaction:
         self._versions, self._deadline = versions, deadline
         wait_s = (deadline - now) / 2
         self._began, self._wait_until = now, now + (wait_s if versions.adapters == 1 else min(wait_s, SLOT_WAIT_S))
-        self.lost = False
+        self.lost = 0
         self._replaced: ManifestError | None = None
         try:
-            self.lost = versions.enter(manifest)
+            self.lost = enter_session(versions, manifest)
         except ManifestError as e:
             self._replaced = e
         self._repeated = ref in versions.active and ref == versions.resolve(ref.name).ref

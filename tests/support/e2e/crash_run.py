@@ -52,6 +52,7 @@ CONTROLLER_POINTS = (
 SERVER_POINTS = ("server.generating", "server.receiving", "server.activated")
 POINTS = {"trainer": TRAINER_POINTS, "controller": CONTROLLER_POINTS, "server": SERVER_POINTS}
 ON_EVERY_RANK = ("trainer.batch_received", "trainer.annotated", "trainer.learned")
+FAR_AHEAD = ("trainer.learned", "trainer.published")
 PER_GROUP = ("controller.issued", "controller.group_done", "server.generating")
 """Reached several times in a step."""
 NAME = "gsm8k"
@@ -59,6 +60,8 @@ PROMPTS, ETA = 4, 2
 WITH_ANOTHER_SERVER, TOKEN_S = 40, 0.01
 """Steps of a run that goes on while a server is started again, and what slows it down, in seconds per token."""
 QUIET_S, PEER_S = 60.0, 1.0
+SLOW_S = 1.0
+"""Of a file on a disk that is slower than a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,8 @@ class CrashRun:
     """``victim`` is the role that dies once at each of its points, in an order drawn from ``seed``.
 
     ``joined`` adapters have their own seeds and join through the desired state, in every life of a trainer again.
-    ``most``: so many of the points, drawn by the commit.
+    ``most``: so many of the points, drawn by the commit. ``behind``: steps that training may be ahead of the disk. It
+    is then slower than a step, and the victim dies in the third step of a life.
     """
 
     root: Path
@@ -84,12 +88,13 @@ class CrashRun:
     seed: int
     joined: int = 0
     most: int = 99
+    behind: int = 0
     kills: list[Kill] = field(default_factory=list)
     wall_s: float = 0.0
 
     @property
     def folder(self) -> Path:
-        return self.root / f"{self.victim}-{self.seed}-{self.joined}"
+        return self.root / f"{self.victim}-{self.seed}-{self.joined}-{self.behind}"
 
     @property
     def seeds(self) -> dict[str, int]:
@@ -110,6 +115,7 @@ def execute(run: CrashRun) -> CrashRun:
     points = sample(POINTS[run.victim], run.most)
     rng.shuffle(points)
     draws = [(point, rng.randint(1, 3 * PROMPTS if point in PER_GROUP else 3)) for point in points]
+    draws = [(point, 3) for point in FAR_AHEAD] if run.behind else draws
     steps = WITH_ANOTHER_SERVER if run.victim == "server" else 4 + sum(min(times, 3) for _, times in draws)
     steps = steps if not run.joined else 4 + steps // (1 + run.joined)
     config = load_config(
@@ -128,6 +134,7 @@ def execute(run: CrashRun) -> CrashRun:
             "weight_sync.probe_tolerance=1e9",
             "weight_sync.timeout_s=10",
             f"rollout.max_staleness={ETA}",
+            f"checkpoint.max_behind={run.behind}",
             f"rollout.servers={2 if run.victim == 'server' else 1}",
             # Two ranks for the trainer's deaths: also one that is not rank 0 dies.
             *(() if run.victim == "trainer" else ("trainer.world_size=1", "trainer.ep=1")),
@@ -142,7 +149,8 @@ def execute(run: CrashRun) -> CrashRun:
     if run.joined:
         want_twins(run, config)
     began = time.monotonic()
-    slow = {stand_in.TOKEN_S: str(TOKEN_S)} if run.victim == "server" else {}
+    slow = {crash_child.SLOW_DISK_S: str(SLOW_S if run.behind else 0.05)}
+    slow |= {stand_in.TOKEN_S: str(TOKEN_S)} if run.victim == "server" else {}
     with Processes(run.folder, make_plan(config, facts).processes, slow) as processes:
         for life, (point, times) in enumerate([*draws, ("", 0)]):
             index = rng.randrange(2) if run.victim == "server" or point in ON_EVERY_RANK else 0

@@ -7,6 +7,7 @@ except to compare them with its own.
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ class Group:
     asked: int = -1  # version of the running request
     oldest: int = -1
     newest: int = -1
+    resumed: float = math.inf  # lowest version from which a trainer resumed while the request ran
+    makers: tuple[str, ...] = ()  # who made the versions of the answer
 
 
 @dataclass(slots=True)
@@ -59,10 +62,14 @@ class Judge:
         group = self.live.get(ticket.prompt.position)
         return group is not None and (group.state, group.issue) == ("running", ticket.issue)
 
-    def answered(self, ticket: Ticket, versions: tuple[int, ...], uniform: bool) -> None:
+    def asked(self, ticket: Ticket, version: int) -> None:
+        group = self.live[ticket.prompt.position]
+        group.asked, group.resumed = version, math.inf
+
+    def answered(self, ticket: Ticket, versions: tuple[int, ...], makers: tuple[str, ...], uniform: bool) -> None:
         position, group = ticket.prompt.position, self.live[ticket.prompt.position]
-        group.oldest, group.newest = min(versions), max(versions)
-        if group.newest > self.next_version:
+        group.oldest, group.newest, group.makers = min(versions), max(versions), makers
+        if group.newest > min(self.next_version, group.resumed):
             self._again(position, "rolled_back")
         elif group.oldest < self.next_version - self.eta:
             self._again(position, "stale")
@@ -121,6 +128,7 @@ class Judge:
             future = (group.state == "ready" and group.newest > version) or (
                 group.state == "running" and group.asked > version
             )
+            group.resumed = min(group.resumed, version)
             if future:
                 self._again(position, "rolled_back")
         self._advance(version)

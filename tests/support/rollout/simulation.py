@@ -54,7 +54,8 @@ class Simulation:
     gone: set[int] = field(default_factory=set)  # ids of expired tickets
     durable: int = 0  # version of the newest checkpoint
     announced: int = -1  # to this controller, by this trainer
-    servers: int = 0  # newest version they hold
+    made: dict[int, str] = field(default_factory=dict)  # the trainer's versions, and which trainer made them
+    held: dict[int, str] = field(default_factory=dict)  # those that servers hold
     server_session: int = 0
     controller_session: int = 0
     copied: int = 1 << 30  # the next version of the copy that was made of the ledger
@@ -95,21 +96,23 @@ class Simulation:
     # ------------------------------------------------------------ servers
 
     def begin(self, ticket: Ticket) -> None:
-        session, server_session = self.controller_session, self.server_session
+        session, server_session, trainer = self.controller_session, self.server_session, self.trainer.name
         ref = self.feed.begin(ticket)
         if ref is None:
             self.at(0.2, lambda: self.again(session, ticket))
             return
-        self.judge.live[ticket.prompt.position].asked = ref.version
+        self.judge.asked(ticket, ref.version)
+        maker = self.held[ref.version]
+        answers = lambda: self.answers(session, server_session, trainer, ticket, ref.version, maker)  # noqa: E731
         delay_s = min(0.2 * self.rng.paretovariate(1.1), 60.0)
         if self.rng.random() < 0.1:
             self.at(delay_s, lambda: self.fails(session, ticket))
             if self.rng.random() < 0.2:  # its answer comes all the same, later
-                self.at(2 * delay_s, lambda: self.answers(session, server_session, ticket, ref.version))
+                self.at(2 * delay_s, answers)
             return
-        self.at(delay_s, lambda: self.answers(session, server_session, ticket, ref.version))
+        self.at(delay_s, answers)
         if self.rng.random() < 0.03:
-            self.at(1.5 * delay_s, lambda: self.answers(session, server_session, ticket, ref.version))
+            self.at(1.5 * delay_s, answers)
 
     def again(self, session: int, ticket: Ticket) -> None:
         if session == self.controller_session and id(ticket) not in self.gone and self.judge.is_live(ticket):
@@ -129,22 +132,22 @@ class Simulation:
             self.judge.live[ticket.prompt.position].asked = -1
             self.at(wait_s, lambda: self.again(session, ticket))
 
-    def answers(self, session: int, server_session: int, ticket: Ticket, asked: int) -> None:
+    def answers(self, session: int, server_session: int, trainer: str, ticket: Ticket, asked: int, maker: str) -> None:
         if server_session != self.server_session:  # it died with its server
             if session == self.controller_session and ticket.version is not None:
                 self.fails(session, ticket)
             return
-        if session != self.controller_session and self.rng.random() < 0.5:
+        if session != self.controller_session and (self.rng.random() < 0.5 or trainer != self.trainer.name):
             return  # else: an answer for an earlier controller reaches this one
-        newest = max(asked, self.servers) if self.rng.random() < 0.3 else asked  # interrupted and continued
-        versions = (asked, newest)
+        newest = max(asked, *self.held) if self.rng.random() < 0.3 else asked  # interrupted and continued
+        versions, makers = (asked, newest), (maker, maker if newest == asked else self.held[newest])
         uniform = self.rng.random() < self.uniform
         wanted = self.judge.is_live(ticket)
         accepted = self.feed.finish(ticket, episode(ticket, versions, uniform))
         # An answer for an earlier controller may be of an issue that was forgotten and has another number now.
         assert accepted == wanted or (wanted and session != self.controller_session)
         if accepted:
-            self.judge.answered(ticket, versions, uniform)
+            self.judge.answered(ticket, versions, makers, uniform)
         else:
             self.note("late")
 
@@ -153,12 +156,10 @@ class Simulation:
     def start_trainer(self, version: int) -> None:
         name = f"trainer-{next(self.order)}"
         saved, _ = self.checkpoints[version]
-        self.trainer = Trainer(name, version, saved)
-        if self.servers > version:
-            self.server_session += 1  # the launcher ends servers that are ahead
-        self.servers, self.announced = version, -1
+        self.trainer, self.announced = Trainer(name, version, saved), -1
+        self.made = {0: name} | {v: maker for v, maker in self.made.items() if v <= version}
         self.greet(undo=True)
-        self.at(self.rng.uniform(0, 1), lambda: self.announce(name, version))
+        self.publish(name, version, self.rng.uniform(0, 1))
 
     def greet(self, undo: bool) -> None:
         trainer, judge = self.trainer, self.judge
@@ -177,10 +178,22 @@ class Simulation:
         judge.flushed()
         judge.compare(self.feed)
 
+    def publish(self, name: str, version: int, delay_s: float) -> None:
+        """Servers have the version some time before it is announced. The first one of a trainer ends what is lost."""
+
+        def activate() -> None:
+            if name == self.trainer.name:
+                common = {v: maker for v, maker in self.held.items() if self.made.get(v) == maker}
+                if len(common) < len(self.held):
+                    self.note("lost versions")
+                self.held = common | {version: self.made[version]}
+
+        self.at(delay_s * self.rng.random(), activate)
+        self.at(delay_s, lambda: self.announce(name, version))
+
     def announce(self, name: str, version: int) -> None:
         """Announcements arrive in order: one that was overtaken does not come."""
-        if name == self.trainer.name and version >= self.announced:
-            self.servers = max(self.servers, version)
+        if name == self.trainer.name and version in self.held and version >= self.announced:
             self.announced = version
             self.feed.announce(version)
 
@@ -192,6 +205,9 @@ class Simulation:
         if lease is None:
             return
         self.judge.handed_over(step, lease, len(lease.finished) if step in self.judge.steps else self.b)
+        for group in self.judge.steps[step].values():
+            for v, maker in zip((group.oldest, group.newest), group.makers, strict=True):
+                assert self.made[v] == maker, f"step {step} got tokens of a v{v} that was lost"
         self.checkpoints.setdefault(step + 1, (b"", Judge(eta=self.eta)))
         self.checkpoints[step + 1] = (lease.snapshot, self.judge.saved())
         if self.rng.random() < 0.002:
@@ -204,7 +220,7 @@ class Simulation:
     def learned(self, name: str, step: int) -> None:
         if name != self.trainer.name:
             return
-        self.trainer.busy = False
+        self.trainer.busy, self.made[step + 1] = False, name
         durable = (step + 1) % self.every == 0 or step + 1 == self.steps
         self.durable = step + 1 if durable else self.durable
 
@@ -216,7 +232,7 @@ class Simulation:
         delay_s = self.rng.uniform(0.0, 0.3)
         if durable:
             self.at(delay_s, commit)
-        self.at(delay_s + self.rng.uniform(0.0, 0.5), lambda: self.announce(name, step + 1))
+        self.publish(name, step + 1, delay_s + self.rng.uniform(0.0, 0.5))
 
     # ------------------------------------------------------------ disasters
 
@@ -270,7 +286,7 @@ class Simulation:
         if greet:
             newest = self.trainer
             self.greet(undo=False)
-            self.at(self.rng.uniform(0, 1), lambda: self.announce(newest.name, min(self.servers, newest.received)))
+            self.at(self.rng.uniform(0, 1), lambda: self.announce(newest.name, min(max(self.held), newest.received)))
 
     def start_controller(self) -> None:
         self.controller_session += 1

@@ -114,16 +114,16 @@ class Bench:
         self.engine, self.workers, self.adapters = engine, workers, served
         self.timeout_s = 1.0
 
-    async def publish(self, version: int, name: str = "a") -> Any:
-        return await self.adapters.publish(body(version, name, self.timeout_s))
+    async def publish(self, version: int, name: str = "a", **session: int) -> Any:
+        return await self.adapters.publish(body(version, name, self.timeout_s, **session))
 
     def holds(self, *versions: int, name: str = "a") -> bool:
         return [r.version for r in sorted(self.adapters.versions.active) if r.name == name] == list(versions)
 
 
-def body(version: int, name: str = "a", timeout_s: float = 1.0) -> bytes:
+def body(version: int, name: str = "a", timeout_s: float = 1.0, **session: int) -> bytes:
     ref = AdapterRef(name=name, version=version)
-    manifest = ShardManifest(run="r", ref=ref, parent=None, base_digest="b", layout="l")
+    manifest = ShardManifest(run="r", ref=ref, parent=None, base_digest="b", layout="l", **session)
     return encode(Announcement(manifest=manifest, layout=None, timeout_s=timeout_s))
 
 
@@ -500,6 +500,40 @@ def test_the_newest_version_again_gets_the_same_reply() -> None:
             with pytest.raises(ManifestError) as e:
                 await b.publish(0)
             assert e.value.reason == "stale_version", "only the newest is acknowledged again"
+
+    run(test())
+
+
+def test_lost_versions_end_with_their_requests_and_their_names_are_free() -> None:
+    """The trainer starts again from version 1; its second session makes another version 2."""
+
+    async def test() -> None:
+        async with bench(resident=4) as b:
+            told: list[tuple[int, list[str]]] = []
+
+            async def tell(ref: AdapterRef) -> None:
+                told.append((ref.version, [str(r) for r in sorted(b.adapters.versions.active)]))
+
+            for version in range(3):
+                await b.publish(version, session=1)
+            b.adapters.interrupt = tell
+            with b.adapters.lease("a@v2") as old, b.adapters.lease("a@v2", pinned=True):
+                reply = await b.publish(1, session=2, resumed_from=1)
+                assert reply.ref == "a@v1"
+                assert told == [(1, ["a@v0", "a@v1"])], "sequences on what is lost are cut before anything else"
+                with pytest.raises(UnknownVersionError):
+                    b.adapters.lease("a@v2", or_newer=True).__enter__()
+                await b.publish(2, session=2, resumed_from=1)
+                with b.adapters.lease("a@v2") as new:
+                    assert (new.name, old.name) == ("a@v2", "a@v2")
+                    assert new.lora.lora_int_id != old.lora.lora_int_id
+                assert old.lora.lora_int_id in b.engine.ids, "a request still runs on it"
+            await b.publish(3, session=2, resumed_from=1)
+            assert old.lora.lora_int_id not in b.engine.ids
+            with pytest.raises(ManifestError, match="session 1 of the trainer; session 2 runs now"):
+                await b.publish(4, session=1)
+            assert told[1:] == [(2, ["a@v0", "a@v1", "a@v2"]), (3, ["a@v1", "a@v2", "a@v3"])]
+            assert b.holds(1, 2, 3)
 
     run(test())
 

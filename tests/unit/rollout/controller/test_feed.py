@@ -309,6 +309,29 @@ def test_a_second_answer_is_counted_and_ignored() -> None:
     assert (stats.late, stats.ready) == (2, 1)
 
 
+def test_tokens_of_a_version_that_may_be_lost_are_not_trained_on_although_its_number_was_made_again() -> None:
+    """A request goes on over a trainer's end, and is continued on its newest version, or on that of the next one."""
+    made, ledger, _ = feed(eta=2, b=2)
+    made.announce(0)
+    over, common, *rest = admit_all(made)
+    for ticket in rest[:2]:
+        made.finish(ticket, episode(ticket.prompt, 0))
+    made.hello(0, trainer="second")
+    made.announce(0)
+    assert made.take(0, 0)
+    made.announce(1)
+    made.finish(over, episode(over.prompt, 1))
+    made.finish(common, episode(common.prompt, 0))
+    assert ledger.drop_reasons == {"rolled_back": 1}
+    again = next(ticket for ticket in admit_all(made) if ticket.prompt == over.prompt)
+    assert (again.issue, again.version) == (2, 1)
+    made.finish(again, episode(again.prompt, 1))
+    assert ledger.drop_reasons == {"rolled_back": 1}
+    lease = made.take(1, 1)
+    assert lease is not None
+    assert sorted(f.newest for f in lease.finished) == [0, 1]
+
+
 def test_an_answer_from_before_a_rebuilt_ledger_is_refused() -> None:
     """The snapshot issues the same prompts under the same numbers; a workflow may ignore that it was cancelled."""
     other, _, _ = feed(eta=1, b=2)

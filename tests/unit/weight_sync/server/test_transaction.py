@@ -391,7 +391,8 @@ class Walk:
             return
         publish = self.open(ref, self.now + 1.0)
         assert publish.next_step(self.now) == Stage(slot=None)
-        assert publish.staged([no(ref, RefusalReason.DUPLICATE)], self.now) is self.model.active[ref]
+        drained = self.rng.choice((RefusalReason.DUPLICATE, RefusalReason.SLOT, RefusalReason.WIRE))
+        assert publish.staged([no(ref, drained)], self.now) is self.model.active[ref]
         assert publish.end() is None
         self.done["repeated"] += 1
 
