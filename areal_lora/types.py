@@ -200,7 +200,7 @@ class TokenColumns(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         runs = memoryview(self.versions).cast("i").tolist() if len(self.versions) % 8 == 0 else [0, 0]
         sizes = len(self.token_ids), len(self.logprobs), 4 * sum(runs[1::2])
-        if len(set(sizes)) != 1 or sizes[0] % 4 or min(runs[::2], default=0) < -1 or min(runs[1::2], default=1) < 1:
+        if len(set(sizes)) != 1 or min(runs[::2], default=0) < -1 or min(runs[1::2], default=1) < 1:
             raise ValueError(f"token ids, log-probabilities and versions are not of the same tokens: bytes {sizes}")
 
     @classmethod
@@ -219,7 +219,7 @@ class TokenColumns(msgspec.Struct, frozen=True):
     @classmethod
     def unsampled(cls, token_ids: Sequence[int]) -> TokenColumns:
         ids = np.array(token_ids, "<i4").tobytes()
-        return cls(ids, bytes(len(ids)), np.array([(-1, len(token_ids))] if token_ids else [], "<i4").tobytes())
+        return cls(ids, bytes(len(ids)), np.array([(-1, len(token_ids))] if ids else [], "<i4").tobytes())
 
     @classmethod
     def joined(cls, parts: Sequence[TokenColumns]) -> TokenColumns:
@@ -270,11 +270,13 @@ class Generation:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.columns.ids.tolist()
+        values: list[int] = self.columns.ids.tolist()
+        return values
 
     @property
     def logprobs(self) -> list[float]:
-        return self.columns.scores.tolist()
+        values: list[float] = self.columns.scores.tolist()
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,20 +303,24 @@ class Trajectory:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.columns.ids.tolist()
+        values: list[int] = self.columns.ids.tolist()
+        return values
 
     @property
     def loss_mask(self) -> list[int]:
         """1 on the model's own tokens."""
-        return (self.columns.each_version >= 0).astype(int).tolist()
+        values: list[int] = (self.columns.each_version >= 0).astype(int).tolist()
+        return values
 
     @property
     def rollout_logprobs(self) -> list[float]:
-        return self.columns.scores.tolist()
+        values: list[float] = self.columns.scores.tolist()
+        return values
 
     @property
     def versions(self) -> list[int]:
-        return self.columns.each_version.tolist()
+        values: list[int] = self.columns.each_version.tolist()
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,8 @@ class PackedTurns:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.columns.ids.tolist()
+        ids: list[int] = self.columns.ids.tolist()
+        return ids
 
     def given(self, token_ids: Sequence[int]) -> None:
         """Append what the model did not sample: the prompt, or a reply."""
