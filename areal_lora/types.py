@@ -21,11 +21,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
@@ -186,6 +185,9 @@ def gold_text(answer: Any) -> str:
     return json.dumps(answer, ensure_ascii=False)
 
 
+ArrayLike: TypeAlias = Sequence[float] | np.ndarray
+
+
 class TokenColumns(msgspec.Struct, frozen=True):
     """T tokens as little-endian arrays, in which they travel from a server to the trainer: 8 bytes a token.
 
@@ -204,12 +206,7 @@ class TokenColumns(msgspec.Struct, frozen=True):
             raise ValueError(f"token ids, log-probabilities and versions are not of the same tokens: bytes {sizes}")
 
     @classmethod
-    def of(
-        cls,
-        token_ids: Sequence[int] | npt.NDArray[Any],
-        logprobs: Sequence[float] | npt.NDArray[Any],
-        versions: Sequence[int] | npt.NDArray[Any],
-    ) -> TokenColumns:
+    def of(cls, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike) -> TokenColumns:
         """Of three arrays [T]."""
         each = np.array(versions, "<i4")
         starts = np.flatnonzero(np.diff(each, prepend=each[:1] - 1))
@@ -230,29 +227,34 @@ class TokenColumns(msgspec.Struct, frozen=True):
         return len(self.token_ids) // 4
 
     @property
-    def ids(self) -> npt.NDArray[np.int32]:
+    def ids(self) -> np.ndarray:  # [T] int32
         return np.frombuffer(self.token_ids, "<i4")
 
     @property
-    def scores(self) -> npt.NDArray[np.float32]:
+    def scores(self) -> np.ndarray:  # [T] float32
         return np.frombuffer(self.logprobs, "<f4")
 
     @property
-    def runs(self) -> npt.NDArray[np.int32]:
+    def runs(self) -> np.ndarray:  # [R, 2] int32
         return np.frombuffer(self.versions, "<i4").reshape(-1, 2)
 
     @property
-    def sampled(self) -> npt.NDArray[np.int32]:
-        """The runs [R', 2] of tokens that the model sampled."""
+    def sampled(self) -> np.ndarray:  # [R', 2] int32
+        """The runs of tokens that the model sampled."""
         return self.runs[self.runs[:, 0] >= 0]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The oldest and the newest version that sampled a token; ValueError if none did."""
+        versions = self.sampled[:, 0]
+        return int(versions.min()), int(versions.max())
 
     @property
     def n_sampled(self) -> int:
         return int(self.sampled[:, 1].sum())
 
     @property
-    def each_version(self) -> npt.NDArray[np.int32]:
-        """[T]"""
+    def each_version(self) -> np.ndarray:  # [T] int32
         return self.runs[:, 0].repeat(self.runs[:, 1])
 
 

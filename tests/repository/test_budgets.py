@@ -24,15 +24,15 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 653,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync
+    "": 756,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; TokenColumns
     "algorithms": 1143,
     "checkpoint": 1477,
     "cli": 2154,
     "config": 4145,
-    "data": 549,
-    "distributed": 356,
+    "data": 600,  # packed_groups: a batch between ranks as rows and one array
+    "distributed": 360,  # broadcast_array
     "doctor": 1032,
-    "engine": 8109,
+    "engine": 8124,  # return_columns
     "families": 1366,
     "launcher": 3539,
     "library": 470,
@@ -41,11 +41,11 @@ LINES = {
     "operations": 545,
     "platforms": 92,  # upload, for copies that the host does not wait for
     "processes": 376,  # shared_memory, which servers use, too: from launcher
-    "rollout": 5909,
+    "rollout": 5917,  # answers in columns beside those in lists, of stock vLLM
     "run_folder": 1008,  # DesiredWatch logs a faulty file: from trainer
     "service": 5568,
     "tasks": 3270,
-    "trainer": 3625,
+    "trainer": 3633,  # columns follow the message
     "weight_sync": 4696,
 }
 """Lines of each room; those of the package's own files are under the empty name."""
