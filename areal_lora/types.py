@@ -21,11 +21,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
@@ -186,6 +185,9 @@ def gold_text(answer: Any) -> str:
     return json.dumps(answer, ensure_ascii=False)
 
 
+ArrayLike: TypeAlias = Sequence[float] | np.ndarray
+
+
 class TokenColumns(msgspec.Struct, frozen=True):
     """T tokens as little-endian arrays, in which they travel from a server to the trainer: 8 bytes a token.
 
@@ -200,16 +202,11 @@ class TokenColumns(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         runs = memoryview(self.versions).cast("i").tolist() if len(self.versions) % 8 == 0 else [0, 0]
         sizes = len(self.token_ids), len(self.logprobs), 4 * sum(runs[1::2])
-        if len(set(sizes)) != 1 or sizes[0] % 4 or min(runs[::2], default=0) < -1 or min(runs[1::2], default=1) < 1:
+        if len(set(sizes)) != 1 or min(runs[::2], default=0) < -1 or min(runs[1::2], default=1) < 1:
             raise ValueError(f"token ids, log-probabilities and versions are not of the same tokens: bytes {sizes}")
 
     @classmethod
-    def of(
-        cls,
-        token_ids: Sequence[int] | npt.NDArray[Any],
-        logprobs: Sequence[float] | npt.NDArray[Any],
-        versions: Sequence[int] | npt.NDArray[Any],
-    ) -> TokenColumns:
+    def of(cls, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike) -> TokenColumns:
         """Of three arrays [T]."""
         each = np.array(versions, "<i4")
         starts = np.flatnonzero(np.diff(each, prepend=each[:1] - 1))
@@ -219,7 +216,7 @@ class TokenColumns(msgspec.Struct, frozen=True):
     @classmethod
     def unsampled(cls, token_ids: Sequence[int]) -> TokenColumns:
         ids = np.array(token_ids, "<i4").tobytes()
-        return cls(ids, bytes(len(ids)), np.array([(-1, len(token_ids))] if token_ids else [], "<i4").tobytes())
+        return cls(ids, bytes(len(ids)), np.array([(-1, len(token_ids))] if ids else [], "<i4").tobytes())
 
     @classmethod
     def joined(cls, parts: Sequence[TokenColumns]) -> TokenColumns:
@@ -230,29 +227,34 @@ class TokenColumns(msgspec.Struct, frozen=True):
         return len(self.token_ids) // 4
 
     @property
-    def ids(self) -> npt.NDArray[np.int32]:
+    def ids(self) -> np.ndarray:  # [T] int32
         return np.frombuffer(self.token_ids, "<i4")
 
     @property
-    def scores(self) -> npt.NDArray[np.float32]:
+    def scores(self) -> np.ndarray:  # [T] float32
         return np.frombuffer(self.logprobs, "<f4")
 
     @property
-    def runs(self) -> npt.NDArray[np.int32]:
+    def runs(self) -> np.ndarray:  # [R, 2] int32
         return np.frombuffer(self.versions, "<i4").reshape(-1, 2)
 
     @property
-    def sampled(self) -> npt.NDArray[np.int32]:
-        """The runs [R', 2] of tokens that the model sampled."""
+    def sampled(self) -> np.ndarray:  # [R', 2] int32
+        """The runs of tokens that the model sampled."""
         return self.runs[self.runs[:, 0] >= 0]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The oldest and the newest version that sampled a token; ValueError if none did."""
+        versions = self.sampled[:, 0]
+        return int(versions.min()), int(versions.max())
 
     @property
     def n_sampled(self) -> int:
         return int(self.sampled[:, 1].sum())
 
     @property
-    def each_version(self) -> npt.NDArray[np.int32]:
-        """[T]"""
+    def each_version(self) -> np.ndarray:  # [T] int32
         return self.runs[:, 0].repeat(self.runs[:, 1])
 
 
@@ -270,11 +272,13 @@ class Generation:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.columns.ids.tolist()
+        values: list[int] = self.columns.ids.tolist()
+        return values
 
     @property
     def logprobs(self) -> list[float]:
-        return self.columns.scores.tolist()
+        values: list[float] = self.columns.scores.tolist()
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,20 +305,24 @@ class Trajectory:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.columns.ids.tolist()
+        values: list[int] = self.columns.ids.tolist()
+        return values
 
     @property
     def loss_mask(self) -> list[int]:
         """1 on the model's own tokens."""
-        return (self.columns.each_version >= 0).astype(int).tolist()
+        values: list[int] = (self.columns.each_version >= 0).astype(int).tolist()
+        return values
 
     @property
     def rollout_logprobs(self) -> list[float]:
-        return self.columns.scores.tolist()
+        values: list[float] = self.columns.scores.tolist()
+        return values
 
     @property
     def versions(self) -> list[int]:
-        return self.columns.each_version.tolist()
+        values: list[int] = self.columns.each_version.tolist()
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

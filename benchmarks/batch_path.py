@@ -120,7 +120,7 @@ def episodes(generations: list[list[Generation]]) -> list[Episode]:
         prompt = Prompt(position=number, uid=f"0:{number}", text="", token_ids=list(range(PROMPT)), sample=sample)
         rows = tuple(single_turn(prompt, i, "a", answer, score) for i, answer in enumerate(group))
         episode = Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=rows), texts=("x",) * len(rows))
-        np.concatenate([t.columns.sampled for t in rows])  # as `AdapterFeed.finish`
+        [(t.columns.n_sampled, t.columns.span) for t in rows]  # as `AdapterFeed.finish`
         made.append(episode)
     return made
 

@@ -1,12 +1,9 @@
 """A step's groups as they travel between trainer ranks: a row per trajectory, and the columns of all in one array."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from areal_lora.types import TrajectoryGroup
 
@@ -33,10 +30,10 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
     """
 
     rows: list[TrajectoryRow]
-    columns: npt.NDArray[np.int32]  # [2 T + 2 R]
+    columns: np.ndarray  # [2 T + 2 R] int32
 
     @classmethod
-    def of(cls, groups: Sequence[TrajectoryGroup]) -> PackedGroups:
+    def of(cls, groups: Sequence[TrajectoryGroup]) -> "PackedGroups":
         each = [(g, group, t) for g, group in enumerate(groups) for t in group.trajectories]
         rows = [
             TrajectoryRow(

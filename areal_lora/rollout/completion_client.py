@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
-import numpy as np
 
 from areal_lora.errors import RolloutError
 from areal_lora.network.http_server import LEAVING_HEADER, ParsedText, ToolCallsAnswer, ToolCallsBody
@@ -301,7 +300,7 @@ def _served_ref(completion: Completion, requested: AdapterRef, *, exactly: bool)
 def _generation(choice: SampledChoice, pinned: AdapterRef | None) -> Generation:
     """Tokens carry the version that the server reports (contract C2)."""
     columns = choice.columns or _columns(choice, pinned)
-    if columns.runs[:, 0].min() < 0 or not np.isfinite(columns.scores).all():
+    if columns.runs[:, 0].min() < 0 or not (abs(columns.scores) < float("inf")).all():
         what = "tokens of the base model, or log-probabilities that are not finite"
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has {what}")
     return Generation(

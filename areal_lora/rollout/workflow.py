@@ -22,8 +22,6 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer
 from areal_lora.rollout.completion_client import CompletionClient, CompletionRequest, FaultKind, GenerationFault
@@ -50,7 +48,8 @@ class PackedTurns:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.columns.ids.tolist()
+        ids: list[int] = self.columns.ids.tolist()
+        return ids
 
     def given(self, token_ids: Sequence[int]) -> None:
         """Append what the model did not sample: the prompt, or a reply."""
@@ -67,7 +66,7 @@ class PackedTurns:
         return Trajectory(
             uid=uid,
             sample=sample,
-            adapter=AdapterRef(name=adapter, version=int(columns.sampled[:, 0].min())),
+            adapter=AdapterRef(name=adapter, version=columns.span[0]),
             columns=columns,
             reward=score.reward,
             outcome=score.outcome,
@@ -84,7 +83,7 @@ def join(conversations: list[PackedTurns], prompt_ids: Sequence[int], answer: Ge
 
     It continues the longest of ``conversations`` whose tokens its prompt starts with, else it starts one of its own.
     """
-    given = np.array(prompt_ids, "<i4").tobytes()
+    given = TokenColumns.unsampled(prompt_ids).token_ids
     conversation = max((c for c in conversations if given.startswith(c.columns.token_ids)), key=len, default=None)
     if conversation is None:
         conversation = PackedTurns()

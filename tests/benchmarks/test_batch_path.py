@@ -17,6 +17,7 @@ LIMITS = {
     "channel": 12.9,
     "decode": 9.2,
     "pack": 8.6,
+    "share": 8.6,
     "collate": 13.0,
 }
 

@@ -22,7 +22,6 @@ from functools import partial
 from itertools import islice
 
 import msgspec
-import numpy as np
 
 from areal_lora.config.models import MultiTurnWorkflowConfig
 from areal_lora.data.prompts import Prompt
@@ -243,9 +242,10 @@ def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Epi
 
 def _last_turn(chosen: EvalSet, workflow: MultiTurnWorkflowConfig, trajectory: Trajectory) -> str:
     """Text of the model's last turn, without the text that stopped it."""
-    at = np.flatnonzero(trajectory.columns.each_version >= 0)
-    first = at[np.diff(at, prepend=-1) > 1][-1]  # a prompt comes before the first turn
-    ids = trajectory.columns.ids[first : at[-1] + 1].tolist()
+    backwards = trajectory.loss_mask[::-1]
+    last = backwards.index(1)
+    first = backwards.index(0, last)  # a prompt comes before the first turn
+    ids = trajectory.token_ids[len(backwards) - first : len(backwards) - last]
     text = chosen.formatter.tokenizer.decode(ids, skip_special_tokens=True)
     for stop in chosen.sampling.stop:
         text = text.partition(stop)[0]

@@ -13,8 +13,6 @@ The feed decides. `GroupPool` carries out, in memory and in the ledger.
 import logging
 from collections.abc import Callable
 
-import numpy as np
-
 from areal_lora.data.prompts import PromptStream
 from areal_lora.errors import RolloutError, StalenessError
 from areal_lora.obs.metrics.records import faults_text
@@ -157,15 +155,17 @@ class AdapterFeed:
         if live is None or live.key != ticket.key:
             counters.late += 1
             return False
-        sampled = np.concatenate([t.columns.sampled for t in episode.group.trajectories])
-        tokens = int(sampled[:, 1].sum())
+        columns = [trajectory.columns for trajectory in episode.group.trajectories]
+        tokens = sum(each.n_sampled for each in columns)
         self.groups.stop(live, tokens)
         if live is not ticket or live.version is None:
             self.groups.on_expire(live)  # the answer belongs to an abandoned try: the next try is not needed
         self.failures.answered()
         counters.tokens += tokens
-        oldest, newest = int(sampled[:, 0].min()), int(sampled[:, 0].max())
-        finished = ScoredGroup(ticket=live, episode=episode, oldest=oldest, newest=newest, ready_s=self._clock())
+        oldest, newest = zip(*(each.span for each in columns), strict=True)
+        finished = ScoredGroup(
+            ticket=live, episode=episode, oldest=min(oldest), newest=max(newest), ready_s=self._clock()
+        )
         next_version = self._ledger.head.next_version
         reason = self.budget.refusal(finished.oldest, finished.newest, next_version)
         # Of the previous trainer, so it is lost, or of the same number and made since: that is not known here.
