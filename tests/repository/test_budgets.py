@@ -27,25 +27,25 @@ LINES = {
     "": 653,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync
     "algorithms": 1143,
     "checkpoint": 1477,
-    "cli": 2154,
+    "cli": 2156,  # the trainer's speed and memory
     "config": 4145,
     "data": 569,  # micro-batches whose ranks have equal attention
     "distributed": 356,
     "doctor": 1032,
-    "engine": 8109,
+    "engine": 8151,  # FLOPs, seconds and memory of passes
     "families": 1427,  # FLOPs of passes
     "launcher": 3539,
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 3017,
+    "obs": 3049,  # spans that count and that a profiler sees; plots of speed and memory
     "operations": 545,
-    "platforms": 92,  # upload, for copies that the host does not wait for
+    "platforms": 132,  # peaks of devices, and memory on them; upload, for copies that the host does not wait for
     "processes": 376,  # shared_memory, which servers use, too: from launcher
     "rollout": 5909,
     "run_folder": 1008,  # DesiredWatch logs a faulty file: from trainer
     "service": 5568,
     "tasks": 3270,
-    "trainer": 3625,
+    "trainer": 3682,  # metrics of speed and memory
     "weight_sync": 4696,
 }
 """Lines of each room; those of the package's own files are under the empty name."""
