@@ -27,7 +27,7 @@ from areal_lora.launcher.slurm.job_query import lost_nodes, placement
 from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.launcher.start import Holder, holder
 from areal_lora.network.addresses import look as interfaces
-from areal_lora.obs.console import duration, histogram, number, percent
+from areal_lora.obs.console import duration, histogram, number, percent, training_speed
 from areal_lora.obs.metrics.reader import newest_records, state_records
 from areal_lora.obs.metrics.records import mean_lag
 from areal_lora.obs.report.page import detail_lines
@@ -95,7 +95,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     ``steps`` is None where clients drive all adapters: there is no end.
     With several adapters ``steps_done`` and ``steps`` are sums, ``reward`` and ``accuracy`` are None, and ``adapters``
     has a row for each; it is empty for a run with one.
-    ``groups_equal`` is the newest step's; ``faults`` are lines about rollouts that failed.
+    ``groups_equal`` and ``training`` (speed, memory) are the newest step's; ``faults`` are of rollouts that failed.
     ``failure`` is why the last start ended before the last step, where that is known.
     """
 
@@ -110,6 +110,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None
     eta_s: float | None
     step_s: float | None
+    training: dict[str, float | None]
     reward: float | None
     accuracy: float | None
     accuracy_version: int | None
@@ -160,6 +161,7 @@ def look(folder: RunFolder, config: Config) -> Status:
         steps=view.total,
         eta_s=view.remaining_s() if state == "running" else None,
         step_s=last.step_s if last else None,
+        training={t: x for t, x in last.metrics.items() if t.startswith(("speed/", "memory/"))} if last else {},
         reward=last.reward_mean if last and view.only else None,
         accuracy=accuracy,
         accuracy_version=accuracy_version,
@@ -388,7 +390,7 @@ def lines(seen: Status) -> list[tuple[str, str]]:
     if seen.job is not None:
         state = f"{seen.job.state or 'unknown to Slurm'}{f' ({seen.job.reason})' if seen.job.reason else ''}"
         rows.append(("job", f"{seen.job.id} {state}" + (f" on {seen.job.nodes}" if seen.job.nodes else "")))
-    pace = f"   {seen.step_s:.2f} s a step" if seen.step_s is not None else ""
+    pace = "" if seen.step_s is None else "   ".join([f"   {seen.step_s:.2f} s a step", *training_speed(seen.training)])
     eta = f"   ETA {duration(seen.eta_s)}" if seen.eta_s is not None else ""
     rows.append(("step", f"{counted(seen.steps_done, seen.steps)}{pace}{eta}"))
     if seen.reward is not None or seen.accuracy is not None:

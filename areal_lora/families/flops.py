@@ -57,5 +57,8 @@ class PassSizes:
         return self.forward(tokens, pairs) + backward
 
     def recompute(self, tokens: int, pairs: int) -> int:
-        """FLOPs of the layers alone, which `trainer.recompute` computes once more in the backward pass."""
+        """FLOPs of the layers alone, which `trainer.recompute` computes once more in the backward pass.
+
+        `selective` keeps what attention returns: no ``pairs``.
+        """
         return 2 * (tokens * (self.layers + self.adapter) + pairs * self.attention)

@@ -72,6 +72,14 @@ def sampling_rate(record: StepRecord) -> str:
     return "no sampling" if rate == 0.0 else f"{number(rate, 0)} tok/s"
 
 
+def training_speed(metrics: Mapping[str, float | None]) -> list[str]:
+    """Of a trainer device, what is known of ``trains 4321 tok/s/device``, ``mfu 41%``, ``peak 61.2 GiB``."""
+    rate, share, peak = (metrics.get(tag) for tag in ("speed/tokens_per_s", "speed/mfu", "memory/peak_gib"))
+    found = [] if rate is None else [f"trains {number(rate, 0)} tok/s/device"]
+    found += [] if share is None else [f"mfu {percent(share)}"]
+    return found + ([] if peak is None else [f"peak {number(peak, 1)} GiB"])
+
+
 def members_line(record: MembersRecord) -> str | None:
     """Which servers joined and left; None if none did (a publish's problem reports losses)."""
     parts = [("joined", record.joined), ("left", record.left)]
@@ -192,7 +200,7 @@ class LiveConsole:
         parts += [f"loss {number(get('train/loss'))}", f"grad {number(get('train/grad_norm'))}"]
         parts += [f"staleness {histogram(record.staleness)}", f"sync {number(sync, 1)} ms"]
         parts += [] if view.only else [f"share {percent(view.shares()[record.adapter])}"]
-        parts += [sampling_rate(record), f"{record.step_s:.2f} s"]
+        parts += [sampling_rate(record), *training_speed(record.metrics), f"{record.step_s:.2f} s"]
         return "  ".join([*parts, f"ETA {duration(left)}" if left is not None else "ETA -"])
 
     def render(self) -> RenderableType:

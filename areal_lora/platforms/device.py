@@ -16,6 +16,22 @@ from areal_lora.errors import ConfigError
 COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 """By device type, the torch.distributed backend string of the trainer's own groups."""
 PAGE_BYTES = 4096
+PEAK_TFLOPS = {
+    "A800": 312.0,  # as A100
+    "A100": 312.0,  # NVIDIA A100 data sheet
+    "H100 PCIe": 756.0,  # NVIDIA H100 data sheet of 2022: 1,513 with sparsity
+    "H100 NVL": 835.0,  # NVIDIA H100 data sheet: 1,671 with sparsity
+    "H100": 989.0,  # SXM, NVIDIA H100 data sheet: 1,979 with sparsity
+    "H800": 989.0,  # as H100
+    "H200 NVL": 835.0,  # NVIDIA H200 data sheet: 1,671 with sparsity
+    "H200": 989.0,  # SXM, NVIDIA H200 data sheet: 1,979 with sparsity
+    "GB200": 2500.0,  # NVIDIA GB200 NVL72 data sheet: 360 PFLOP/s of 72 with sparsity
+    "B200": 2250.0,  # NVIDIA HGX B200 data sheet: 36 PFLOP/s of 8 with sparsity
+    "L40S": 362.0,  # NVIDIA L40S data sheet
+    "L4": 121.0,  # NVIDIA L4 data sheet: 242 with sparsity
+}
+"""Dense bfloat16 peaks in TFLOP/s by words of the device's name; the first row whose words are all in it counts. Data
+sheets give the peak with sparsity, twice the dense one."""
 
 
 def own_device(kind: str, local_rank: int) -> torch.device:
@@ -53,6 +69,30 @@ def collective_of(device: torch.device | str) -> str:
     if kind not in COLLECTIVES:
         raise ConfigError("cluster.device", f"{kind!r} is not supported", f"one of {', '.join(COLLECTIVES)}")
     return COLLECTIVES[kind]
+
+
+def peak_flops(kind: str) -> float | None:
+    """Dense bfloat16 peak of this process's device, FLOP/s; None for a CPU or a device without a row."""
+    if collective_of(kind) == COLLECTIVES["cpu"]:
+        return None
+    words = {*torch.get_device_module(kind).get_device_name().replace("-", " ").split()}
+    peaks = (1e12 * peak for row, peak in PEAK_TFLOPS.items() if {*row.split()} <= words)
+    return None if "MIG" in words else next(peaks, None)  # a slice of a device has a part of it
+
+
+def held_bytes(device: torch.device) -> int:
+    """Bytes that torch has allocated on ``device``; 0 for a CPU."""
+    return 0 if device.type == "cpu" else int(torch.get_device_module(device).memory_allocated(device))
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Most bytes that torch had allocated on ``device`` at a time since the last call; None for a CPU."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    peak = int(module.max_memory_allocated(device))
+    module.reset_peak_memory_stats(device)
+    return peak
 
 
 class Lane:

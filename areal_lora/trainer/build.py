@@ -22,7 +22,7 @@ from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.families.shape import read_shape
 from areal_lora.operations.link import TrainerEnd
-from areal_lora.platforms.device import own_device
+from areal_lora.platforms.device import own_device, peak_flops
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.run_folder.desired import DesiredWatch
@@ -46,6 +46,7 @@ from areal_lora.trainer.collective.joining import recorded_as_final
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
 from areal_lora.trainer.recording import Recorder
+from areal_lora.trainer.step_metrics import Devices
 from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
 from areal_lora.trainer.versions.publishing import AdapterPublishing
@@ -166,7 +167,8 @@ def _rank_0(
 ) -> Rank0:
     only = config.adapters[0].name if len(config.adapters) == 1 and config.service is None else None
     versions = {name: found.version for name, found in restored.items()}
-    recorder = Recorder(run_folder, list(states), versions, started_s, only=only)
+    devices = Devices(count=config.trainer.world_size, peak_flops=peak_flops(config.cluster.device))
+    recorder = Recorder(run_folder, list(states), versions, started_s, only=only, devices=devices)
     kept = {name: restored[name].controller if name in restored else ControllerState() for name in states}
     auditor = Auditor(
         read_secret(run_folder),

@@ -106,7 +106,8 @@ def carry_out(
 def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> None:
     """Consume one batch, make the adapter's next version, start its checkpoint and its publish."""
     adapter, spans = state.tuned, trainer.spans[state.name]
-    batch, histogram = batch_of(state, packed)
+    with spans.span("collate"):
+        batch, histogram = batch_of(state, packed)
     reached("trainer.batch_received")
     if trainer.rank_0:
         trainer.rank_0.auditor.start(state.name, batch, state.version, adapter.config.sampling.temperature)
@@ -120,13 +121,14 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
         report = learn(
             trainer.engine, adapter, batch, version=state.version, base_dtype=trainer.config.model.dtype, lr=lr
         )
-    audit = collect_audit(trainer, state)
+    spans.take(trainer.engine.spans)
+    audit, memory = collect_audit(trainer, state), trainer.engine.memory()
     reached("trainer.learned")
     state.advance(skipped=report.skipped == 1.0, kl=report.per_sampled_token("kl"))
     if trainer.rank_0:
         trainer.rank_0.turns.trained(state.name, sum(histogram.values()))
         # Before the checkpoint: a resumed run voids records beyond it, and could not add one that is missing.
-        trainer.rank_0.recorder.step(state.ref, batch, report, histogram, spans, audit)
+        trainer.rank_0.recorder.step(state.ref, batch, report, histogram, spans, audit, memory)
     check_finite(state, report)
     save_and_publish(trainer, state)
     enter(trainer, state, state.due_phase)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from areal_lora.checkpoint.checkpoint_store import CheckpointSave
+from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import recorded_s
 from areal_lora.obs.metrics.writer import MetricsWriter
@@ -19,7 +20,7 @@ from areal_lora.run_folder.status import beat, set_status
 from areal_lora.trainer import step_metrics
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
-from areal_lora.trainer.step_metrics import Metrics, Window, measured
+from areal_lora.trainer.step_metrics import Devices, Metrics, Window, measured
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from areal_lora.weight_sync.trainer.decisions import PublishReport
 
@@ -69,8 +70,9 @@ class Recorder:
         started_s: float,
         *,
         only: str | None = None,
+        devices: Devices | None = None,
     ) -> None:
-        self._run_folder = run_folder
+        self._run_folder, self._devices = run_folder, devices or Devices()
         before_s = recorded_s(run_folder)
         self._started_s = started_s - before_s
         self._writer = MetricsWriter(run_folder, only)
@@ -172,6 +174,7 @@ class Recorder:
         histogram: dict[int, int],
         spans: Spans,
         audit: Audit | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """Record the training step that made ``ref``; ``audit`` is of its batch or the previous one."""
         self.beat()
@@ -180,7 +183,8 @@ class Recorder:
         metrics = dict(of_rollouts)
         if stats:
             metrics |= self._meter.step(ref.name, tokens=stats.tokens_generated, idle_s=stats.idle_s, now_s=now)
-        metrics |= step_metrics.of_batch(batch) | step_metrics.of_learning(report)
+        metrics |= step_metrics.of_batch(batch) | step_metrics.of_learning(report) | step_metrics.of_memory(memory)
+        metrics |= step_metrics.of_speed(spans, batch.n_tokens, self._devices)
         self._writer.write(
             records.StepRecord(
                 adapter=ref.name,
@@ -212,7 +216,10 @@ class Recorder:
                 by_client=True,
                 taken=not outcome.skipped,
                 n_targets=window.targets,
-                metrics=measured(step_metrics.of_client(window, step, outcome)),
+                metrics=measured(
+                    step_metrics.of_client(window, step, outcome)
+                    | step_metrics.of_speed(spans, window.tokens, self._devices)
+                ),
             )
         )
 

@@ -1,7 +1,7 @@
 """The metrics of a training step by tag: each is named here, once. `StepRecord.metrics` has them, readers use the tags.
 
-A tag is what TensorBoard and trackers show: ``train/``, ``time/`` (seconds), ``reward/`` and ``reward_cost/`` by name,
-``extra/``. Fractions are in [0, 1], log-probabilities in nats. None: not measured.
+A tag is what TensorBoard and trackers show: ``train/``, ``time/`` (seconds), ``speed/``, ``memory/`` (GiB), ``reward/``
+and ``reward_cost/`` by name, ``extra/``. Fractions are in [0, 1], log-probabilities in nats. None: not measured.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ import numpy as np
 
 from areal_lora.algorithms.advantages import explained_variance, sample_rewards
 from areal_lora.algorithms.alignment import shifted_share
+from areal_lora.engine.common.adapter_engine import DeviceMemory
+from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import OptimStep, Pass, PassResult, StepResult
 from areal_lora.rollout.channel.channel_messages import Batch, Stats
 from areal_lora.trainer.audit import Audit
@@ -129,6 +131,40 @@ def of_audit(audit: Audit) -> Metrics:
         "train/unaudited_steps": audit.silent_steps,
         "extra/audit_s": audit.took_s,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """The trainer's ranks, a device each; ``peak_flops`` is the dense bfloat16 peak of one in FLOP/s, if known."""
+
+    count: int = 1
+    peak_flops: float | None = None
+
+
+def of_speed(spans: Spans, tokens: int, devices: Devices) -> Metrics:
+    """Of a step's ``tokens``, for each device. ``tokens_per_s`` is over the whole step, with all waits.
+
+    ``tflops`` counts what the passes need (`PassSizes`) over their own seconds; ``mfu`` is its share of the peak. As
+    usual (PaLM, arXiv 2204.02311, appendix B) neither counts a recomputation: ``hfu`` does.
+    """
+    seconds, flops = devices.count * (spans.seconds.get("score", 0.0) + spans.seconds.get("passes", 0.0)), spans.counts
+    rate, again = (flops[name] / seconds if seconds else None for name in ("flops", "recomputed_flops"))
+    peak = devices.peak_flops
+    return {
+        "speed/tokens_per_s": tokens / devices.count / spans.total_s if spans.total_s else None,
+        "speed/tflops": rate / 1e12 if rate else None,
+        "speed/mfu": rate / peak if rate and peak else None,
+        "speed/hfu": (rate + again) / peak if rate and again and peak else None,
+    }
+
+
+def of_memory(memory: DeviceMemory | None) -> Metrics:
+    """GiB on the fullest device at its peak since the previous step; ``rest`` are activations, logits and buffers."""
+    if memory is None:
+        return {}
+    parts = {"peak": memory.peak, "base": memory.base, "adapters": memory.adapters}
+    parts["rest"] = memory.peak - memory.base - memory.adapters
+    return {f"memory/{name}_gib": nbytes / 2**30 for name, nbytes in parts.items()}
 
 
 @dataclass(slots=True)

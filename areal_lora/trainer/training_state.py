@@ -2,6 +2,9 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
+
+from torch.autograd.profiler import record_function
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.config.models import Config
@@ -67,7 +70,7 @@ class Trainer:
     publishing: AdapterPublishing
     control: Exchange
     rank_0: Rank0 | None
-    spans: dict[str, Spans] = field(default_factory=lambda: defaultdict(Spans))
+    spans: dict[str, Spans] = field(default_factory=lambda: defaultdict(partial(Spans, label=record_function)))
 
     def close(self) -> None:
         """End the background threads, leave the servers' groups, disconnect from the controller."""

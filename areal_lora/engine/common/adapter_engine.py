@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from areal_lora.algorithms.merging import CastLoss
 from areal_lora.checkpoint.state import MOMENTS, PARTS, WEIGHT, AdapterState
@@ -40,7 +41,10 @@ from areal_lora.engine.layers.context import ContextGroup
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, Dropout, step_seed
 from areal_lora.engine.layers.output import Readout
 from areal_lora.errors import AdapterError, ConfigError
+from areal_lora.families.flops import PassSizes
 from areal_lora.families.targets import check_patterns
+from areal_lora.obs.trace import Spans
+from areal_lora.platforms.device import held_bytes, peak_bytes
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import base_digest
@@ -74,11 +78,21 @@ class Compute(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Bytes that torch had allocated on one rank's device at its peak: all, the base, adapters with their moments."""
+
+    peak: int
+    base: int
+    adapters: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Resident:
     """An adapter that is attached to the model; a frozen one has no ``optimizer``."""
 
     spec: AdapterSpec
+    sizes: PassSizes
     memory: AdapterMemory
     optimizer: AdapterOptimizer | None
     seed: int
@@ -88,6 +102,12 @@ class Resident:
         if self.optimizer is None:
             raise AdapterError(f"adapter {self.spec.name!r} is frozen")
         return self.optimizer
+
+    def nbytes(self) -> int:
+        """Bytes of weights, their cast, gradients and moments on this rank."""
+        flats = [self.memory.weights, self.memory.grads, *(self.optimizer.moments.values() if self.optimizer else ())]
+        cast = 0 if self.memory.cast is self.memory.weights else self.memory.cast.nbytes
+        return cast + sum(flat.nbytes for flat in flats)
 
     def dropout(self) -> Dropout | None:
         """The masks of the next optimizer step's passes; scores have none (contract C10)."""
@@ -104,6 +124,9 @@ class AdapterEngine:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.routed = sharded.shape.experts > 0
         """Whether the model chooses experts for each token."""
+        self.spans = Spans(label=record_function)
+        """Seconds of this rank by verb; FLOPs of all ranks by formula, padding left out."""
+        self._base_sizes, self._base_bytes = PassSizes.of(sharded.shape, None), held_bytes(device)
         self._model, self._sharded, self._base, self._trainer = model, sharded, base, trainer
         self._context = ContextGroup.join(sharded.layout.context_groups(), self.rank)
         self._merged: dict[str, MergedShard] = {}
@@ -134,7 +157,9 @@ class AdapterEngine:
             if t.name in held_names
         }
         memory.load(memory.weights, first)
-        self._residents[spec.name] = Resident(spec=spec, memory=memory, optimizer=adam, seed=seed)
+        self._residents[spec.name] = Resident(
+            spec=spec, sizes=PassSizes.of(self._sharded.shape, spec), memory=memory, optimizer=adam, seed=seed
+        )
 
     def freeze_copy(self, adapter: str, name: str) -> None:
         """Hold a copy of the weights of ``adapter`` as the frozen adapter ``name`` (not collective).
@@ -148,7 +173,7 @@ class AdapterEngine:
             held = DTYPES[self._base.dtype]
             memory = AdapterMemory(self._sharded, spec, self.rank, self.device, held, frozen=True)
             self._model.attach(memory)
-            self._residents[name] = Resident(spec=spec, memory=memory, optimizer=None, seed=source.seed)
+            self._residents[name] = replace(source, spec=spec, memory=memory, optimizer=None)
         copy = self.resident(name)
         if copy.optimizer is not None:
             raise AdapterError(f"adapter {name!r} is trained: no copy may replace it")
@@ -187,7 +212,7 @@ class AdapterEngine:
         return self._scores(batch, adapter, Readout())
 
     def _scores(self, batch: TrainBatch, adapter: str | None, readout: Readout) -> Tensor:
-        with torch.no_grad(), self._model.active.using(adapter):
+        with self.spans.span("score"), torch.no_grad(), self._model.active.using(adapter):
             results = self._run(batch, None, readout)
         return micro.whole_scores(batch, results, reports=self.rank in self._sharded.layout.reporting())
 
@@ -213,7 +238,7 @@ class AdapterEngine:
             raise AdapterError(f"a batch names the adapters {sorted(names)}; each batch trains one")
         (adapter,) = names
         resident, reporting = self.resident(adapter), self._sharded.layout.reporting()
-        with self._model.active.using(adapter, resident.dropout()):
+        with self.spans.span("passes"), self._model.active.using(adapter, resident.dropout()):
             results = self._run(batch, loss_fn, Readout(temperature, need_entropy))
         sums: Counter[str] = Counter()
         for _, stats, _ in results:
@@ -227,8 +252,30 @@ class AdapterEngine:
             self.resident(name).memory.refresh()
         layout = self._sharded.layout
         plans = micro.plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
+        self._count(plans, batch.cu_seqlens.diff().tolist(), train=loss_fn is not None)
         packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)
         return self._model.run(packed, plans, micro.BatchJudge(readout, loss_fn), train=loss_fn is not None)
+
+    def _count(self, plans: Sequence[MicroPlan], lengths: Sequence[int], *, train: bool) -> None:
+        name = self._model.active.name
+        sizes = self.resident(name).sizes if name else self._base_sizes
+        held = [tree for plan in plans for trees in plan.trees for tree in trees]
+        tokens, pairs = sum(tree.size(lengths) for tree in held), sum(tree.pairs(lengths) for tree in held)
+        self.spans.counts["flops"] += sizes.training(tokens, pairs) if train else sizes.forward(tokens, pairs)
+        if train and self._trainer.recompute != "none":
+            again = 0 if self._trainer.recompute == "selective" else pairs
+            self.spans.counts["recomputed_flops"] += sizes.recompute(tokens, again)
+
+    def memory(self) -> DeviceMemory | None:
+        """Of the rank with the highest peak since the last call; None on CPUs."""
+        if (peak := peak_bytes(self.device)) is None:
+            return None
+        adapters = sum(resident.nbytes() for resident in self._residents.values())
+        rows = torch.zeros(self.world_size, 3, dtype=torch.int64)
+        rows[self.rank] = torch.tensor([peak, self._base_bytes, adapters])
+        dist.all_reduce(rows)
+        peak, base, adapters = max(rows.tolist())
+        return DeviceMemory(peak=peak, base=base, adapters=adapters)
 
     def optim_step(self, adapter: str, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
         """Divide the gradients by ``denominator``, reduce, clip by the adapter's norm, Adam step at ``lr``.
@@ -239,7 +286,8 @@ class AdapterEngine:
         not finite on some rank: weights and moments are then untouched). Gradients are zero
         afterwards in every case.
         """
-        return self.resident(adapter).trained().step(denominator, lr, adam)
+        with self.spans.span("optimizer"):
+            return self.resident(adapter).trained().step(denominator, lr, adam)
 
     def discard_gradients(self, adapter: str) -> None:
         """Forget the gradients since the last step, as if no batch had been passed (not collective)."""

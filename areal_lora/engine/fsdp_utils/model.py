@@ -326,7 +326,8 @@ def build_model(
     module = module.eval().requires_grad_(False)
     fuse_norms(module)
     recompute(decoder_layers(module), trainer.recompute, active)
-    shard(module, trainer.fsdp_shard or trainer.world_size, trainer, device)
+    size = trainer.fsdp_shard or trainer.world_size
+    shard(module, size, trainer, device)
     where = torch.device("cpu") if trainer.cpu_offload else device
     module.to_empty(device=where)
     _fill_buffers(module, device)

@@ -288,6 +288,15 @@ CHARTS = (
     Chart("Learning rate", "of a step", "train/lr"),
     Chart("Tokens", "of a step", "train/n_tokens train/n_targets"),
     Chart("Step time", "seconds by phase, and all", PHASES),
+    Chart(
+        "Parts of a step",
+        "seconds: the batch to all ranks, its arrays, scores, training passes, optimizer",
+        "time/exchange_s time/collate_s time/score_s time/passes_s time/optimizer_s",
+    ),
+    Chart("Training speed", "tokens/s of a device, over the whole step", "speed/tokens_per_s"),
+    Chart("Training passes", "TFLOP/s of a device", "speed/tflops"),
+    Chart("Share of the peak", "without (mfu) and with recomputation (hfu)", "speed/mfu speed/hfu", unit=True),
+    Chart("Device memory", "GiB on the fullest trainer device at its peak", "memory/*_gib"),
     Chart("Idle", "fraction of the time without training, or without generation", "train/*_idle", unit=True),
     Chart("Rollout speed", "tokens/s, all servers", "train/rollout_tokens_per_s"),
     Chart(

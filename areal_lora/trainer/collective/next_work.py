@@ -138,7 +138,11 @@ def next_work(trainer: Trainer, changes: Changes = lambda: None) -> w.Work | Non
     while it waits. While it waits for work, it renews the time-out of the other ranks (`work.Waiting`).
     """
     while True:
-        work = w.share(_decide(trainer, trainer.rank_0, changes) if trainer.rank_0 else None, trainer.control)
+        decided = _decide(trainer, trainer.rank_0, changes) if trainer.rank_0 else None
+        began_s = time.perf_counter()
+        work = w.share(decided, trainer.control)
+        if isinstance(work, w.TrainOn):
+            trainer.spans[work.adapter].add("exchange", time.perf_counter() - began_s)
         if isinstance(work, w.EndRun):
             return None
         if not isinstance(work, w.CatchUp):

@@ -61,11 +61,14 @@ def _outcome(trainer: Trainer, state: TrainingState, operation: protocol.Operati
         case protocol.Pass() as request:
             with spans.span("train"):
                 outcome: protocol.Outcome = carry_out(trainer.engine, request, state.name)
+            spans.take(trainer.engine.spans)
             reached("trainer.operation.passed")
             return outcome
         case protocol.OptimStep() as step:
             with spans.span("train"):
-                return _step(trainer, state, step)
+                stepped = _step(trainer, state, step)
+            spans.take(trainer.engine.spans)
+            return stepped
         case protocol.LoadState() as request:
             return load_saved(trainer.engine, trainer.run_folder, request, state.name, trainer.control)
         case protocol.SaveState(label=label):

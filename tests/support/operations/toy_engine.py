@@ -16,6 +16,7 @@ from torch import Tensor
 from areal_lora.checkpoint.state import PARTS, AdapterState
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.engine.base import AdamValues, LossFn
+from areal_lora.obs.trace import Spans
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
 
 VOCABULARY = 32
@@ -43,6 +44,7 @@ class ToyEngine:
     def __init__(self) -> None:
         self.residents: dict[str, Resident] = {}
         self.passes = 0
+        self.spans = Spans()
 
     def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, seed: int) -> None:
         self.residents[spec.name] = Resident(spec, optimizer)

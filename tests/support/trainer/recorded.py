@@ -14,6 +14,7 @@ from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sections.adapter import AlgorithmConfig
 from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.base import LossFn
+from areal_lora.obs.trace import Spans
 from areal_lora.trainer.adapter import Adapter
 from areal_lora.types import StepStats, TrainBatch
 from tests.support.paths import EXAMPLES
@@ -57,6 +58,10 @@ class RecordedEngine:
         self.broken: tuple[int, ...] = ()  # optimizer steps, from 1, with a gradient that is not finite
         self.dropped: torch.Tensor | None = None  # what a training pass says in place of ``answer``: dropout
         self.base: torch.Tensor | None = None  # what the adapter's absence says
+        self.spans = Spans()
+
+    def memory(self) -> None:
+        return None
 
     def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> torch.Tensor:
         self.asked.append(adapter)

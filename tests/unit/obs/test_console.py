@@ -50,7 +50,7 @@ def test_one_line_per_step_eval_and_publish_problem(tmp_path: Path) -> None:
         writer.write(PublishRecord(version=0, total_ms=20.0, probe_mean_abs=0.0))
         writer.write(step(0, reward_mean=0.5, loss=0.01, rollout_tokens_per_s=4321.0))
         view.tick()
-        writer.write(step(1, reward_mean=0.75))
+        writer.write(step(1, reward_mean=0.75, metrics={"speed/tokens_per_s": 99.0}))
         writer.write(PublishRecord(version=1, total_ms=20.0, probe_mean_abs=1e-6, differs_from_base=False))
     view.stop()  # what came after the last tick is not lost
     lines = out.getvalue().splitlines()
@@ -62,6 +62,8 @@ def test_one_line_per_step_eval_and_publish_problem(tmp_path: Path) -> None:
     ]
     assert "reward 0.500" in lines[1]
     assert "4321 tok/s" in lines[1]
+    assert "trains" not in lines[1]
+    assert "  trains 99 tok/s/device  2.00 s" in lines[2]
     assert "staleness 0:75% 1:25%" in lines[1]
     assert "sync 20.0 ms" in lines[1]
     assert lines[2].endswith("ETA 0:16")  # 8 steps left at 2 s

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from areal_lora.errors import ConfigError
-from areal_lora.platforms.device import host_buffer, own_device
+from areal_lora.platforms.device import held_bytes, host_buffer, own_device, peak_bytes, peak_flops
 
 
 def test_a_rank_takes_the_device_of_its_place_on_the_node(monkeypatch):
@@ -30,3 +30,35 @@ def test_a_host_buffer_has_its_length_and_can_be_written():
         buffer = host_buffer(nbytes, torch.device("cpu"))
         assert (buffer.dtype, buffer.shape) == (np.uint8, (nbytes,))
         buffer[:] = 7
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200 NVL", 835.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_a_peak_is_known_by_the_devices_name(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch, "get_device_module", lambda _: types.SimpleNamespace(get_device_name=lambda: name))
+    assert peak_flops("cuda") == (None if tflops is None else tflops * 1e12)
+    assert peak_flops("cpu") is None
+
+
+def test_each_peak_of_memory_is_that_since_the_last_call(monkeypatch):
+    peaks, device = [30, 20], torch.device("cuda", 1)
+    module = types.SimpleNamespace(
+        memory_allocated=lambda _: 10,
+        max_memory_allocated=lambda _: peaks[0],
+        reset_peak_memory_stats=lambda _: peaks.pop(0),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    assert (held_bytes(device), peak_bytes(device), peak_bytes(device)) == (10, 30, 20)
+    assert (held_bytes(torch.device("cpu")), peak_bytes(torch.device("cpu"))) == (0, None)

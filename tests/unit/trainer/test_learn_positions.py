@@ -62,7 +62,7 @@ class PositionEngine:
 
     def __init__(self, dp: int = 1, budget: int = 64, *, jitter: bool = False, drift: float = 0.0) -> None:
         self.dp, self.budget, self.jitter, self.drift = dp, budget, jitter, drift
-        self.steps = 0
+        self.steps, self.spans, self.memory = 0, Spans(), lambda: None
 
     def _packed(self, batch: TrainBatch) -> list[PackedMicroBatch]:
         tokens, bounds = batch.token_ids.numpy(), batch.cu_seqlens.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,7 +81,7 @@ class Trainer:
             controller=controller, driver=lambda adapter: controller, turns=turns, desired=None, clients=None
         )
         self.publishing: Any = Publishing(self.log, changes)
-        self.control = SoloExchange()
+        self.control, self.spans = SoloExchange(), defaultdict(Spans)
 
 
 def test_servers_that_come_or_go_while_a_batch_is_awaited_are_seen_to_before_it() -> None:
@@ -89,6 +90,7 @@ def test_servers_that_come_or_go_while_a_batch_is_awaited_are_seen_to_before_it(
     assert trainer.log == ["want math@v3", "send math again"] * 2 + ["want math@v3"]
     assert isinstance(work, TrainOn)
     assert (work.adapter, work.batch) == ("math", PACKED)
+    assert [*trainer.spans["math"].seconds] == ["exchange"]
     batch, histogram = batch_of(trainer.states["math"], PACKED)
     assert batch.n_sequences == 8
     assert set(histogram) == {0}

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from areal_lora.engine.common.adapter_engine import DeviceMemory
+from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import Loss, OptimStep, Pass, PassResult, StepResult
-from areal_lora.trainer.step_metrics import Window, measured, of_client, of_groups
+from areal_lora.trainer.step_metrics import Devices, Window, measured, of_client, of_groups, of_memory, of_speed
 from areal_lora.types import TrajectoryGroup
+from tests.support.clocks import Clock
 from tests.support.operations.client import datum
 from tests.support.rollout.helpers import stream, trajectory
 
@@ -52,3 +55,26 @@ def test_shares_count_sampled_groups_and_correctness_where_it_is_known() -> None
     assert found == {"train/groups_equal": 2 / 4, "train/groups_all_right": 1 / 3, "train/groups_all_wrong": 1 / 3}
     assert measured(of_groups([imitated])) == {}
     assert measured(of_groups([unknown])) == {"train/groups_equal": 1.0}
+
+
+def test_speeds_are_of_one_device_and_shares_of_its_peak() -> None:
+    """Four devices take 8 s for 1.6 TFLOP, 4 s of them for the passes, and compute 0.8 TFLOP of it again."""
+    clock = Clock()
+    spans = Spans(lambda: clock.now)
+    clock.now += 8.0
+    spans.add("score", 1.0)
+    spans.add("passes", 3.0)
+    spans.counts.update(flops=1_600_000_000_000, recomputed_flops=800_000_000_000)
+    found = measured(of_speed(spans, 3200, Devices(count=4, peak_flops=0.4e12)))
+    assert found == pytest.approx(
+        {"speed/tokens_per_s": 100.0, "speed/tflops": 0.1, "speed/mfu": 0.25, "speed/hfu": 0.375}
+    )
+    spans.counts.pop("recomputed_flops")
+    assert measured(of_speed(spans, 3200, Devices(count=4))).keys() == {"speed/tokens_per_s", "speed/tflops"}
+
+
+def test_memory_is_in_gib_and_the_rest_is_what_no_part_explains() -> None:
+    memory = DeviceMemory(peak=60 << 30, base=16 << 30, adapters=4 << 30)
+    parts = {"peak": 60.0, "base": 16.0, "adapters": 4.0, "rest": 40.0}
+    assert of_memory(memory) == {f"memory/{name}_gib": gib for name, gib in parts.items()}
+    assert of_memory(None) == {}
