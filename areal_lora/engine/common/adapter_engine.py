@@ -106,8 +106,8 @@ class Resident:
     def nbytes(self) -> int:
         """Bytes of weights, their cast, gradients and moments on this rank."""
         flats = [self.memory.weights, self.memory.grads, *(self.optimizer.moments.values() if self.optimizer else ())]
-        cast = 0 if self.memory.cast is self.memory.weights else self.memory.cast.nbytes
-        return cast + sum(flat.nbytes for flat in flats)
+        cast = [] if self.memory.cast is self.memory.weights else [self.memory.cast]
+        return sum(int(flat.nbytes) for flat in flats + cast)
 
     def dropout(self) -> Dropout | None:
         """The masks of the next optimizer step's passes; scores have none (contract C10)."""
