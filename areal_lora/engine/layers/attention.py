@@ -148,7 +148,9 @@ def attend(
     if not plan.n:  # a rank of padding only goes backward, too: FSDP's collectives follow that order
         return query.new_zeros(len(query), query.shape[1] * dv) + 0.0 * (query.sum() + key.sum() + value.sum())
     missing = len(query) - plan.n
-    real = [query[: plan.n], *(x[: plan.n] if plan.context is None else x for x in (key, value))]
+    real = [query, key, value]
+    if missing:  # a slice has a launch in the backward pass
+        real[:] = query[: plan.n], *(x[: plan.n] if plan.context is None else x for x in (key, value))
     if varlen.has_flash(query):
         if d != dv:  # the kernels have one width
             real = [functional.pad(x, (0, max(d, dv) - x.shape[2])) for x in real]
@@ -185,6 +187,7 @@ class _Flash(torch.autograd.Function):  # type: ignore[misc]
                 before, its_lse, more = varlen.forward(at.runs, *parts, causal=False, scale=scale)
                 own, own_lse = _take(out, at.queries), _take(lse, at.queries)
                 share = (own_lse - its_lse).sigmoid()[..., None].to(out.dtype)  # of the sum of exponentials
+                out, lse = out.clone(), lse.clone()  # a recomputation may read the kernel's results again
                 out[at.queries] = torch.lerp(before, own, share)
                 lse[at.queries] = torch.logaddexp(own_lse, its_lse)
                 saved += more
