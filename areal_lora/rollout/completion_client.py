@@ -320,5 +320,5 @@ def _columns(choice: SampledChoice, pinned: AdapterRef | None) -> TokenColumns:
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} lacks token ids, logprobs or versions")
     try:
         return TokenColumns.of(choice.token_ids, choice.logprobs.token_logprobs, versions)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index}: {error}") from None

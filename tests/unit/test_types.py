@@ -35,6 +35,7 @@ def test_columns_hold_what_lists_held(seed: int) -> None:
 
 def test_versions_take_no_space_per_token() -> None:
     assert TokenColumns.of(range(1000), [0.0] * 1000, [-1] * 400 + [3] * 600).runs.tolist() == [[-1, 400], [3, 600]]
+    assert TokenColumns.of([5, 6], [-0.1, -0.2], [0, 0]).runs.tolist() == [[0, 2]]
 
 
 @pytest.mark.parametrize(

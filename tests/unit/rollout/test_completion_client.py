@@ -109,6 +109,7 @@ def swap(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (edited(swap("index", 0)), FaultKind.PROTOCOL),
         (edited(swap("token_ids", [])), FaultKind.PROTOCOL),
         (edited(swap("token_ids", None)), FaultKind.PROTOCOL),
+        (edited(swap("token_ids", [5, 2**31])), FaultKind.PROTOCOL),
         (edited(swap("logprobs", {"token_logprobs": [-0.5]})), FaultKind.PROTOCOL),
         (edited(swap("logprobs", {"token_logprobs": [-0.5, None]})), FaultKind.PROTOCOL),
         (edited(swap("versions", [3])), FaultKind.PROTOCOL),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from areal_lora.errors import RolloutError
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.groups import MAX_STALE, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
 from areal_lora.rollout.ledger.ledger import GroupState, LedgerFile
-from areal_lora.types import Cause
+from areal_lora.types import Cause, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, admit_all, episode, feed, stream
 
@@ -119,6 +120,16 @@ def test_a_late_answer_of_an_older_version_is_dropped_on_arrival() -> None:
     made.finish(ticket, episode(ticket.prompt, 2))  # the server says it used v2
     assert ledger.drop_reasons == {"stale": 1}
     assert made.take(3, 3) is None
+
+
+def test_a_group_is_as_old_as_its_oldest_token_and_as_new_as_its_newest() -> None:
+    made, _, _ = feed(eta=3, b=1, version=3)
+    made.announce(3)
+    [ticket, *_] = admit_all(made)
+    both = [episode(ticket.prompt, version).group.trajectories[0] for version in (1, 3)]
+    made.finish(ticket, replace(episode(ticket.prompt, 2), group=TrajectoryGroup(uid="", trajectories=tuple(both))))
+    [ready] = made.groups.ready.values()
+    assert (ready.oldest, ready.newest, made.stats().tokens_generated) == (1, 3, 4)
 
 
 def test_groups_of_a_lost_future_are_not_trained_on() -> None:
