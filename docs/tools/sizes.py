@@ -128,7 +128,7 @@ def tables() -> str:
         rule,
         *(f"| {' | '.join(row)} |" for row in memory_rows()),
         "",
-        "Milliseconds of a rank and micro-batch, each as if nothing else took time:",
+        "Milliseconds of a rank and micro-batch, each alone:",
         "",
         f"| work | {head.removeprefix('| ')} |",
         rule,

@@ -28,11 +28,11 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1477,
     "cli": 2154,
-    "config": 4181,  # memory by kind of recompute, of dispatch and of the loss chunk; earlier runs' recompute is read
+    "config": 4188,  # memory by kind of recompute, of dispatch, loss and packers; earlier runs' recompute is read
     "data": 549,
     "distributed": 356,
     "doctor": 1032,
-    "engine": 8227,  # logits in chunks from hidden states; recompute in four kinds for both engines
+    "engine": 8233,  # logits in chunks from hidden states; recompute in four kinds for both engines
     "families": 1366,
     "launcher": 3539,
     "library": 470,
