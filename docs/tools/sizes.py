@@ -41,7 +41,7 @@ class Size:
     trainer: Mapping[str, int]
 
     def config(self, recompute: Recompute) -> Config:
-        sizes = self.trainer | {"max_tokens_per_microbatch": TOKENS}
+        sizes = {**self.trainer, "max_tokens_per_microbatch": TOKENS}
         overrides = [f"trainer.{key}={value}" for key, value in sizes.items()]
         overrides += [f"trainer.recompute={recompute}", f"cluster.nodes={self.nodes}", f"model.path={self.model}"]
         return load_config([Path(f"examples/math/{self.example}.yaml")], overrides)
