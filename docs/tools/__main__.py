@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from areal_lora.config.models import json_schema
-from docs.tools import configuration, support_tables
+from docs.tools import configuration, sizes, support_tables
 
 for target, text in (
     (configuration.TARGET, configuration.render()),
     (support_tables.TARGET, support_tables.render()),
+    (sizes.TARGET, sizes.render()),
     (Path("examples/schema.json"), json_schema()),
 ):
     target.write_text(text, encoding="utf-8")

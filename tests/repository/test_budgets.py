@@ -28,11 +28,11 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1478,  # names of the parts, which the engine had again
     "cli": 2156,  # the trainer's speed and memory
-    "config": 4181,  # memory by kind of recompute, of dispatch and of the loss chunk; earlier runs' recompute is read; trainer.fsdp_shard with its refusals; moments divided over ranks, the cast of an adapter; checkpoint.max_behind
+    "config": 4188,  # memory by kind of recompute, of dispatch and of the loss chunk; earlier runs' recompute is read; trainer.fsdp_shard with its refusals; moments divided over ranks, the cast of an adapter; checkpoint.max_behind; memory by kind of recompute, of dispatch, loss and packers; earlier runs' recompute is read
     "data": 600,  # micro-batches whose ranks have equal attention; packed_groups: a batch between ranks as rows and one array; micro-batches whose ranks have equal attention
     "distributed": 360,  # broadcast_array
     "doctor": 1032,
-    "engine": 8260,  # logits in chunks from hidden states; recompute in four kinds for both engines; steps divided over ranks, copies of the base, one cast of an adapter, base weights broadcast; return_columns; FLOPs, seconds and memory of passes
+    "engine": 8260,  # logits in chunks from hidden states; recompute in four kinds for both engines; steps divided over ranks, copies of the base, one cast of an adapter, base weights broadcast; return_columns; FLOPs, seconds and memory of passes; logits in chunks from hidden states; recompute in four kinds for both engines
     "families": 1427,  # FLOPs of passes
     "launcher": 3539,
     "library": 470,

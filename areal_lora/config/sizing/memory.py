@@ -130,9 +130,9 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
       micro-batches on a stage (Narayanan et al., arXiv 2104.04473). With recompute one layer is there in full.
     - Dispatch, of one layer where experts are divided: the rows that a rank sends and those that it gets, on average.
     - Loss chunk, on the last stage: buffers of logits, hidden states of the whole sequence and their gradient.
-    - Publish and checkpoint. Host: shards on the wire and, on GPUs, their fp32 mirror (`AdapterMemory`), both
-      page-locked; copies that a checkpoint writes. Device: the copy of the shard that NCCL sends
-      (`weight_sync.link.broadcast_groups`).
+    - Publish and checkpoint. Host: shards on the wire and, on GPUs, their fp32 mirrors (`AdapterMemory`), all
+      page-locked; copies that a checkpoint writes. Device: what a source receives of tensor-parallel ranks, and the
+      copy of the shard that NCCL sends (`weight_sync.link.broadcast_groups`).
     """
     t, on_cpu = config.trainer, config.cluster.device == "cpu"
     item = DTYPE_BYTES[config.model.dtype]
@@ -175,13 +175,20 @@ def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfi
     unique = {name: size * len(layers) // shape.layers // sources for name, size in sizes.items()}
     wire = sum(_sent_bytes(config, shape, adapter, layers) for adapter in adapters)
     copied = sum(unique[a.name] * (3 * (1 + _critic_share(a)) + a.algorithm.has_reference) for a in adapters)
-    mirror = 0 if config.cluster.device == "cpu" else FP32 * trained
+    # A packer for checkpoints and one for the wire: what other tensor-parallel ranks send, and all of it on the host.
+    undivided = config.model_copy(update={"trainer": config.trainer.model_copy(update={"tp": 1, "etp": 1})})
+    packed = received = 0.0
+    for adapter in adapters:
+        packers = 1 + (adapter_run(config, adapter).wire_dtype != "float32") + _critic_share(adapter)
+        whole = _adapter_parameters(undivided, shape, adapter, layers)
+        packed, received = packed + whole * packers, received + (whole - held[adapter.name]) * packers
+    mirror = 0 if config.cluster.device == "cpu" else FP32 * packed
     return [
         Part("adapter weights and gradients", device=int(FP32 * (2 * trained + references) + cast)),
         Part("optimizer moments", device=int(2 * FP32 * stage / (t.world_size // t.pp))),
         Part(
             "publish and checkpoint",
-            device=wire if slots.broadcast_backend(config) != "gloo" else 0,
+            device=int(FP32 * received) + (wire if slots.broadcast_backend(config) != "gloo" else 0),
             host=int(wire + FP32 * copied + mirror),
         ),
     ]

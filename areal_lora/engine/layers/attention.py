@@ -187,9 +187,9 @@ class _Flash(torch.autograd.Function):  # type: ignore[misc]
                 before, its_lse, more = varlen.forward(at.runs, *parts, causal=False, scale=scale)
                 own, own_lse = _take(out, at.queries), _take(lse, at.queries)
                 share = (own_lse - its_lse).sigmoid()[..., None].to(out.dtype)  # of the sum of exponentials
-                out, lse = out.clone(), lse.clone()  # a recomputation may read the kernel's results again
-                out[at.queries] = torch.lerp(before, own, share)
-                lse[at.queries] = torch.logaddexp(own_lse, its_lse)
+                # Not in place: a recomputation may read the kernel's results again.
+                out = _put(out, at.queries, torch.lerp(before, own, share))
+                lse = _put(lse, at.queries, torch.logaddexp(own_lse, its_lse))
                 saved += more
         ctx.save_for_backward(q, k, v, out, lse, *saved)
         return out
@@ -219,6 +219,12 @@ class _Flash(torch.autograd.Function):  # type: ignore[misc]
 
 def _take(x: Tensor, rows: Tensor | slice) -> Tensor:
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def _put(x: Tensor, rows: Tensor | slice, values: Tensor) -> Tensor:
+    if isinstance(rows, slice):
+        return torch.slice_scatter(x, values, 0, rows.start, rows.stop)
+    return x.index_copy(0, rows, values)
 
 
 PAD_ID = 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.distributed.engine_ranks import Case
-from tests.support.distributed.memory_ranks import BUDGET, MICRO_BATCHES, living_plans
+from tests.support.distributed.memory_ranks import BUDGET, MICRO_BATCHES, RESULT_BYTES, living
 from tests.support.distributed.spawn import run_ranks
 from tests.support.paths import EXAMPLES
 
@@ -21,11 +21,17 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_attention_plans_are_kept_for_micro_batches_in_progress_only(case: Case, tmp_path: Path) -> None:
-    """Of a training pass one for each pipeline stage from this one on, of a scoring pass one; none afterwards."""
-    ranks = run_ranks(living_plans, case.world, tmp_path, (str(EXAMPLES / "tiny_model"), case), timeout_s=200.0)
+def test_nothing_of_a_micro_batch_lives_longer_than_its_passes(case: Case, tmp_path: Path) -> None:
+    """Plans: of training one for each pipeline stage from this one on, of scoring one; none afterwards. Bytes: the last
+    micro-batch is computed with as many as the first that found its stage full, but for results."""
+    ranks = run_ranks(living, case.world, tmp_path, (str(EXAMPLES / "tiny_model"), case), timeout_s=200.0)
     for stage, found in enumerate(ranks):
-        assert [len(seen) for seen in found.values()] == [MICRO_BATCHES + 1] * 2
-        assert max(found["training"]) == case.pp - stage
-        assert max(found["scoring"]) == 1
-        assert {seen[-1] for seen in found.values()} == {0}
+        assert [len(seen.plans) for seen in found.values()] == [MICRO_BATCHES + 1] * 2
+        assert max(found["training"].plans) == case.pp - stage
+        assert max(found["scoring"].plans) == 1
+        assert {seen.plans[-1] for seen in found.values()} == {0}
+        for kind, seen in found.items():
+            print(f"{case.name}, stage {stage}, {kind}: bytes alive {seen.nbytes}")
+            full, *later = seen.nbytes[case.pp : -1]
+            assert max(later) - full <= len(later) * RESULT_BYTES
+            assert seen.nbytes[-1] <= full + len(later) * RESULT_BYTES

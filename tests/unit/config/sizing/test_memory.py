@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from areal_lora.config.facts import Facts
@@ -13,9 +15,10 @@ from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.task import BuiltInReward
 from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory, staging_bytes
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
-from areal_lora.engine.common.transfer_plan import wire_layout
+from areal_lora.engine.common.transfer_plan import pack_plan, wire_layout
 from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
+from areal_lora.families.sites import adapter_size
 from areal_lora.weight_sync.layout import plan_buckets
 from areal_lora.weight_sync.link.inbox import RING
 from tests.support.paths import EXAMPLES
@@ -155,6 +158,24 @@ def test_a_critic_is_an_adapter_of_its_rank_and_a_reference_has_its_weights_only
     assert part(both, "adapter weights and gradients") == pytest.approx(10 * 1.5 * one + 6 * one)
     checkpoint = [sum(p.host for p in m.parts if p.name == "publish and checkpoint") for m in (alone, both)]
     assert checkpoint[1] > checkpoint[0] + 4 * one * (3 * 0.5 + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "model"), [(MOE, "Qwen/Qwen3-30B-A3B"), (DENSE, "Qwen/Qwen2.5-72B-Instruct")], ids=["moe", "dense"]
+)
+def test_buffers_of_a_publish_are_those_of_the_packers(path: Path, model: str) -> None:
+    """A source that publishes in bfloat16 and writes checkpoints in fp32 has two."""
+    shape, config = ModelShape.from_hf(known_config(model) or {}), load_config([path])
+    parallel = ParallelLayout.of(config.trainer, layers=shape.layers, experts=shape.experts)
+    sharded, spec = ShardedModel(shape=shape, layout=parallel), config.adapters[0].spec("")
+    layout = wire_layout(sharded, spec, "bfloat16")
+    plan = pack_plan(sharded, spec, 0, layout)
+    rank = next(m for m in job_memory(config, shape).processes if m.role == "trainer")
+    found = next(p for p in rank.parts if p.name == "publish and checkpoint")
+    numbers = adapter_size(shape, spec).parameters // (config.trainer.ep if shape.experts else 1)
+    wire, copies, packers = 2 * numbers, 3 * 4 * numbers, 2
+    assert found.device == packers * 4 * (plan.space - plan.own) + wire
+    assert found.host == packers * 4 * plan.space + wire + copies
 
 
 def test_recompute_and_shorter_micro_batches_need_less() -> None:

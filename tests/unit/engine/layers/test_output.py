@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from areal_lora.config.sizing import activations
 from areal_lora.engine.layers import output as module
 from areal_lora.engine.layers.output import Readout, predictions
 from tests.support.distributed.spawn import run_ranks
+from tests.support.engine.alive import Alive
 
 N, WIDTH, VOCAB = 37, 8, 24
 ROWS = torch.tensor([*range(N - 1), 3, 3, 8])  # one row has no prediction, two have several
@@ -78,28 +77,6 @@ def test_bfloat16_logits_are_scored_in_fp32() -> None:
     logits = torch.nn.functional.linear(*half)
     truth = logits.double()[ROWS].log_softmax(-1).gather(1, targets[:, None])
     torch.testing.assert_close(found[:, :1].double(), truth, rtol=1e-5, atol=2e-4)
-
-
-class Alive(TorchDispatchMode):  # type: ignore[misc]
-    """Most bytes at a time of the tensors that operations return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, Any] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.alive[storage._cdata] = (
-                    torch.multiprocessing.reductions.StorageWeakRef(storage),
-                    storage.nbytes(),
-                )
-        self.alive = {key: held for key, held in self.alive.items() if not held[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
-        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
