@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -95,6 +96,8 @@ def test_a_bf16_base_computes_with_the_newest_weights_and_adds_gradients_in_fp32
     before = one.logprobs(batch, adapter="a")
     one.forward_backward(batch, lambda _, logprobs, __: LossSums(loss=logprobs.sum()))
     once = one.resident("a").memory.grads.clone()
+    for bank in one.resident("a").memory.arena.banks:  # lora_A has none while lora_B is zero
+        assert once[bank.b :][: math.prod(bank.b_shape)].any(), bank.linear
     one.resident("a").memory.grads.mul_(1000)
     one.forward_backward(batch, lambda _, logprobs, __: LossSums(loss=logprobs.sum()))
     found = one.resident("a").memory.grads - 1000 * once  # all of it would be lost in bf16
