@@ -18,14 +18,8 @@ from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
 from areal_lora.engine.common.arena import Bank, ParallelLayout, Range, ShardedModel, is_routed
 from areal_lora.engine.common.micro_batches import BatchJudge, Result
-from areal_lora.engine.fsdp_utils.model import (
-    LinearLora,
-    LinearSite,
-    SharedInput,
-    build_model,
-    take_experts,
-    take_logit_scale,
-)
+from areal_lora.engine.fsdp_utils.linear_lora import LinearLora, LinearSite, SharedInput
+from areal_lora.engine.fsdp_utils.model import build_model, take_experts, take_logit_scale
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora
 from areal_lora.engine.layers.output import OutputSite
@@ -102,8 +96,7 @@ class FsdpModel:
                 if not isinstance(module, nn.Linear):
                     raise UnknownTensorError(f"{piece.name} is a {type(module).__name__} and no linear layer")
                 self._linears[piece.name] = LinearSite(module, self.active)
-            lora_b, grad = memory.rows_of_b(bank, piece.rows)
-            lora = LinearLora(shared=shared, lora_b=lora_b, grad=grad, scale=scale)
+            lora = LinearLora.of(memory, bank, piece.rows, shared, scale)
             self._linears[piece.name].adapters[memory.spec.name] = lora
 
     def _attach_experts(self, memory: AdapterMemory, bank: Bank) -> None:

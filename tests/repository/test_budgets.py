@@ -32,7 +32,7 @@ LINES = {
     "data": 600,  # micro-batches whose ranks have equal attention; packed_groups: a batch between ranks as rows and one array; micro-batches whose ranks have equal attention
     "distributed": 360,  # broadcast_array
     "doctor": 1032,
-    "engine": 8260,  # logits in chunks from hidden states; recompute in four kinds for both engines; steps divided over ranks, copies of the base, one cast of an adapter, base weights broadcast; return_columns; FLOPs, seconds and memory of passes; logits in chunks from hidden states; recompute in four kinds for both engines
+    "engine": 8268,  # logits in chunks from hidden states; recompute in four kinds for both engines; steps divided over ranks, copies of the base, one cast of an adapter, base weights broadcast; return_columns; FLOPs, seconds and memory of passes; logits in chunks from hidden states; recompute in four kinds for both engines; steps divided over ranks, copies of the base, one cast of an adapter, base weights broadcast
     "families": 1427,  # FLOPs of passes
     "launcher": 3539,
     "library": 470,

@@ -35,7 +35,8 @@ from areal_lora.engine.common.transfer_plan import PackPlan, load_plan, pack_pla
 from areal_lora.engine.layers.expert_mlp import site_key
 from areal_lora.engine.layers.output import ValueHead
 from areal_lora.errors import AdapterError, UnknownTensorError
-from areal_lora.families.sites import LORA_A, LORA_B, RowRanges
+from areal_lora.families.sites import LORA_A, LORA_B
+from areal_lora.platforms.collectives import all_gather_single, reduce_scatter_single
 from areal_lora.types import AdapterSpec, StepStats
 from areal_lora.weight_sync.kernels import TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, WireTensor
@@ -99,22 +100,6 @@ class AdapterMemory:
             return self._parameter(self.cast, bank.a, a_shape), self._parameter(self.cast, bank.b, b_shape)
         a, b = bank.place(index)
         return self._parameter(self.cast, a, bank.a_shape[1:]), self._parameter(self.cast, b, bank.b_shape[1:])
-
-    def rows_of_b(self, bank: Bank, rows: RowRanges) -> tuple[Tensor, Tensor | None]:
-        """Views of rows of a dense layer's lora_B and of their gradient, [runs, rows of a run, r].
-
-        The runs are equally long and equally far apart. A frozen adapter has no gradient.
-        """
-        (start, stop), *others = rows
-        r = bank.b_shape[2]
-        pitch = others[0][0] - start if others else stop - start
-        shape, strides = (len(rows), stop - start, r), (pitch * r, r, 1)
-        values, grads = (
-            flat.as_strided(shape, strides, bank.b + start * r) if flat.numel() else None
-            for flat in (self.cast, self.grads)
-        )
-        assert values is not None
-        return values, grads
 
     def scale_and_sites(self, bank: Bank) -> tuple[float, tuple[int, ...]]:
         """What multiplies the products of a bank, and the numbers of its sites for dropout."""
@@ -395,7 +380,7 @@ class AdapterOptimizer:
         self._grads.div_(denominator)
         for groups, bounds in self._classes:
             for group, (outer, own) in zip(groups, pairwise(bounds), strict=True):
-                dist.reduce_scatter_single(self._grads[slice(*own)], self._grads[slice(*outer)], group=group)
+                reduce_scatter_single(self._grads[slice(*own)], self._grads[slice(*outer)], group=group)
             for chunk in self._grads[slice(*bounds[-1])].split(NORM_CHUNK):
                 total += chunk.double().square_().sum()
         squares = total.cpu()
@@ -407,4 +392,4 @@ class AdapterOptimizer:
         """Fill ``flat`` [arena.size], of which each rank has its own elements."""
         for groups, bounds in self._classes:
             for group, (outer, own) in zip(reversed(groups), reversed(list(pairwise(bounds))), strict=True):
-                dist.all_gather_single(flat[slice(*outer)], flat[slice(*own)], group=group)
+                all_gather_single(flat[slice(*outer)], flat[slice(*own)], group=group)

@@ -42,7 +42,7 @@ from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.layers.attention import AttentionPlan, attend
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, expert_mlp, kept
+from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, expert_mlp
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.errors import ConfigError, UnknownTensorError
 
@@ -115,81 +115,6 @@ def shard_rows(n: int, rank: int, world_size: int) -> tuple[int, int]:
     """The rows [start, stop) of ``n`` that `fully_shard` gives a rank: equal runs rounded up, the last ones shorter."""
     each = -(-n // world_size)
     return min(rank * each, n), min((rank + 1) * each, n)
-
-
-class SharedInput:
-    """``A x`` of the projections with one ``lora_a`` [r, in], which read the same input: computed by the first of them.
-
-    It is forgotten with the last, so that it outlives no layer's pass.
-    """
-
-    def __init__(self, lora_a: nn.Parameter, site: int, projections: int) -> None:
-        self._lora_a, self._site, self._projections = lora_a, site, projections
-        self._known: tuple[Tensor, Tensor] | None = None
-        self._left = 0
-
-    def hidden(self, x: Tensor, active: ActiveAdapter) -> Tensor:
-        """[t, r] of the layer's input ``x`` [..., in]."""
-        if self._known is None or self._known[0] is not x:
-            rows = x.reshape(-1, x.shape[-1])
-            hidden = functional.linear(kept(rows, active.keep(self._site, rows.shape[-1])), self._lora_a)
-            self._known, self._left = (x, hidden), self._projections
-        hidden, self._left = self._known[1], self._left - 1
-        if not self._left:
-            self._known = None
-        return hidden
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearLora:
-    """``scale * B A x`` of one projection: ``lora_b`` and its gradient [runs, rows of a run, r]."""
-
-    shared: SharedInput
-    lora_b: Tensor
-    grad: Tensor | None
-    scale: float
-
-    def add_to(self, output: Tensor, x: Tensor, active: ActiveAdapter) -> Tensor:
-        """``output`` [..., out], which it changes, plus the adapter's share for the layer's input ``x`` [..., in]."""
-        hidden, scale = self.shared.hidden(x, active), self.scale * active.factor
-        added: Tensor = _AddProduct.apply(output, hidden, self.lora_b, self.grad, scale)
-        return added
-
-
-class _AddProduct(torch.autograd.Function):  # type: ignore[misc]
-    """Add ``scale * hidden B'`` to ``output`` in its place: the backward pass of a frozen layer does not read it.
-
-    The rows of B lie apart in memory; torch would add their gradients run by run.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, hidden: Tensor, lora_b: Tensor, grad: Tensor | None, scale: float) -> Tensor:
-        weight = lora_b.flatten(0, 1)
-        ctx.save_for_backward(hidden, weight)
-        ctx.mark_dirty(output)
-        ctx.grad, ctx.scale = grad, scale
-        output.view(-1, output.shape[-1]).addmm_(hidden, weight.t(), alpha=scale)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), (hidden, weight) = grads, ctx.saved_tensors
-        rows = dy.reshape(-1, dy.shape[-1])
-        ctx.grad.add_((rows.t() @ hidden).view(ctx.grad.shape), alpha=ctx.scale)
-        return dy, torch.addmm(hidden, rows, weight, beta=0, alpha=ctx.scale), None, None, None
-
-
-class LinearSite:
-    """The forward hook of a linear layer."""
-
-    def __init__(self, module: nn.Module, active: ActiveAdapter) -> None:
-        self._active = active
-        self.adapters: dict[str, LinearLora] = {}
-        module.register_forward_hook(self)
-
-    def __call__(self, module: nn.Module, args: Sequence[Tensor], output: Tensor) -> Tensor:
-        lora = self.adapters.get(self._active.name or "")
-        return output if lora is None else lora.add_to(output, args[0], self._active)
 
 
 @dataclass(slots=True)

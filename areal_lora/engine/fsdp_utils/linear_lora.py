@@ -1,0 +1,106 @@
+"""The adapters of linear layers: hooks of frozen modules, with the part of each resident adapter by name.
+
+Projections of one input, such as q, k and v, share a lora_A, and its product. Their lora_B lies as one matrix in the
+adapter's memory, in the order of Megatron's fused layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.arena import Bank
+from areal_lora.engine.layers.expert_mlp import ActiveAdapter, kept
+from areal_lora.families.sites import RowRanges
+
+
+class SharedInput:
+    """``A x`` of the projections with one ``lora_a`` [r, in], which read the same input: computed by the first of them.
+
+    It is forgotten with the last, so that it outlives no layer's pass.
+    """
+
+    def __init__(self, lora_a: nn.Parameter, site: int, projections: int) -> None:
+        self._lora_a, self._site, self._projections = lora_a, site, projections
+        self._known: tuple[Tensor, Tensor] | None = None
+        self._left = 0
+
+    def hidden(self, x: Tensor, active: ActiveAdapter) -> Tensor:
+        """[t, r] of the layer's input ``x`` [..., in]."""
+        if self._known is None or self._known[0] is not x:
+            rows = x.reshape(-1, x.shape[-1])
+            hidden = functional.linear(kept(rows, active.keep(self._site, rows.shape[-1])), self._lora_a)
+            self._known, self._left = (x, hidden), self._projections
+        hidden, self._left = self._known[1], self._left - 1
+        if not self._left:
+            self._known = None
+        return hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearLora:
+    """``scale * B A x`` of one projection: ``lora_b`` and its gradient [runs, rows of a run, r]."""
+
+    shared: SharedInput
+    lora_b: Tensor
+    grad: Tensor | None
+    scale: float
+
+    @classmethod
+    def of(cls, memory: AdapterMemory, bank: Bank, rows: RowRanges, shared: SharedInput, scale: float) -> "LinearLora":
+        """With ``rows`` of a bank's lora_B, in runs that are equally long and equally far apart.
+
+        A frozen adapter has no gradient.
+        """
+        (start, stop), *others = rows
+        r = bank.b_shape[2]
+        pitch = others[0][0] - start if others else stop - start
+        view = (len(rows), stop - start, r), (pitch * r, r, 1), bank.b + start * r
+        grad = None if memory.frozen else memory.grads.as_strided(*view)
+        return cls(shared=shared, lora_b=memory.cast.as_strided(*view), grad=grad, scale=scale)
+
+    def add_to(self, output: Tensor, x: Tensor, active: ActiveAdapter) -> Tensor:
+        """``output`` [..., out], which it changes, plus the adapter's share for the layer's input ``x`` [..., in]."""
+        hidden, scale = self.shared.hidden(x, active), self.scale * active.factor
+        added: Tensor = _AddProduct.apply(output, hidden, self.lora_b, self.grad, scale)
+        return added
+
+
+class _AddProduct(torch.autograd.Function):  # type: ignore[misc]
+    """Add ``scale * hidden B'`` to ``output`` in its place: the backward pass of a frozen layer does not read it.
+
+    The rows of B lie apart in memory; torch would add their gradients run by run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hidden: Tensor, lora_b: Tensor, grad: Tensor | None, scale: float) -> Tensor:
+        weight = lora_b.flatten(0, 1)
+        ctx.save_for_backward(hidden, weight)
+        ctx.mark_dirty(output)
+        ctx.grad, ctx.scale = grad, scale
+        output.view(-1, output.shape[-1]).addmm_(hidden, weight.t(), alpha=scale)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (hidden, weight) = grads, ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        ctx.grad.add_((rows.t() @ hidden).view(ctx.grad.shape), alpha=ctx.scale)
+        return dy, torch.addmm(hidden, rows, weight, beta=0, alpha=ctx.scale), None, None, None
+
+
+class LinearSite:
+    """The forward hook of a linear layer."""
+
+    def __init__(self, module: nn.Module, active: ActiveAdapter) -> None:
+        self._active = active
+        self.adapters: dict[str, LinearLora] = {}
+        module.register_forward_hook(self)
+
+    def __call__(self, module: nn.Module, args: Sequence[Tensor], output: Tensor) -> Tensor:
+        lora = self.adapters.get(self._active.name or "")
+        return output if lora is None else lora.add_to(output, args[0], self._active)
