@@ -42,7 +42,7 @@ LINES = {
     "platforms": 92,  # upload, for copies that the host does not wait for
     "processes": 376,  # shared_memory, which servers use, too: from launcher
     "rollout": 5918,  # answers over a restart of the trainer
-    "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions
+    "run_folder": 1034,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions
     "service": 5568,
     "tasks": 3270,
     "trainer": 3646,  # steps ahead of a slow disk
