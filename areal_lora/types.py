@@ -396,8 +396,8 @@ class ShardManifest:
     def shares(self, ref: AdapterRef, session: int) -> bool:
         """Whether ``ref``, made or taken over in ``session``, is a version of this trainer, too.
 
-        A session goes on from a version of the one before, with all that led to it. What it has of earlier ones is
-        not known here.
+        A session resumes from a version of the one before and shares what led to it. What it shares with earlier ones
+        is not known here.
         """
         return session == self.session or (session == self.session - 1 and ref.version <= self.resumed_from)
 

@@ -41,8 +41,8 @@ LINES = {
     "operations": 545,
     "platforms": 132,  # peaks of devices, and memory on them; upload, for copies that the host does not wait for
     "processes": 376,  # shared_memory, which servers use, too: from launcher
-    "rollout": 5918,  # answers over a restart of the trainer; answers in columns beside those in lists, of stock vLLM
-    "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; DesiredWatch logs a faulty file: from trainer
+    "rollout": 5918,  # answers over a restart of the trainer; answers in columns beside those in lists, of stock vLLM; answers over a restart of the trainer
+    "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; DesiredWatch logs a faulty file: from trainer; DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions
     "service": 5568,
     "tasks": 3270,
     "trainer": 3682,  # steps ahead of a slow disk; columns follow the message; metrics of speed and memory

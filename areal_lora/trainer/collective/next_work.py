@@ -199,7 +199,7 @@ def _of_clients(trainer: Trainer) -> w.Operate | w.Conclude | None:
 def may_start(trainer: Trainer, operation: Operation) -> bool:
     """Whether nothing that is in progress of its adapter has to end before ``operation``.
 
-    A publish is not started before the version is durable: what a client was told that servers hold is not lost.
+    A publish is not started before the version is durable: what an outcome has reported is not lost.
     """
     name = operation.adapter
     if isinstance(operation.what, Pass):

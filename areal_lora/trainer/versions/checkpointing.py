@@ -131,15 +131,15 @@ class Checkpointing:
     def __init__(self, config: Config, engine: AdapterEngine, saver: Saver, stored: Mapping[str, int]) -> None:
         self._config, self._engine, self._saver = config, engine, saver
         self._newest = dict(stored)  # by adapter, written or being written
-        self._durable = dict(stored)
+        self._durable: dict[str, float] = dict(stored)
 
     def resumed(self, adapter: str, version: int) -> None:
         """An adapter has joined from its checkpoint of ``version``."""
         self._newest[adapter] = self._durable[adapter] = version
 
-    def behind(self, state: TrainingState) -> int:
-        """Steps since the newest checkpoint that was joined: a crash now repeats no more of them."""
-        return state.version - self._durable.get(state.name, 0)
+    def behind(self, state: TrainingState) -> float:
+        """Steps since the newest checkpoint that was joined; infinite without one: no run resumes from nothing."""
+        return state.version - self._durable.get(state.name, -math.inf)
 
     def save(self, state: TrainingState, controller: ControllerState) -> CheckpointSave | None:
         """Copy the adapter's tensors and start to write them, if a checkpoint is due and none is in progress.

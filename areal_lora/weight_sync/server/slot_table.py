@@ -6,14 +6,13 @@ reserve -> (staging) -> activate -> acquire/release per request -> free, of what
 All adapters share the slots: the newest version of each, old versions in use, and one that is on its way. An adapter
 that holds more than another one leaves the last free slot to it.
 
-A trainer that was started again goes on from an older version. What its previous session made beyond that is lost: it
-leaves the table as a dropped adapter does, and its names are free for the versions that are made now.
+A restarted trainer resumes from an older version. What its previous session made beyond that is lost: it leaves the
+table as a dropped adapter does, and its names are free for the versions that are made now.
 """
 
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from areal_lora.errors import ManifestError, RefusalReason, UnknownVersionError
@@ -163,7 +162,7 @@ class ServedVersions:
             self.unpin(ref)
         return min(self.pins.values(), default=math.inf)
 
-    def drop(self, name: str, lost: Collection[AdapterRef] | None = None) -> int:
+    def drop(self, name: str, lost: list[AdapterRef] | None = None) -> int:
         """Forget adapter ``name``, or only its ``lost`` versions, and their pins; return how many requests run on them.
 
         ``retire_left`` frees the slots. Raises ValueError during its publish.

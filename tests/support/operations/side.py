@@ -95,7 +95,7 @@ class Servers:
         self._newest: dict[str, int] = {}
         self._running: dict[str, Future[None]] = {}
 
-    def publish(self, adapter: Adapter, version: int, save: Any) -> None:
+    def publish(self, adapter: Adapter, version: int) -> None:
         self.began.append(AdapterRef(name=adapter.name, version=version))
         self._newest[adapter.name] = version
         self._running[adapter.name] = Future()

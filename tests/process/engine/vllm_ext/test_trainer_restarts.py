@@ -71,11 +71,12 @@ async def endless(server: RunningServer, model: str, stop: asyncio.Event) -> lis
     return answers
 
 
-@pytest.mark.parametrize("fault", ["1", "60", "after", "idle"])
+@pytest.mark.parametrize("fault", ["1", "60", "after", "idle", "lost"])
 def test_a_new_trainer_takes_the_place_of_one_that_was_killed(server: RunningServer, fault: str) -> None:
     """Killed with the first, with half of the tensors sent, after the version was live, or while nothing went on.
 
-    The next trainer publishes the version that it goes on from: the one before, unless it was live.
+    The next trainer publishes the version that it goes on from: the one before, unless it was live. Where that one is
+    ``lost`` all the same, the trainer makes another one of its name.
     """
     server.source.close()
     held = server.newest.version + 1 if server.newest else 0
@@ -87,7 +88,7 @@ def test_a_new_trainer_takes_the_place_of_one_that_was_killed(server: RunningSer
             stop = asyncio.Event()
             stream = asyncio.create_task(endless(server, f"math@v{held}", stop))
             second = asyncio.create_task(asyncio.to_thread(Trainer, server))
-            if fault == "idle":
+            if fault in ("idle", "lost"):
                 await asyncio.to_thread(first.publish, held + 1, 2)
                 first.process.send_signal(signal.SIGKILL)
             elif fault == "after":

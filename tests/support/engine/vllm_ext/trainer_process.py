@@ -18,6 +18,7 @@ import numpy as np
 from areal_lora.config.models import Config
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
+from areal_lora.run_folder.trainer_session import raise_session
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.manifest import base_digest
@@ -51,7 +52,12 @@ def main(folder: Path) -> None:
     watch = RendezvousWatch(RunFolder(folder), 1)
     sync = config.weight_sync.model_copy(update={"bucket_mib": 0.01})
     leader = Leader(
-        run=config.run.name, secret=read_secret(RunFolder(folder)), servers=watch.present(), config=sync, watch=watch
+        run=config.run.name,
+        secret=read_secret(RunFolder(folder)),
+        servers=watch.present(),
+        config=sync,
+        watch=watch,
+        session=raise_session(RunFolder(folder)),
     )
     publisher = Publisher(
         run=config.run.name, config=sync, exchange=SoloExchange(), leader=leader, secret=read_secret(RunFolder(folder))

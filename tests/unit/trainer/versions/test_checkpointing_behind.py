@@ -106,11 +106,13 @@ def made(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("every", "behind"), [(1, 0), (1, 3), (3, 2)])
 def test_a_crash_repeats_no_more_steps_than_allowed(made: Any, every: int, behind: int) -> None:
-    """Version 0 needs no checkpoint to be made again, so the first ``every`` steps are free."""
     trainer = made(steps=15, every_steps=every, max_behind=behind)
+    trainer.disk.go_on.set()
+    trainer.checkpointing.join(NAME)
+    trainer.disk.go_on.clear()
     for version in range(1, 1 + every + behind):
         trainer.step()
-        assert (trainer.state.version, trainer.committed) == (version, [])
+        assert (trainer.state.version, trainer.committed) == (version, [0])
     held = threading.Thread(target=trainer.step)
     held.start()
     held.join(0.2)
@@ -118,7 +120,6 @@ def test_a_crash_repeats_no_more_steps_than_allowed(made: Any, every: int, behin
     trainer.disk.go_on.set()
     held.join(20.0)
     assert not held.is_alive()
-    assert trainer.committed[0] == 0
     trainer.checkpointing.join(NAME)
     trainer.disk.go_on.clear()
     while trainer.state.version < trainer.committed[-1] + every + behind:
@@ -131,6 +132,14 @@ def test_a_crash_repeats_no_more_steps_than_allowed(made: Any, every: int, behin
     trainer.checkpointing.join(NAME)
     make_durable(trainer, trainer.state)
     assert trainer.committed[-1] == 15, "the last version has one in any case"
+
+
+def test_the_first_step_waits_for_the_first_checkpoint(made: Any) -> None:
+    """A run that has steps and no checkpoint cannot resume."""
+    trainer = made(steps=15, max_behind=3)
+    threading.Timer(0.2, trainer.disk.go_on.set).start()
+    trainer.step()
+    assert trainer.committed[0] == 0
 
 
 def test_all_ranks_join_where_rank_0_has_seen_the_end() -> None:
