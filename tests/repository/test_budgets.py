@@ -28,7 +28,7 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1477,
     "cli": 2156,  # the trainer's speed and memory
-    "config": 4145,
+    "config": 4167,  # run.profile, and the rule that its steps and ranks exist
     "data": 569,  # micro-batches whose ranks have equal attention
     "distributed": 356,
     "doctor": 1032,
@@ -37,15 +37,15 @@ LINES = {
     "launcher": 3539,
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 3049,  # spans that count and that a profiler sees; plots of speed and memory
+    "obs": 3087,  # spans that count and that a profiler sees; plots of speed and memory; traces of steps
     "operations": 545,
     "platforms": 132,  # peaks of devices, and memory on them; upload, for copies that the host does not wait for
     "processes": 376,  # shared_memory, which servers use, too: from launcher
     "rollout": 5909,
-    "run_folder": 1008,  # DesiredWatch logs a faulty file: from trainer
+    "run_folder": 1010,  # the folder of traces; DesiredWatch logs a faulty file: from trainer
     "service": 5568,
     "tasks": 3270,
-    "trainer": 3682,  # metrics of speed and memory
+    "trainer": 3685,  # metrics of speed and memory
     "weight_sync": 4696,
 }
 """Lines of each room; those of the package's own files are under the empty name."""
