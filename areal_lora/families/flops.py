@@ -15,7 +15,7 @@ class PassSizes:
     """Multiply-adds of a forward pass: ``layers``, ``output`` and ``adapter`` of a token, ``attention`` of a pair of
     a query and a key (scores and weighted values, all layers).
 
-    A token meets the router and the chosen experts only. Norms, rotations and activations are left out, as usual
+    A token meets the router and the chosen experts only. Norms, rotations and activations do not count, as usual
     (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). Sliding windows count as full causal attention.
     """
 

@@ -92,6 +92,8 @@ class RunFolder:
     tensorboard = FolderEntry("tensorboard")
     tracking = FolderEntry("tracking")
     """Folder of what a tracker keeps on this side (``obs.tracking``)."""
+    profile = FolderEntry("profile")
+    """Folder of the traces of training steps (``obs.profile``)."""
     events = FolderEntry("events.jsonl")
     """Starts, restarts and stalls (``run_folder.events``)."""
     ledger = FolderEntry("ledger.sqlite")

@@ -19,6 +19,7 @@ from functools import partial
 
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import AdapterRolloutError
+from areal_lora.obs.profile import profiled
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.trainer import work as w
@@ -91,7 +92,9 @@ def carry_out(
     with contained(trainer, state):
         match work:
             case w.TrainOn(batch=packed):
-                train_step(trainer, state, packed)
+                wanted, rank = trainer.config.run.profile, trainer.control.rank
+                with profiled(wanted, trainer.run_folder.profile, state.name, state.version + 1, rank):
+                    train_step(trainer, state, packed)
             case w.Finish():
                 join_last(trainer, state)
                 make_durable(trainer, state)

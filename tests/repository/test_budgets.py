@@ -28,8 +28,8 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1478,  # names of the parts, which the engine had again
     "cli": 2156,  # the trainer's speed and memory
-    "config": 4188,  # memory by kind of recompute, of dispatch and of the loss chunk; earlier runs' recompute is read; trainer.fsdp_shard with its refusals; moments divided over ranks, the cast of an adapter; checkpoint.max_behind; memory by kind of recompute, of dispatch, loss and packers; earlier runs' recompute is read
-    "data": 600,  # micro-batches whose ranks have equal attention; packed_groups: a batch between ranks as rows and one array; micro-batches whose ranks have equal attention
+    "config": 4188,  # memory by kind of recompute, of dispatch and of the loss chunk; earlier runs' recompute is read; trainer.fsdp_shard with its refusals; moments divided over ranks, the cast of an adapter; checkpoint.max_behind; memory by kind of recompute, of dispatch, loss and packers; earlier runs' recompute is read; run.profile, and the rule that its steps and ranks exist
+    "data": 600,  # micro-batches whose ranks have equal attention; packed_groups: a batch between ranks as rows and one array; micro-batches whose ranks have equal attention; micro-batches whose ranks have equal attention
     "distributed": 360,  # broadcast_array
     "doctor": 1032,
     "engine": 8268,  # logits in chunks from hidden states; recompute in four kinds for both engines; steps divided over ranks, copies of the base, one cast of an adapter, base weights broadcast; return_columns; FLOPs, seconds and memory of passes; logits in chunks from hidden states; recompute in four kinds for both engines; steps divided over ranks, copies of the base, one cast of an adapter, base weights broadcast
@@ -37,15 +37,15 @@ LINES = {
     "launcher": 3539,
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 3049,  # spans that count and that a profiler sees; plots of speed and memory
+    "obs": 3087,  # spans that count and that a profiler sees; plots of speed and memory; traces of steps
     "operations": 545,
     "platforms": 132,  # peaks of devices, and memory on them; upload, for copies that the host does not wait for
     "processes": 376,  # shared_memory, which servers use, too: from launcher
     "rollout": 5918,  # answers over a restart of the trainer; answers in columns beside those in lists, of stock vLLM; answers over a restart of the trainer
-    "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; DesiredWatch logs a faulty file: from trainer; DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions
+    "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; DesiredWatch logs a faulty file: from trainer; DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; the folder of traces; DesiredWatch logs a faulty file: from trainer
     "service": 5568,
     "tasks": 3270,
-    "trainer": 3682,  # steps ahead of a slow disk; columns follow the message; metrics of speed and memory
+    "trainer": 3685,  # steps ahead of a slow disk; columns follow the message; metrics of speed and memory; metrics of speed and memory
     "weight_sync": 4696,
 }
 """Lines of each room; those of the package's own files are under the empty name."""

@@ -194,6 +194,20 @@ def time_outs(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding("run.stall_s", reason, "raise it, or lower weight_sync.timeout_s or weight_sync.rejoin_s")
 
 
+def profiled_steps(config: Config, facts: Facts) -> Iterator[Finding]:
+    """An adapter of a client has no number of steps; those that join bring theirs."""
+    profile, ranks = config.run.profile, config.trainer.world_size
+    if profile is None:
+        return
+    last = max((adapter.steps or config.run.steps for adapter in config.adapters), default=0)
+    if config.service is None and max(profile.steps) > last:
+        reason = f"{max(profile.steps)} is after the last step, {last}"
+        yield Finding("run.profile.steps", reason, f"give steps from 1 to {last}")
+    if max(profile.ranks) >= ranks:
+        reason = f"{max(profile.ranks)} is no rank of {ranks}"
+        yield Finding("run.profile.ranks", reason, f"give ranks from 0 to {ranks - 1}")
+
+
 def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
     if facts.hf_config is None:
         fix = "give a Hugging Face model folder"

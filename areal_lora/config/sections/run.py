@@ -13,6 +13,13 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_hosts
 
 
+class ProfileConfig(Section):
+    """Traces of training steps by torch's profiler, in `profile/` of the run folder."""
+
+    steps: list[PositiveInt] = Field(min_length=1, description="Steps of each adapter, from 1 as on the console.")
+    ranks: list[NonNegInt] = Field([0], min_length=1, description="Trainer ranks that write a trace.")
+
+
 class RunConfig(Section):
     name: str = Field(pattern=NAME, description="Run name; also the folder below `root`.")
     root: Path = Field(Path("runs"), description="Folder that holds run folders.")
@@ -24,6 +31,7 @@ class RunConfig(Section):
     stall_s: PositiveFloat = 900.0
     """Seconds without progress after which trainer rank 0, the controller's event loop or a server's engine counts as
     stuck: the stacks are written and it is restarted."""
+    profile: ProfileConfig | None = Field(None, description="Which steps to trace; none if unset.")
 
 
 class ModelConfig(Section):

@@ -340,6 +340,7 @@ def closing_lines(run_folder: RunFolder) -> list[str]:
         f"result   {', '.join(result)}",
         *(f"adapter  {text}" for text in adapters),
         f"report   {summary.report_path}",
+        *([f"profile  {run_folder.profile}"] if run_folder.profile.is_dir() else []),
         f"chat     {areal_lora} chat {run}{chosen}",
         f"resume   {areal_lora} resume {again}",
     ]

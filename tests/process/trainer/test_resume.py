@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from areal_lora.checkpoint.checkpoint_store import version_folder, versions_in
 from areal_lora.checkpoint.recover import verify
 from areal_lora.checkpoint.state import Manifest, files_of, read_files
+from areal_lora.config.sections.run import ProfileConfig
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
 from tests.support.distributed.oracle import make_model
@@ -21,6 +24,7 @@ from tests.support.trainer.resume_ranks import PROMPTS, STEPS, Session, crash, l
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
+PROFILE = ProfileConfig(steps=[2], ranks=[1])
 # Counted per session: the first save of a session that resumes is that of its first step.
 FAULTS = [
     "trainer.checkpoint.files_written:1:kill",  # the very first checkpoint
@@ -43,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folders = {name: tmp / name for name in ("whole", "killed")}
     for folder in folders.values():
         folder.mkdir()
-    ends = {"whole": world(live, Session(str(folders["whole"]), model), tmp / "s-whole")}
+    ends = {"whole": world(live, Session(str(folders["whole"]), model, profile=PROFILE), tmp / "s-whole")}
     deaths = []
     for i, fault in enumerate(FAULTS):
         with pytest.raises(RanksFailed) as failed:
@@ -69,6 +73,15 @@ def test_every_session_but_the_last_died_at_its_point(runs: Any) -> None:
     for death in runs["deaths"]:
         assert "the process died" in death
         assert "no rank was killed" not in death
+
+
+def test_the_step_that_was_profiled_has_its_phases_and_changes_nothing_of_the_next_tests(runs: Any) -> None:
+    [trace] = (runs["folders"]["whole"] / "profile").iterdir()
+    assert trace.name == "a-step-2-rank-1.json.gz"
+    with gzip.open(trace) as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    phases = {"collate", "annotate", "checkpoint_join", "train", "passes", "optimizer", "publish_pack"}
+    assert phases <= names
 
 
 def test_adapter_moments_clock_random_numbers_and_prompts_are_equal_bit_for_bit(runs: Any) -> None:

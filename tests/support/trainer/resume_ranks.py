@@ -22,6 +22,7 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
 from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sections.adapter import AlgorithmConfig
+from areal_lora.config.sections.run import ProfileConfig
 from areal_lora.data.collate import scoring_batch
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.data.prompts import locate
@@ -66,6 +67,7 @@ class Session:
     sizes: tuple[tuple[str, int], ...] = (("world_size", 2), ("ep", 2))
     rank: int = 4
     steps: int = STEPS
+    profile: ProfileConfig | None = None
 
 
 def config_of(session: Session) -> Config:
@@ -83,7 +85,7 @@ def config_of(session: Session) -> Config:
     sizes: dict[str, int] = {"tp": 1, "pp": 1, "ep": 1, "etp": 1, **dict(session.sizes)}
     return config.model_copy(
         update={
-            "run": config.run.model_copy(update={"steps": session.steps}),
+            "run": config.run.model_copy(update={"steps": session.steps, "profile": session.profile}),
             "adapters": [adapter],
             "model": config.model.model_copy(update={"path": session.model}),
             "trainer": config.trainer.model_copy(update={**sizes, "max_tokens_per_microbatch": 150}),

@@ -8,6 +8,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.config.rules.guardrails import check
+from areal_lora.errors import ConfigError
 from areal_lora.run_folder.status import TIMEOUT_S
 from tests.support.paths import EXAMPLES
 
@@ -37,6 +38,27 @@ def test_relations(overrides: list[str], path: str, words: str) -> None:
 
 def test_just_inside() -> None:
     assert found("run.stall_s=158") == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (["run.profile={steps: [1, 40]}"], {}),
+        (["run.profile={steps: [41, 3]}"], {"run.profile.steps": "41 is after the last step, 40"}),
+        (["run.profile={steps: [41]}", "adapters.0.steps=41"], {}),
+        (["run.profile={steps: [3], ranks: [0, 2]}"], {"run.profile.ranks": "2 is no rank of 2"}),
+    ],
+)
+def test_what_is_profiled_exists(overrides: list[str], refused: dict[str, str]) -> None:
+    config = load_config(FILES, ["run.steps=40", *overrides])
+    findings = check(config, Facts(hf_config=None))
+    assert {f.path: f.reason for f in findings if f.path.startswith("run.profile")} == refused
+
+
+@pytest.mark.parametrize("overrides", ["{steps: []}", "{steps: [0]}", "{steps: [1], ranks: [-1]}", "{}"])
+def test_a_profile_without_steps_or_of_step_0_is_refused(overrides: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.profile"):
+        load_config(FILES, [f"run.profile={overrides}"])
 
 
 @pytest.mark.parametrize("timeout_s", [1.0, 5.0, 20.0, 30.0, 300.0, 3000.0])

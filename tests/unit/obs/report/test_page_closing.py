@@ -57,17 +57,19 @@ def test_the_summary_has_the_figures_of_each_adapter_and_sums(tmp_path: Path) ->
 
 def test_the_end_has_a_line_for_each_adapter(tmp_path: Path) -> None:
     folder = ended(tmp_path / "a run")
+    folder.profile.mkdir()
     lines = closing_lines(folder)
     course = "accuracy 0.250 -> 0.500, mean reward 0.250 -> 0.500"
-    assert lines[:5] == [
+    assert lines[:6] == [
         "result   15 steps of 3 adapters in 0:31, 1 failed",
         f"adapter  alpha: 8 steps, {course}, best 0.750 (v4), 76% of the trained tokens, in {folder}/adapters/alpha",
         "adapter  beta: failed after 3 steps, accuracy 0.250, mean reward 0.250, 14% of the trained tokens, "
         f"not exported: {REASON}",
         f"adapter  gamma: 4 steps, {course}, 10% of the trained tokens, in {folder}/adapters/gamma",
         f"report   {folder}/report.html",
+        f"profile  {folder}/profile",
     ]
-    chat, resume = (shlex.split(line)[1:] for line in lines[5:])
+    chat, resume = (shlex.split(line)[1:] for line in lines[6:])
     assert chat == [sys.executable, "-m", "areal_lora", "chat", str(folder), "--adapter", "alpha"]
     assert resume == [sys.executable, "-m", "areal_lora", "resume", str(folder)], "it tries beta again"
 
