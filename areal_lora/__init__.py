@@ -13,8 +13,6 @@
 Names are imported when they are first used, so ``import areal_lora`` loads nothing else.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

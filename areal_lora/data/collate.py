@@ -22,8 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_lora.data.packed_groups import PackedGroups
-from areal_lora.data.trajectory_checks import check_rewards
+from areal_lora.data.packed_groups import PackedGroups, check_rewards
 from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import TrainBatch
 

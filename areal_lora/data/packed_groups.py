@@ -1,11 +1,15 @@
-"""A step's groups as they travel between trainer ranks: a row per trajectory, and the columns of all in one array."""
+"""A step's groups as they travel between trainer ranks: a row per trajectory, and the columns of all in one array.
+
+And checks of trajectories before that (contract C10). No torch: the rollout controller uses them.
+"""
 
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from areal_lora.types import TrajectoryGroup
+from areal_lora.errors import AlignmentError
+from areal_lora.types import Trajectory, TrajectoryGroup
 
 
 class TrajectoryRow(msgspec.Struct, frozen=True, array_like=True):
@@ -52,3 +56,23 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
         columns = [t.columns for _, _, t in each]
         parts = [c.token_ids for c in columns] + [c.logprobs for c in columns] + [c.versions for c in columns]
         return cls(rows, np.frombuffer(bytearray().join(parts), "<i4"))
+
+
+def check_alignment(trajectory: Trajectory) -> None:
+    """Check contract C10 for one trajectory: nothing predicts token 0. Raises AlignmentError."""
+    if not len(trajectory.columns) or trajectory.columns.runs[0, 0] >= 0:
+        raise AlignmentError(f"trajectory {trajectory.uid}: entry 0 must exist and be masked")
+
+
+def check_rewards(rows: Sequence[tuple[int, Trajectory | TrajectoryRow]]) -> None:
+    """Check that trajectories of one sample have one reward; ``rows`` are pairs (group number, trajectory).
+
+    Raises AlignmentError.
+    """
+    rewards: dict[tuple[int, int], float] = {}
+    for g, trajectory in rows:
+        if rewards.setdefault((g, trajectory.sample), trajectory.reward) != trajectory.reward:
+            raise AlignmentError(
+                f"trajectory {trajectory.uid}: reward {trajectory.reward}, another one of its sample has "
+                f"{rewards[g, trajectory.sample]}"
+            )

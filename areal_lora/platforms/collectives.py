@@ -1,4 +1,4 @@
-"""torch's collectives on single tensors by their names in torch 2.13; vLLM 0.24 pins torch 2.11, which has older ones."""
+"""torch's collectives on single tensors by torch 2.13's names; vLLM 0.24 pins torch 2.11, which has older ones."""
 
 try:
     from torch.distributed import all_gather_single, reduce_scatter_single

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from areal_lora.config import models as config
+from areal_lora.data.packed_groups import check_alignment, check_rewards
 from areal_lora.data.prompts import Prompt
-from areal_lora.data.trajectory_checks import check_alignment, check_rewards
 from areal_lora.errors import AlignmentError, ConfigError
 from areal_lora.rollout import workflow as flow
 from areal_lora.rollout.agent_api.session import Sessions

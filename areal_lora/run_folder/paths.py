@@ -93,7 +93,7 @@ class RunFolder:
     tracking = FolderEntry("tracking")
     """Folder of what a tracker keeps on this side (``obs.tracking``)."""
     profile = FolderEntry("profile")
-    """Folder of the traces of training steps (``obs.profile``)."""
+    """Folder of the traces of training steps (``obs.trace``)."""
     events = FolderEntry("events.jsonl")
     """Starts, restarts and stalls (``run_folder.events``)."""
     ledger = FolderEntry("ledger.sqlite")

@@ -19,7 +19,7 @@ from functools import partial
 
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import AdapterRolloutError
-from areal_lora.obs.profile import profiled
+from areal_lora.obs.trace import profiled
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.trainer import work as w

@@ -24,29 +24,29 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 756,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; sessions; undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; TokenColumns
+    "": 766,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; TokenColumns
     "algorithms": 1143,
-    "checkpoint": 1478,  # names of the parts, which the engine had again
+    "checkpoint": 1458,
     "cli": 2156,  # the trainer's speed and memory
-    "config": 4188,  # memory by kind of recompute, of dispatch and of the loss chunk; earlier runs' recompute is read; trainer.fsdp_shard with its refusals; moments divided over ranks, the cast of an adapter; checkpoint.max_behind; memory by kind of recompute, of dispatch, loss and packers; earlier runs' recompute is read; run.profile, and the rule that its steps and ranks exist
-    "data": 600,  # micro-batches whose ranks have equal attention; packed_groups: a batch between ranks as rows and one array; micro-batches whose ranks have equal attention; micro-batches whose ranks have equal attention
+    "config": 4228,  # cp, fsdp_shard, max_behind, profile; memory by kind of recompute, of dispatch, loss and packers
+    "data": 616,  # micro-batches whose ranks have equal attention; a batch between ranks as rows and one array
     "distributed": 360,  # broadcast_array
     "doctor": 1032,
-    "engine": 8268,  # logits in chunks from hidden states; recompute in four kinds for both engines; steps divided over ranks, copies of the base, one cast of an adapter, base weights broadcast; return_columns; FLOPs, seconds and memory of passes; logits in chunks from hidden states; recompute in four kinds for both engines; steps divided over ranks, copies of the base, one cast of an adapter, base weights broadcast
-    "families": 1427,  # FLOPs of passes
-    "launcher": 3539,
+    "engine": 8582,  # context parallelism, chunked logits, recompute, divided steps, FLOPs and memory of passes
+    "families": 1430,  # FLOPs of passes
+    "launcher": 3543,
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 3087,  # spans that count and that a profiler sees; plots of speed and memory; traces of steps
+    "obs": 3081,  # spans that count and that a profiler sees; traces; plots of speed and memory
     "operations": 545,
-    "platforms": 132,  # peaks of devices, and memory on them; upload, for copies that the host does not wait for
+    "platforms": 141,  # peaks of devices and memory on them; names of two torch versions; upload
     "processes": 376,  # shared_memory, which servers use, too: from launcher
-    "rollout": 5918,  # answers over a restart of the trainer; answers in columns beside those in lists, of stock vLLM; answers over a restart of the trainer
-    "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; DesiredWatch logs a faulty file: from trainer; DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; the folder of traces; DesiredWatch logs a faulty file: from trainer
-    "service": 5568,
+    "rollout": 5926,  # answers in columns, and over a restart of the trainer
+    "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
+    "service": 5575,  # refusals of AdamW's values name their field
     "tasks": 3270,
-    "trainer": 3685,  # steps ahead of a slow disk; columns follow the message; metrics of speed and memory; metrics of speed and memory
-    "weight_sync": 4696,
+    "trainer": 3714,  # steps ahead of a slow disk; columns follow the message; metrics of speed and memory
+    "weight_sync": 4688,
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
@@ -57,7 +57,7 @@ LIMITS: dict[str, float] = {
     "file names used twice": 5,
     "participles as class names": 2,
     "register words per 1,000 lines": 0.2,
-    "broad excepts per 1,000 lines": 0.7,
+    "broad excepts per 1,000 lines": 0.69,
     "longest file": 411,
 }
 FILES = {"__init__", "main"}

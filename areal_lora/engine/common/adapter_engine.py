@@ -33,7 +33,7 @@ from areal_lora.engine.base import DTYPES, AdamValues, LossFn
 from areal_lora.engine.common import adapter_memory
 from areal_lora.engine.common import micro_batches as micro
 from areal_lora.engine.common.adapter_memory import AdapterMemory, AdapterOptimizer, GradientClass
-from areal_lora.engine.common.arena import Range, ShardedModel
+from areal_lora.engine.common.arena import Range, ShardedModel, context_groups
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout, wire_sources
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
@@ -128,7 +128,7 @@ class AdapterEngine:
         """Seconds of this rank by verb; FLOPs of all ranks by formula, padding left out."""
         self._base_sizes, self._base_bytes = PassSizes.of(sharded.shape, None), held_bytes(device)
         self._model, self._sharded, self._base, self._trainer = model, sharded, base, trainer
-        self._context = ContextGroup.join(sharded.layout.context_groups(), self.rank)
+        self._context = ContextGroup.join(context_groups(sharded.layout), self.rank)
         self._merged: dict[str, MergedShard] = {}
         self._residents: dict[str, Resident] = {}
 

@@ -98,14 +98,6 @@ class ParallelLayout:
     def dp_rank(self, rank: int) -> int:
         return rank // (self.tp * self.cp) % self.dp
 
-    def cp_rank(self, rank: int) -> int:
-        return rank // self.tp % self.cp
-
-    def context_groups(self) -> list[tuple[int, ...]]:
-        """The ranks of each context-parallel group."""
-        firsts = (rank for rank in range(self.world) if self.cp_rank(rank) == 0)
-        return [tuple(range(first, first + self.tp * self.cp, self.tp)) for first in firsts]
-
     def tp_rank(self, rank: int) -> int:
         return rank % self.tp
 
@@ -141,6 +133,13 @@ class ParallelLayout:
     def reporting(self) -> range:
         """One rank per data-parallel part that computes the loss: last stage, tensor- and context-parallel rank 0."""
         return range(self.first_rank_of_last_stage(), self.world, self.tp * self.cp)
+
+
+def context_groups(layout: ParallelLayout) -> list[tuple[int, ...]]:
+    """The ranks of each context-parallel group, in the order of their parts."""
+    block = layout.tp * layout.cp
+    starts = (first + tp for first in range(0, layout.world, block) for tp in range(layout.tp))
+    return [tuple(range(start, start + block, layout.tp)) for start in starts]
 
 
 def split_layers(config: TrainerConfig, layers: int) -> tuple[int, ...]:

@@ -7,8 +7,6 @@ Offline, W&B knows nothing of earlier processes: each start writes the whole run
 unfinished ones.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_lora.data.trajectory_checks import check_alignment
+from areal_lora.data.packed_groups import check_alignment
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.conversations import MultiTurnWorkflow, Reply
 from areal_lora.rollout.workflow import Episode

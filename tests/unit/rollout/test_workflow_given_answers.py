@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from areal_lora.data.trajectory_checks import check_alignment
+from areal_lora.data.packed_groups import check_alignment
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.controller.groups import ScoredGroup, Ticket
 from areal_lora.rollout.workflow import Episode, GivenFirst, GivenWorkflow

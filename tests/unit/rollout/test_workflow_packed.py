@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_lora.data.trajectory_checks import check_alignment
+from areal_lora.data.packed_groups import check_alignment
 from areal_lora.rollout.workflow import PackedTurns, join
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Generation, Outcome, TokenColumns

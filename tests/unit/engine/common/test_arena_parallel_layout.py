@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import TrainerConfig
-from areal_lora.engine.common.arena import ParallelLayout, check_widths
+from areal_lora.engine.common.arena import ParallelLayout, check_widths, context_groups
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape
 
@@ -25,8 +25,9 @@ def test_ranks_are_numbered_like_megatron(sizes: dict[str, int]) -> None:
     for rank, ((pp, dp, cp, tp), (epp, edp, ep, etp)) in enumerate(zip(dense, experts, strict=True)):
         assert (rank // layout.ranks_per_stage, layout.dp_rank(rank), layout.tp_rank(rank)) == (pp, dp, tp)
         assert (rank // layout.ranks_per_stage, layout.edp_rank(rank), layout.ep_rank(rank)) == (epp, edp, ep)
-        assert (layout.cp_rank(rank), layout.etp_rank(rank)) == (cp, etp)
-        (context,) = (ranks for ranks in layout.context_groups() if rank in ranks)
+        assert layout.etp_rank(rank) == etp
+        (context,) = (ranks for ranks in context_groups(layout) if rank in ranks)
+        assert context.index(rank) == cp
         assert context == tuple(r for r in range(8) if place_of(layout, r) == (pp, dp, tp))
         assert (rank in layout.reporting()) == (pp == layout.pp - 1 and cp == tp == 0)
 

@@ -12,8 +12,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from areal_lora.config.sections.run import ProfileConfig
-from areal_lora.obs.profile import profiled
-from areal_lora.obs.trace import Spans
+from areal_lora.obs.trace import Spans, profiled
 
 WANTED = ProfileConfig(steps=[2, 4], ranks=[1])
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from areal_lora.data.trajectory_checks import check_alignment, check_rewards
+from areal_lora.data.packed_groups import check_alignment, check_rewards
 from areal_lora.errors import AlignmentError
 from areal_lora.types import AdapterRef, TokenColumns, Trajectory
 
