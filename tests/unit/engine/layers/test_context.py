@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_lora.data.collate import MicroPlan
+from areal_lora.data.collate import MicroPlan, Tree
 from areal_lora.engine.layers.attention import PackedMicroBatch, attend, pack, to_sequences
 from areal_lora.engine.layers.context import ContextGroup
 from tests.support.distributed.engine_ranks import make_batch
 from tests.support.engine.layers import plain_attention
-from tests.unit.engine.layers.test_attention import GROUPS, HEADS, ROWS, TREES, VALUES, WIDTH
 
+ROWS = [[7] * 9 + [1, 2], [7] * 9 + [3], [7] * 9 + [4, 5, 6, 7, 8], [9, 9, 1], [5] * 23, [2]]
+TREES = (Tree(sequences=(0, 1, 2), shared=9), *(Tree(sequences=(i,), shared=0) for i in (3, 4, 5)))
+HEADS, GROUPS, WIDTH, VALUES = 4, 2, 8, 6
 CPU, N = torch.device("cpu"), 60
 """Tokens of the row, padding included: of the last parts some have none that is real."""
 
