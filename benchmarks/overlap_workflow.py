@@ -15,7 +15,7 @@ from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.completion_client import CompletionRequest
 from areal_lora.rollout.workflow import Episode, WorkflowContext, single_turn
 from areal_lora.tasks.reward_calls import ScoreItem
-from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
+from areal_lora.types import AdapterRef, TokenColumns, Trajectory, TrajectoryGroup
 
 SHAPE = 1.2
 """Of the Pareto law: finite mean, infinite variance were it not cut."""
@@ -71,10 +71,7 @@ def answer_end(token_ids: Sequence[int]) -> int:
 def masked_after(trajectory: Trajectory, end: int) -> Trajectory:
     """The trajectory with nothing to learn beyond the first ``end`` tokens of the answer."""
     first = trajectory.loss_mask.index(1) + end
-    rest = len(trajectory.loss_mask) - first
-    return replace(
-        trajectory,
-        loss_mask=trajectory.loss_mask[:first] + [0] * rest,
-        rollout_logprobs=trajectory.rollout_logprobs[:first] + [0.0] * rest,
-        versions=trajectory.versions[:first] + [-1] * rest,
-    )
+    of_tokens = trajectory.token_ids, trajectory.rollout_logprobs, trajectory.versions
+    learned = TokenColumns.of(*(values[:first] for values in of_tokens))
+    rest = TokenColumns.unsampled(trajectory.token_ids[first:])
+    return replace(trajectory, columns=TokenColumns.joined([learned, rest]))

@@ -81,7 +81,7 @@ async def main() -> None:
         product_args(c), load_format="dummy", worker_extension_cls="sync_worker.BenchExtension"
     )
     stop = Stop()
-    with bound_sockets(config, args.index, config.cluster.bind) as sockets:
+    with bound_sockets(config.cluster.bind) as sockets:
         secret = read_secret(args.run_folder)
         parts = await assembling.assemble(config, args.run_folder, args.index, secret, stop)
         tls = server_tls(config.cluster.bind, args.run_folder, secret)
