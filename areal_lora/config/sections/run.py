@@ -52,8 +52,7 @@ class ModelConfig(Section):
 class CheckpointConfig(Section):
     every_steps: PositiveInt = Field(1, description="Steps between two checkpoints; the last step is always saved.")
     max_behind: NonNegInt = 0
-    """Steps that training may be ahead of a slow disk: a crash repeats at most `every_steps` + `max_behind` steps.
-    `0`: the step after a checkpoint waits for it. A publish never waits."""
+    """Steps that training may be ahead of a slow disk: a crash repeats at most `every_steps` + `max_behind` steps."""
     keep_last: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints kept, at least 2, beside the one with the best evaluation: by accuracy, then by mean
     reward."""
@@ -81,11 +80,9 @@ class TrainerConfig(Section):
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
     recompute: Recompute = "none"
     """What a layer keeps for the backward pass, which computes the rest again. `none`: all. `selective`: its input and
-    what attention returns, whose work grows with the square of an answer. `full`: its input. `offload`: its input, in
-    host memory."""
+    what attention returns. `full`: its input. `offload`: its input, in host memory."""
     fsdp_shard: PositiveInt | None = None
-    """Ranks that hold one copy of the base between them, such as those of a node; other ranks have copies of their own
-    (fsdp). If unset, all ranks."""
+    """Ranks that hold one copy of the base between them, such as those of a node (fsdp). If unset, all ranks."""
     cpu_offload: bool = Field(False, description="Keep the frozen shards in host memory and copy them by layer (fsdp).")
     threads: PositiveInt = Field(1, description="OpenMP threads of each trainer process.")
     python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")

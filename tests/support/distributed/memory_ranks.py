@@ -44,8 +44,8 @@ def living(path: str, case: Case) -> dict[str, Living]:
     seen: list[int] = []
     nbytes: list[int] = []
 
-    def planned(segments: Sequence[Segment], n_tokens: int, device: torch.device) -> AttentionPlan:
-        made = AttentionPlan(segments, n_tokens, device)
+    def planned(segments: Sequence[Segment], *others: Any) -> AttentionPlan:
+        made = AttentionPlan(segments, *others)
         plans.append(weakref.ref(made.positions))
         seen.append(sum(plan() is not None for plan in plans))
         nbytes.append(alive.now())
