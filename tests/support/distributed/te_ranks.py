@@ -199,7 +199,7 @@ def adapted(seed: int, overlap: bool) -> dict[str, Any]:
     shape = ModelShape.from_hf(HF)
     layout = ParallelLayout.of(trainer, layers=1, experts=shape.experts)
     spec = AdapterSpec(name="a", base_model="m", rank=RANK, alpha=ALPHA, target_modules=tuple(SIZES))
-    memory = AdapterMemory(ShardedModel(shape=shape, layout=layout), spec, rank, torch.device("cpu"))
+    memory = AdapterMemory(ShardedModel(shape=shape, layout=layout), spec, rank, torch.device("cpu"), torch.float64)
     active = ActiveAdapter()
     attach(model, memory, active)
     sites = {name: model.get_submodule(path) for name, path in PATHS.items()}
