@@ -4,7 +4,8 @@ from areal_lora.config.models import Config
 from areal_lora.families.shape import ModelShape
 
 KEY_COPIES = 2.0
-"""Keys and values per packed token: the shared prompt of a group is gathered for each of its answers."""
+"""Keys and values per packed token: the shared prompt of a group is gathered for each of its answers. With `trainer.cp`
+a rank gathers those of all ranks' tokens."""
 CHUNK = 2**26
 """Logits of which the output layer makes fp32 buffers at a time: `engine.layers.output`."""
 
@@ -30,7 +31,7 @@ def layer_elements(config: Config, shape: ModelShape, layer: int) -> float:
         return 4 * h + own + routed
     q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = 1 if shape.family.attention.norms else 0
-    attention = 4 * h + (4 + norms) * q + (2 + norms + 2 * KEY_COPIES) * k
+    attention = 4 * h + (4 + norms) * q + (2 + norms + 2 * KEY_COPIES * t.cp) * k
     if layer not in shape.sparse_layers:
         return (attention + 3 * shape.ffn) / t.tp
     rows = shape.experts_per_token

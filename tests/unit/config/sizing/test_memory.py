@@ -291,3 +291,10 @@ def test_the_moments_of_a_stage_are_divided_over_its_ranks() -> None:
     whole = part(estimate("trainer.world_size=1", "trainer.tp=1", "trainer.ep=1")["trainer rank"], "optimizer moments")
     for sizes in (["trainer.engine=fsdp", "trainer.tp=1", "trainer.ep=1"], ["trainer.tp=2", "trainer.ep=8"]):
         assert part(estimate(*sizes)["trainer rank"], "optimizer moments") == pytest.approx(whole / 16, rel=1e-6)
+
+
+def test_context_parallelism_gathers_keys_and_values_of_all_ranks() -> None:
+    one, two = (estimate("trainer.recompute=none", f"trainer.cp={cp}")["trainer rank"] for cp in (1, 2))
+    gathered = 48 * 16384 // 4 * 2 * 2 * 4 * 128 * 2  # layers, tokens, keys and values twice each, bytes
+    assert part(two, "activations") - part(one, "activations") == pytest.approx(1.1 * gathered)
+    assert part(two, "base weights") == part(one, "base weights")
