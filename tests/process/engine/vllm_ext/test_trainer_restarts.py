@@ -10,6 +10,7 @@ import subprocess
 import aiohttp
 import pytest
 
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
 from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer
 from tests.support.forks.starter import starter_of
@@ -103,7 +104,10 @@ def test_a_new_trainer_takes_the_place_of_one_that_was_killed(server: RunningSer
             stop.set()
             return await stream, reports
 
-    answers, reports = asyncio.run(run())
+    try:
+        answers, reports = asyncio.run(run())
+    finally:  # other tests publish to this server afterwards
+        server.source.session = int(RunFolder(server.folder).trainer_session.read_text())
     assert len({tuple(ids) for ids, _ in answers}) == 1, "the running requests have noticed nothing"
     assert {v for _, versions in answers for v in versions} == {held}
     assert [attempts for _, attempts, _ in reports] == [1] * len(reports)

@@ -166,6 +166,8 @@ class Source:
     ) -> None:
         self.secret = secret
         self.admin, self.run, self.bucket_bytes, self.backend = admin, run, bucket_bytes, backend
+        self.session = 0
+        """That of its manifests; a test that starts trainers beside it raises it."""
         self._group: BroadcastGroup | None = None
         self._told: str | None = None  # the layout that the server was sent last
 
@@ -218,7 +220,9 @@ class Source:
         shard.pack(ref, pack_of(layout, 0, tensors))
         if damage is not None:
             damage(shard)
-        manifest = ShardManifest(run=run or self.run, ref=ref, parent=parent, base_digest=base, layout=layout.digest)
+        manifest = ShardManifest(
+            run=run or self.run, ref=ref, parent=parent, base_digest=base, layout=layout.digest, session=self.session
+        )
         body = encode(
             Announcement(manifest=manifest, layout=None if layout.digest == self._told else layout, timeout_s=timeout_s)
         )
