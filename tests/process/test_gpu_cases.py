@@ -42,6 +42,6 @@ def test_two_processes(how: signal.Signals) -> None:
 
 
 def test_an_engine_alone(tmp_path: Path) -> None:
-    logp, gradient = alone(tmp_path, "fsdp", "float32", False, "cpu")
+    logp, gradient = alone(tmp_path, "fsdp", "float32", "none", "cpu")
     assert np.isfinite(logp).all()
     assert np.abs(gradient).max() > 0
