@@ -77,7 +77,7 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["trainer.pp=2", "trainer.world_size=4", "trainer.pp_layers=[1, 2]"], {}, "trainer.pp_layers", ["[1, 2]", "4 layers"]),
     ("embedded", ["trainer.etp=3"], {}, "trainer.etp", ["64 columns of an expert"]),
     ("embedded", ["trainer.world_size=3"], {}, "trainer.world_size", ["etp x ep x pp = 2", "multiple of 2"]),
-    ("moe", ["trainer.world_size=6", "trainer.ep=2", "cluster.nodes=2"], {}, "trainer.world_size", ["tp x pp = 4"]),
+    ("moe", ["trainer.world_size=6", "trainer.ep=2", "cluster.nodes=2"], {}, "trainer.world_size", ["tp x cp x pp = 4"]),
     ("dense", ["trainer.ep=2"], {}, "trainer.ep", ["dense"]),
     ("embedded", ["trainer.engine=fsdp"], {}, "trainer.ep", ["2", "trainer.engine = fsdp"]),
     ("dense", ["trainer.engine=fsdp", "trainer.tp=1", "trainer.pp_layers=[36]"], {}, "trainer.pp_layers", ["no stages"]),
