@@ -1,8 +1,8 @@
 """The FSDP2 engine: one rank of a Hugging Face model whose frozen weights are sharded.
 
-Data parallelism only: every rank computes its own packed token trees [1, t] with the same gathered layers. Adapters are
-whole on every rank, in fp32, their moments divided over all ranks; rank 0 publishes them. Importing this file imports
-transformers' modelling code.
+Data and context parallelism only: every rank computes packed token trees [1, t], or its part of them, with the same
+gathered layers. Adapters are whole on every rank, in fp32, their moments divided over all ranks; rank 0 publishes them.
+Importing this file imports transformers' modelling code.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -153,7 +153,7 @@ def test_a_new_trainer_takes_over_servers_that_hold_the_version_it_goes_on_from(
 
 
 def test_versions_that_were_lost_with_their_trainer_are_replaced_under_running_requests():
-    """The server goes on: what is common stays, and a request ends on the numbers with which it started."""
+    """The server continues: what is common stays, and a request ends on the numbers with which it started."""
     with serve() as server:
         with Solo(server, session=1) as before:
             for version in range(3):

@@ -76,7 +76,7 @@ async def endless(server: RunningServer, model: str, stop: asyncio.Event) -> lis
 def test_a_new_trainer_takes_the_place_of_one_that_was_killed(server: RunningServer, fault: str) -> None:
     """Killed with the first, with half of the tensors sent, after the version was live, or while nothing went on.
 
-    The next trainer publishes the version that it goes on from: the one before, unless it was live. Where that one is
+    The next trainer publishes the version that it resumes from: the one before, unless it was live. Where that one is
     ``lost`` all the same, the trainer makes another one of its name.
     """
     server.source.close()

@@ -321,7 +321,7 @@ def test_a_second_answer_is_counted_and_ignored() -> None:
 
 
 def test_tokens_of_a_version_that_may_be_lost_are_not_trained_on_although_its_number_was_made_again() -> None:
-    """A request goes on over a trainer's end, and is continued on its newest version, or on that of the next one."""
+    """A request outlives a trainer, and continues on its newest version, or on that of the next one."""
     made, ledger, _ = feed(eta=2, b=2)
     made.announce(0)
     over, common, *rest = admit_all(made)
