@@ -1,4 +1,4 @@
-"""Dump stacks on demand: on SIGUSR1 a process appends the stacks of all its threads to a file.
+"""Dump stacks: on SIGUSR1 to a file, and to the log when a fatal signal (SIGSEGV, SIGABRT, ...) ends the process.
 
 ``faulthandler`` writes inside the signal handler, so that a dump works while the interpreter is blocked in a C call
 such as a collective.
@@ -18,6 +18,7 @@ _open: list[IO[str]] = []
 
 def install(path: Path) -> None:
     """Append the stacks of this process to ``path`` on SIGUSR1. Call once, early."""
+    faulthandler.enable()
     path.parent.mkdir(parents=True, exist_ok=True)
     # Stays open: a blocked process cannot open files.
     file = path.open("a", encoding="utf-8")
