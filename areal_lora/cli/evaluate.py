@@ -1,18 +1,22 @@
-"""``areal-lora eval`` and ``compare``: a version of a run on its sets, without the run; two runs side by side."""
+"""``areal-lora eval`` and ``compare``: a version of a run on its sets, without the run; figures of several runs."""
 
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
+from itertools import chain
 from operator import itemgetter
 from statistics import fmean, median
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from areal_lora.cli.find_run import RUN_HELP, Adapter, Run, Version, aligned, open_run, run_names
+from areal_lora.cli.find_run import RUN_HELP, Adapter, Run, Version, open_run, run_names
 from areal_lora.cli.serve import ServingEndpoint, served
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config
 from areal_lora.config.recorded import adapter_named
@@ -20,6 +24,7 @@ from areal_lora.data.prompts import load_tokenizer
 from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import EvalRecord, StepRecord, mean_lag
+from areal_lora.obs.report.side_by_side import differing_keys, shown
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import agent_gateway
 from areal_lora.rollout.channel.channel_messages import EvalResult
@@ -33,8 +38,6 @@ from areal_lora.tasks.scorer import RewardSum
 from areal_lora.types import AdapterRef
 
 LAST = 10
-IGNORED = ("run.name", "run.root")
-Row = tuple[str, Any, Any]
 Figures = dict[str, float | int | None]
 
 
@@ -91,36 +94,25 @@ async def _measured(
 
 
 def compare(
-    first: Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=run_names)],
-    second: Annotated[str, typer.Argument(metavar="RUN", help="another one")],
+    names: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help=RUN_HELP, autocompletion=run_names)],
     adapter: Annotated[str | None, typer.Option(metavar="NAME", help="figures of this adapter only")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
-    """Print the keys in which two runs differ, and the figures of both; also while they work."""
-    runs = [open_run(first), open_run(second)]
-    ours, theirs = (config.model_dump(mode="json") for _, config in runs)
-    keys = list(differences(ours, theirs))
-    mine, others = (figures_of(*run, adapter) for run in runs)
-    rows = [(name, mine.get(name), others.get(name)) for name in dict.fromkeys([*mine, *others])]
+    """Print the keys in which runs differ, and the figures of all; also while they work."""
+    if len(names) < 2:
+        raise ConfigError("compare", f"{names[0]} is the only run", "name two or more")
+    runs = [open_run(name) for name in names]
+    keys = [(key, *values) for key, values in differing_keys([c.model_dump(mode="json") for _, c in runs]).items()]
+    figures = [figures_of(*run, adapter) for run in runs]
+    rows = [(name, *(found.get(name) for found in figures)) for name in dict.fromkeys(chain(*figures))]
     if as_json:
         json.dump({"configuration": keys, "figures": rows}, sys.stdout)
         print()
         return
-    names = ("", str(runs[0][0]), str(runs[1][0]))
-    table = [names, *(keys or [("(no key differs)", "", "")]), ("", "", ""), *rows]
-    print(*aligned([(name, _text(a), _text(b)) for name, a, b in table]), sep="\n")
-
-
-def differences(first: Any, second: Any, path: str = "") -> Iterator[Row]:
-    """``(dotted key, value, value)`` of what differs; None where a run has no such key."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        for key in [*first, *(key for key in second if key not in first)]:
-            yield from differences(first.get(key), second.get(key), f"{path}.{key}".lstrip("."))
-    elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
-        for index, pair in enumerate(zip(first, second, strict=True)):
-            yield from differences(*pair, f"{path}.{index}")
-    elif first != second and path not in IGNORED:
-        yield path, first, second
+    table = Table("", *(str(folder) for folder, _ in runs), box=None, pad_edge=False, header_style="")
+    for row in [*(keys or [("(no key differs)",)]), ("",), *rows]:
+        table.add_row(*(Text(shown(value), overflow="fold") for value in row))
+    Console(highlight=False).print(table)
 
 
 def figures_of(folder: RunFolder, config: Config, adapter: str | None) -> Figures:
@@ -163,12 +155,6 @@ def figures(steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> Figures
         "mean lag of tokens": mean_lag(lags),
         "sampled tokens per s, median": _of(median, [step.metrics.get("train/rollout_tokens_per_s") for step in steps]),
     }
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return value if isinstance(value, str) else "-" if value is None else json.dumps(value)
 
 
 def _of(how: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:

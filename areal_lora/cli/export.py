@@ -1,8 +1,9 @@
-"""Verbs that write or send a result: ``export``, ``merge``, ``push``, ``report``, ``schema`` and ``track``."""
+"""Verbs that write, show or send a result: `export`, `merge`, `push`, `report`, `page`, `schema` and `track`."""
 
 from __future__ import annotations
 
 import tempfile
+import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from areal_lora.checkpoint.recover import pick_version
-from areal_lora.cli.find_run import ADAPTER_HELP, VERSION_HELP, Adapter, Run, Version, open_run
+from areal_lora.cli.find_run import ADAPTER_HELP, RUN_HELP, VERSION_HELP, Adapter, Run, Version, open_run, run_names
 from areal_lora.cli.status import ended
 from areal_lora.config.models import json_schema
 from areal_lora.config.recorded import cached_snapshot
@@ -19,6 +20,7 @@ from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.families.registry import is_hub_name
 from areal_lora.obs.report.page import write_report
+from areal_lora.obs.report.serve import serve_pages
 from areal_lora.obs.report.summary import model_card
 from areal_lora.obs.tracking.to_mlflow import MlflowTracker
 from areal_lora.obs.tracking.to_wandb import WandbTracker
@@ -160,6 +162,22 @@ def report(run: Run) -> None:
     """Write report.html now, also while the run works."""
     folder, _ = open_run(run)
     print(write_report(folder))
+
+
+def page(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help=RUN_HELP, autocompletion=run_names)],
+    port: Annotated[int, typer.Option(help="of 127.0.0.1; 0: a free one")] = 0,
+    browser: Annotated[bool, typer.Option("--open", help="open it in the browser")] = False,
+) -> None:
+    """Serve a page that follows a run, or shows several side by side, until Ctrl-C. For another machine: ssh -L."""
+    folders = [open_run(run)[0] for run in runs]
+
+    def announce(address: str) -> None:
+        print(f"page  {address}  (Ctrl-C ends it)", flush=True)
+        if browser:
+            webbrowser.open(address)
+
+    serve_pages(folders, port, announce)
 
 
 def schema(

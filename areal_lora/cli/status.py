@@ -30,7 +30,7 @@ from areal_lora.network.addresses import look as interfaces
 from areal_lora.obs.console import duration, histogram, number, percent, training_speed
 from areal_lora.obs.metrics.reader import newest_records, state_records
 from areal_lora.obs.metrics.records import mean_lag
-from areal_lora.obs.report.page import detail_lines
+from areal_lora.obs.report.closing import detail_lines
 from areal_lora.obs.run_view import AdapterView, RunView, counted
 from areal_lora.rollout.ledger.ledger import GroupState
 from areal_lora.rollout.ledger.reconcile import group_counts

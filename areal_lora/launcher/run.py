@@ -21,7 +21,7 @@ from areal_lora.launcher.start import RunStart, check_packages, prompt_findings,
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole, print_line
-from areal_lora.obs.report.page import print_closing
+from areal_lora.obs.report.closing import print_closing
 from areal_lora.run_folder.events import EndEvent, now_utc, record_end
 from areal_lora.tasks.check import reward_problems, task_problems
 

@@ -1,60 +1,51 @@
-"""Write ``report.html``: figures, plots and samples of a run in one file without external resources.
+"""The page of a run: figures, charts and samples in one file without external resources; ``report.html`` is one.
 
 What a model, a user or a process wrote is escaped here.
 """
 
-import json
-import shlex
 import statistics
-import sys
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from html import escape
 from pathlib import Path
 
-from rich.console import Console
+import msgspec
 
-from areal_lora.config.load import examples
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import AdapterRun, adapter_runs, config_digest, more_steps, read_config, with_joined
+from areal_lora.config.recorded import AdapterRun, adapter_runs, config_digest, ends_of, read_config, with_joined
 from areal_lora.obs.console import duration, eval_text, number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
-from areal_lora.obs.metrics.records import RolloutSampleRecord, StepRecord
+from areal_lora.obs.metrics.records import Record, RolloutSampleRecord, StepRecord
 from areal_lora.obs.metrics.writer import cut_middle
-from areal_lora.obs.report.plots import STYLE, Plot, Plots, RunPlots, label
-from areal_lora.obs.report.summary import AdapterSummary, Figures, RunFigures, read_summary
-from areal_lora.obs.run_view import newest_state
+from areal_lora.obs.report.charts import ChartData, ClockData, RunCharts
+from areal_lora.obs.report.summary import Figures, RunFigures
+from areal_lora.obs.run_view import RunView, counted, newest_state
 from areal_lora.run_folder import events
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.types import AdapterPhase
+from areal_lora.run_folder.status import read_statuses
 
-PAGE_STYLE = """
-* { box-sizing: border-box; } html { color-scheme: light dark; }
-body { margin: 0 auto; max-width: 1180px; padding: 40px 24px 80px; background: var(--paper); color: var(--ink);
-  font: 15px/1.55 system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif; }
-h1 { font-size: 26px; margin: 0; letter-spacing: -.01em; } h2 { font-size: 18px; margin: 44px 0 14px; }
-p.sub { color: var(--soft); margin: 4px 0 26px; overflow-wrap: anywhere; }
-.figures { display: grid; grid-template-columns: repeat(4, 1fr); gap: 12px; }
-.figure:first-child { grid-column: span 2; }
-@media (max-width: 760px) { .figures { grid-template-columns: repeat(2, 1fr); } }
-.figure, figure, .sample { border: 1px solid var(--grid); border-radius: 10px; padding: 14px 16px; min-width: 0; }
-.figure b { display: block; font-size: 22px; font-weight: 600; white-space: nowrap;
-  font-variant-numeric: tabular-nums; }
-.figure span { color: var(--soft); font-size: 13px; }
-.plots, .samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 16px; }
-figure { margin: 0; } figure svg { display: block; width: 100%; height: auto; }
-figcaption { font-weight: 600; margin-bottom: 4px; } figcaption small { color: var(--soft); font-weight: 400; }
-pre { margin: 6px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 12.5px/1.5 ui-monospace, monospace; }
-.sample + .sample { margin-top: 12px; } h3 { font-size: 15px; margin: 0 0 8px; }
-.sample .head { display: flex; gap: 14px; color: var(--soft); font-size: 13px; flex-wrap: wrap; }
-.sample .prompt { color: var(--soft); } .good { color: var(--c2); font-weight: 600; }
-.bad { color: var(--c1); font-weight: 600; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 5px 16px 5px 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
-th { color: var(--soft); font-weight: 400; font-size: 13px; }
-details { border: 1px solid var(--grid); border-radius: 10px; padding: 12px 16px; } summary { cursor: pointer; }
-"""
+ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = ("uPlot.iife.min.js", "page.js")
+STYLES = ("uPlot.min.css", "page.css")
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """Charts below the element ``id`` of the page; ``clocks`` by what the names of its lines start with."""
+
+    id: str
+    charts: list[ChartData]
+    clocks: dict[str, ClockData]
+
+
+class PageData(msgspec.Struct, frozen=True, kw_only=True):
+    """What the page shows: ``body`` is HTML, in which all texts of users and models are escaped."""
+
+    title: str
+    body: str
+    sections: list[Section]
 
 
 def write_report(run_folder: RunFolder | Path | str) -> Path:
@@ -67,34 +58,109 @@ def write_report(run_folder: RunFolder | Path | str) -> Path:
 
 def report_page(folder: RunFolder, shown: Callable[[Config], str]) -> str:
     """The text of the page, with the configuration as ``shown``."""
-    config, digest = with_joined(read_config(folder), folder), config_digest(folder)
-    runs = adapter_runs(config)
-    found, plots = RunFigures(list(runs)), RunPlots(list(runs))
+    run = RunPage(folder, shown)
     for record in iter_metrics(folder):
-        found.add(record)
-        plots.add(record)
-    name = escape(config.run.name)
-    subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {digest[:12]}"
-    total = found.total
-    several = len(runs) != 1 or any(run.endless for run in runs.values())
-    if several:
-        run, rollouts = overview(folder, runs, found, plots), sections(runs, found, plots)
-    else:
-        drawn = charts(next(iter(plots.adapters.values())).draw())
-        run = f"{boxes(headlines(total))}\n<h2>The run</h2>{drawn}"
-        rollouts = f"<h2>Sample rollouts</h2>{samples(total.early, list(total.late))}"
-    end = events.last_end(folder)
-    failure = f'\n<p class="sub"><b>Ended with exit code {end.code}: {escape(str(end))}</b></p>' if end else ""
+        run.add(record)
+    return page_text(run.data())
+
+
+def page_text(data: PageData, *, live: bool = False) -> str:
+    """One file without requests to elsewhere; ``live``: the page fetches newer data from the server that sent it."""
+    scripts = [(ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS]
+    style = "".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
+    # `<` cannot end the script element, whatever a text contains.
+    shown = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    hashes = " ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in scripts)
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name}</title><style>{STYLE}{PAGE_STYLE}</style></head><body>
-<h1>{name}</h1><p class="sub">{escape(subtitle)}</p>{failure}
-{run}
-{_evals(total, several)}{_counts(total)}{_resumes(total)}{_restarts(folder)}
-{rollouts}
-<h2>Configuration</h2><details><summary>As resolved</summary><pre>{escape(shown(config))}</pre></details>
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<title>{escape(data.title)}</title><style>{style}</style></head><body data-live="{"1" if live else ""}">
+<main id="main">{data.body}</main>
+<script type="application/json" id="data">{shown}</script>
+{"".join(f"<script>{text}</script>" for text in scripts)}
 </body></html>
 """
+
+
+class RunPage:
+    """One run: ``add`` valid records (`iter_metrics`), then take ``data``."""
+
+    def __init__(self, folder: RunFolder, shown: Callable[[Config], str]) -> None:
+        self.folder = folder
+        self.config = with_joined(read_config(folder), folder)
+        self._digest, self._shown = config_digest(folder), shown
+        self.runs = adapter_runs(self.config)
+        self.figures, self.charts = RunFigures(list(self.runs)), RunCharts(list(self.runs))
+        self.view = RunView(ends_of(self.config))
+
+    def add(self, record: Record) -> None:
+        self.figures.add(record)
+        self.charts.add(record)
+        self.view.add(record)
+
+    @property
+    def several(self) -> bool:
+        return len(self.runs) != 1 or any(run.endless for run in self.runs.values())
+
+    def clocks(self) -> dict[str, ClockData]:
+        return {name: charts.clock() for name, charts in self.charts.adapters.items()}
+
+    def sections(self, prefix: str = "") -> list[Section]:
+        """The charts of the run and of each of several adapters; ``prefix`` distinguishes runs of one page."""
+        clocks = self.clocks()
+        if not self.several:
+            charts = next(iter(self.charts.adapters.values())).data()
+            return [Section(id=f"{prefix}run", charts=charts, clocks=clocks)]
+        rewarded = (name for name, run in self.runs.items() if not run.endless)
+        found = [Section(id=f"{prefix}run", charts=self.charts.together(rewarded), clocks=clocks)]
+        return found + [
+            Section(id=f"{prefix}plots-{name}", charts=charts.data(), clocks={name: clocks[name]})
+            for name, charts in self.charts.adapters.items()
+        ]
+
+    def data(self, prefix: str = "") -> PageData:
+        sections = self.sections(prefix)
+        return PageData(title=self.config.run.name, body=self._body(sections), sections=sections)
+
+    def _body(self, sections: Sequence[Section]) -> str:
+        folder, config, total = self.folder, self.config, self.figures.total
+        subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {self._digest[:12]}"
+        if self.several:
+            run = overview(folder, self.runs, self.figures) + charts(sections[0])
+            rollouts = "".join(
+                _section(name, run, self.figures.adapters[name], section)
+                for (name, run), section in zip(self.runs.items(), sections[1:], strict=True)
+            )
+        else:
+            run = f"{boxes(headlines(total))}\n<h2>The run</h2>{charts(sections[0])}"
+            rollouts = f"<h2>Sample rollouts</h2>{samples(total.early, list(total.late))}"
+        end = events.last_end(folder)
+        failure = f'\n<p class="sub"><b>Ended with exit code {end.code}: {escape(str(end))}</b></p>' if end else ""
+        return f"""<h1>{escape(config.run.name)}</h1><p class="sub">{escape(subtitle)}</p>{failure}
+{"" if end or folder.summary.exists() else self._now()}{run}
+{_evals(total, self.several)}{_counts(total)}{_resumes(total)}{_restarts(folder)}
+{rollouts}
+<h2>Configuration</h2><details><summary>As resolved</summary><pre>{escape(self._shown(config))}</pre></details>"""
+
+    def _now(self) -> str:
+        """What each process does, which version is served and how it was checked, and what is wrong."""
+        view, rows = self.view, [{"process": name, "does": text} for name, text in read_statuses(self.folder).items()]
+        left, published = view.remaining_s(), view.publishes[-1] if view.publishes else None
+        pairs = [("steps", counted(view.steps_done, view.total))]
+        pairs += [("remaining", duration(left))] if left is not None else []
+        if published is not None:
+            pairs.append((f"served by {published.servers} servers", f"v{published.version}"))
+            error = published.probe_mean_abs
+            pairs += [("probe of what serves, mean |Δ logp|", number(error, 2))] if error is not None else []
+        queue = view.steps[-1].metrics if view.steps else {}
+        pairs += [
+            (f"groups {name}", f"{count:.0f}")
+            for name in ("running", "ready", "leased")
+            if (count := queue.get(f"train/groups_{name}")) is not None
+        ]
+        problems = "".join(f'<p class="problem" role="status">{escape(problem)}</p>' for problem in view.problems)
+        return f"<h2>Now</h2>{problems}{boxes(pairs)}{table('', rows)}"
 
 
 def _evals(metrics: Figures, several: bool) -> str:
@@ -176,30 +242,25 @@ def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {n}" for name, n in sorted(counts.items())) or "0"
 
 
-def overview(folder: RunFolder, runs: Mapping[str, AdapterRun], found: RunFigures, plots: RunPlots) -> str:
-    """The run's figures, a row per adapter, and what shows them together."""
+def overview(folder: RunFolder, runs: Mapping[str, AdapterRun], found: RunFigures) -> str:
+    """The run's figures, and a row per adapter."""
     states = Counter(str(_state(run, found.adapters[name])) for name, run in runs.items())
     counted = ", ".join(f"{n} {state}" for state, n in states.items())
     rows = [_row(folder, name, run, found) for name, run in runs.items()]
-    together = plots.together(name for name, run in runs.items() if not run.endless)
     total = [(f"adapters: {counted}", str(len(runs)))]
     total += [pair for pair in headlines(found.total) if not pair[0].startswith("held-out")]
-    return f"{boxes(total)}{table('Adapters', rows)}<h2>The run</h2>{charts(together)}"
+    return f"{boxes(total)}{table('Adapters', rows)}<h2>The run</h2>"
 
 
-def sections(runs: Mapping[str, AdapterRun], found: RunFigures, plots: RunPlots) -> str:
-    """A section per adapter: its state with the reason, its figures, plots and samples."""
-    return "".join(_section(name, run, found.adapters[name], plots.adapters[name]) for name, run in runs.items())
-
-
-def _section(name: str, run: AdapterRun, its: Figures, plots: Plots) -> str:
+def _section(name: str, run: AdapterRun, its: Figures, section: Section) -> str:
+    """An adapter: its state with the reason, its figures, charts and samples."""
     why = f": {its.recorded.reason}" if its.recorded and its.recorded.reason else ""
     about = f"{_state(run, its)} after {_made(run, its)} steps{why} · seed {run.seed} · weight {run.weight:g} · "
     about += "driven by a client" if run.endless else f"staleness up to {run.max_staleness}"
     shown = f"<summary>{len(its.early) + len(its.late)} sample rollouts</summary>{samples(its.early, list(its.late))}"
     return (
         f'<section id="adapter-{escape(name)}"><h2>{escape(name)}</h2><p class="sub">{escape(about)}</p>'
-        f"{boxes(headlines(its))}<h3>Plots</h3>{charts(plots.draw())}"
+        f"{boxes(headlines(its))}<h3>Charts</h3>{charts(section)}"
         f"{'' if run.endless else f'<details>{shown}</details>'}</section>"
     )
 
@@ -235,14 +296,23 @@ def boxes(pairs: Iterable[tuple[str, str]]) -> str:
     return f'<div class="figures">{"".join(found)}</div>'
 
 
-def charts(plots: Sequence[Plot]) -> str:
-    if not plots:
+def charts(section: Section) -> str:
+    """The place of a section's charts, with their titles; the script draws them."""
+    if not section.charts:
         return '<p class="sub">Nothing recorded.</p>'
     figures = [
-        f"<figure><figcaption>{escape(title)} <small>{escape(note)}</small></figcaption>{chart}</figure>"
-        for title, note, chart in plots
+        f"<figure><figcaption>{escape(chart.title)} <small>{escape(chart.note)}</small></figcaption></figure>"
+        for chart in section.charts
     ]
-    return f'<div class="plots">{"".join(figures)}</div>'
+    return f'<div class="plots" id="{escape(section.id)}">{"".join(figures)}</div>'
+
+
+def label(value: float) -> str:
+    """``0.25``, ``15k``, ``2M``."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e3 if suffix == 'k' else limit):.4g}{suffix}"
+    return f"{value:.6g}"
 
 
 def headlines(metrics: Figures) -> list[tuple[str, str]]:
@@ -280,7 +350,10 @@ def table(title: str, rows: Sequence[Mapping[str, str]]) -> str:
     heads = dict.fromkeys(head for row in rows for head in row)
     lines = ["".join(f"<td>{escape(row.get(head, '-'))}</td>" for head in heads) for row in rows]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<h2>{title}</h2><table><tr>{''.join(f'<th>{name}</th>' for name in heads)}</tr>{body}</table>"
+    head = f"<h2>{title}</h2>" if title else ""
+    return (
+        f"{head}<div class='table'><table><tr>{''.join(f'<th>{name}</th>' for name in heads)}</tr>{body}</table></div>"
+    )
 
 
 def samples(early: Sequence[RolloutSampleRecord], late: Sequence[RolloutSampleRecord]) -> str:
@@ -306,92 +379,3 @@ def _sample(sample: RolloutSampleRecord) -> str:
         f'<pre class="prompt">{escape(cut_middle(sample.prompt))}</pre>'
         f"<pre>{escape(cut_middle(sample.completion))}</pre></div>"
     )
-
-
-EVALUATE = examples() / "math" / "evaluate.py"
-
-
-def print_closing(run_folder: RunFolder, console: Console) -> None:
-    """Print the closing lines: result, a line per adapter, report, how to talk to it, how to continue."""
-    for line in closing_lines(run_folder):
-        # Wrapped or coloured lines cannot be copied or parsed.
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def closing_lines(run_folder: RunFolder) -> list[str]:
-    """Commands run as pasted, from any folder and without an activated environment."""
-    summary, config = read_summary(run_folder), with_joined(read_config(run_folder), run_folder)
-    areal_lora, run = f"{shlex.quote(sys.executable)} -m areal_lora", shlex.quote(str(run_folder))
-    parts = summary.adapters
-    # The first adapter of those with most steps that have not failed; of all, where all have.
-    most_trained = max(parts, key=lambda n: (parts[n].state is not AdapterPhase.FAILED, parts[n].steps), default="")
-    chosen = f" --adapter {shlex.quote(most_trained)}" if parts else ""
-    made = {adapter.name: summary.steps_of(adapter.name) for adapter in config.adapters}
-    unfinished = any(part.steps < (part.steps_wanted or 0) for part in parts.values())
-    again = shlex.join([str(run_folder), *([] if unfinished else more_steps(config, made))])
-    adapters = [f"{name}: {_adapter_result(part)}" for name, part in parts.items()] or [
-        summary.adapter_path or "not exported"
-    ]
-    many = f" of {len(parts)} adapters" if parts else ""
-    failed = sum(part.state is AdapterPhase.FAILED for part in parts.values())
-    result = [f"{summary.steps} steps{many} in {duration(summary.wall_s)}", *([f"{failed} failed"] if failed else [])]
-    result += _courses(summary.eval_before, summary.eval_after, summary.eval_reward_before, summary.eval_reward_after)
-    return [
-        f"result   {', '.join(result)}",
-        *(f"adapter  {text}" for text in adapters),
-        f"report   {summary.report_path}",
-        *([f"profile  {run_folder.profile}"] if run_folder.profile.is_dir() else []),
-        f"chat     {areal_lora} chat {run}{chosen}",
-        f"resume   {areal_lora} resume {again}",
-    ]
-
-
-def _adapter_result(part: AdapterSummary) -> str:
-    """``8 steps, accuracy 0.250 -> 0.500, best 0.550 (v6), 40% of the trained tokens, in FOLDER``; why at the end."""
-    ended = f"{part.state} after " if part.state is not AdapterPhase.DONE else ""
-    text = [f"{ended}{part.steps} steps"]
-    text += _courses(part.eval_first, part.eval_last, part.eval_reward_first, part.eval_reward_last)
-    best, *known = part.eval_best, part.eval_first, part.eval_last
-    if best is None:
-        best, *known = part.eval_reward_best, part.eval_reward_first, part.eval_reward_last
-    text += [f"best {number(best)} (v{part.best_version})"] if best not in known else []
-    text += [f"{percent(part.share)} of the trained tokens", f"in {part.path}" if part.path else "not exported"]
-    return ", ".join(text) + (f": {part.reason}" if part.reason else "")
-
-
-def _courses(
-    before: float | None, after: float | None, reward_before: float | None, reward_after: float | None
-) -> list[str]:
-    """``accuracy 0.250 -> 0.500``, ``mean reward 0.300``; nothing for what was not measured."""
-    figures = (("accuracy", before, after), ("mean reward", reward_before, reward_after))
-    return [
-        f"{name} {number(first)}" + ("" if last is None else f" -> {number(last)}")
-        for name, first, last in figures
-        if first is not None
-    ]
-
-
-def detail_lines(run_folder: RunFolder) -> list[str]:
-    """What else can be done with a finished run, and all its figures as ``key: JSON value``."""
-    summary = read_summary(run_folder)
-    config = with_joined(read_config(run_folder), run_folder)
-    model, trainer = config.model.folder, shlex.quote(config.trainer.python or sys.executable)
-    areal_lora, run = f"{shlex.quote(sys.executable)} -m areal_lora", shlex.quote(str(run_folder))
-    parts = {f" --adapter {shlex.quote(name)}": part.path for name, part in summary.adapters.items()}
-    exported = [(option, path) for option, path in (parts or {"": summary.adapter_path}).items() if path is not None]
-    lines = [
-        f"metrics      {run_folder.metrics}",
-        f"TensorBoard  {trainer} -m tensorboard.main --logdir {shlex.quote(str(run_folder.tensorboard))}",
-        *(f"serve        {areal_lora} serve {run}{option}" for option, _ in exported),
-        *(f"evaluate     {trainer} {shlex.quote(str(EVALUATE))} {run}{option}" for option, _ in exported),
-        "",
-        f"Load it with stock peft, in {trainer}:",
-        # Not indented: Python rejects pasted lines with indentation.
-        "from peft import PeftModel; from transformers import AutoModelForCausalLM",
-        *(
-            f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {path!r})"
-            for _, path in exported
-        ),
-        "",
-    ]
-    return lines + [f"{key}: {json.dumps(value)}" for key, value in summary.values().items()]

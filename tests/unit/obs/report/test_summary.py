@@ -12,7 +12,7 @@ from rich.console import Console
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, SampleRecord, StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
-from areal_lora.obs.report.page import closing_lines, detail_lines, print_closing
+from areal_lora.obs.report.closing import closing_lines, detail_lines, print_closing
 from areal_lora.obs.report.summary import read_summary, write_summary
 from areal_lora.run_folder.events import RequeueEvent, RestartEvent, now_utc, write_event
 from areal_lora.run_folder.paths import RunFolder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.obs.report.page import closing_lines, detail_lines
+from areal_lora.obs.report.closing import closing_lines, detail_lines
 from areal_lora.obs.report.summary import read_summary, write_summary
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase

@@ -1,0 +1,272 @@
+"""The charts of a run as data, from the scalars that TensorBoard has, one record at a time; ``page.js`` draws them.
+
+Memory does not grow with the number of records: a line keeps the first, lowest, highest and last point of each
+stretch of its x axis, so a spike of one step stays visible.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import groupby
+from operator import itemgetter
+
+import msgspec
+
+from areal_lora.obs.metrics.records import Record, ResumeRecord, StepRecord, position, scalars
+
+Point = tuple[float, float]
+STRETCHES = 320
+"""Half the width of a chart in pixels; more would not be visible."""
+STEP, VERSION, MINUTES = "optimizer step", "version", "minutes since the start"
+
+
+class Line(msgspec.Struct, frozen=True):
+    """Points of one line, ``x`` ascending, both rounded to six digits."""
+
+    name: str
+    x: list[float]
+    y: list[float]
+
+
+class ChartData(msgspec.Struct, frozen=True, kw_only=True):
+    """One chart. ``x`` names its axis: `STEP`, `VERSION` or `MINUTES`.
+
+    ``unit``: y is 0 to 1. ``log``: y is logarithmic. ``smooth``: the moving mean is drawn over the points. ``dots``:
+    every point is marked. ``marks`` are the x at which the run resumed.
+    """
+
+    title: str
+    note: str
+    x: str
+    lines: list[Line]
+    unit: bool = False
+    log: bool = False
+    smooth: bool = False
+    dots: bool = False
+    marks: list[float] = []
+
+
+class ClockData(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the steps of one adapter: seconds since the start of the run, and tokens trained so far."""
+
+    seconds: Line
+    tokens: Line
+
+
+class Curve:
+    """Points of one line, in any order of x."""
+
+    def __init__(self) -> None:
+        self._points: list[Point] = []
+
+    def add(self, x: float, y: float) -> None:
+        self._points.append((x, y))
+        if len(self._points) > 8 * STRETCHES:
+            self._points = self.thinned()
+
+    def thinned(self) -> list[Point]:
+        """The points by stretches of equal width, at least of one step or version; of each four at most."""
+        points, y = sorted(self._points), itemgetter(1)
+        width = max(1.0, (points[-1][0] - points[0][0]) / STRETCHES) if points else 1.0
+        stretches = (list(found) for _, found in groupby(points, lambda point: point[0] // width))
+        ends = ({part[0], min(part, key=y), max(part, key=y), part[-1]} for part in stretches)
+        return [point for kept in ends for point in sorted(kept)]
+
+    def line(self, name: str, scale: float = 1.0) -> Line:
+        """The thinned points, x times ``scale``."""
+        points = self.thinned()
+        return Line(name, [_short(x * scale) for x, _ in points], [_short(y) for _, y in points])
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A line for each tag of TensorBoard that a pattern among ``tags`` matches (`fnmatchcase`).
+
+    ``unit``: the y axis is 0 to 1 if all values are, so that charts of runs are comparable.
+    """
+
+    title: str
+    note: str
+    tags: str
+    unit: bool = False
+    log: bool = False
+    smooth: bool = False
+
+    def data(self, curves: Mapping[str, Curve], marks: Sequence[float]) -> ChartData:
+        lines = [curve.line(name) for name, curve in curves.items()]
+        return ChartData(
+            title=self.title,
+            note=self.note,
+            x=VERSION if self.of_versions else STEP,
+            lines=lines,
+            unit=self.unit and _is_share(lines),
+            log=self.log,
+            smooth=self.smooth,
+            dots=self.tags.startswith("eval/"),
+            marks=list(marks),
+        )
+
+    @property
+    def of_versions(self) -> bool:
+        return self.tags.startswith(("publish/", "checkpoint/"))
+
+
+CALLS = "reward_cost/*/answers reward_cost/*/calls reward_cost/*/retries"
+PHASES = "time/wait_batch_s time/annotate_s time/train_s time/checkpoint_*_s time/publish_*_s time/step_s"
+CHARTS = (
+    Chart("Reward", "mean over the batch of a step", "train/reward_mean", unit=True, smooth=True),
+    Chart("Reward by part", "mean of each part that the reward names", "reward/*"),
+    Chart("Judge's calls", "of a step: answers, requests, repeated requests", CALLS),
+    Chart("Judge's tokens", "of a step", "reward_cost/*_tokens"),
+    Chart("Held-out accuracy", "unscored answers count as not correct", "eval/*/accuracy", unit=True),
+    Chart("Held-out reward", "mean over scored answers", "eval/*/reward_mean", unit=True),
+    Chart("Pass@k and majority", "sets with several answers", "eval/*/majority eval/*/pass@*", unit=True),
+    Chart("Held-out answer length", "mean of sampled tokens", "eval/*/answer_tokens"),
+    Chart("Held-out truncated", "share of answers", "eval/*/truncated", unit=True),
+    Chart("Staleness", "versions of lag of the trained tokens: mean and largest", "train/mean_lag train/max_staleness"),
+    Chart(
+        "Logprob mismatch",
+        "mean |trainer - rollout|, nats: of tokens of the same version (fresh, numerics only), older ones, all",
+        "train/mismatch_* train/behaviour_mean_abs",
+        log=True,
+    ),
+    Chart(
+        "Critic",
+        "value loss per token; share of the returns' variance explained",
+        "train/value_loss train/explained_variance",
+    ),
+    Chart("Clipped fraction", "of the trained tokens", "train/clip_fraction"),
+    Chart("Loss", "of a step", "train/loss"),
+    Chart("Divergence from the reference", "KL, nats per token", "train/kl"),
+    Chart(
+        "Groups that teach little",
+        "shares of the groups: equal rewards, all answers correct, all wrong",
+        "train/groups_equal train/groups_all_*",
+        unit=True,
+    ),
+    Chart("Reward spread", "standard deviation over the batch", "train/reward_std"),
+    Chart("Answer length", "mean of trained tokens", "train/mean_answer_tokens"),
+    Chart(
+        "Entropy and gradient norm",
+        "nats; -log p of sampled tokens; before clipping",
+        "train/entropy train/sampled_nll train/grad_norm",
+    ),
+    Chart("Learning rate", "of a step", "train/lr"),
+    Chart("Tokens", "of a step", "train/n_tokens train/n_targets"),
+    Chart("Step time", "seconds by phase, and all", PHASES),
+    Chart(
+        "Parts of a step",
+        "seconds: the batch to all ranks, its arrays, scores, training passes, optimizer",
+        "time/exchange_s time/collate_s time/score_s time/passes_s time/optimizer_s",
+    ),
+    Chart("Training speed", "tokens/s of a device, over the whole step", "speed/tokens_per_s"),
+    Chart("Training passes", "TFLOP/s of a device", "speed/tflops"),
+    Chart("Share of the peak", "without (mfu) and with recomputation (hfu)", "speed/mfu speed/hfu", unit=True),
+    Chart("Device memory", "GiB on the fullest trainer device at its peak", "memory/*_gib"),
+    Chart("Idle", "fraction of the time without training, or without generation", "train/*_idle", unit=True),
+    Chart("Rollout speed", "tokens/s, all servers", "train/rollout_tokens_per_s"),
+    Chart(
+        "Groups in flight", "at the delivery of a batch", "train/groups_running train/groups_ready train/groups_leased"
+    ),
+    Chart(
+        "Pacing",
+        "seconds from a whole batch to its request, below 0: waited for; and the margin",
+        "time/batch_spare_s time/pacing_margin_s",
+    ),
+    Chart("Groups dropped", "by reason, since the start", "dropped/*"),
+    Chart(
+        "Groups retried",
+        "by fault, since the start; repeated requests, late answers",
+        "retried/* train/reissued train/late",
+    ),
+    Chart("Publish", "ms, by phase and in total; phases may overlap", "publish/*_ms"),
+    Chart("Parity probe", "|logp trainer - logp server|", "publish/probe_*", log=True),
+    Chart("Checkpoint", "seconds to write, in the background", "checkpoint/write_s"),
+)
+
+
+@cache
+def _line_of(tag: str) -> tuple[Chart, str] | None:
+    """The chart of a tag, and the name of its line: what distinguishes it from the chart's other tags."""
+    for chart in CHARTS:
+        if any(fnmatchcase(tag, pattern) for pattern in chart.tags.split()):
+            same = chart.tags.rpartition("*")[2]  # `/accuracy` of `eval/*/accuracy`
+            return chart, "" if tag == chart.tags else tag.partition("/")[2].removesuffix(same)
+    return None
+
+
+class Charts:
+    """The charts of one adapter: ``add`` valid records (`iter_metrics`), then take ``data``."""
+
+    def __init__(self) -> None:
+        self._resumed: list[float] = []
+        self._by_client = False
+        self._curves: dict[str, dict[str, Curve]] = {chart.title: {} for chart in CHARTS}
+        self._seconds, self._tokens, self._trained = Curve(), Curve(), 0
+
+    def add(self, record: Record) -> None:
+        if isinstance(record, ResumeRecord):
+            self._resumed.append(float(record.version))
+        if isinstance(record, StepRecord):
+            self._by_client = record.by_client
+            self._trained += record.trained_tokens
+            self._seconds.add(record.step, record.time_s)
+            self._tokens.add(record.step, self._trained)
+        for tag, value in scalars(record).items():
+            if (found := _line_of(tag.removeprefix(f"{record.adapter}/"))) is not None:
+                self._curves[found[0].title].setdefault(found[1], Curve()).add(float(position(record)), value)
+
+    def rewards(self, name: str) -> list[Line]:
+        return [curve.line(name) for curve in self._curves[CHARTS[0].title].values()]
+
+    def clock(self) -> ClockData:
+        return ClockData(seconds=self._seconds.line("seconds"), tokens=self._tokens.line("tokens"))
+
+    def data(self) -> list[ChartData]:
+        """Every chart that has a line.
+
+        A client's steps are without marks: versions, at which a run resumes, do not count them.
+        """
+        return [
+            chart.data(curves, () if self._by_client and not chart.of_versions else self._resumed)
+            for chart in CHARTS
+            if (curves := self._curves[chart.title])
+        ]
+
+
+class RunCharts:
+    """The charts of each adapter, and those of several together. ``add`` valid records (`iter_metrics`)."""
+
+    def __init__(self, adapters: Sequence[str]) -> None:
+        self.adapters = {name: Charts() for name in adapters}
+        self._tokens: Counter[str] = Counter()
+        self._shares = {name: Curve() for name in adapters}
+
+    def add(self, record: Record) -> None:
+        if isinstance(record, StepRecord) and record.adapter in self._shares:
+            self._tokens[record.adapter] += record.trained_tokens
+            share = self._tokens[record.adapter] / max(1, self._tokens.total())
+            self._shares[record.adapter].add(record.time_s, share)
+        only = next(iter(self.adapters)) if len(self.adapters) == 1 else None
+        if (charts := self.adapters.get(only or record.adapter)) is not None:
+            charts.add(record)
+
+    def together(self, rewarded: Iterable[str]) -> list[ChartData]:
+        """Shares of all adapters over time, and the rewards of those that have some."""
+        shares = [line for name, curve in self._shares.items() if (line := curve.line(name, 1 / 60)).x]
+        rewards = [line for name in rewarded for line in self.adapters[name].rewards(name)]
+        found = [
+            ChartData(title="Shares of trained tokens", note="of all so far", x=MINUTES, lines=shares, unit=True),
+            ChartData(title="Reward", note="smoothed", x=STEP, lines=rewards, unit=_is_share(rewards), smooth=True),
+        ]
+        return [chart for chart in found if chart.lines]
+
+
+def _is_share(lines: Sequence[Line]) -> bool:
+    return all(0 <= y <= 1 for line in lines for y in line.y)

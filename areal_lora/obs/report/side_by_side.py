@@ -1,0 +1,93 @@
+"""Several runs on one page: their figures, where their configurations differ, and their curves in the same charts."""
+
+import json
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+import msgspec
+
+from areal_lora.obs.report.charts import ChartData, Line
+from areal_lora.obs.report.page import PageData, RunPage, Section, charts, headlines, table
+
+IGNORED = ("run.name", "run.root")
+
+
+def differences(first: Any, second: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """``(dotted key, value, value)`` of what differs; None where a configuration has no such key."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in [*first, *(key for key in second if key not in first)]:
+            yield from differences(first.get(key), second.get(key), f"{path}.{key}".lstrip("."))
+    elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        for index, pair in enumerate(zip(first, second, strict=True)):
+            yield from differences(*pair, f"{path}.{index}")
+    elif first != second and path not in IGNORED:
+        yield path, first, second
+
+
+def differing_keys(configurations: Sequence[Any]) -> dict[str, list[Any]]:
+    """The values of all configurations for each dotted key in which one differs from the first."""
+    first, *others = configurations
+    found: dict[str, list[Any]] = {}
+    for place, other in enumerate(others, 1):
+        for key, ours, theirs in differences(first, other):
+            found.setdefault(key, [ours] * len(configurations))[place] = theirs
+    return found
+
+
+def shown(value: Any) -> str:
+    """A figure or the value of a key as text."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else "-" if value is None else json.dumps(value)
+
+
+def pages_of(runs: Sequence[RunPage]) -> PageData:
+    """The page of one run, or of several side by side. Runs of one name are told apart by their number."""
+    if len(runs) == 1:
+        return runs[0].data()
+    names = [run.config.run.name for run in runs]
+    names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names, 1)]
+    together = Section(
+        id="runs",
+        charts=_joined([(name, section) for name, run in zip(names, runs, strict=True) for section in run.sections()]),
+        clocks={
+            _prefix(name, adapter, run): clock
+            for name, run in zip(names, runs, strict=True)
+            for adapter, clock in run.clocks().items()
+        },
+    )
+    pages = [run.data(f"run{i}-") for i, run in enumerate(runs)]
+    figures = [{"run": name} | dict(headlines(run.figures.total)) for name, run in zip(names, runs, strict=True)]
+    body = f"<h1>{len(runs)} runs side by side</h1>{table('Figures', figures)}"
+    keys = differing_keys([run.config.model_dump(mode="json") for run in runs])
+    rows = [{"key": key} | dict(zip(names, map(shown, values), strict=True)) for key, values in keys.items()]
+    body += table("Where the configurations differ", rows) + f"<h2>Curves</h2>{charts(together)}"
+    for name, page in zip(names, pages, strict=True):
+        body += f"<details><summary>{escape(name)}</summary>{page.body}</details>"
+    sections = [together, *(section for page in pages for section in page.sections)]
+    return PageData(title=", ".join(names), body=body, sections=sections)
+
+
+def _prefix(name: str, adapter: str, run: RunPage) -> str:
+    return f"{name} {adapter}" if run.several else name
+
+
+def _joined(sections: Sequence[tuple[str, Section]]) -> list[ChartData]:
+    """Charts by title, with the lines of all sections; a line's name starts with its run and adapter."""
+    found: dict[tuple[str, str], list[ChartData]] = {}
+    for name, section in sections:
+        [*adapters] = section.clocks
+        several = len(adapters) > 1
+        for chart in section.charts:
+            if several:
+                continue  # the charts of each adapter follow
+            prefix = name if section.id.endswith("run") else f"{name} {adapters[0]}"
+            lines = [Line(f"{prefix} {line.name}".rstrip(), line.x, line.y) for line in chart.lines]
+            found.setdefault((chart.title, chart.x), []).append(msgspec.structs.replace(chart, lines=lines, marks=[]))
+    return [
+        msgspec.structs.replace(
+            same[0], lines=[line for chart in same for line in chart.lines], unit=all(chart.unit for chart in same)
+        )
+        for same in found.values()
+    ]
