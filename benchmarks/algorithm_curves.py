@@ -1,33 +1,29 @@
-"""Finished runs of one adapter each, by algorithm: a table of held-out accuracy, and a picture of the rewards.
+"""Finished runs of one adapter each, by algorithm: a table of held-out accuracy, in Markdown.
 
-    python benchmarks/algorithm_curves.py RUN_FOLDER [RUN_FOLDER ...] [--out PICTURE.svg]
+    python benchmarks/algorithm_curves.py RUN_FOLDER [RUN_FOLDER ...]
 
-Runs with the same algorithm, engine and rollout mode are one line: the mean over their seeds. Prints Markdown.
+`areal-lora page RUN RUN ...` shows their curves.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.obs.report.plots import HEIGHT, N_COLOURS, STYLE, WIDTH, Series, line_chart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One run. ``accuracy`` by version, ``rewards`` by step, ``left_out``: largest share of tokens that a step left out
+    """One run. ``accuracy`` by version, ``left_out``: largest share of tokens that a step left out
     of the loss because of the behaviour policy."""
 
     label: str
     seed: int
     accuracy: Mapping[int, float]
-    rewards: tuple[float, ...]
     left_out: float
 
 
@@ -43,7 +39,6 @@ def read(folder: Path) -> Curve:
         label=", ".join(words),
         seed=config.run.seed if adapter.seed is None else adapter.seed,
         accuracy={record.version: record.accuracy for record in metrics.evals},
-        rewards=tuple(record.reward_mean for record in metrics.steps),
         left_out=max(record.metrics.get("extra/capped_fraction") or 0.0 for record in metrics.steps),
     )
 
@@ -60,39 +55,10 @@ def table(curves: Sequence[Curve]) -> str:
     return "\n".join(lines)
 
 
-def picture(curves: Sequence[Curve]) -> str:
-    """Mean reward of each step's batch, averaged over the seeds of a label as far as all of them go."""
-    by_label: dict[str, list[Curve]] = defaultdict(list)
-    for curve in curves:
-        by_label[curve.label].append(curve)
-    lines = [
-        Series(
-            name=label,
-            points=[(step, statistics.mean(rewards)) for step, rewards in enumerate(zip(*(c.rewards for c in found)))],
-            colour=i % N_COLOURS,
-            dashed=i >= N_COLOURS,
-        )
-        for i, (label, found) in enumerate(sorted(by_label.items()))
-    ]
-    return _standalone(line_chart(lines, x_label="training step", y_range=(0.0, 1.0)))
-
-
-def _standalone(chart: str) -> str:
-    """A chart as a file of its own: the style and a background go inside."""
-    head, body = chart.split(">", 1)
-    paper = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" style="fill:var(--paper)"/>'
-    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{paper}{body}\n'
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args(argv)
-    curves = [read(folder) for folder in asked.runs]
-    print(table(curves))
-    if asked.out is not None:
-        asked.out.write_text(picture(curves), encoding="utf-8")
+    print(table([read(folder) for folder in parser.parse_args(argv).runs]))
 
 
 if __name__ == "__main__":

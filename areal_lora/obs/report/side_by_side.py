@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from areal_lora.obs.report.charts import ChartData, Line
 from areal_lora.obs.report.page import PageData, RunPage, Section, charts, headlines, table
 
 IGNORED = ("run.name", "run.root")
+SHOWN = 120
 
 
 def differences(first: Any, second: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -18,8 +20,8 @@ def differences(first: Any, second: Any, path: str = "") -> Iterator[tuple[str, 
     if isinstance(first, dict) and isinstance(second, dict):
         for key in [*first, *(key for key in second if key not in first)]:
             yield from differences(first.get(key), second.get(key), f"{path}.{key}".lstrip("."))
-    elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
-        for index, pair in enumerate(zip(first, second, strict=True)):
+    elif isinstance(first, list) and isinstance(second, list):
+        for index, pair in enumerate(zip_longest(first, second)):
             yield from differences(*pair, f"{path}.{index}")
     elif first != second and path not in IGNORED:
         yield path, first, second
@@ -36,10 +38,11 @@ def differing_keys(configurations: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def shown(value: Any) -> str:
-    """A figure or the value of a key as text."""
+    """A figure or the value of a key as text, at most ``SHOWN`` characters."""
     if isinstance(value, float):
         return f"{value:.4g}"
-    return value if isinstance(value, str) else "-" if value is None else json.dumps(value)
+    text = value if isinstance(value, str) else "-" if value is None else json.dumps(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def pages_of(runs: Sequence[RunPage]) -> PageData:

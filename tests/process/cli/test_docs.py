@@ -90,7 +90,7 @@ HOW: dict[str, How] = {
     f"python -m areal_lora.launch {CONFIGS} --config examples/math/gspo.yaml run.steps=10": PLAN,
     f"python -m areal_lora.launch {CONFIGS} --config examples/math/opo.yaml run.steps=20 run.seed=2"
     " run.name=opo-2": PLAN,
-    "python benchmarks/algorithm_curves.py runs/opo-2 --out opo.svg": Run(
+    "python benchmarks/algorithm_curves.py runs/opo-2": Run(
         instead=(("runs/opo-2", "runs/NAME"),), says="| `grpo` | 7 |"
     ),
     f"python -m areal_lora.launch {CONFIGS} --config examples/math/embedded_long.yaml run.seed=2"

@@ -1,10 +1,14 @@
-"""An HTML page as its tags, attributes and text."""
+"""An HTML page as its tags, attributes and text, and the data of its charts."""
 
 from html.parser import HTMLParser
 
+import msgspec
+
+from areal_lora.obs.report.page import PageData
+
 
 class Page(HTMLParser):
-    """Collects tags, attributes and text; checks that tags close in order."""
+    """Collects tags, attributes, scripts and the other text; checks that tags close in order."""
 
     VOID = frozenset({"meta"})
 
@@ -13,6 +17,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str | None]] = []
         self.text = ""
+        self.scripts: list[str] = []
         self._open: list[str] = []
         self.feed(html)
         assert self._open == []
@@ -31,4 +36,15 @@ class Page(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        if self._open[-1:] == ["script"]:
+            self.scripts.append(data)
+        elif self._open[-1:] != ["style"]:
+            self.text += data
+
+    @property
+    def data(self) -> PageData:
+        return msgspec.json.decode(self.scripts[0], type=PageData)
+
+    def titles(self, section: str = "run") -> list[str]:
+        """Of the charts of a section."""
+        return [chart.title for found in self.data.sections if found.id == section for chart in found.charts]

@@ -90,11 +90,13 @@ function options(entry, series) {
   const values = (u, splits) => splits.map(tick);
   const range = chart.unit ? [0, 1] : (u, low, high) =>
     low == null ? [0, 1] : uPlot.rangeNum(Math.min(low, 0), Math.max(high, low + 1e-12), 0.05, true);
+  const decades = (u, splits) => splits.map((v) => Math.abs(Math.log10(v) % 1) < 1e-9 ? v : null);
+  const vertical = log ? { ...axis, grid: { ...axis.grid, filter: decades }, filter: decades } : axis;
   return {
     width: Math.max(240, host.clientWidth), height: 240, series: series.map((s) => ({ ...s, value: (u, v) => short(v) })),
     cursor: { sync: { key: axisOf(chart) }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: log ? { distr: 3 } : { range } },
-    axes: [{ ...axis, values, label: axisOf(chart), labelSize: 20, size: 34 }, { ...axis, values, size: 56 }],
+    axes: [{ ...axis, values, label: axisOf(chart), labelSize: 20, size: 34 }, { ...vertical, values, size: 56 }],
     hooks: { draw: [(u) => marks(u, chart)], setScale: [(u, key) => { if (key === "x") entry.zoomed = isZoomed(u); }] },
   };
 }

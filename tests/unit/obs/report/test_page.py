@@ -1,34 +1,40 @@
-"""The report is one self-contained file that shows the figures of the run and runs nothing."""
+"""The report is one self-contained file that shows the figures of the run and runs its own scripts alone."""
 
 import re
+from base64 import b64encode
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 
-from areal_lora.obs.metrics.records import EvalRecord, RolloutSampleRecord
+from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, RolloutSampleRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
-from areal_lora.obs.report.page import write_report
+from areal_lora.obs.report.page import SCRIPTS, write_report
+from areal_lora.run_folder.events import EndEvent, write_event
 from areal_lora.run_folder.paths import RunFolder
-from tests.support.obs.fake_run import make_config, make_run
+from areal_lora.run_folder.status import set_status
+from tests.support.obs.fake_run import ADAPTER, make_config, make_run
 from tests.support.obs.page import Page
+from tests.support.obs.records import step_record
 
 
 def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
     html = write_report(make_run(tmp_path)).read_text(encoding="utf-8")
     page = Page(html)
-    assert page.tags.count("svg") >= 20
-    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert page.tags.count("figure") == len(page.titles()) >= 20
+    assert page.tags.count("script") == 1 + len(SCRIPTS)
+    assert not {"link", "img", "iframe", "object"} & set(page.tags)
     assert not [a for a in page.attributes if a[0] in ("src", "href") or a[0].startswith("on")]
-    assert "url(" not in html
-    assert "@import" not in html
+    policy = next(value for name, value in page.attributes if name == "content" and value and "default-src" in value)
+    for text in page.scripts[1:]:
+        assert f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" in policy
+    assert "default-src 'none'" in policy
     for shown in (
         "0.250 → 0.850",
         "Staleness",
-        "commit_wait",
         "Parity probe",
         "Early",
         "Late",
-        "mismatch_fresh",
         "re-issued",
         "late duplicates",
         "stale 5, timeout 1",
@@ -37,6 +43,8 @@ def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
         "Resumed from a checkpoint",
     ):
         assert shown in page.text, shown
+    lines = {line.name for chart in page.data.sections[0].charts for line in chart.lines}
+    assert {"commit_wait", "mismatch_fresh"} <= lines
     assert '"world_size": 2' in page.text
     assert "nothing recorded" not in page.text
 
@@ -47,8 +55,20 @@ def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:
     with MetricsWriter(RunFolder(tmp_path)) as writer:
         writer.write(RolloutSampleRecord(step=0, prompt=attack, completion=attack, reward=0.0, gold=attack))
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert not {"script", "img"} & set(page.tags)
+    assert "img" not in page.tags
+    assert page.tags.count("script") == 1 + len(SCRIPTS)
     assert page.text.count(attack) == 3
+
+
+def test_names_cannot_end_the_script_that_holds_the_data(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=2)
+    attack = "</script><script>alert(1)</script>"
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        writer.write(step_record(step=2, version=2, time_s=9.0, adapter=ADAPTER, metrics={f"reward/{attack}": 1.0}))
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert page.tags.count("script") == 1 + len(SCRIPTS)
+    [chart] = [c for c in page.data.sections[0].charts if c.title == "Reward by part"]
+    assert attack in [line.name for line in chart.lines]
 
 
 def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
@@ -73,9 +93,9 @@ def test_without_a_rule_for_what_is_correct_rewards_are_shown_and_no_accuracy(tm
     page = Page(html)
     for shown in ("-0.250 → 0.125held-out mean reward", "3 of 64"):
         assert shown in page.text, shown
-    figures = dict(re.findall(r"<figcaption>(.*?) <small>.*?</figcaption>(<svg.*?</svg>)", html, flags=re.S))
-    assert "<polyline" in figures["Held-out reward"]
-    assert "Held-out accuracy" not in figures
+    drawn = {chart.title: chart.lines for chart in page.data.sections[0].charts}
+    assert [(line.x, line.y) for line in drawn["Held-out reward"]] == [([0.0, 20.0], [-0.25, 0.125])]
+    assert "Held-out accuracy" not in drawn
     assert "greedy accuracy" not in page.text
 
 
@@ -96,5 +116,20 @@ def test_each_set_of_an_evaluation_has_its_line_and_its_row(tmp_path: Path) -> N
     shown = {"set": "hard", "version": "v20", "problems x answers": "8 x 4", "temperature": "0.8"}
     assert row | shown | {"accuracy": "0.250", "pass@4": "0.750", "majority": "0.375", "truncated": "0.500"} == row
     assert row["accuracy, 95 %"] == "0.100 to 0.400 (bootstrap)"
-    for line in ("hard/pass@4", "hard/majority", "easy"):
-        assert line in page.text, line
+    lines = {line.name for chart in page.data.sections[0].charts for line in chart.lines}
+    assert {"hard/pass@4", "hard/majority", "easy", "hard"} <= lines
+
+
+def test_a_run_in_progress_says_what_it_does_now_and_what_is_wrong(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=2)
+    folder = RunFolder(tmp_path)
+    set_status(folder, "trainer", 0, "training <step 3>")
+    with MetricsWriter(folder) as writer:
+        writer.write(PublishRecord(version=2, total_ms=9.0, adapter=ADAPTER, servers=3, probe_mean_abs=3e-7))
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    for shown in ("training <step 3>", "served by 3 servers", "v2", "the servers still score like the base model"):
+        assert shown in page.text, shown
+    write_event(folder, EndEvent(at="2026-01-01T00:00:00Z", process="trainer-0", code=70, how="exited with code 70"))
+    ended = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "Ended with exit code 70" in ended.text
+    assert "training <step 3>" not in ended.text

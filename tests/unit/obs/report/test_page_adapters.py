@@ -1,4 +1,4 @@
-"""The report of a run with several adapters: an overview, and a section of each with its plots."""
+"""The report of a run with several adapters: an overview, and a section of each with its charts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_lora.obs.report.charts import Charts
 from areal_lora.obs.report.page import write_report
-from areal_lora.obs.report.plots import Plots
 from tests.support.obs.page import Page
 from tests.support.obs.three_adapters import REASON, TOKENS, make_three, records
 
@@ -38,32 +38,35 @@ def test_the_overview_has_a_row_for_each_adapter_with_the_reason_of_a_failure(ht
 
 
 def test_each_adapter_has_its_section_with_its_own_plots_and_samples(html: str) -> None:
-    page, plots = Page(html), 2
+    page, figures = Page(html), 2
     for name in TOKENS:
         its = section(html, name)
-        plots += its.count("<svg")
+        figures += its.count("<figure>")
         assert "Staleness" in its
         assert f"written by {name}" in its
         assert not [other for other in TOKENS if other != name and f"written by {other}" in its]
     assert "failed after 3 of 8 steps: step 3: the advantage is not finite &lt;NaN&gt;" in section(html, "beta")
     assert "done after 4 of 4 steps · seed 7 · weight 1 · staleness up to 1" in section(html, "gamma")
-    assert page.tags.count("svg") == plots
+    assert page.tags.count("figure") == figures
     assert html.count("Sample rollouts") == 0
 
 
-def test_the_plots_of_a_section_are_those_of_its_adapter_alone(html: str) -> None:
-    """The whole drawing of beta, against one made of its records only."""
-    alone = Plots()
+def test_the_charts_of_a_section_are_those_of_its_adapter_alone(html: str) -> None:
+    """All charts of beta, against those made of its records only."""
+    alone = Charts()
     for record in records():
         if record.adapter == "beta":
             alone.add(record)
-    drawn = re.findall(r"(<svg.*?</svg>)", section(html, "beta"), flags=re.S)
-    assert drawn == [chart for _, _, chart in alone.draw()]
+    [its] = [found for found in Page(html).data.sections if found.id == "plots-beta"]
+    assert its.charts == alone.data()
+    assert its.clocks == {"beta": alone.clock()}
 
 
-def test_the_shares_are_one_picture_of_all_adapters(html: str) -> None:
-    [figure] = [part.split("</figure>")[0] for part in html.split("<figure>") if "Shares of trained tokens" in part]
-    assert all(f">{name}</text>" in figure for name in ("alpha", "beta", "gamma", "minutes since the start"))
+def test_the_shares_and_rewards_are_one_chart_each_of_all_adapters(html: str) -> None:
+    shares, rewards = Page(html).data.sections[0].charts
+    assert (shares.title, rewards.title) == ("Shares of trained tokens", "Reward")
+    for chart in (shares, rewards):
+        assert [line.name for line in chart.lines] == ["alpha", "beta", "gamma"]
 
 
 def test_the_evaluations_of_several_adapters_name_them(html: str) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config.recorded import ENDLESS
+from areal_lora.obs.metrics.records import StepRecord
+from areal_lora.obs.report.charts import Charts
 from areal_lora.obs.report.page import write_report
-from areal_lora.obs.report.plots import Plots
 from tests.support.obs.page import Page
 from tests.support.obs.with_client import CLIENT, client_records, make_with_client, repeated, written
 
@@ -42,10 +43,12 @@ def test_the_tables_have_no_groups_of_it(tmp_path: Path) -> None:
     assert groups[:9] == [CLIENT, *["-"] * 7, "1.0 MiB"]
 
 
-def test_a_figure_has_a_point_for_each_step() -> None:
-    plots = Plots()
+def test_a_chart_has_a_point_for_each_step_and_no_marks() -> None:
+    charts = Charts()
     for record in (*client_records(beside=False), *repeated(), *written()):
-        plots.add(record)
-    drawn = {title: chart for title, _, chart in plots.draw()}
-    assert "Learning rate" in drawn
-    assert len(set(drawn.values())) == len(drawn), "each is a plot of its own"
+        charts.add(record)
+    drawn = {chart.title: chart for chart in charts.data()}
+    made = {r.step for r in (*client_records(beside=False), *repeated()) if isinstance(r, StepRecord)}
+    assert set(drawn["Learning rate"].lines[0].x) == made
+    assert drawn["Learning rate"].marks == []
+    assert drawn["Publish"].marks == [9.0]

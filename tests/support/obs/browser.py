@@ -1,0 +1,63 @@
+"""A real Chromium, driven by Playwright: what a page requested, and what its console showed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tests.support.packages import missing
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+
+def why_not() -> str:
+    """Why no Chromium can be started here; empty where it can. Installs Debian's package where that is possible."""
+    return missing(("chromium",), ("chromium",))
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # No sandbox: Chromium refuses to start its own as root.
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Visit:
+    """A page at ``address`` with all that it requested and complained of."""
+
+    def __init__(self, browser: Browser, address: str, width: int = 1280, scheme: str = "light") -> None:
+        self.page: Page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.problems.append(message.text) if message.type != "log" else None)
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(address)
+
+    def wait(self, expression: str, timeout_s: float = 60.0) -> None:
+        """Until ``expression`` is true; Playwright's own way evaluates text in the page, whose policy forbids that."""
+        deadline = time.monotonic() + timeout_s
+        while not self.page.evaluate(f"Boolean({expression})"):
+            assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {expression}"
+            time.sleep(0.05)
+
+    def charts(self, expression: str) -> object:
+        """``expression`` of each drawn chart ``e``: {chart, plot, zoomed}."""
+        return self.page.evaluate(f"[...drawn.values()].filter((e) => e.plot).map((e) => {expression})")
+
+    def scroll_through(self) -> None:
+        """Bring every chart into view: they are drawn then."""
+        self.page.evaluate(
+            "async () => { for (let y = 0; y < document.body.scrollHeight; y += 600)"
+            " { scrollTo(0, y); await new Promise((r) => setTimeout(r, 30)); } }"
+        )
+        self.wait("[...drawn.values()].every((e) => e.plot)")
