@@ -178,8 +178,6 @@ class LiveConsole:
             case EvalRecord():
                 which = "" if record.name == DEFAULT_SET else f", {record.name}"
                 return f"{name}eval of v{record.version}{which}: {record.figures()}"
-            case CheckpointRecord(failed=True, version=version):
-                return f"{name}checkpoint v{version} was not written, see the trainer's log"
             case RolloutSampleRecord() | CheckpointRecord() | PublishRecord():
                 return None
             case MembersRecord():

@@ -18,6 +18,7 @@ from areal_lora.obs.metrics.records import (
     StepRecord,
     mean_lag,
 )
+from areal_lora.obs.warnings import Warnings
 from areal_lora.types import AdapterPhase
 
 PROBLEMS_SHOWN = 3
@@ -67,6 +68,7 @@ class AdapterView:
         self.resumed_at = 0
         self.flat_steps = 0
         self._faults_shown = 0
+        self._warnings = Warnings()
         self._evals: deque[EvalRecord] = deque(maxlen=KEPT)
         self._recorded: AdapterStateRecord | None = None
 
@@ -79,6 +81,7 @@ class AdapterView:
                 self._evals.append(msgspec.structs.replace(record, samples=[]))
             case ResumeRecord(version=version):
                 self.resumed_at, self._recorded, self.flat_steps, self._faults_shown = version, None, 0, 0
+                self._warnings = Warnings()
                 self.steps = deque((s for s in self.steps if s.version < version), maxlen=KEPT)
                 self._evals = deque((e for e in self._evals if e.version <= version), maxlen=KEPT)
             case AdapterStateRecord(steps=steps):
@@ -94,6 +97,10 @@ class AdapterView:
             return None
         self._faults_shown = n
         return f"rollouts failed: {record.faults_text}"
+
+    def new_warnings(self) -> list[str]:
+        """Call after each step (`Warnings.of`)."""
+        return self._warnings.of(list(self.steps)[-WINDOW:])
 
     @property
     def last_eval(self) -> EvalRecord | None:
@@ -165,15 +172,19 @@ class RunView:
                 adapter = self.adapter(record.adapter)
                 adapter.add(record)
                 self.steps.append(record)
-                found = [flat_problem(adapter.flat_steps), adapter.new_faults(record)]
+                found = [flat_problem(adapter.flat_steps), adapter.new_faults(record), *adapter.new_warnings()]
             case EvalRecord() | AdapterStateRecord():
                 self.adapter(record.adapter).add(record)
             case PublishRecord():
                 self.publishes.append(record)
                 # Without a gradient it equals the base because it has not moved.
                 flat = self.adapter(record.adapter).flat_steps
-                found = [None if flat else publish_problem(record)]
-            case RolloutSampleRecord() | CheckpointRecord() | MembersRecord():
+                found = [None if flat else publish_problem(record), *self._lost(record)]
+            case MembersRecord():
+                found = [*self._lost(record)]
+            case CheckpointRecord(failed=True, version=version):
+                found = [f"checkpoint v{version} was not written: see the trainer's log, and the room on the disk"]
+            case RolloutSampleRecord() | CheckpointRecord():
                 pass
             case ResumeRecord(adapter=name, version=version):
                 self.adapter(name).add(record)
@@ -183,6 +194,11 @@ class RunView:
         problems = [self.prefix(record.adapter) + problem for problem in found if problem]
         self.problems.extend(problems)
         return problems
+
+    def _lost(self, record: PublishRecord | MembersRecord) -> list[str]:
+        """Which servers were excluded, and why; a publish and the change of members after it name the same."""
+        found = [f"{name} is excluded: {why}" for name, why in record.lost.items()]
+        return [text for text in found if self.prefix(record.adapter) + text not in self.problems]
 
     @property
     def staleness(self) -> dict[int, int]:

@@ -30,6 +30,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -340,15 +341,22 @@ class RewardSum:
         self._weights = [reward.weight for reward in rewards]
         self._pools = [ScorerPool(reward, hidden=hidden) for reward in rewards]
         self._stack = AsyncExitStack()
+        self._seconds: list[float] = []
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
         """Return one score per item, in order. Raises what `ScorerPool.score` raises."""
+        began = time.monotonic()
         columns = await asyncio.gather(*(pool.score(items) for pool in self._pools))
+        self._seconds.append(time.monotonic() - began)
         return [weighted(scores, self._labels, self._weights) for scores in zip(*columns, strict=True)]
 
     def take_costs(self) -> dict[str, float]:
-        """What the rewards have spent since the last call: ``judge/calls``, ``judge/cached_share``."""
-        found: dict[str, float] = {}
+        """What the rewards have spent since the last call: ``judge/calls``, ``judge/cached_share``.
+
+        ``seconds`` is the mean time of a call of `score`, if there was one.
+        """
+        found = {"seconds": fmean(self._seconds)} if self._seconds else {}
+        self._seconds.clear()
         for label, kind, pool in zip(self._labels, self._kinds, self._pools, strict=True):
             costs = pool.take_costs()
             if answers := costs.get("answers"):

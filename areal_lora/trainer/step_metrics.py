@@ -61,7 +61,8 @@ def of_queue(stats: Stats) -> Metrics:
 
 def of_groups(groups: Sequence[TrajectoryGroup]) -> Metrics:
     """Shares of the sampled groups: those whose rewards are all equal, which teach nothing, and whose answers are all
-    correct or all not, among the groups where that is known of every answer.
+    correct or all not, among the groups where that is known of every answer; ``truncated`` is the share of answers that
+    the limit of tokens ended.
     """
     sampled = [group.trajectories for group in groups if not any(t.given for t in group.trajectories)]
     judged = [{t.correct for t in group} for group in sampled if all(t.correct is not None for t in group)]
@@ -69,6 +70,7 @@ def of_groups(groups: Sequence[TrajectoryGroup]) -> Metrics:
         "train/groups_equal": _share([len({t.reward for t in group}) == 1 for group in sampled]),
         "train/groups_all_right": _share([correct == {True} for correct in judged]),
         "train/groups_all_wrong": _share([correct == {False} for correct in judged]),
+        "train/truncated": _share([t.finish_reason == "length" for group in sampled for t in group]),
     }
 
 

@@ -122,6 +122,7 @@ PHASES = "time/wait_batch_s time/annotate_s time/train_s time/checkpoint_*_s tim
 CHARTS = (
     Chart("Reward", "mean over the batch of a step", "train/reward_mean", unit=True, smooth=True),
     Chart("Reward by part", "mean of each part that the reward names", "reward/*"),
+    Chart("Scoring time", "mean seconds of a group", "reward_cost/seconds"),
     Chart("Judge's calls", "of a step: answers, requests, repeated requests", CALLS),
     Chart("Judge's tokens", "of a step", "reward_cost/*_tokens"),
     Chart("Held-out accuracy", "unscored answers count as not correct", "eval/*/accuracy", unit=True),
@@ -152,6 +153,7 @@ CHARTS = (
     ),
     Chart("Reward spread", "standard deviation over the batch", "train/reward_std"),
     Chart("Answer length", "mean of trained tokens", "train/mean_answer_tokens"),
+    Chart("Truncated", "share of the answers that the limit of tokens ended", "train/truncated", unit=True),
     Chart(
         "Entropy and gradient norm",
         "nats; -log p of sampled tokens; before clipping",

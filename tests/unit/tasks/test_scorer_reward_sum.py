@@ -22,7 +22,11 @@ def score(rewards: list[RewardConfig], *completions: str) -> list[Score]:
     async def run() -> list[Score]:
         async with RewardSum(rewards) as scorer:
             assert scorer.take_costs() == {}
-            return await scorer.score([ScoreItem(completion=text, answer="7") for text in completions])
+            scores = await scorer.score([ScoreItem(completion=text, answer="7") for text in completions])
+            [(name, seconds)] = scorer.take_costs().items()
+            assert (name, seconds > 0) == ("seconds", True)
+            assert scorer.take_costs() == {}
+            return scores
 
     return asyncio.run(run())
 

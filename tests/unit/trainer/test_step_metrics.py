@@ -51,10 +51,12 @@ def test_shares_count_sampled_groups_and_correctness_where_it_is_known() -> None
     right, wrong = group((0.9, True), (1.0, True)), group((0.0, False), (0.0, False))
     mixed, unknown = group((1.0, True), (0.0, False)), group((0.5, None), (0.5, True))
     imitated = group((1.0, True), given=True)
-    found = of_groups([right, wrong, mixed, unknown, imitated])
-    assert found == {"train/groups_equal": 2 / 4, "train/groups_all_right": 1 / 3, "train/groups_all_wrong": 1 / 3}
+    cut = replace(mixed, trajectories=(replace(mixed.trajectories[0], finish_reason="length"), mixed.trajectories[1]))
+    found = of_groups([right, wrong, cut, unknown, imitated])
+    shares = {"train/groups_equal": 2 / 4, "train/groups_all_right": 1 / 3, "train/groups_all_wrong": 1 / 3}
+    assert found == shares | {"train/truncated": 1 / 8}
     assert measured(of_groups([imitated])) == {}
-    assert measured(of_groups([unknown])) == {"train/groups_equal": 1.0}
+    assert measured(of_groups([unknown])) == {"train/groups_equal": 1.0, "train/truncated": 0.0}
 
 
 def test_speeds_are_of_one_device_and_shares_of_its_peak() -> None:
