@@ -1,0 +1,112 @@
+"""What is wrong with a run, in words with the key that helps: rules over the newest steps of one adapter.
+
+A rule looks at `NEEDED` steps in a row: one step may be bad by chance. Thresholds are far from what healthy runs show.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from areal_lora.obs.metrics.records import StepRecord
+
+NEEDED = 3
+Steps = Sequence[StepRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """``finds`` describes the trouble of the last `NEEDED` steps, the last of all ``steps``; None: there is none."""
+
+    name: str
+    finds: Callable[[Steps], str | None]
+
+
+def _values(steps: Steps, tag: str) -> list[float]:
+    """A metric of the last steps; empty unless all have it."""
+    found = [step.metrics.get(tag) for step in steps[-NEEDED:]]
+    measured = [value for value in found if value is not None]
+    return measured if len(measured) == len(found) else []
+
+
+def _above(steps: Steps, tag: str, limit: float) -> float | None:
+    """The mean of a metric that is above ``limit`` in all of the last steps."""
+    values = _values(steps, tag)
+    return statistics.fmean(values) if values and min(values) > limit else None
+
+
+def constant_reward(steps: Steps) -> str | None:
+    spread, means = _values(steps, "train/reward_std"), set(_values(steps, "train/reward_mean"))
+    if not spread or max(spread) > 0 or len(means) != 1:
+        return None
+    return f"every answer has the reward {means.pop():g}: check the reward and the answers (areal-lora samples RUN)"
+
+
+def cut_answers(steps: Steps) -> str | None:
+    share = _above(steps, "train/truncated", 0.5)
+    if share is None:
+        return None
+    return f"{share:.0%} of the answers are cut off: raise sampling.max_new_tokens, or punish length (overlong_share)"
+
+
+def stale_groups(steps: Steps) -> str | None:
+    first, last = steps[-NEEDED], steps[-1]
+    dropped = last.dropped.get("stale", 0) - first.dropped.get("stale", 0)
+    used = (last.metrics.get("train/groups_consumed") or 0) - (first.metrics.get("train/groups_consumed") or 0)
+    if not used or dropped <= 0.25 * (dropped + used):
+        return None
+    return f"{dropped / (dropped + used):.0%} of the groups are dropped as stale: raise max_staleness, or add servers"
+
+
+def mismatch(steps: Steps) -> str | None:
+    gap = _above(steps, "train/mismatch_fresh", 0.05)
+    if gap is None:
+        return None
+    return f"trainer and servers differ by {gap:.2g} nats a token of one version: compare model.dtype of both sides"
+
+
+def fast_policy(steps: Steps) -> str | None:
+    moved, exact = _above(steps, "train/mismatch_stale", 0.5), _values(steps, "train/mismatch_fresh")
+    if moved is not None and exact and max(exact) < 0.05:
+        return f"the policy moves {moved:.2g} nats a token between versions: lower optimizer.lr"
+    before = [step.metrics.get("train/grad_norm") or 0.0 for step in steps[:-NEEDED]]
+    usual = statistics.median(before) if len(before) >= NEEDED else 0.0
+    norm = _above(steps, "train/grad_norm", 10 * usual) if usual else None
+    return None if norm is None else f"the gradient norm is {norm / usual:.0f} times its median: lower optimizer.lr"
+
+
+def not_finite(steps: Steps) -> str | None:
+    if _above(steps, "extra/skipped", 0) is None:
+        return None
+    return f"the last {NEEDED} steps were skipped, their gradients are not finite: lower optimizer.lr"
+
+
+def slow_reward(steps: Steps) -> str | None:
+    waits, seconds = [step.trainer_idle or 0.0 for step in steps[-NEEDED:]], _values(steps, "reward_cost/seconds")
+    slow = seconds and min(took / max(step.step_s, 1e-9) for took, step in zip(seconds, steps[-NEEDED:], strict=True))
+    if not slow or slow < 0.5 or min(waits) < 0.5:
+        return None
+    took = statistics.fmean(seconds)
+    return f"the trainer waits, and scoring a group takes {took:.1f} s: raise reward.workers, or make the reward faster"
+
+
+RULES = tuple(
+    Rule(name=rule.__name__, finds=rule)
+    for rule in (constant_reward, cut_answers, stale_groups, mismatch, fast_policy, not_finite, slow_reward)
+)
+
+
+class Warnings:
+    """The warnings of one adapter: each when it begins and whenever it has lasted twice as long."""
+
+    def __init__(self) -> None:
+        self._lasted: dict[str, int] = {}
+
+    def of(self, steps: Iterable[StepRecord]) -> list[str]:
+        """Call after each step, with the newest steps in order."""
+        found, known = [], [step for step in steps if not step.by_client]
+        for rule in RULES if len(known) >= NEEDED else ():
+            text = rule.finds(known)
+            lasted = self._lasted[rule.name] = self._lasted.get(rule.name, 0) + 1 if text else 0
+            if text and lasted & (lasted - 1) == 0:
+                found.append(text)
+        return found
