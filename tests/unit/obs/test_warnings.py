@@ -86,11 +86,12 @@ def test_a_trouble_is_named_within_five_steps_and_not_before(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_a_record_of_a_trouble_is_named_once(name: str) -> None:
+def test_a_record_of_a_trouble_is_named(name: str) -> None:
     record, words = RECORDS[name]
     view = RunView({"toy": 100})
-    [text] = [text for text in view.add(record) if words in text]
-    assert text not in view.add(record)
+    assert [text for text in view.add(record) if words in text]
+    if not isinstance(record, CheckpointRecord):
+        assert not [text for text in view.add(record) if words in text], "a publish and its members lose one server"
 
 
 def test_healthy_runs_have_no_warning() -> None:

@@ -46,7 +46,10 @@ def item(completion: str) -> ScoreItem:
 def score(reward: JudgeReward, *batches: list[ScoreItem], hidden: Path | None = None):
     async def run():
         async with RewardSum([reward], hidden=hidden) as rewards:
-            return [await rewards.score(batch) for batch in batches], rewards.take_costs()
+            scores = [await rewards.score(batch) for batch in batches]
+            costs = rewards.take_costs()
+            assert costs.pop("seconds") > 0
+            return scores, costs
 
     return asyncio.run(run())
 
