@@ -19,8 +19,8 @@ from areal_lora.config.recorded import cached_snapshot
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.families.registry import is_hub_name
+from areal_lora.obs.report.live import serve_pages
 from areal_lora.obs.report.page import write_report
-from areal_lora.obs.report.serve import serve_pages
 from areal_lora.obs.report.summary import model_card
 from areal_lora.obs.tracking.to_mlflow import MlflowTracker
 from areal_lora.obs.tracking.to_wandb import WandbTracker

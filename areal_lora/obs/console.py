@@ -16,18 +16,8 @@ from rich.text import Text
 
 from areal_lora.config.sections.task import DEFAULT_SET
 from areal_lora.errors import ConfigError
+from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import MetricsTail
-from areal_lora.obs.metrics.records import (
-    AdapterStateRecord,
-    CheckpointRecord,
-    EvalRecord,
-    MembersRecord,
-    PublishRecord,
-    Record,
-    ResumeRecord,
-    RolloutSampleRecord,
-    StepRecord,
-)
 from areal_lora.obs.run_view import RunView, counted
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
@@ -63,7 +53,7 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}g}" if abs(value) < 1e-3 and value else f"{value:.{digits}f}"
 
 
-def sampling_rate(record: StepRecord) -> str:
+def sampling_rate(record: records.StepRecord) -> str:
     """Sampled tokens per second since the step before, e.g. ``4321 tok/s``.
 
     The batches of the last steps are sampled earlier, so nothing is sampled then.
@@ -80,7 +70,7 @@ def training_speed(metrics: Mapping[str, float | None]) -> list[str]:
     return found + ([] if peak is None else [f"peak {number(peak, 1)} GiB"])
 
 
-def members_line(record: MembersRecord) -> str | None:
+def members_line(record: records.MembersRecord) -> str | None:
     """Which servers joined and left; None if none did (a publish's problem reports losses)."""
     parts = [("joined", record.joined), ("left", record.left)]
     changes = "; ".join(f"{', '.join(names)} {what}" for what, names in parts if names)
@@ -114,8 +104,8 @@ class LiveConsole:
     def start(self) -> None:
         """Start. Existing records of a resumed run are read but not printed."""
         self._started = self._changed = self._clock()
-        while records := self._read_new():
-            for record in records:
+        while new := self._read_new():
+            for record in new:
                 self.view.add(record)
         self._statuses = read_statuses(self._folder)
         if self._console.is_terminal:
@@ -124,15 +114,15 @@ class LiveConsole:
 
     def tick(self) -> None:
         """Read and show new records and statuses."""
-        records, statuses = self._read_new(), read_statuses(self._folder)
-        if records:
+        new, statuses = self._read_new(), read_statuses(self._folder)
+        if new:
             self._changed = self._clock()
-        problems = [self.view.add(record) for record in records]
+        problems = [self.view.add(record) for record in new]
         if self._live is not None:
             self._statuses = statuses
             self._live.update(self.render(), refresh=True)
         else:
-            self._print_plain(records, problems, statuses)
+            self._print_plain(new, problems, statuses)
 
     def stop(self) -> None:
         """Show the last records and restore the terminal. Idempotent."""
@@ -141,26 +131,26 @@ class LiveConsole:
             self._live.stop()
             self._live = None
 
-    def _read_new(self) -> list[Record]:
+    def _read_new(self) -> list[records.Record]:
         """New records; none where they cannot be read, which is printed once in a row."""
         try:
-            records, problem = self._tail.read_new(), ""
+            new, problem = self._tail.read_new(), ""
         except OSError as error:
-            records, problem = [], f"{self._tail.path}: {error.strerror or error}"
+            new, problem = [], f"{self._tail.path}: {error.strerror or error}"
         except ConfigError as error:
-            records, problem = [], str(error)
+            new, problem = [], str(error)
         if problem and problem != self._unreadable:
             self.note(f"records cannot be shown: {problem}; the run continues")
         self._unreadable = problem
-        return records
+        return new
 
-    def _print_plain(self, records: list[Record], problems: list[list[str]], statuses: dict[str, str]) -> None:
+    def _print_plain(self, new: list[records.Record], problems: list[list[str]], statuses: dict[str, str]) -> None:
         if not self.view.steps or self._clock() - self._changed > QUIET_S:
             for process, text in statuses.items():
                 if self._statuses.get(process) != text:
                     self.note(f"{process}: {text}")
         self._statuses = statuses
-        for record, found in zip(records, problems, strict=True):
+        for record, found in zip(new, problems, strict=True):
             line = self._plain_line(record)
             for text in [*([line] if line else []), *found]:
                 self.note(text)
@@ -170,26 +160,26 @@ class LiveConsole:
         # Wrapping would split one event over several lines of a log file.
         self._console.print(f"[{duration(self._clock() - self._started)}] {text}", markup=False, soft_wrap=True)
 
-    def _plain_line(self, record: Record) -> str | None:
+    def _plain_line(self, record: records.Record) -> str | None:
         name = self.view.prefix(record.adapter)
         match record:
-            case StepRecord():
+            case records.StepRecord():
                 return name + self._step_line(record)
-            case EvalRecord():
+            case records.EvalRecord():
                 which = "" if record.name == DEFAULT_SET else f", {record.name}"
                 return f"{name}eval of v{record.version}{which}: {record.figures()}"
-            case RolloutSampleRecord() | CheckpointRecord() | PublishRecord():
+            case records.RolloutSampleRecord() | records.CheckpointRecord() | records.PublishRecord():
                 return None
-            case MembersRecord():
+            case records.MembersRecord():
                 return members_line(record)
-            case ResumeRecord():
+            case records.ResumeRecord():
                 return f"{name}resumed from checkpoint v{record.version}"
-            case AdapterStateRecord():
+            case records.AdapterStateRecord():
                 reason = f": {record.reason}" if record.reason else ""
                 shown = name or record.state is AdapterPhase.FAILED
                 return f"{name}{record.state} at v{record.version}{reason}" if shown else None
 
-    def _step_line(self, record: StepRecord) -> str:
+    def _step_line(self, record: records.StepRecord) -> str:
         view, adapter, get = self.view, self.view.adapter(record.adapter), record.metrics.get
         sync, left = view.sync_p50(), view.remaining_s()
         if record.by_client:
@@ -211,7 +201,7 @@ class LiveConsole:
         parts: list[RenderableType] = [progress]
         problems = list(view.problems)
         for name, one in view.adapters.items():
-            newest: tuple[Record | None, ...] = (one.steps[-1] if one.steps else None, one.last_eval)
+            newest: tuple[records.Record | None, ...] = (one.steps[-1] if one.steps else None, one.last_eval)
             parts += [Text(self._plain_line(record) or "") for record in newest if record is not None]
             if one.state is AdapterPhase.FAILED:
                 problems.append(f"{view.prefix(name)}failed at v{one.steps_done}: {one.reason}")
@@ -222,7 +212,7 @@ class LiveConsole:
         return Panel(Group(*parts), title=self._folder.name, title_align="left", border_style="dim")
 
 
-def client_line(record: StepRecord, view: RunView) -> str:
+def client_line(record: records.StepRecord, view: RunView) -> str:
     """A client's step: what is known of it. ``step 12  loss 0.310  grad 0.120  lr 0.004  48 tokens ...``."""
     taken = "" if record.taken else " skipped: its gradient is not finite"
     loss, grad, lr = (number(record.metrics.get(f"train/{name}")) for name in ("loss", "grad_norm", "lr"))
@@ -242,7 +232,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%"
 
 
-def eval_text(record: EvalRecord | None) -> str:
+def eval_text(record: records.EvalRecord | None) -> str:
     """``0.850 (v20)``: accuracy of an evaluation, or mean reward where the task has no rule."""
     if record is None:
         return "-"

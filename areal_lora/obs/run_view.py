@@ -6,18 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from areal_lora.obs.metrics.records import (
-    AdapterStateRecord,
-    CheckpointRecord,
-    EvalRecord,
-    MembersRecord,
-    PublishRecord,
-    Record,
-    ResumeRecord,
-    RolloutSampleRecord,
-    StepRecord,
-    mean_lag,
-)
+from areal_lora.obs.metrics import records
 from areal_lora.obs.warnings import Warnings
 from areal_lora.types import AdapterPhase
 
@@ -36,7 +25,7 @@ def flat_problem(steps: int) -> str | None:
     return f"no gradient: all groups of {last} had equal rewards"
 
 
-def publish_problem(record: PublishRecord) -> str | None:
+def publish_problem(record: records.PublishRecord) -> str | None:
     """Describe the problem of a publish in one line; None if there is none."""
     if record.version > 0 and not record.differs_from_base:
         return f"publish v{record.version}: the servers still score like the base model"
@@ -50,7 +39,7 @@ def counted(done: int, total: int | None) -> str:
     return f"{done}" if total is None else f"{done}/{total}"
 
 
-def newest_state(recorded: AdapterStateRecord | None, steps_done: int, total: int | None) -> AdapterPhase:
+def newest_state(recorded: records.AdapterStateRecord | None, steps_done: int, total: int | None) -> AdapterPhase:
     """The recorded state; without one what the steps tell, as in files of earlier versions and after a resume."""
     if recorded is not None:
         return recorded.state
@@ -64,33 +53,35 @@ class AdapterView:
 
     def __init__(self, total: int | None) -> None:
         self.total = total
-        self.steps: deque[StepRecord] = deque(maxlen=KEPT)
+        self.steps: deque[records.StepRecord] = deque(maxlen=KEPT)
         self.resumed_at = 0
         self.flat_steps = 0
         self._faults_shown = 0
         self._warnings = Warnings()
-        self._evals: deque[EvalRecord] = deque(maxlen=KEPT)
-        self._recorded: AdapterStateRecord | None = None
+        self._evals: deque[records.EvalRecord] = deque(maxlen=KEPT)
+        self._recorded: records.AdapterStateRecord | None = None
 
-    def add(self, record: StepRecord | EvalRecord | ResumeRecord | AdapterStateRecord) -> None:
+    def add(
+        self, record: records.StepRecord | records.EvalRecord | records.ResumeRecord | records.AdapterStateRecord
+    ) -> None:
         match record:
-            case StepRecord():
+            case records.StepRecord():
                 self.steps.append(record)
                 self.flat_steps = self.flat_steps + 1 if record.flat else 0
-            case EvalRecord(order=0):
+            case records.EvalRecord(order=0):
                 self._evals.append(msgspec.structs.replace(record, samples=[]))
-            case ResumeRecord(version=version):
+            case records.ResumeRecord(version=version):
                 self.resumed_at, self._recorded, self.flat_steps, self._faults_shown = version, None, 0, 0
                 self._warnings = Warnings()
                 self.steps = deque((s for s in self.steps if s.version < version), maxlen=KEPT)
                 self._evals = deque((e for e in self._evals if e.version <= version), maxlen=KEPT)
-            case AdapterStateRecord(steps=steps):
+            case records.AdapterStateRecord(steps=steps):
                 self._recorded = record
                 self.total = self.total if steps is None else steps
-            case EvalRecord():
+            case records.EvalRecord():
                 pass
 
-    def new_faults(self, record: StepRecord) -> str | None:
+    def new_faults(self, record: records.StepRecord) -> str | None:
         """The faults of rollouts once there are twice as many as when they were last shown."""
         n = sum(record.retried.get(kind, 0) + record.dropped.get(kind, 0) for kind in record.faults)
         if n < max(1, 2 * self._faults_shown):
@@ -103,7 +94,7 @@ class AdapterView:
         return self._warnings.of(list(self.steps)[-WINDOW:])
 
     @property
-    def last_eval(self) -> EvalRecord | None:
+    def last_eval(self) -> records.EvalRecord | None:
         """The newest one of the first set; None as well where a resume superseded all."""
         return self._evals[-1] if self._evals else None
 
@@ -134,7 +125,7 @@ class AdapterView:
         counts: Counter[int] = Counter()
         for step in self.steps:
             counts.update(step.staleness)
-        return mean_lag(counts)
+        return records.mean_lag(counts)
 
 
 class RunView:
@@ -146,9 +137,9 @@ class RunView:
 
     def __init__(self, totals: Mapping[str, int | None]) -> None:
         self.adapters = {name: AdapterView(total) for name, total in totals.items()}
-        self.steps: deque[StepRecord] = deque(maxlen=KEPT)
+        self.steps: deque[records.StepRecord] = deque(maxlen=KEPT)
         """Of all adapters, in the order of training."""
-        self.publishes: deque[PublishRecord] = deque(maxlen=KEPT)
+        self.publishes: deque[records.PublishRecord] = deque(maxlen=KEPT)
         self.problems: deque[str] = deque(maxlen=PROBLEMS_SHOWN)
 
     @property
@@ -164,29 +155,29 @@ class RunView:
         """The start of a line about the adapter: nothing where the run has one."""
         return "" if self.only else f"{name}: "
 
-    def add(self, record: Record) -> list[str]:
+    def add(self, record: records.Record) -> list[str]:
         """Take in ``record``; returns the problems that it shows."""
         found: list[str | None] = []
         match record:
-            case StepRecord():
+            case records.StepRecord():
                 adapter = self.adapter(record.adapter)
                 adapter.add(record)
                 self.steps.append(record)
                 found = [flat_problem(adapter.flat_steps), adapter.new_faults(record), *adapter.new_warnings()]
-            case EvalRecord() | AdapterStateRecord():
+            case records.EvalRecord() | records.AdapterStateRecord():
                 self.adapter(record.adapter).add(record)
-            case PublishRecord():
+            case records.PublishRecord():
                 self.publishes.append(record)
                 # Without a gradient it equals the base because it has not moved.
                 flat = self.adapter(record.adapter).flat_steps
                 found = [None if flat else publish_problem(record), *self._lost(record)]
-            case MembersRecord():
+            case records.MembersRecord():
                 found = [*self._lost(record)]
-            case CheckpointRecord(failed=True, version=version):
+            case records.CheckpointRecord(failed=True, version=version):
                 found = [f"checkpoint v{version} was not written: see the trainer's log, and the room on the disk"]
-            case RolloutSampleRecord() | CheckpointRecord():
+            case records.RolloutSampleRecord() | records.CheckpointRecord():
                 pass
-            case ResumeRecord(adapter=name, version=version):
+            case records.ResumeRecord(adapter=name, version=version):
                 self.adapter(name).add(record)
                 self.steps = deque((s for s in self.steps if s.adapter != name or s.version < version), maxlen=KEPT)
                 self.publishes.clear()  # those were to other processes
@@ -195,7 +186,7 @@ class RunView:
         self.problems.extend(problems)
         return problems
 
-    def _lost(self, record: PublishRecord | MembersRecord) -> list[str]:
+    def _lost(self, record: records.PublishRecord | records.MembersRecord) -> list[str]:
         """Which servers were excluded, and why; a publish and the change of members after it name the same."""
         found = [f"{name} is excluded: {why}" for name, why in record.lost.items()]
         return [text for text in found if self.prefix(record.adapter) + text not in self.problems]

@@ -81,9 +81,12 @@ def not_finite(steps: Steps) -> str | None:
 
 
 def slow_reward(steps: Steps) -> str | None:
-    waits, seconds = [step.trainer_idle or 0.0 for step in steps[-NEEDED:]], _values(steps, "reward_cost/seconds")
-    slow = seconds and min(took / max(step.step_s, 1e-9) for took, step in zip(seconds, steps[-NEEDED:], strict=True))
-    if not slow or slow < 0.5 or min(waits) < 0.5:
+    seconds = _values(steps, "reward_cost/seconds")
+    waiting = [
+        took > 0.5 * step.step_s and (step.trainer_idle or 0.0) > 0.5
+        for took, step in zip(seconds, steps[-NEEDED:], strict=False)
+    ]
+    if not waiting or not all(waiting):
         return None
     took = statistics.fmean(seconds)
     return f"the trainer waits, and scoring a group takes {took:.1f} s: raise reward.workers, or make the reward faster"
@@ -96,7 +99,7 @@ RULES = tuple(
 
 
 class Warnings:
-    """The warnings of one adapter: each when it begins and whenever it has lasted twice as long."""
+    """The warnings of one adapter: each at its first step and whenever it has lasted twice as long."""
 
     def __init__(self) -> None:
         self._lasted: dict[str, int] = {}

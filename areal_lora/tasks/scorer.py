@@ -345,9 +345,9 @@ class RewardSum:
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
         """Return one score per item, in order. Raises what `ScorerPool.score` raises."""
-        began = time.monotonic()
+        start_s = time.monotonic()
         columns = await asyncio.gather(*(pool.score(items) for pool in self._pools))
-        self._seconds.append(time.monotonic() - began)
+        self._seconds.append(time.monotonic() - start_s)
         return [weighted(scores, self._labels, self._weights) for scores in zip(*columns, strict=True)]
 
     def take_costs(self) -> dict[str, float]:

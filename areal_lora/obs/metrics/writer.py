@@ -18,15 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from areal_lora.obs.metrics.records import (
-    EvalRecord,
-    Record,
-    ResumeRecord,
-    RolloutSampleRecord,
-    SampleRecord,
-    position,
-    scalars,
-)
+from areal_lora.obs.metrics import records
 from areal_lora.run_folder.atomic import replacing, sync_folder
 from areal_lora.run_folder.events import JsonlSink, refused, whole_lines
 from areal_lora.run_folder.paths import RunFolder
@@ -146,7 +138,7 @@ def _stays(line: bytes, adapter: str, step: int) -> bool:
     return place.adapter != adapter or place.step < step
 
 
-T = TypeVar("T", bound=RolloutSampleRecord | SampleRecord | EvalRecord)
+T = TypeVar("T", bound=records.RolloutSampleRecord | records.SampleRecord | records.EvalRecord)
 
 
 class MetricsWriter:
@@ -163,20 +155,20 @@ class MetricsWriter:
         self._tensorboard_folder = run_folder.tensorboard
         self._left_out = "" if only is None else f"{only}/"
 
-    def write(self, record: Record) -> None:
+    def write(self, record: records.Record) -> None:
         """Append one record; its file holds the record on return. Long texts of samples are cut in the middle."""
-        if isinstance(record, ResumeRecord):
+        if isinstance(record, records.ResumeRecord):
             self._samples.drop(record.adapter, record.version)
-        shown = _shortened(record) if isinstance(record, RolloutSampleRecord | EvalRecord) else record
-        sink = self._samples if isinstance(record, RolloutSampleRecord) else self._jsonl
+        shown = _shortened(record) if isinstance(record, records.RolloutSampleRecord | records.EvalRecord) else record
+        sink = self._samples if isinstance(record, records.RolloutSampleRecord) else self._jsonl
         sink.write(self._encoder.encode(shown))
-        if values := scalars(record):
+        if values := records.scalars(record):
             if self._tensorboard is None:
                 from torch.utils.tensorboard import SummaryWriter  # takes about a second
 
                 self._tensorboard = SummaryWriter(str(self._tensorboard_folder), flush_secs=10)
             for tag, value in values.items():
-                self._tensorboard.add_scalar(tag.removeprefix(self._left_out), value, position(record))
+                self._tensorboard.add_scalar(tag.removeprefix(self._left_out), value, records.position(record))
 
     def close(self) -> None:
         self._jsonl.close()
@@ -192,7 +184,7 @@ class MetricsWriter:
 
 
 def _shortened(record: T) -> T:
-    if isinstance(record, EvalRecord):
+    if isinstance(record, records.EvalRecord):
         return msgspec.structs.replace(record, samples=[_shortened(sample) for sample in record.samples])
     texts = {name: getattr(record, name) for name in ("prompt", "completion", "gold")}
     return msgspec.structs.replace(record, **{name: text and cut_middle(text) for name, text in texts.items()})

@@ -1,4 +1,4 @@
-"""What the console prints of a run that has ended: its result, and the commands with which users go on."""
+"""Closing lines of a run on the console: its result, and the commands to talk to it and to continue."""
 
 import json
 import shlex

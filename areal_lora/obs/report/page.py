@@ -32,7 +32,7 @@ SCRIPTS = ("uPlot.iife.min.js", "page.js")
 STYLES = ("uPlot.min.css", "page.css")
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True):
+class ChartSection(msgspec.Struct, frozen=True, kw_only=True):
     """Charts below the element ``id`` of the page; ``clocks`` by what the names of its lines start with."""
 
     id: str
@@ -45,7 +45,7 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     body: str
-    sections: list[Section]
+    sections: list[ChartSection]
 
 
 def write_report(run_folder: RunFolder | Path | str) -> Path:
@@ -106,16 +106,16 @@ class RunPage:
     def clocks(self) -> dict[str, ClockData]:
         return {name: charts.clock() for name, charts in self.charts.adapters.items()}
 
-    def sections(self, prefix: str = "") -> list[Section]:
+    def sections(self, prefix: str = "") -> list[ChartSection]:
         """The charts of the run and of each of several adapters; ``prefix`` distinguishes runs of one page."""
         clocks = self.clocks()
         if not self.several:
             charts = next(iter(self.charts.adapters.values())).data()
-            return [Section(id=f"{prefix}run", charts=charts, clocks=clocks)]
+            return [ChartSection(id=f"{prefix}run", charts=charts, clocks=clocks)]
         rewarded = (name for name, run in self.runs.items() if not run.endless)
-        found = [Section(id=f"{prefix}run", charts=self.charts.together(rewarded), clocks=clocks)]
+        found = [ChartSection(id=f"{prefix}run", charts=self.charts.together(rewarded), clocks=clocks)]
         return found + [
-            Section(id=f"{prefix}plots-{name}", charts=charts.data(), clocks={name: clocks[name]})
+            ChartSection(id=f"{prefix}plots-{name}", charts=charts.data(), clocks={name: clocks[name]})
             for name, charts in self.charts.adapters.items()
         ]
 
@@ -123,7 +123,7 @@ class RunPage:
         sections = self.sections(prefix)
         return PageData(title=self.config.run.name, body=self._body(sections), sections=sections)
 
-    def _body(self, sections: Sequence[Section]) -> str:
+    def _body(self, sections: Sequence[ChartSection]) -> str:
         folder, config, total = self.folder, self.config, self.figures.total
         subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {self._digest[:12]}"
         if self.several:
@@ -252,7 +252,7 @@ def overview(folder: RunFolder, runs: Mapping[str, AdapterRun], found: RunFigure
     return f"{boxes(total)}{table('Adapters', rows)}<h2>The run</h2>"
 
 
-def _section(name: str, run: AdapterRun, its: Figures, section: Section) -> str:
+def _section(name: str, run: AdapterRun, its: Figures, section: ChartSection) -> str:
     """An adapter: its state with the reason, its figures, charts and samples."""
     why = f": {its.recorded.reason}" if its.recorded and its.recorded.reason else ""
     about = f"{_state(run, its)} after {_made(run, its)} steps{why} · seed {run.seed} · weight {run.weight:g} · "
@@ -296,7 +296,7 @@ def boxes(pairs: Iterable[tuple[str, str]]) -> str:
     return f'<div class="figures">{"".join(found)}</div>'
 
 
-def charts(section: Section) -> str:
+def charts(section: ChartSection) -> str:
     """The place of a section's charts, with their titles; the script draws them."""
     if not section.charts:
         return '<p class="sub">Nothing recorded.</p>'

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.obs.report.charts import ChartData, Line
-from areal_lora.obs.report.page import PageData, RunPage, Section, charts, headlines, table
+from areal_lora.obs.report.page import ChartSection, PageData, RunPage, charts, headlines, table
 
 IGNORED = ("run.name", "run.root")
 SHOWN = 120
@@ -46,12 +46,12 @@ def shown(value: Any) -> str:
 
 
 def pages_of(runs: Sequence[RunPage]) -> PageData:
-    """The page of one run, or of several side by side. Runs of one name are told apart by their number."""
+    """The page of one run, or of several side by side. Runs of one name get numbers."""
     if len(runs) == 1:
         return runs[0].data()
     names = [run.config.run.name for run in runs]
     names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names, 1)]
-    together = Section(
+    together = ChartSection(
         id="runs",
         charts=_joined([(name, section) for name, run in zip(names, runs, strict=True) for section in run.sections()]),
         clocks={
@@ -76,7 +76,7 @@ def _prefix(name: str, adapter: str, run: RunPage) -> str:
     return f"{name} {adapter}" if run.several else name
 
 
-def _joined(sections: Sequence[tuple[str, Section]]) -> list[ChartData]:
+def _joined(sections: Sequence[tuple[str, ChartSection]]) -> list[ChartData]:
     """Charts by title, with the lines of all sections; a line's name starts with its run and adapter."""
     found: dict[tuple[str, str], list[ChartData]] = {}
     for name, section in sections:

@@ -22,18 +22,8 @@ from areal_lora.config.recorded import (
     read_config,
     with_joined,
 )
+from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import iter_metrics, read_metrics
-from areal_lora.obs.metrics.records import (
-    AdapterStateRecord,
-    CheckpointRecord,
-    EvalRecord,
-    PublishRecord,
-    Record,
-    ResumeRecord,
-    RolloutSampleRecord,
-    StepRecord,
-    mean_lag,
-)
 from areal_lora.obs.run_view import newest_state
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.events import count_requeues, count_restarts
@@ -54,8 +44,8 @@ class Figures:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.last_step: StepRecord | None = None
-        self.last_by_adapter: dict[str, StepRecord] = {}
+        self.last_step: records.StepRecord | None = None
+        self.last_by_adapter: dict[str, records.StepRecord] = {}
         """The latest step of each adapter; it holds the counts since the start."""
         self.staleness: Counter[int] = Counter()
         """Trained tokens by versions of lag."""
@@ -68,16 +58,16 @@ class Figures:
         self.probe_mean_abs: float | None = None
         self.checkpoint_bytes: dict[str, int] = {}
         self.checkpoints_failed: Counter[str] = Counter()
-        self.resumes: list[ResumeRecord] = []
-        self.recorded: AdapterStateRecord | None = None
+        self.resumes: list[records.ResumeRecord] = []
+        self.recorded: records.AdapterStateRecord | None = None
         """The newest state since the last resume."""
-        self.early: list[RolloutSampleRecord] = []
-        self.late: deque[RolloutSampleRecord] = deque(maxlen=SAMPLES_KEPT)
-        self.best_eval: EvalRecord | None = None
+        self.early: list[records.RolloutSampleRecord] = []
+        self.late: deque[records.RolloutSampleRecord] = deque(maxlen=SAMPLES_KEPT)
+        self.best_eval: records.EvalRecord | None = None
         """Of the first set: highest accuracy, then highest mean reward, then the newest version."""
-        self.evals: list[EvalRecord] = []
+        self.evals: list[records.EvalRecord] = []
         """The first and last evaluation of the first set without samples; fewer if the run has fewer."""
-        self.sets: dict[tuple[str, str], list[EvalRecord]] = {}
+        self.sets: dict[tuple[str, str], list[records.EvalRecord]] = {}
         """By adapter and name of a set: its first and last evaluation without samples, one if there is one."""
 
     @property
@@ -86,11 +76,11 @@ class Figures:
 
     @property
     def mean_lag(self) -> float | None:
-        return mean_lag(self.staleness)
+        return records.mean_lag(self.staleness)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: records.Record) -> None:
         match record:
-            case StepRecord():
+            case records.StepRecord():
                 self.steps += record.taken
                 self.trained_tokens += record.trained_tokens
                 if self.last_step is None or record.time_s >= self.last_step.time_s:
@@ -99,30 +89,30 @@ class Figures:
                 self.staleness.update(record.staleness)
                 if (rate := record.metrics.get("train/rollout_tokens_per_s")) is not None:
                     self.speeds.append(rate)
-            case PublishRecord():
+            case records.PublishRecord():
                 self.publishes += 1
                 self.publishes_probed += record.probe_max_abs is not None
                 if record.total_ms is not None:
                     self.publish_ms.append(record.total_ms)
                 self.probe_max_abs = _largest(self.probe_max_abs, record.probe_max_abs)
                 self.probe_mean_abs = _largest(self.probe_mean_abs, record.probe_mean_abs)
-            case EvalRecord():
+            case records.EvalRecord():
                 bare = msgspec.structs.replace(record, samples=[])
                 key = (record.adapter, record.name)
                 self.sets[key] = _ends([*self.sets.get(key, ()), bare])
                 if record.order == 0:
                     self.evals = _ends([*self.evals, bare])
                     self.best_eval = max((e for e in (self.best_eval, bare) if e is not None), key=_quality)
-            case CheckpointRecord(failed=True):
+            case records.CheckpointRecord(failed=True):
                 self.checkpoints_failed[record.adapter] += 1
-            case CheckpointRecord():
+            case records.CheckpointRecord():
                 self.checkpoint_bytes[record.adapter] = record.nbytes
-            case RolloutSampleRecord():
+            case records.RolloutSampleRecord():
                 (self.early if len(self.early) < SAMPLES_KEPT else self.late).append(record)
-            case ResumeRecord():
+            case records.ResumeRecord():
                 self.resumes.append(record)
                 self.recorded = None
-            case AdapterStateRecord():
+            case records.AdapterStateRecord():
                 self.recorded = record
 
 
@@ -134,7 +124,7 @@ class RunFigures:
         several = len(adapters) != 1
         self.adapters = {name: Figures() if several else self.total for name in adapters}
 
-    def add(self, record: Record) -> None:
+    def add(self, record: records.Record) -> None:
         self.total.add(record)
         if len(self.adapters) > 1 and record.adapter in self.adapters:
             self.adapters[record.adapter].add(record)
@@ -145,14 +135,14 @@ class RunFigures:
         return self.adapters[name].trained_tokens / tokens if tokens else 0.0
 
 
-def _quality(record: EvalRecord) -> tuple[float, float, int]:
+def _quality(record: records.EvalRecord) -> tuple[float, float, int]:
     accuracy, reward = (-math.inf if v is None else v for v in (record.accuracy, record.reward_mean))
     return accuracy, reward, record.version
 
 
-def _ends(records: list[EvalRecord]) -> list[EvalRecord]:
+def _ends(found: list[records.EvalRecord]) -> list[records.EvalRecord]:
     """The first and the last one."""
-    ordered = sorted(records, key=lambda e: (e.version, e.step))
+    ordered = sorted(found, key=lambda e: (e.version, e.step))
     return [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered
 
 
@@ -264,9 +254,9 @@ def write_summary(
     many = len({adapter for adapter, _ in figures.sets}) > 1
     sets = {
         f"{adapter}/{name}" if many else name: {
-            figure: value for figure, value in records[-1].scalars().items() if value is not None
+            figure: value for figure, value in found[-1].scalars().items() if value is not None
         }
-        for (adapter, name), records in sorted(figures.sets.items())
+        for (adapter, name), found in sorted(figures.sets.items())
     }
     parts = {
         name: _adapter_summary(run, of_run.adapters[name], of_run.share(name), adapters.get(name))
@@ -306,7 +296,7 @@ def write_summary(
     return run_folder.summary
 
 
-def _first_and_last(figures: Figures) -> tuple[EvalRecord | None, EvalRecord | None]:
+def _first_and_last(figures: Figures) -> tuple[records.EvalRecord | None, records.EvalRecord | None]:
     """Two different evaluations; None for what is missing."""
     evals = figures.evals
     return (evals[0] if evals else None), (evals[-1] if len(evals) > 1 else None)

@@ -21,20 +21,14 @@ from typing import Any, Protocol
 
 from areal_lora.config.models import Config
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_
+from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import MetricsTail, VoidRecords, mark_of
-from areal_lora.obs.metrics.records import (
-    AdapterStateRecord,
-    CheckpointRecord,
-    MembersRecord,
-    Record,
-    ResumeRecord,
-    StepRecord,
-)
 from areal_lora.obs.report.page import report_page
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.run_folder.events import StartEvent, read_events
 from areal_lora.run_folder.paths import RunFolder
 
+TIMED = (records.StepRecord, records.ResumeRecord, records.MembersRecord, records.AdapterStateRecord)
 LEFT_OUT = "(left out)"
 FREE_TEXT = ("setup", "extra", "srun_extra", "wrapper")
 """Keys of ``cluster.slurm`` with shell lines and options, in which a key may be exported."""
@@ -106,7 +100,7 @@ class MetricsRow:
 
     line: int
     time_s: float
-    record: Record
+    record: records.Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,15 +191,15 @@ class _UnsavedSteps:
     def __init__(self) -> None:
         self._steps: dict[str, deque[tuple[int, int, float]]] = {}
 
-    def see(self, line: int, record: Record, now_s: float) -> None:
+    def see(self, line: int, record: records.Record, now_s: float) -> None:
         unsaved = self._steps.setdefault(record.adapter, deque())
         match record:
-            case StepRecord(step=step):
+            case records.StepRecord(step=step):
                 unsaved.append((line, step, now_s))
-            case CheckpointRecord(version=version, failed=False):
+            case records.CheckpointRecord(version=version, failed=False):
                 while unsaved and unsaved[0][1] < version:
                     unsaved.popleft()
-            case ResumeRecord():
+            case records.ResumeRecord():
                 unsaved.clear()  # each step before it is in its checkpoint, or void
 
     def first(self, now_s: float) -> int | None:
@@ -229,7 +223,7 @@ class MetricsFollower:
         self._sent, self._clock = sent, clock
         self._undone, self._held = VoidRecords(), _UnsavedSteps()
         self._known = self._line = 0
-        self._waiting: deque[Record] = deque()
+        self._waiting: deque[records.Record] = deque()
         self._time_s = 0.0
 
     def read_new(self, *, everything: bool = False) -> Iterator[MetricsRow]:
@@ -238,8 +232,8 @@ class MetricsFollower:
         Raises ConfigError with file and line for a line that is not a record.
         """
         now_s = self._clock()
-        while records := self._ahead.read_new():
-            for record in records:
+        while new := self._ahead.read_new():
+            for record in new:
                 self._known += 1
                 self._undone.note(self._known, mark_of(record))
                 self._held.see(self._known, record, now_s)
@@ -250,7 +244,7 @@ class MetricsFollower:
                 self._waiting.extend(self._behind.read_new())
             record = self._waiting.popleft()
             self._line += 1
-            if isinstance(record, StepRecord | ResumeRecord | MembersRecord | AdapterStateRecord):
+            if isinstance(record, TIMED):
                 self._time_s = max(self._time_s, record.time_s)
             if self._line > self._sent and self._undone.holds(self._line, mark_of(record)):
                 yield MetricsRow(line=self._line, time_s=self._time_s, record=record)

@@ -109,6 +109,9 @@ HOW: dict[str, How] = {
     "areal-lora add-servers RUN --nodes 3 --servers 8 --time 04:00:00 --partition idle": NO_RUN,
     "areal-lora add-servers RUN --here": NO_RUN,
     "areal-lora remove-servers RUN": Run(says="no spare servers"),
+    "areal-lora page runs/NAME": Elsewhere(
+        test="tests/process/obs/test_page_browser.py::test_a_live_page_follows_the_run", why="a browser"
+    ),
     "areal-lora report runs/NAME": Run(says="report.html"),
     **dict.fromkeys(
         ["areal-lora track runs/NAME --wandb my-project", "areal-lora track runs/NAME --mlflow http://127.0.0.1:5000"],

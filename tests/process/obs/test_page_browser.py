@@ -109,7 +109,7 @@ def test_controls_change_axis_scale_and_zoom(browser: Browser, tmp_path: Path) -
     assert visit.charts("e.plot.series.length")[0] == 3, "raw and smoothed"
     page.locator("#tools input").fill("0")
     assert visit.charts("e.plot.series.length")[0] == 2
-    page.get_by_role("button", name="Reward: logarithmic axis", exact=True).click()
+    page.get_by_role("button", name="Reward: log axis", exact=True).click()
     assert visit.charts("e.plot.scales.y.distr")[0] == 3
     assert visit.problems == []
 

@@ -149,7 +149,7 @@ function mount() {
       const host = old?.host ?? element("div", { class: "chart", role: "img", "aria-label": chart.title });
       const entry = { host, plot: old?.plot, zoomed: old?.zoomed ?? false, section, chart };
       const button = element("button", { type: "button", "aria-pressed": String(isLog(chart)),
-        "aria-label": `${chart.title}: logarithmic axis` }, "log");
+        "aria-label": `${chart.title}: log axis` }, "log");
       button.addEventListener("click", () => {
         if (!state.log.delete(chart.title)) state.log.add(chart.title);
         button.setAttribute("aria-pressed", String(isLog(chart)));

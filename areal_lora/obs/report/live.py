@@ -1,4 +1,4 @@
-"""Serve the page of runs on this machine while they go on: ``areal-lora page``.
+"""Serve the page of runs in progress on this machine: ``areal-lora page``.
 
     browser --GET /TOKEN/ (page), /TOKEN/data (PageData; 304 if nothing changed)--> this process --reads--> run folders
 

@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 
 from areal_lora.obs.metrics.records import ResumeRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
+from areal_lora.obs.report.live import application
 from areal_lora.obs.report.page import PageData
-from areal_lora.obs.report.serve import application
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.fake_run import ADAPTER, make_run
 from tests.support.obs.page import Page
