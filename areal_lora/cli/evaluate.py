@@ -57,13 +57,13 @@ def evaluate(
     chosen = _with_sets(adapter_named(config, adapter), names)
     sets = load_sets(config, chosen, load_tokenizer(config.model.folder))
     print(f"starting vLLM with {version} of {folder}", file=sys.stderr, flush=True)
-    with served(folder, config, chosen, version, 0) as server:
+    with served(folder, config, chosen, [version], 0) as server:
         result = asyncio.run(_measured(folder, config, chosen, sets, server))
     for order, found in enumerate(result.sets):
         if not found.error:
             record = result.record(order)
             text = msgspec.json.encode(record).decode() if as_json else f"{found.name}: {record.figures()}"
-            print(text if as_json else f"{server.model}  {text}")
+            print(text if as_json else f"{server.models[0]}  {text}")
     if lost := [f"{found.name}: {found.error}" for found in result.sets if found.error]:
         raise RolloutError("; ".join(lost))
 
@@ -80,7 +80,7 @@ def _with_sets(adapter: AdapterConfig, names: Sequence[str] | None) -> AdapterCo
 async def _measured(
     folder: RunFolder, config: Config, adapter: AdapterConfig, sets: Sequence[EvalSet], server: ServingEndpoint
 ) -> EvalResult:
-    ref, router = AdapterRef.parse(server.model), Router()
+    ref, router = AdapterRef.parse(server.models[0]), Router()
     router.announce(ref, {"server": server.url.removesuffix("/v1")})
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(CompletionClient(router, ""))  # loopback, without a key

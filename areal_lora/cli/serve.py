@@ -1,5 +1,7 @@
 """``areal-lora serve`` and ``chat``: a version behind vLLM's OpenAI server on loopback, a child of the command."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import signal
@@ -10,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,9 +46,10 @@ def serve(
     folder, config = open_run(run)
     chosen = adapter_named(config, adapter)
     print(f"Starting vLLM with {version} of {folder}", flush=True)
-    with served(folder, config, chosen, version, port) as server:
-        body = json.dumps({"model": server.model, "prompt": "Q: 2 + 2?\nA:", "max_tokens": 32})
-        print(f"{server.model} answers at {server.url} (Ctrl-C ends it). Try it:", flush=True)
+    with served(folder, config, chosen, [version], port) as server:
+        [model] = server.models
+        body = json.dumps({"model": model, "prompt": "Q: 2 + 2?\nA:", "max_tokens": 32})
+        print(f"{model} answers at {server.url} (Ctrl-C ends it). Try it:", flush=True)
         print(f"  curl {server.url}/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
         server.wait()
 
@@ -55,6 +58,7 @@ def chat(
     run: Run,
     version: Version = "newest",
     adapter: Adapter = None,
+    against: Annotated[str | None, typer.Option(metavar="N", help="a second version, which answers, too")] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="send this, print the answer and end")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time")] = 0.0,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="longest answer; the run's if not given")] = None,
@@ -66,18 +70,28 @@ def chat(
     folder, config = open_run(run)
     chosen = adapter_named(config, adapter)
     formatter = Formatter(tokenizer=load_tokenizer(config.model.folder), how=chosen.task.format)
-    print(f"starting vLLM with {version} of {folder}", file=sys.stderr, flush=True)
-    with served(folder, config, chosen, version, 0) as server:
-        talk = Conversation(chosen, formatter, server, temperature, max_tokens or chosen.sampling.max_new_tokens)
+    versions = [version] if against is None else [version, against]
+    print(f"starting vLLM with {' and '.join(versions)} of {folder}", file=sys.stderr, flush=True)
+    with served(folder, config, chosen, versions, 0) as server:
+        longest = max_tokens or chosen.sampling.max_new_tokens
+        talks = [Conversation(chosen, formatter, server, m, temperature, longest) for m in server.models]
         if prompt is not None:
-            print(talk.answer(prompt))
+            print(_answers(talks, prompt))
             return
-        print(f"{server.model} listens; /new starts again, Ctrl-D ends", file=sys.stderr)
+        print(f"{' and '.join(server.models)} listen; /new starts again, Ctrl-D ends", file=sys.stderr)
         while (text := _typed()) is not None:
             if text == "/new":
-                talk.turns.clear()
+                for talk in talks:
+                    talk.turns.clear()
             elif text:
-                print(talk.answer(text), flush=True)
+                print(_answers(talks, text), flush=True)
+
+
+def _answers(talks: Sequence[Conversation], text: str) -> str:
+    """The answer; those of two versions below their names."""
+    if len(talks) == 1:
+        return talks[0].answer(text)
+    return "\n".join(f"{talk.model}:\n{talk.answer(text)}" for talk in talks)
 
 
 def _typed() -> str | None:
@@ -89,10 +103,10 @@ def _typed() -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingEndpoint:
-    """A server that answers; ``model`` is the name that requests give."""
+    """A server that answers; ``models`` are the names that requests give, one for each version."""
 
     url: str
-    model: str
+    models: tuple[str, ...]
     process: subprocess.Popen[bytes]
     log: Path
 
@@ -103,20 +117,23 @@ class ServingEndpoint:
 
 @contextlib.contextmanager
 def served(
-    folder: RunFolder, config: Config, adapter: AdapterConfig, version: str, port: int
+    folder: RunFolder, config: Config, adapter: AdapterConfig, versions: Sequence[str], port: int
 ) -> Iterator[ServingEndpoint]:
-    """Export the version of ``adapter`` to a temporary folder and serve it until the block ends; port 0: a free one.
+    """Export versions of ``adapter`` to a temporary folder and serve them until the block ends; port 0: a free one.
 
     Raises ConfigError for a version or port that is not available, ProcessFailed with the last lines of a server that
     does not start.
     """
-    chosen = pick_version(folder, config, version, adapter.name)
+    picked = [pick_version(folder, config, version, adapter.name) for version in versions]
+    chosen = list({version.ref: version for version in picked}.values())
     port = free_port(port)
     with tempfile.TemporaryDirectory(prefix="areal-lora-") as temporary, _ended_by_term():
-        exported, log = Path(temporary) / "adapter", Path(temporary) / "server.log"
-        chosen.export(exported)
+        log = Path(temporary) / "server.log"
+        for version in chosen:
+            version.export(Path(temporary) / str(version.ref))
         command = [config.rollout.python or sys.executable, "-m", "areal_lora.engine.vllm_ext.stock"]
-        command += ["--run-folder", str(folder), "--lora", f"{chosen.ref}={exported}", "--port", str(port)]
+        command += ["--run-folder", str(folder), "--port", str(port)]
+        command += ["--lora", *(f"{version.ref}={Path(temporary) / str(version.ref)}" for version in chosen)]
         with log.open("wb") as out:
             try:
                 process = subprocess.Popen(
@@ -128,7 +145,9 @@ def served(
         try:
             url = f"http://127.0.0.1:{port}/v1"
             _wait(process, f"{url}/models", log)
-            yield ServingEndpoint(url=url, model=str(chosen.ref), process=process, log=log)
+            yield ServingEndpoint(
+                url=url, models=tuple(str(version.ref) for version in chosen), process=process, log=log
+            )
         finally:
             process.terminate()
             try:
@@ -192,6 +211,7 @@ class Conversation:
     adapter: AdapterConfig
     formatter: Formatter
     server: ServingEndpoint
+    model: str
     temperature: float
     max_tokens: int
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -200,7 +220,7 @@ class Conversation:
         """The answer to ``text``. Raises RolloutError with the server's reason."""
         sample = typed_sample(self.adapter.task, text, self.turns)
         body = {
-            "model": self.server.model,
+            "model": self.model,
             "prompt": self.formatter.token_ids(sample),
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,

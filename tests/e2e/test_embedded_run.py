@@ -290,6 +290,9 @@ def test_the_printed_chat_command_talks_to_the_last_version(run: Run) -> None:
     done = shell(f"{run.printed('chat')} --prompt {shlex.quote(sample.prompt)}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == sample.completion.strip()
+    before = versions_in(RunFolder(run.folder).checkpoints / "gsm8k")[0]
+    both = shell(f"{run.printed('chat')} --against {before} --prompt {shlex.quote(sample.prompt)}")
+    assert both.stdout.startswith(f"gsm8k@v{STEPS}:\n{sample.completion.strip()}\ngsm8k@v{before}:\n"), both.stderr
 
 
 def test_an_exported_version_is_the_folder_that_the_run_has_written(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI server with one adapter: ``python -m areal_lora.engine.vllm_ext.stock --run-folder DIR ...``.
+"""vLLM's own OpenAI server with adapters: ``python -m areal_lora.engine.vllm_ext.stock --run-folder DIR ...``.
 
 Nothing of a run's servers is in it: no admin plane, no publishes. It reads the model's settings from the run folder and
 ends with its parent. The plugin of this package supplies LoRA on CPU experts.
@@ -25,7 +25,7 @@ MODULE = "vllm.entrypoints.openai.api_server"
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.stock", description=__doc__)
     parser.add_argument("--run-folder", type=RunFolder.of, required=True)
-    parser.add_argument("--lora", required=True, metavar="NAME=FOLDER")
+    parser.add_argument("--lora", required=True, metavar="NAME=FOLDER", nargs="+")
     parser.add_argument("--port", type=int, required=True)
     args = parser.parse_args(argv)
     die_with_parent(signal.SIGTERM)
@@ -49,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def stock_arguments(config: Config, lora: str, port: int) -> list[str]:
+def stock_arguments(config: Config, lora: Sequence[str], port: int) -> list[str]:
     """Arguments of vLLM's server for the run's model and sizes; pure."""
     rollout = config.rollout
     words = ["--host", "127.0.0.1", "--port", str(port), "--model", config.model.folder, "--dtype", config.model.dtype]
     words += ["--max-model-len", str(rollout.max_model_len), "--tensor-parallel-size", str(rollout.tp)]
-    words += ["--enable-lora", "--max-lora-rank", str(rollout.max_lora_rank), "--lora-modules", lora]
+    words += ["--enable-lora", "--max-lora-rank", str(rollout.max_lora_rank), "--lora-modules", *lora]
     # As on a run's own servers; otherwise it is the folder, and vLLM's errors cut paths out of what they quote.
     words += ["--served-model-name", "base", "--disable-uvicorn-access-log"]
     on_cpu = config.cluster.device == "cpu"
