@@ -26,6 +26,7 @@ import psutil
 import pytest
 import torch
 
+from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.tasks.datasets import load_samples
@@ -290,7 +291,7 @@ def test_the_printed_chat_command_talks_to_the_last_version(run: Run) -> None:
     done = shell(f"{run.printed('chat')} --prompt {shlex.quote(sample.prompt)}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == sample.completion.strip()
-    before = versions_in(RunFolder(run.folder).checkpoints / "gsm8k")[0]
+    before = versions_in(run.folder / "checkpoints" / "gsm8k")[0]
     both = shell(f"{run.printed('chat')} --against {before} --prompt {shlex.quote(sample.prompt)}")
     assert both.stdout.startswith(f"gsm8k@v{STEPS}:\n{sample.completion.strip()}\ngsm8k@v{before}:\n"), both.stderr
 

@@ -27,7 +27,7 @@ LINES = {
     "": 766,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; TokenColumns
     "algorithms": 1143,
     "checkpoint": 1458,
-    "cli": 2161,  # the trainer's speed and memory; page
+    "cli": 2181,  # the trainer's speed and memory; page; two versions in a chat
     "config": 4226,  # cp, fsdp_shard, max_behind, profile; memory by kind of recompute, of dispatch, loss and packers
     "data": 616,  # micro-batches whose ranks have equal attention; a batch between ranks as rows and one array
     "distributed": 360,  # broadcast_array
@@ -45,7 +45,7 @@ LINES = {
     "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
     "service": 5575,  # refusals of AdamW's values name their field
     "tasks": 3278,  # the time of scoring
-    "trainer": 3716,  # truncated answers; steps ahead of a slow disk; columns follow the message; metrics of speed and memory
+    "trainer": 3716,  # steps ahead of a slow disk; columns; metrics of speed, memory and truncation
     "weight_sync": 4688,
 }
 """Lines of each room; those of the package's own files are under the empty name."""
