@@ -10,11 +10,13 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from areal_lora.processes.startup import collector_paused
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -145,6 +147,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
     config.option.loadscopereorder = False
     return Lanes(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collection imports nearly everything; what it has made is never looked through for garbage (``gc.freeze``)."""
+    with collector_paused():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
