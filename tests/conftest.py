@@ -87,14 +87,20 @@ def slurm(cluster: Slurm) -> Iterator[Slurm]:
     cluster.cancel(cluster.jobs())
 
 
+_LIBRARIES = set[str]()
+
+
 @pytest.fixture(autouse=True)
 def _user_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Forget the folders and modules of user code that a test has loaded: the next one has others of the same names."""
     path, folder = sys.path.copy(), f"{tmp_path_factory.getbasetemp()}{os.sep}"
     yield
     sys.path[:] = path
-    for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(folder)]:
-        del sys.modules[name]
+    for name in sys.modules.keys() - _LIBRARIES:  # looking at all ten thousand would take longer than most tests
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
+            del sys.modules[name]
+        else:
+            _LIBRARIES.add(name)
 
 
 @pytest.fixture(autouse=True)

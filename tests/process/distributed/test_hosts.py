@@ -47,7 +47,7 @@ def ranks(hosts):
 
 def tell(ranks, line: object) -> None:
     for process in ranks:
-        process.stdin.write(json.dumps(line).encode() + b"\n")
+        process.stdin.write(json.dumps(line) + "\n")
         process.stdin.flush()
 
 

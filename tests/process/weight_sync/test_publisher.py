@@ -266,6 +266,7 @@ def test_a_server_stopped_during_a_transfer_is_given_up_and_comes_back_when_it_c
     assert names(report) == list(WORKERS)
     cluster.assert_served(cluster.version, seed)
     cluster.open(backend=each_way)
+    cluster.next(39)
 
 
 def test_a_server_started_again_between_publishes_is_asked_under_its_new_address(cluster):
