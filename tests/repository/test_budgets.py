@@ -40,7 +40,7 @@ LINES = {
     "obs": 3081,  # spans that count and that a profiler sees; traces; plots of speed and memory
     "operations": 545,
     "platforms": 141,  # peaks of devices and memory on them; names of two torch versions; upload
-    "processes": 376,  # shared_memory, which servers use, too: from launcher
+    "processes": 377,  # shared_memory, which servers use, too: from launcher; stacks at a fatal signal
     "rollout": 5926,  # answers in columns, and over a restart of the trainer
     "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
     "service": 5575,  # refusals of AdamW's values name their field
