@@ -162,7 +162,8 @@ def test_long_tails_in_balance_are_as_fast_and_fresher() -> None:
     fresh, full = fresh_and_full(train_s=lambda _: 2.7, tokens=long_tail)
     assert fresh.steps_per_hour(WARM_UP) >= 0.985 * full.steps_per_hour(WARM_UP)
     assert fresh.lag(WARM_UP) < full.lag(WARM_UP) - 0.2
-    assert max(fresh.stale, full.stale) <= 0.03 * 100 * 16, "a tenth would be without the next test's rule"
+    # Of 1,600 groups 53 at most with 50 seeds; 88 at least with 8 seeds without the next test's rule.
+    assert max(fresh.stale, full.stale) <= 80
 
 
 @pytest.mark.parametrize("pacing", ["fresh", "full"])
