@@ -10,11 +10,13 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from areal_lora.processes.startup import collector_paused
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -85,14 +87,20 @@ def slurm(cluster: Slurm) -> Iterator[Slurm]:
     cluster.cancel(cluster.jobs())
 
 
+_LIBRARIES = set[str]()
+
+
 @pytest.fixture(autouse=True)
 def _user_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Forget the folders and modules of user code that a test has loaded: the next one has others of the same names."""
     path, folder = sys.path.copy(), f"{tmp_path_factory.getbasetemp()}{os.sep}"
     yield
     sys.path[:] = path
-    for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(folder)]:
-        del sys.modules[name]
+    for name in sys.modules.keys() - _LIBRARIES:  # looking at all ten thousand would take longer than most tests
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
+            del sys.modules[name]
+        else:
+            _LIBRARIES.add(name)
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +153,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
     config.option.loadscopereorder = False
     return Lanes(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collection imports nearly everything; what it has made is never looked through for garbage (``gc.freeze``)."""
+    with collector_paused():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -77,8 +77,17 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(text) for path, text in sources().items()}
 
 
-def nodes(kind: type[ast.AST]) -> Iterator[ast.AST]:
-    return (node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, kind))
+@cache
+def all_nodes() -> dict[type[ast.AST], list[ast.AST]]:
+    found: dict[type[ast.AST], list[ast.AST]] = {}
+    for tree in trees().values():
+        for node in ast.walk(tree):
+            found.setdefault(type(node), []).append(node)
+    return found
+
+
+def nodes(kind: type[ast.AST]) -> list[ast.AST]:
+    return all_nodes().get(kind, [])
 
 
 def lines_by_room() -> Counter[str]:

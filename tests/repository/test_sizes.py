@@ -30,6 +30,14 @@ def test_a_sample_has_one_of_each_kind_in_the_order_of_the_cases(monkeypatch: py
         assert len(draw(monkeypatch, by, suite=1)) in (3, 4), "kinds come first"
 
 
+def test_no_case_of_a_sample_of_kinds_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for by in map(str, range(50)):
+        drawn = draw(monkeypatch, by, suite=0)
+        for one in drawn:
+            others = [case for case in drawn if case != one]
+            assert len({family for family, _ in others}) + len({n == 0 for _, n in others}) < 5
+
+
 def test_commits_reach_all_cases_and_one_commit_draws_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = [draw(monkeypatch, str(by)) for by in range(100)]
     assert {case for cases in drawn for case in cases} == set(CASES)

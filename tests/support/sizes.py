@@ -38,7 +38,8 @@ def sample(
 ) -> list[T]:
     """All of the ``cases`` at night; else ``suite`` of them, in their order, drawn by ``seed``.
 
-    At least one case of each of the ``kinds`` is among them, and that may take more than ``suite``.
+    At least one case of each of the ``kinds`` is among them, and that may take more than ``suite``: no more than
+    there must be, none of these cases can be left out.
     """
     cases = list(cases)
     if nightly:
@@ -50,5 +51,8 @@ def sample(
         if not seen.issuperset(new := set(kinds(cases[i]))):
             chosen.append(i)
             seen |= new
+    for i in chosen.copy():  # a later case may have all kinds of an earlier one
+        if not set(kinds(cases[i])) - {kind for other in chosen if other != i for kind in kinds(cases[other])}:
+            chosen.remove(i)
     chosen += [i for i in order if i not in chosen][: max(suite - len(chosen), 0)]
     return [cases[i] for i in sorted(chosen)]

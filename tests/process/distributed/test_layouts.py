@@ -62,6 +62,7 @@ VALUE_GRADIENT_TOLERANCE = 1e-4
 SEED = 9
 LOT = 7
 
+MIXTURES = ("moe", "mixtral", "qwen2_moe")
 SPLITS: dict[str, dict[str, Any]] = {
     "ep2": {"ep": 2},
     "etp2": {"etp": 2},
@@ -154,16 +155,28 @@ def kinds(case: Case) -> Iterator[object]:
         "dp": case.world > case.tp * case.cp * case.pp,
         f"{case.expert_layout} of several ranks": case.world > 1,
         "dropout of several ranks": case.dropout and case.world > 1,
-        "recompute": case.recompute,
+        "recompute": case.recompute != "none",
         "copies": case.fsdp_shard is not None,
         case.model: case.engine == "fsdp",
     }
     yield from ((case.engine, fact) for fact, holds in facts.items() if holds)
 
 
+def divisions(case: Case) -> Iterator[object]:
+    """What the layouts with a critic, and with another adapter beside, have at least one of, for each engine."""
+    sizes = {"tp": case.tp, "ep": case.ep, "etp": case.etp, "pp": case.pp, "cp": case.cp}
+    divided = [name for name, n in sizes.items() if n > 1]
+    if case.world > case.tp * case.cp * case.pp:
+        divided.append("dp")
+    yield from ((case.engine, name) for name in (divided or ["one rank"]))
+    yield case.engine, case.expert_layout, "experts" if case.model in MIXTURES else "dense"
+
+
 CASES = sample(EVERY, 0, kinds)
 BY_NAME = {case.name: case for case in CASES}
 all_layouts = pytest.mark.parametrize("name", list(BY_NAME))
+NEIGHBOURS = [case.name for case in sample(CASES, 0, divisions)]
+with_neighbours = pytest.mark.parametrize("name", NEIGHBOURS)
 
 
 def lot_of(case: Case) -> list[Case]:
@@ -200,7 +213,11 @@ class World:
             folder.mkdir()
             try:
                 self._ranks[key] = run_ranks(
-                    exercise_all, cases[0].world, folder, (self.paths, cases, self.numpy_wires()), timeout_s=280.0
+                    exercise_all,
+                    cases[0].world,
+                    folder,
+                    (self.paths, cases, NEIGHBOURS, self.numpy_wires()),
+                    timeout_s=280.0,
                 )
             except RanksFailed as failure:  # kept, or every test would start the world again
                 self._ranks[key] = failure
@@ -382,7 +399,7 @@ def test_base_is_bit_identical_after_training(world: World, name: str) -> None:
         assert np.array_equal(rank["base_after"], rank["base"])
 
 
-@all_layouts
+@with_neighbours
 def test_an_adapter_trains_beside_another_one_as_if_it_were_alone(world: World, name: str) -> None:
     """No byte differs, though the other one has another rank, other targets and another expert layout."""
     for rank in world.ranks(name):
@@ -399,7 +416,7 @@ def test_an_adapter_trains_beside_another_one_as_if_it_were_alone(world: World, 
         assert "'other' is not resident" in seen["removed"]
 
 
-@all_layouts
+@with_neighbours
 def test_many_steps_beside_another_adapter_differ_in_no_byte(world: World, name: str) -> None:
     """Gradients before every step, weights and both moments after the last; also where this rank owns none of them."""
     for rank in world.ranks(name):
@@ -411,7 +428,7 @@ def test_many_steps_beside_another_adapter_differ_in_no_byte(world: World, name:
         assert len({*alone["gradients"]}) == STEPS or not any(map(len, alone["gradients"]))
 
 
-@all_layouts
+@with_neighbours
 def test_a_step_of_several_passes_is_that_of_one(world: World, name: str) -> None:
     ranks = [rank["beside"]["many_alone"] for rank in world.ranks(name)]
     whole, chunked = union(ranks, "whole"), union(ranks, "chunked")
@@ -450,7 +467,7 @@ def test_both_engines_publish_alike(world: World, name: str) -> None:
     assert [len(rank["loaded"]) for rank in ranks[1:]] == [0] * (len(ranks) - 1)
 
 
-@all_layouts
+@with_neighbours
 def test_a_critic_gives_values_and_gradients_like_transformers(world: World, name: str) -> None:
     """Values, clipped value loss and gradients of head and adapter, whatever divides the model or the batch."""
     values, grads, loss = world.value_truth(BY_NAME[name].kind)
@@ -468,7 +485,7 @@ def test_a_critic_gives_values_and_gradients_like_transformers(world: World, nam
     assert worst < VALUE_GRADIENT_TOLERANCE
 
 
-@all_layouts
+@with_neighbours
 def test_critic_and_policy_change_no_byte_of_each_other(world: World, name: str) -> None:
     for rank in world.ranks(name):
         seen = rank["critic"]
@@ -484,7 +501,7 @@ def test_critic_and_policy_change_no_byte_of_each_other(world: World, name: str)
     assert all(np.array_equal(values, wire[n].numpy()) for n, values in loaded.items())
 
 
-@all_layouts
+@with_neighbours
 def test_a_frozen_copy_scores_as_its_source_did_until_it_is_replaced(world: World, name: str) -> None:
     for rank in world.ranks(name):
         seen = rank["critic"]

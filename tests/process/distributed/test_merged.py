@@ -17,7 +17,7 @@ from tests.support.sizes import size
 
 pytestmark = pytest.mark.slow
 
-VERSIONS, VERSIONS_OF_FOUR = size(50, 200), 6
+VERSIONS, VERSIONS_OF_FOUR = size(12, 200), 6
 CASES = [
     Case("tp2 ep2", 2, "moe", tp=2, ep=2),
     Case("tp2 ep2, one adapter for all experts", 2, f"moe{SHARED}", tp=2, ep=2),

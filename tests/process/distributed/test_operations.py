@@ -25,7 +25,7 @@ CASES = [
 def test_operations_are_the_engines_verbs(case: Case, tmp_path: Path) -> None:
     ranks = run_ranks(exercise, case.world, tmp_path, (str(EXAMPLES / "tiny_model"), case), timeout_s=400.0)
     for found in ranks:
-        assert found["ops"] == found["plain"], "eight steps, with values of the call and with configured ones"
+        assert found["ops"] == found["plain"], "a step of each loss, with values of the call and with configured ones"
         assert found["neighbour"][0] == found["neighbour"][1], "the adapter beside them"
         assert found["poisoned"][0] == found["poisoned"][1]
         assert found["after"][0] == found["after"][1], "a forgotten window leaves nothing"

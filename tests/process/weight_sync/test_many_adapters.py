@@ -22,6 +22,7 @@ from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from tests.support.clocks import wait_until
+from tests.support.sizes import size
 from tests.support.weight_sync import processes as ps
 from tests.support.weight_sync.many import (
     Adapters,
@@ -269,7 +270,7 @@ def resident_kib() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
 
 
-CYCLES = 1000
+CYCLES = size(300, 1000)
 
 
 def test_adapters_come_and_go_and_leave_nothing() -> None:
@@ -297,7 +298,7 @@ def test_adapters_come_and_go_and_leave_nothing() -> None:
         wait_until(lambda: "a0" not in server.held.incarnations, 20.0)  # servers are not waited for
         assert all(now <= then for now, then in zip(counts(), before, strict=True))
         grown = resident_kib() - memory
-        assert grown < 8 * 1024, f"{grown} KiB more after {CYCLES} adapters"
+        assert grown < 8 * max(CYCLES, 500), f"{grown} KiB more after {CYCLES} adapters"
         rows = (server.held._residents, server.held.incarnations, adapters.publisher._lanes)
         assert [len(row) for row in rows] == [1, 1, 1]
         assert (len(server.held._free), server.joins) == (3, 1)

@@ -243,10 +243,11 @@ def test_a_server_killed_during_a_transfer_is_given_up_and_comes_back_when_it_wa
 
 
 def test_a_server_stopped_during_a_transfer_is_given_up_and_comes_back_when_it_continues(cluster, each_way):
+    cluster.open(backend=each_way, timeout_s=9.0)  # whose transfer takes its whole time
     report, seconds = during_a_transfer(cluster, "server-2", signal.SIGSTOP, 31)
     try:
         print(f"\nstopped during a transfer: {seconds:.2f} s, {report.attempts} attempts, lost {report.lost}")
-        assert seconds < DEADLINE_S + SLACK_S
+        assert seconds < 9.0 + SLACK_S
         assert (names(report), list(report.lost)) == (["server-0", "server-1"], ["server-2"])
         cluster.assert_served(cluster.version, 31, ["server-0", "server-1"])
         began = time.monotonic()
@@ -264,6 +265,8 @@ def test_a_server_stopped_during_a_transfer_is_given_up_and_comes_back_when_it_c
         cluster.see("newcomers")
     assert names(report) == list(WORKERS)
     cluster.assert_served(cluster.version, seed)
+    cluster.open(backend=each_way)
+    cluster.next(39)
 
 
 def test_a_server_started_again_between_publishes_is_asked_under_its_new_address(cluster):

@@ -203,8 +203,8 @@ def export_gradients(engine: AdapterEngine, name: str = "a") -> list[tuple[str, 
     return exported
 
 
-def exercise(path: str, case: Case, wire: dict[str, Any]) -> dict[str, Any]:
-    """Every claim about one layout, as data for the parent to judge."""
+def exercise(path: str, case: Case, wire: dict[str, Any], neighbours: bool) -> dict[str, Any]:
+    """Every claim about one layout, as data for the parent to judge; with ``neighbours`` those of other adapters."""
     adapter = {n: torch.from_numpy(v) for n, v in wire.items()}
     engine = build(path, case)
     batch, seen = make_batch(make_rows()), {}
@@ -236,8 +236,9 @@ def exercise(path: str, case: Case, wire: dict[str, Any]) -> dict[str, Any]:
     seen["shared"] = memory.weights[slice(*memory.arena.extent(Range.EXPERT_WHOLE))].numpy().tobytes()
     seen["base_after"] = engine.logprobs(batch, adapter=None).numpy()
     seen["frozen_moved"] = [n for n, p in frozen_weights(engine).items() if not torch.equal(p, frozen[n])]
-    seen["beside"] = beside(engine, path, case, adapter)
-    seen["critic"] = critic(engine, path, case, adapter)
+    if neighbours:
+        seen["beside"] = beside(engine, path, case, adapter)
+        seen["critic"] = critic(engine, path, case, adapter)
     if case.dropout:
         seen["dropped"] = dropped(engine, path, case, adapter)
     return seen
@@ -399,11 +400,13 @@ def critic(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Tens
     return seen
 
 
-def exercise_all(paths: dict[str, str], cases: list[Case], wires: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Several layouts of one world in the same processes: importing Megatron costs more than a layout."""
+def exercise_all(
+    paths: dict[str, str], cases: list[Case], neighbours: list[str], wires: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Several layouts of one world in the same processes; other adapters are in those of the names ``neighbours``."""
     results: dict[str, Any] = {}
     for case in cases:
-        results[case.name] = exercise(paths[case.model], case, wires[case.kind])
+        results[case.name] = exercise(paths[case.model], case, wires[case.kind], case.name in neighbours)
         forget_layout()
     names = {case.name for case in cases}
     if "single" in names:

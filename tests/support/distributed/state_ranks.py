@@ -24,6 +24,7 @@ from tests.support.distributed.engine_ranks import (
 )
 
 ADAM = OptimizerConfig(lr=0.01, warmup_steps=3, schedule="linear", max_grad_norm=1e9)
+FURTHER = 3  # the first one ends the warm-up
 State = tuple[int, dict[str, dict[str, np.ndarray]]]  # step, tensors by part and wire name
 
 
@@ -51,11 +52,11 @@ def train(engine: AdapterEngine, steps: int) -> list[dict[str, float]]:
 
 
 def begin(path: str, case: Case) -> dict[str, Any]:
-    """Two steps, the state, and what five further steps do."""
+    """Two steps, the state, and what ``FURTHER`` steps do."""
     engine = build(path, case, ADAM)
     train(engine, 2)
     state = whole_state(engine)
-    after = train(engine, 5)
+    after = train(engine, FURTHER)
     moved = whole_state(engine)
     step, tensors = state
     refused = {}
@@ -79,6 +80,6 @@ def carry(path: str, cases: list[Case], state: State) -> dict[str, Any]:
         engine = build(path, case, ADAM)
         engine.load_state("a", state[1], state[0])
         state = whole_state(engine)
-        seen[case.name] = {"state": state, "after": train(engine, 5), "moved": whole_state(engine)}
+        seen[case.name] = {"state": state, "after": train(engine, FURTHER), "moved": whole_state(engine)}
         forget_layout()
     return seen

@@ -1,4 +1,7 @@
-"""vLLM's own LLM class: log-probabilities of TOKENS (JSON) with and without an adapter folder: BASE ADAPTER TOKENS."""
+"""vLLM's own LLM class: log-probabilities of tokens with and without an adapter.
+
+Its arguments are TOKENS (JSON) and a number of folders BASE ADAPTER; one line for each pair, once it is scored.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-def main(base: str, adapter: str, tokens: list[int]) -> None:
+def scores(base: str, adapter: str, tokens: list[int]) -> list[list[float]]:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -31,8 +34,9 @@ def main(base: str, adapter: str, tokens: list[int]) -> None:
         prompt = {"prompt_token_ids": tokens}
         (output,) = engine.generate([prompt], params, lora_request=request, use_tqdm=False)
         rows.append([output.prompt_logprobs[i][token].logprob for i, token in enumerate(tokens) if i])
-    print(json.dumps(rows))
+    return rows
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    for folders in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
+        print(json.dumps(scores(*folders, json.loads(sys.argv[1]))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,20 @@ def stream(n: int = 100, seed: int = 0, max_prompt_tokens: int = 64) -> PromptSt
     )
 
 
-def trajectory(prompt: Prompt, version: int, index: int = 0, reward: float = 1.0) -> Trajectory:
-    p = len(prompt.token_ids)
+@cache
+def _answer(version: int, tokens: int) -> TokenColumns:
+    logprobs = [-0.5] * (tokens - 1) + [-1.0]
+    return TokenColumns.of([7] * (tokens - 1) + [2], logprobs, [version] * tokens)
+
+
+def trajectory(prompt: Prompt, version: int, index: int = 0, reward: float = 1.0, tokens: int = 2) -> Trajectory:
+    """An answer of ``tokens`` tokens."""
+    prompts = TokenColumns.unsampled(prompt.token_ids)
     return Trajectory(
         uid=f"{prompt.uid}:{index}",
         sample=index,
         adapter=AdapterRef(name=NAME, version=version),
-        columns=TokenColumns.of([*prompt.token_ids, 7, 2], [0.0] * p + [-0.5, -1.0], [-1] * p + [version] * 2),
+        columns=TokenColumns.joined([prompts, _answer(version, tokens)]),
         reward=reward,
     )
 

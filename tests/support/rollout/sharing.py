@@ -6,7 +6,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from areal_lora.algorithms.fair_queue import FairQueue
@@ -14,7 +14,7 @@ from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import Admission, Claim, GroupTally, Pacing
 from areal_lora.rollout.workflow import Episode
-from areal_lora.types import AdapterRef, TokenColumns, TrajectoryGroup
+from areal_lora.types import AdapterRef, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import feed, stream, trajectory
 
@@ -128,21 +128,8 @@ class Sharing:
         self._at(max(lengths) * self._token_s, lambda: self._answer(sharer, ticket, ref, lengths))
 
     def _answer(self, sharer: Sharer, ticket: Ticket, ref: AdapterRef, lengths: list[int]) -> None:
-        trajectories = []
-        for i, n in enumerate(lengths):
-            one = trajectory(ticket.prompt, ref.version, i)
-            asked = len(ticket.prompt.token_ids)
-            trajectories.append(
-                replace(
-                    one,
-                    columns=TokenColumns.of(
-                        [*ticket.prompt.token_ids, *[7] * n],
-                        [0.0] * asked + [-0.5] * n,
-                        [-1] * asked + [ref.version] * n,
-                    ),
-                )
-            )
-        group = TrajectoryGroup(uid=ticket.prompt.uid, trajectories=tuple(trajectories))
+        trajectories = tuple(trajectory(ticket.prompt, ref.version, i, tokens=n) for i, n in enumerate(lengths))
+        group = TrajectoryGroup(uid=ticket.prompt.uid, trajectories=trajectories)
         sharer.feed.finish(ticket, Episode(group=group, texts=("x",) * len(lengths)))
 
     def _train(self) -> None:

@@ -12,6 +12,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import mean
 
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
@@ -202,6 +203,11 @@ class Workload:
             self.feed.announce(version)
 
 
+@cache
+def _columns(version: int) -> TokenColumns:
+    return TokenColumns.of([1, 2], [0.0, -1.0], [-1, version])
+
+
 def episode(ticket: Ticket, *, uniform: bool) -> Episode:
     assert ticket.version is not None
 
@@ -210,7 +216,7 @@ def episode(ticket: Ticket, *, uniform: bool) -> Episode:
             uid=ticket.prompt.uid,
             sample=0,
             adapter=AdapterRef(name=NAME, version=version),
-            columns=TokenColumns.of([1, 2], [0.0, -1.0], [-1, version]),
+            columns=_columns(version),
             reward=reward,
         )
 

@@ -128,7 +128,7 @@ def _yield(delay_s: float) -> Iterator[None]:
 
 
 class World:
-    """A run of an hour with servers that come and go. Raises AssertionError where a promise is broken."""
+    """A run with servers that come and go. Raises AssertionError where a promise is broken."""
 
     def __init__(self, seed: int, *, servers: int, seconds: float, crashes: float) -> None:
         self.rng, self.clock = random.Random(seed), Clock()

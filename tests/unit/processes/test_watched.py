@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,18 +90,27 @@ def starts(tree: ast.AST, scope: str = "", in_function: bool = False) -> Iterato
         yield from starts(node, inner, in_function or is_function)
 
 
+def trees(folder: Path, names: Collection[str]) -> Iterator[tuple[Path, ast.Module]]:
+    """Files with one of ``names`` in them."""
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if any(name in text for name in names):
+            yield path, ast.parse(text)
+
+
 def found(folder: Path) -> dict[str, list[int]]:
     places: dict[str, list[int]] = {}
-    for path in sorted(folder.rglob("*.py")):
-        for scope, line in starts(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in trees(folder, STARTERS):
+        for scope, line in starts(tree):
             places.setdefault(f"{path.relative_to(folder)}:{scope}", []).append(line)
     return places
 
 
 def test_long_lived_threads_and_tasks_are_started_by_the_mechanism_alone() -> None:
-    bare = {place: lines for place, lines in found(PACKAGE).items() if place not in SHORT}
+    every = found(PACKAGE)
+    bare = {place: lines for place, lines in every.items() if place not in SHORT}
     assert not bare, f"use watched_thread or watched_task, or state in SHORT which caller waits for its end: {bare}"
-    assert not SHORT.keys() - found(PACKAGE).keys(), "these start nothing any more"
+    assert not SHORT.keys() - every.keys(), "these start nothing any more"
 
 
 @pytest.mark.parametrize(
@@ -121,8 +130,8 @@ def test_a_bare_start_is_seen(tmp_path: Path, code: str) -> None:
 
 def test_the_list_in_the_documentation_names_every_watched_thread() -> None:
     names = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in trees(PACKAGE, ("watched_thread", "watched_task")):
+        for node in ast.walk(tree):
             called = getattr(node, "func", None)
             if isinstance(node, ast.Call) and getattr(called, "id", "") in ("watched_thread", "watched_task"):
                 assert isinstance(node.args[0], ast.Constant), f"{path}:{node.lineno}: the name is not a plain string"

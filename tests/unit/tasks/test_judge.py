@@ -104,12 +104,12 @@ FATAL = [
     (lambda: (401, {}, f"wrong key {KEY}".encode()), 1, "HTTP 401: wrong key ***"),
     (lambda: (302, {"Location": "http://127.0.0.1:9/"}, b""), 1, "HTTP 302"),
     (lambda: (200, {}, b"x" * (2 << 20)), 3, "more than 1 MiB"),
-    (lambda: hang(6.0), 3, "no reply within 2 s"),
+    (lambda: hang(6.0), 3, "no reply within 1 s"),
 ]
 
 
 def test_what_it_cannot_score_is_an_error_of_that_answer_and_never_reward_0(monkeypatch, limits):
-    limits(attempt_s=2.0)
+    limits(attempt_s=1.0)
     monkeypatch.setenv("JUDGE_KEY", KEY)
     asked = Counter()
 

@@ -68,69 +68,88 @@ def test_rewards_come_back_in_order():
     assert nothing == []
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("exit", "ended with status 3"),
-        ("segfault", "ended with status -11"),
-        ("exit_quietly", "ended with status 0"),
-        ("native_segfault", "ended with status -11"),
-        ("kill_self", "ended with status -9"),
-        ("allocate", "MemoryError"),
-        ("allocate_slowly", "MemoryError"),
-        ("thread", "still running"),
-        ("flood_pipes", "reply pipe"),
-        ("forge", "reply pipe"),
-        ("close", "ended with status 1"),
-        ("close_and_sleep", "closed its pipes"),
-    ],
-)
-def test_a_fault_is_an_error_without_a_reward_and_the_child_is_replaced(fault, words):
-    batch = [item("pid"), item("7", "7"), item(fault), item("7", "7"), item("pid")]
-    [scores, after] = score(batch, [item("pid")])
+FATAL = {
+    "exit": "ended with status 3",
+    "segfault": "ended with status -11",
+    "exit_quietly": "ended with status 0",
+    "native_segfault": "ended with status -11",
+    "kill_self": "ended with status -9",
+    "allocate": "MemoryError",
+    "allocate_slowly": "MemoryError",
+    "thread": "still running",
+    "flood_pipes": "reply pipe",
+    "forge": "reply pipe",
+    "close": "ended with status 1",
+    "close_and_sleep": "closed its pipes",
+}
+REFUSED = {
+    "nan": "nan",
+    "inf": "inf",
+    "none": "TypeError",
+    "raise": "broken on purpose",
+    "raise_nasty": "Nasty",
+    "recurse": "RecursionError",
+    "fork_bomb": "other processes",
+    "subprocess": "other processes",
+    "connect": "no network",
+    "connect_natively": "no socket",
+    "kill_parent": "not permitted",
+    "kill_group": "not permitted",
+    "limit_parent": "not permitted",
+    "raise_limit": "not allowed",
+    "read_parent": "ermission",
+}
+HANGS = ("hang", "sleep", "flood", "stubborn_fork_bomb")
+
+
+@pytest.fixture(scope="module")
+def fatal() -> dict[str, list[Score]]:
+    """By fault, scores of a batch with it in the middle and of one after it; one pool for all."""
+    batches = [[item("pid"), item("7", "7"), item(fault), item("7", "7"), item("pid")] for fault in FATAL]
+    found = score(*(each for batch in batches for each in (batch, [item("pid")])))
+    return {fault: one + after for fault, one, after in zip(FATAL, found[::2], found[1::2], strict=True)}
+
+
+@pytest.mark.parametrize("fault", FATAL)
+def test_a_fault_is_an_error_without_a_reward_and_the_child_is_replaced(fatal, fault):
+    *scores, after = fatal[fault]
     assert [s.outcome for s in scores] == [Outcome.OK, Outcome.OK, Outcome.ERROR, Outcome.OK, Outcome.OK]
     assert math.isnan(scores[2].reward)
-    assert words in scores[2].detail
+    assert FATAL[fault] in scores[2].detail
     assert scores[1].reward == scores[3].reward == 1.0
-    assert scores[0].reward != scores[4].reward == after[0].reward
+    assert scores[0].reward != scores[4].reward == after.reward
     assert not psutil.pid_exists(int(scores[0].reward))
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("nan", "nan"),
-        ("inf", "inf"),
-        ("none", "TypeError"),
-        ("raise", "broken on purpose"),
-        ("raise_nasty", "Nasty"),
-        ("recurse", "RecursionError"),
-        ("fork_bomb", "other processes"),
-        ("subprocess", "other processes"),
-        ("connect", "no network"),
-        ("connect_natively", "no socket"),
-        ("kill_parent", "not permitted"),
-        ("kill_group", "not permitted"),
-        ("limit_parent", "not permitted"),
-        ("raise_limit", "not allowed"),
-        ("read_parent", "ermission"),
-    ],
-)
-def test_what_is_refused_is_an_error_of_that_answer_and_hurts_nothing(fault, words):
-    [scores] = score([item("pid"), item(fault, "1"), item("pid")])
+@pytest.fixture(scope="module")
+def refused() -> dict[str, list[Score]]:
+    """By fault, scores of it and of the child's number before and after."""
+    found = score(*([item("pid"), item(fault, "1"), item("pid")] for fault in REFUSED))
+    return dict(zip(REFUSED, found, strict=True))
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_is_refused_is_an_error_of_that_answer_and_hurts_nothing(refused, fault):
+    scores = refused[fault]
     assert [s.outcome for s in scores] == [Outcome.OK, Outcome.ERROR, Outcome.OK]
-    assert words in scores[1].detail
+    assert REFUSED[fault] in scores[1].detail
     assert scores[0].reward == scores[2].reward
 
 
-@pytest.mark.parametrize("fault", ["hang", "sleep", "flood", "stubborn_fork_bomb"])
-def test_a_hang_is_a_timeout_of_that_item_only(fault):
+@pytest.fixture(scope="module")
+def hung() -> dict[str, list[Score]]:
     began = time.monotonic()
-    [scores] = score([item("7", "7"), item(fault), item("7", "7")], reward=faulty(timeout_s=0.5))
+    found = score(*([item("7", "7"), item(fault), item("7", "7")] for fault in HANGS), reward=faulty(timeout_s=0.5))
+    assert time.monotonic() - began < 15 * len(HANGS)
+    return dict(zip(HANGS, found, strict=True))
+
+
+@pytest.mark.parametrize("fault", HANGS)
+def test_a_hang_is_a_timeout_of_that_item_only(hung, fault):
+    scores = hung[fault]
     assert [s.outcome for s in scores] == [Outcome.OK, Outcome.TIMEOUT, Outcome.OK]
     assert math.isnan(scores[1].reward)
     assert "0.5 s" in scores[1].detail
-    assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize("fault", ["hang_deaf", "hang_without_timers"])
@@ -631,9 +650,9 @@ def test_a_function_of_a_module_is_found_where_this_process_finds_it(tmp_path, m
     assert scored.reward == 2.0
 
 
-def test_a_thousand_faults_leak_no_process_and_no_descriptor():
-    hard = ["exit", "allocate", "close", "thread"] * 5
-    easy = ["raise", "nan", "connect", "fork_bomb", "kill_parent"] * 196
+def test_many_faults_leak_no_process_and_no_descriptor():
+    hard = ["exit", "allocate", "close", "thread"] * 2
+    easy = ["raise", "nan", "connect", "fork_bomb", "kill_parent"] * 40
 
     async def held():
         """Descriptors and children: the end of a killed child's pipes is read a moment after its own."""
@@ -656,7 +675,7 @@ def test_a_thousand_faults_leak_no_process_and_no_descriptor():
         return calls, before, after
 
     calls, before, after = asyncio.run(run())
-    assert [len(scores) for scores in calls] == [511, 491]
+    assert [len(scores) for scores in calls] == [109, 101]
     assert all(s.outcome is Outcome.ERROR for scores in calls for s in scores[:-1])
     assert all(scores[-1].reward == 1.0 for scores in calls)
     assert after == before
@@ -686,20 +705,26 @@ def test_children_end_when_their_parent_is_killed_while_they_score():
 
 
 def test_512_scores_are_quick():
+    """In CPU seconds of this process and the child: machines that run tests are busy."""
+
+    def used_s() -> float:
+        times = [process.cpu_times() for process in (psutil.Process(), *children())]
+        return sum(each.user + each.system for each in times)
+
     async def run():
         items = [item(f" 7+8=15 15-5=10 #### {k % 11}", " 5+2=7 7+3=10 #### 10") for k in range(512)]
         async with ScorerPool(BuiltInReward()) as pool:
             await pool.score(items[:1])
             times = []
             for _ in range(5):
-                began = time.monotonic()
+                before = used_s()
                 scores = await pool.score(items)
-                times.append(time.monotonic() - began)
+                times.append(used_s() - before)
             return min(times), sum(s.reward for s in scores)
 
     best_s, total = asyncio.run(run())
     assert total == 46
-    assert best_s < 0.15, f"{best_s:.3f} s"  # 0.02 s on an idle core; machines that run tests are busy
+    assert best_s < 0.15, f"{best_s:.3f} s"  # 0.02 s on a core
 
 
 @pytest.mark.parametrize("lasts", [2, 9])

@@ -27,6 +27,7 @@ from areal_lora.types import AdapterRef, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.obs.page import Page
 from tests.support.rollout.helpers import NAME, stream, trajectory
+from tests.support.sizes import size
 from tests.support.trainer.long_run import RESUMED
 
 
@@ -70,8 +71,8 @@ def test_the_record_of_a_clients_step_has_its_spans_and_nothing_of_rollouts(tmp_
     assert (skip.version, skip.step, skip.taken) == (8, 3, False)
 
 
-@pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_a_long_run_is_opened_resumed_and_finished_in_little_memory(tmp_path: Path, steps: int) -> None:
+def test_a_long_run_is_opened_resumed_and_finished_in_little_memory(tmp_path: Path) -> None:
+    steps = size(10_000, 100_000)
     command = [sys.executable, "-m", "tests.support.trainer.long_run", str(tmp_path), str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

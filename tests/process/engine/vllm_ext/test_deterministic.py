@@ -20,7 +20,7 @@ REQUESTS: list[dict[str, Any]] = [
         "prompt": PROMPT[: 5 + 3 * k],
         "seed": 100 + k,
         "n": 1 + k % 3,
-        "max_tokens": 12 + 3 * k,
+        "max_tokens": 6 + 2 * k,
         "logprobs": 0,
         "return_token_ids": True,
         "temperature": 0.0 if k == 3 else 0.9,

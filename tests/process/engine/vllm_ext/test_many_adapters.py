@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
 from areal_lora.config.models import WeightSyncConfig
@@ -30,7 +29,16 @@ from areal_lora.weight_sync.messages import covered
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from tests.support.engine.vllm_ext.serving import ALPHA, PROMPT, RANK, RunningServer, Tensors, connect, start
+from tests.support.engine.vllm_ext.serving import (
+    ALPHA,
+    PROMPT,
+    RANK,
+    RunningServer,
+    Tensors,
+    connect,
+    merged_model,
+    start,
+)
 from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.adapters import pack_of
 
@@ -67,15 +75,8 @@ class Tenants:
         return self.publisher.publish(ref, None, layout, pack_of(layout, 0, tensors), self._digest, None)
 
     def truth(self, ref: AdapterRef) -> Any:
-        """Transformers' model with a version merged into it, read from a folder as the server's base is."""
-        state, tensors = load_file(self.server.model / "model.safetensors"), self.made[ref]
-        for name in [n for n in tensors if ".lora_A." in n]:
-            module = name.partition(".lora_A.")[0]
-            state[f"{module}.weight"] += ALPHA / RANK * tensors[f"{module}.lora_B.weight"] @ tensors[name]
-        with tempfile.TemporaryDirectory() as folder:
-            save_file(state, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-            (Path(folder) / "config.json").write_bytes((self.server.model / "config.json").read_bytes())
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        """Transformers' model with a version merged into it."""
+        return merged_model(self.server.model, save(self.made[ref]), ALPHA / RANK)
 
 
 @pytest.fixture(scope="module")

@@ -153,7 +153,7 @@ def test_a_mixture_is_never_served(one: RunningServer) -> None:
 
 def test_sequences_go_on_and_each_token_is_of_the_version_it_names(one: RunningServer) -> None:
     """Many versions while answers are sampled: no step and no cached block mixes two versions."""
-    versions, seeds = size(60, 200), 3
+    versions, seeds = size(24, 200), 3
     first = one.newest.version + 1 if one.newest else 0
 
     async def answers(stop: asyncio.Event) -> list[dict[str, Any]]:

@@ -32,7 +32,15 @@ from areal_lora.weight_sync.manifest import Announcement, base_digest, encode
 from areal_lora.weight_sync.trainer.fleet import AdminClient
 from tests.support import shared_memory
 from tests.support.clocks import wait_until
-from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, adapter, connect, hf_logits, start
+from tests.support.engine.vllm_ext.serving import (
+    PROMPT,
+    RunningServer,
+    adapter,
+    connect,
+    hf_logits,
+    merged_model,
+    start,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -177,7 +185,7 @@ def test_min_p_and_min_tokens_are_kept(server: RunningServer) -> None:
 
 def test_mixed_batch_equals_each_alone_and_base_is_untouched(server: RunningServer) -> None:
     first, second = server.publish(server.adapter(3)), server.publish(server.adapter(4))
-    jobs = [(m, [10 + i, 20, 30, 40 + i]) for i in range(6) for m in ("base", str(first), str(second))]
+    jobs = [(m, [10 + i, 20, 30, 40 + i]) for i in range(3) for m in ("base", str(first), str(second))]
 
     async def both() -> tuple[list[Any], list[Any]]:
         async with aiohttp.ClientSession() as session:
@@ -193,7 +201,7 @@ def test_mixed_batch_equals_each_alone_and_base_is_untouched(server: RunningServ
 
 def test_publish_during_generation_leaves_running_requests_alone(server: RunningServer) -> None:
     old = server.publish(server.adapter(5))
-    prompts = [[10 + k, 20, 30, 40 + k] for k in range(8)]
+    prompts = [[10 + k, 20, 30, 40 + k] for k in range(3)]
 
     async def run() -> tuple[list[Any], list[Any], list[str]]:
         async with aiohttp.ClientSession() as session:
@@ -614,4 +622,6 @@ def test_an_address_of_another_machine_is_an_early_error(
 
 def test_logits_oracle_is_deterministic(tiny_model: Path) -> None:
     tensors = adapter(tiny_model, 1)
-    assert torch.equal(hf_logits(tiny_model, tensors, PROMPT), hf_logits(tiny_model, tensors, PROMPT))
+    first = hf_logits(tiny_model, tensors, PROMPT)
+    merged_model.cache_clear()
+    assert torch.equal(first, hf_logits(tiny_model, tensors, PROMPT))

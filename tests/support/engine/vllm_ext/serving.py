@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -124,17 +125,23 @@ def adapter(model: Path, seed: int, b_scale: float = 0.1) -> Tensors:
     return out
 
 
-def hf_logits(model: Path, tensors: Tensors | None, token_ids: list[int], scale: float = ALPHA / RANK) -> torch.Tensor:
-    """[T, V] of Hugging Face's model, read from a copy of the checkpoint with the adapter merged into it."""
-    state = load_file(model / "model.safetensors")
-    for name in tensors or {}:
+@lru_cache(maxsize=16)
+def merged_model(model: Path, tensors: bytes, scale: float) -> Any:
+    """Hugging Face's model, read from a copy of the checkpoint with the adapter (of safetensors) merged into it."""
+    state, lora = load_file(model / "model.safetensors"), load(tensors)
+    for name in lora:
         module, sep, _ = name.partition(".lora_A.")
         if sep:
-            state[f"{module}.weight"] += scale * tensors[f"{module}.lora_B.weight"] @ tensors[name]
+            state[f"{module}.weight"] += scale * lora[f"{module}.lora_B.weight"] @ lora[name]
     with tempfile.TemporaryDirectory() as merged:
         save_file(state, Path(merged) / "model.safetensors", metadata={"format": "pt"})
         (Path(merged) / "config.json").write_bytes((model / "config.json").read_bytes())
-        hf = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+
+
+def hf_logits(model: Path, tensors: Tensors | None, token_ids: list[int], scale: float = ALPHA / RANK) -> torch.Tensor:
+    """[T, V] of `merged_model`; the last ones are kept, since reading one takes longer than its scores."""
+    hf = merged_model(model, save({n: t.clone() for n, t in (tensors or {}).items()}), scale)
     with torch.no_grad():
         return hf(torch.tensor([token_ids])).logits[0]
 

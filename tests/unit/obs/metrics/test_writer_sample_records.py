@@ -19,6 +19,7 @@ from areal_lora.obs.metrics.records import EvalRecord, ResumeRecord, RolloutSamp
 from areal_lora.obs.metrics.writer import TEXT_CHARS, MetricsWriter, SampleFiles, cut_middle, sample_files, sample_lines
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.sample_lines import line
+from tests.support.sizes import size
 
 
 def steps_in(folder: Path, adapter: str = "a") -> list[int]:
@@ -195,7 +196,7 @@ def test_a_kill_at_any_operation_of_rotation_and_resume_loses_no_newest_sample(t
     print("seed", seed)
     rng, resumed, completed = random.Random(seed), 0, False
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    for kill_at in [*rng.sample(range(1, 30), 8), *rng.sample(range(2, 8), 3), 10**6]:
+    for kill_at in [*rng.sample(range(1, 30), size(4, 8)), *rng.sample(range(2, 8), size(2, 3)), 10**6]:
         before = [step for step in steps_in(tmp_path) if step < resumed]
         done = subprocess.run(
             [sys.executable, "-c", CRASHING, str(tmp_path), str(kill_at), str(resumed)],

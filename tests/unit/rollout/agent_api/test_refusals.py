@@ -16,54 +16,61 @@ BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": MESSAGES}, RESPONSES: {"
 
 def ask(path: str, **body: Any) -> tuple[int, Any, dict[str, Any]]:
     """Status and body of one request, and what the server was asked."""
-    got: list[Any] = []
+    [(status, reply)], request = ask_each((path, body))
+    return status, reply, request
+
+
+def ask_each(*bodies: tuple[str, dict[str, Any]]) -> tuple[list[tuple[int, Any]], dict[str, Any]]:
+    """Status and body of each request of one run, and what the server was asked first."""
+    got: list[tuple[int, Any]] = []
 
     async def agent(task: AgentTask) -> float:
-        got.extend(await asked(task, path, **(BODIES[path] | body)))
-        if got[0] != 200:
+        for path, body in bodies:
+            got.append(await asked(task, path, **(BODIES[path] | body)))
+        if all(status != 200 for status, _ in got):
             await asked(task, **BODIES[CHAT])
         return 1.0
 
     server = saying(["hey"] * 9)
     episode(agent, server)
-    return got[0], got[1], server.requests[0]
+    return got, server.requests[0]
+
+
+CHANGES: list[tuple[str, Any]] = [
+    ("temperature", 0.3),
+    ("top_p", 0.5),
+    ("top_k", 3),
+    ("min_p", 0.1),
+    ("min_tokens", 4),
+    ("frequency_penalty", 0.5),
+    ("presence_penalty", -0.5),
+    ("repetition_penalty", 1.2),
+    ("logit_bias", {"5": 2.0}),
+    ("bad_words", ["x"]),
+    ("stop_token_ids", [5]),
+    ("ignore_eos", True),
+    ("best_of", 4),
+    ("prediction", {"type": "content", "content": "x"}),
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
+    ("guided_json", {"type": "object"}),
+    ("structured_outputs", {"json": {}}),
+    ("chat_template", "{{ messages }}"),
+    ("functions", [FUNCTION]),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "add"}}),
+    ("modalities", ["text", "audio"]),
+]
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, TEXT])
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", 0.3),
-        ("top_p", 0.5),
-        ("top_k", 3),
-        ("min_p", 0.1),
-        ("min_tokens", 4),
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", -0.5),
-        ("repetition_penalty", 1.2),
-        ("logit_bias", {"5": 2.0}),
-        ("bad_words", ["x"]),
-        ("stop_token_ids", [5]),
-        ("ignore_eos", True),
-        ("best_of", 4),
-        ("prediction", {"type": "content", "content": "x"}),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
-        ("guided_json", {"type": "object"}),
-        ("structured_outputs", {"json": {}}),
-        ("chat_template", "{{ messages }}"),
-        ("functions", [FUNCTION]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "add"}}),
-        ("modalities", ["text", "audio"]),
-    ],
-)
-def test_what_would_change_the_policy_is_refused_by_name(path: str, field: str, value: Any) -> None:
-    status, reply, _ = ask(path, **{field: value})
-    assert status == 400
-    assert reply["error"]["param"] == field
-    assert reply["error"]["type"] == "invalid_request_error"
-    assert field in reply["error"]["message"]
+def test_what_would_change_the_policy_is_refused_by_name(path: str) -> None:
+    replies, _ = ask_each(*((path, {field: value}) for field, value in CHANGES))
+    for (field, value), (status, reply) in zip(CHANGES, replies, strict=True):
+        assert status == 400, (field, value)
+        assert reply["error"]["param"] == field
+        assert reply["error"]["type"] == "invalid_request_error"
+        assert field in reply["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, TEXT])
@@ -89,30 +96,30 @@ def test_what_asks_for_nothing_is_ignored(path: str) -> None:
     assert request == plain[2]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "words"),
-    [
-        (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
-        (RESPONSES, {"previous_response_id": "resp_7"}, "previous_response_id"),
-        (RESPONSES, {"background": True}, "background"),
-        (RESPONSES, {"input": [{"type": "web_search_call"}]}, "input[0]"),
-        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0]"),
-        (RESPONSES, {"prompt": {"id": "x"}}, "prompt"),
-        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
-        (CHAT, {"n": 129}, "n is 1 to 128"),
-        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
-        (CHAT, {"messages": [{"content": "no role"}]}, "role"),
-        (CHAT, {"messages": []}, "messages"),
-        (TEXT, {"prompt": ["a", "b"]}, "one prompt"),
-        (TEXT, {"echo": True}, "echo"),
-        (TEXT, {"suffix": "x"}, "suffix"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(path: str, body: dict[str, Any], words: str) -> None:
-    status, reply, _ = ask(path, **body)
-    assert status == 400
-    assert words in reply["error"]["message"]
+IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
+    (RESPONSES, {"previous_response_id": "resp_7"}, "previous_response_id"),
+    (RESPONSES, {"background": True}, "background"),
+    (RESPONSES, {"input": [{"type": "web_search_call"}]}, "input[0]"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0]"),
+    (RESPONSES, {"prompt": {"id": "x"}}, "prompt"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
+    (CHAT, {"n": 129}, "n is 1 to 128"),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
+    (CHAT, {"messages": [{"content": "no role"}]}, "role"),
+    (CHAT, {"messages": []}, "messages"),
+    (TEXT, {"prompt": ["a", "b"]}, "one prompt"),
+    (TEXT, {"echo": True}, "echo"),
+    (TEXT, {"suffix": "x"}, "suffix"),
+]
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    replies, _ = ask_each(*((path, body) for path, body, _ in IMPOSSIBLE))
+    for (_, body, words), (status, reply) in zip(IMPOSSIBLE, replies, strict=True):
+        assert status == 400, body
+        assert words in reply["error"]["message"]
 
 
 def test_tools_need_a_parser_and_a_template_that_writes_them() -> None:

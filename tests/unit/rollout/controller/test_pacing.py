@@ -12,6 +12,7 @@ from areal_lora.rollout.controller.groups import GroupPool
 from areal_lora.rollout.controller.pacing import LARGEST, WINDOW, Pacer, Pacing, StalenessBudget
 from tests.support.clocks import Clock
 from tests.support.rollout.workload import Outcome, Workload
+from tests.support.sizes import sample
 
 WARM_UP = 2 + WINDOW
 
@@ -161,7 +162,8 @@ def test_long_tails_in_balance_are_as_fast_and_fresher() -> None:
     fresh, full = fresh_and_full(train_s=lambda _: 2.7, tokens=long_tail)
     assert fresh.steps_per_hour(WARM_UP) >= 0.985 * full.steps_per_hour(WARM_UP)
     assert fresh.lag(WARM_UP) < full.lag(WARM_UP) - 0.2
-    assert max(fresh.stale, full.stale) <= 0.03 * 100 * 16, "a tenth would be without the next test's rule"
+    # Of 1,600 groups 53 at most with 50 seeds; 88 at least with 8 seeds without the next test's rule.
+    assert max(fresh.stale, full.stale) <= 80
 
 
 @pytest.mark.parametrize("pacing", ["fresh", "full"])
@@ -179,15 +181,20 @@ def test_a_prompt_that_came_too_late_needs_a_new_version(pacing: Pacing, monkeyp
 CHANGE, STEPS = 40, 100
 
 
+def changes(*pairs: tuple[float, float]) -> list[tuple[float, float]]:
+    """Two of them, one in each direction; all at night."""
+    return sample(pairs, 2, lambda pair: [pair[0] < pair[1]])
+
+
 @pytest.mark.parametrize(
-    ("before", "after"), [(6.0, 1.5), (1.5, 6.0), (11.0, 2.75), (2.75, 11.0)], ids=lambda s: f"{s} s"
+    ("before", "after"), changes((6.0, 1.5), (1.5, 6.0), (11.0, 2.75), (2.75, 11.0)), ids=lambda s: f"{s} s"
 )
 def test_a_trainer_that_becomes_four_times_as_fast_or_slow(before: float, after: float) -> None:
     fresh, full = fresh_and_full(steps=STEPS, train_s=lambda step: before if step < CHANGE else after, tokens=long_tail)
     settled(fresh, full, after)
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.5, 2.0), (2.0, 0.5), (0.25, 1.0), (1.0, 0.25)])
+@pytest.mark.parametrize(("before", "after"), changes((0.5, 2.0), (2.0, 0.5), (0.25, 1.0), (1.0, 0.25)))
 def test_servers_that_become_four_times_as_fast_or_slow(before: float, after: float) -> None:
     fresh, full = fresh_and_full(
         steps=STEPS, train_s=lambda _: 4.0, slowness=lambda step: before if step < CHANGE else after, tokens=long_tail

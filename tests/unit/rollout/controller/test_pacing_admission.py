@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 from collections import Counter
@@ -117,15 +118,15 @@ class Servers:
             self.turn += 1
             for name, adapter in self.adapters.items():
                 due = self.ends.setdefault(name, [])
-                for at, n in [each for each in due if each[0] <= self.turn]:
-                    due.remove((at, n))
+                while due and due[0][0] <= self.turn:
+                    _, n = heapq.heappop(due)
                     adapter.end(n)
                     self.had[name] += n
             self.admission.admit()
             for name, adapter in self.adapters.items():
                 while len(self.ends.setdefault(name, [])) < adapter.running:
                     n = self.tokens[name]()
-                    self.ends[name].append((self.turn + max(1, n // self.claims[name].sequences), n))
+                    heapq.heappush(self.ends[name], (self.turn + max(1, n // self.claims[name].sequences), n))
 
     @property
     def in_flight(self) -> int:
@@ -264,11 +265,11 @@ SIDES = {"rollouts": (0.0001, (0.9, 1.0)), "both": (0.002, (0.05, 0.9)), "traine
 def test_shares_of_trained_tokens_follow_the_weights_whichever_side_is_slower(
     profiles: Callable[[], list[Profile]], side: str, pacing: str
 ) -> None:
-    """200 steps of three adapters; the places are not a multiple of the weights."""
+    """Steps of three adapters; the places are not a multiple of the weights."""
     train_token_s, (least, most) = SIDES[side]
     chosen = profiles()
     # The batches of unlike adapters are large compared with 200 steps' shares: one more or less is not unfair.
-    warm_up, steps = (21, 200) if profiles is equal else (60, 1000)
+    warm_up, steps = (21, 200) if profiles is equal else (60, 500)
     whole = Sharing(chosen, places=12, token_s=0.02, train_s=0.0, train_token_s=train_token_s, pacing=pacing, seed=1)
     trained = whole.run(warm_up + steps)[warm_up:]
     tokens = Counter[str]()

@@ -295,7 +295,7 @@ class Exchange(RuleBasedStateMachine):
 TestExchange = Exchange.TestCase
 # The same walks in every run of the suite, new ones in each nightly run.
 TestExchange.settings = settings(
-    max_examples=size(200, 2000), stateful_step_count=50, deadline=None, derandomize=not NIGHTLY
+    max_examples=size(100, 2000), stateful_step_count=50, deadline=None, derandomize=not NIGHTLY
 )
 
 

@@ -139,7 +139,7 @@ def test_a_communicator_that_does_not_form_is_left_at_the_deadline(monkeypatch: 
         return Backend(library, RecordedLane(library.calls, CPU), timed_from_issue=True)
 
     monkeypatch.setitem(backends._BACKENDS, "lazy", lazy)
-    secret, timeout_s = "ab" * 32, 5.0
+    secret, timeout_s = "ab" * 32, 2.5
     listener = GroupListener(
         source=0, bind="127.0.0.1", world=3, bucket_bytes=64, backend="lazy", timeout_s=timeout_s, secret=secret
     )

@@ -1,4 +1,4 @@
-"""Two hundred servers join and leave over an hour of virtual time: the leader, its roster, the router and the feed."""
+"""Servers join and leave in virtual time, one in 18 seconds: the leader, its roster, the router and the feed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 from tests.support.sizes import size
 from tests.support.weight_sync.elastic_world import World
 
-HOUR_S = 3600.0
+SERVERS = size(70, 200)
+SECONDS = 18.0 * SERVERS
 
 
 def check(world: World) -> str:
@@ -33,11 +34,11 @@ def check(world: World) -> str:
 
 
 @pytest.mark.parametrize("seed", range(size(1, 20)))
-def test_two_hundred_servers_come_and_go_in_order(seed: int) -> None:
-    world = World(seed, servers=200, seconds=HOUR_S, crashes=0.0)
+def test_servers_come_and_go_in_order(seed: int) -> None:
+    world = World(seed, servers=SERVERS, seconds=SECONDS, crashes=0.0)
     world.run()
     print(f"\nseed {seed}: {check(world)}")
-    assert world.happened["joined"] == 201
+    assert world.happened["joined"] == SERVERS + 1
     assert all(report.attempts == 1 and not report.lost for report in world.reports), "nothing failed first"
     # Only an old answer that was handed back may find its version retired on all other servers.
     faults = {what for what in world.happened if what.startswith("fault")}
@@ -50,11 +51,11 @@ def test_two_hundred_servers_come_and_go_in_order(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(size(1, 20)))
-def test_two_hundred_servers_come_and_go_and_some_crash(seed: int) -> None:
-    world = World(seed, servers=200, seconds=HOUR_S, crashes=0.3)
+def test_servers_come_and_go_and_some_crash(seed: int) -> None:
+    world = World(seed, servers=SERVERS, seconds=SECONDS, crashes=0.3)
     world.run()
     print(f"\nseed {seed}: {check(world)}")
-    assert world.happened["crashed"] > 30
+    assert world.happened["crashed"] > 0.15 * SERVERS
     lost = {name for report in world.reports for name in report.lost}
     left = {name for report in world.reports for name in report.left}
     crashed = {s.endpoint.name for s in world.sessions.values() if not s.alive and not s.leaving}
