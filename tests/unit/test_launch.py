@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -232,54 +231,14 @@ def test_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "runs" / "x").iterdir()] == ["thesis.txt"]
 
 
-def test_two_launchers_in_one_folder_without_flock(tmp_path: Path) -> None:
-    """The second one is refused; one that was killed is not in the way of the same command."""
-    folder, program = tmp_path / "runs" / "x", tmp_path / "python"
-    program.write_text("#!/bin/sh\nexec sleep 60\n")
-    program.chmod(0o755)
-    command = [
-        sys.executable,
-        str(ROOT / "tests" / "support" / "no_locks.py"),
-        "flock",
-        "ENOSYS",
-        sys.executable,
-        "-m",
-        "areal_lora.launch",
-        "--config",
-        str(MOE),
-        "--config",
-        str(EMBEDDED),
-        f"run.root={folder.parent}",
-        "run.name=x",
-        f"trainer.python={program}",
-    ]
-
-    def second() -> subprocess.CompletedProcess[str]:
-        server = failing_python(tmp_path / "failing")
-        return subprocess.run([*command, server], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-
-    (tmp_path / "failing").mkdir()
-    first = subprocess.Popen([*command, f"rollout.python={program}"], cwd=ROOT, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 30
-        while not (folder / "logs" / "trainer-1.log").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        secret = (folder / "secret").read_text()
-        done = second()
-        assert done.returncode == 64, done.stdout + done.stderr
-        assert "is still going" in done.stderr
-        assert (folder / "secret").read_text() == secret
-    finally:
-        first.kill()
-        first.wait()
-    done = second()
-    assert done.returncode == 70, done.stdout + done.stderr
-
-
 def test_folder_of_a_running_run_is_left_alone(tmp_path: Path) -> None:
-    with RunStart(load_config([MOE, EMBEDDED], [f"run.root={tmp_path / 'runs'}", "run.name=x", SMALL])):
+    folder = tmp_path / "runs" / "x"
+    with RunStart(load_config([MOE, EMBEDDED], [f"run.root={folder.parent}", "run.name=x", SMALL])) as run:
+        run.prepare()
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         done = launch(tmp_path, failing_python(tmp_path), "run.name=x")
+    assert folder / "secret" in before
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert done.returncode == 64
     assert "still going" in done.stderr
     assert not (tmp_path / "runs" / "x.1").exists()

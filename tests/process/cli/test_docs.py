@@ -21,6 +21,8 @@ import pytest
 import typer
 
 from areal_lora.cli.app import build
+from tests.support.cli import held_run
+from tests.support.cli.command import forked_python
 from tests.support.clocks import wait_until
 from tests.support.docs import LANGUAGES, PAGES, blocks, commands, inline
 from tests.support.obs.fake_run import make_run
@@ -236,7 +238,18 @@ def test_commands_that_other_tests_run_have_that_test(how: Elsewhere) -> None:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like a checkout, with runs named as the pages name them."""
     folder = tmp_path_factory.mktemp("a checkout")
-    (folder / ".venv").symlink_to(sys.prefix)
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for program in Path(sys.prefix, "bin").iterdir():
+        (programs / program.name).symlink_to(program)
+    forked = {
+        "python": f'[ "${{2%%.*}}" = areal_lora ] || exec {sys.executable} "$@"',
+        "areal-lora": 'set -- -m areal_lora "$@"',
+    }
+    for name, command in forked.items():
+        (programs / name).unlink()
+        (programs / name).write_text(f'#!/bin/sh\n{command}\nexec {forked_python()} "$@"\n')
+        (programs / name).chmod(0o755)
     for name in ("examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "MODEL").symlink_to(TINY_MODEL)
@@ -264,7 +277,7 @@ def live(checkout: Path) -> Iterator[Path]:
 
 @contextmanager
 def held(root: Path, name: str) -> Iterator[Path]:
-    command = [sys.executable, "-m", "tests.support.cli.held_run", str(root), name, "0"]
+    command = [forked_python(), "-m", held_run.__name__, str(root), name, "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         try:
             log = root / name / "logs" / "server-0.log"

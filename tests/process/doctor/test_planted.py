@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.cli.command import COMMAND
+from tests.support.cli.command import forked_python
 from tests.support.launcher.command import configs
 from tests.support.paths import ROOT
 from tests.support.sizes import size
 
 pytestmark = pytest.mark.slow
-DOCTOR = (*COMMAND, "doctor", *configs("gsm8k_grpo_megatron_lora_moe", "embedded"), "--json")
+DOCTOR = ("-m", "areal_lora", "doctor", *configs("gsm8k_grpo_megatron_lora_moe", "embedded"), "--json")
 needs_mounts = pytest.mark.skipif(
     subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0,
     reason="mounts need privileges",
@@ -32,7 +32,8 @@ def examined(
     *words: str, prepare: str = "", before: Sequence[str] = (), fault: str = "", quick: bool = True, cwd: Path = ROOT
 ) -> tuple[int, list[dict[str, Any]]]:
     """Exit code and findings that are not ok; ``prepare`` are shell lines in mounts of their own."""
-    command = [*before, *DOCTOR, *words, *(["--quick"] if quick else [])]
+    python = sys.executable if before else forked_python()  # a fork sees the mounts of its caller, not its limits
+    command = [*before, python, *DOCTOR, *words, *(["--quick"] if quick else [])]
     if prepare:
         command = ["unshare", "-m", "bash", "-ec", f"{prepare}\nexec {shlex.join(command)}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"AREAL_LORA_FAULT": fault} if fault else {})

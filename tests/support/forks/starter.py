@@ -35,6 +35,12 @@ class Fork:
         link.setblocking(False)
         self._link = link
 
+    def __enter__(self) -> Fork:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.wait()
+
     def poll(self) -> int | None:
         if self.returncode is None:
             with suppress(BlockingIOError):
