@@ -31,7 +31,8 @@ from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.weight_sync.manifest import base_digest
 from tests.support.docs import commands
-from tests.support.launcher.command import embedded_run
+from tests.support.forks.starter import starter_of
+from tests.support.launcher.command import ROLES, embedded_run, forked_roles
 from tests.support.launcher.hub_cache import FIRST, NAME, fill_cache, tiny_files
 from tests.support.paths import EXAMPLES, ROOT, SUPPORT, TINY_MODEL
 
@@ -93,6 +94,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "eval.every_steps=3",
         "adapters.gsm8k.sampling.prompts_per_step=24",
         "adapters.gsm8k.task.n_eval=64",
+        *forked_roles(root, "trainer.python", "cluster.controller_python"),
     )
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
     return Run(folder=root / "short", output=done.stdout + done.stderr, code=done.returncode, snapshot=snapshot)
@@ -260,6 +262,19 @@ def test_the_printed_serve_command_gives_the_same_greedy_answers_as_stock_peft(r
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == completion
 
 
+@contextmanager
+def forked_servers(run: Run) -> Iterator[None]:
+    """Servers that are forks, meanwhile: how stock vLLM starts is seen by the test of the printed serve command."""
+    file = run.folder / "config.json"
+    config = json.loads(before := file.read_text())
+    config["rollout"]["python"] = str(starter_of(ROLES["rollout.python"]).interpreter(run.folder / "python"))
+    file.write_text(json.dumps(config))
+    try:
+        yield
+    finally:
+        file.write_text(before)
+
+
 def test_the_printed_lines_for_peft_and_tensorboard_work(run: Run) -> None:
     lines = run.details
     at = next(i for i, line in enumerate(lines) if line.startswith("from peft import"))
@@ -287,7 +302,8 @@ def test_the_printed_chat_command_talks_to_the_last_version(run: Run) -> None:
     evaluation = read_metrics(run.folder).evals[-1]
     assert evaluation.version == STEPS
     sample = evaluation.samples[0]
-    done = shell(f"{run.printed('chat')} --prompt {shlex.quote(sample.prompt)}")
+    with forked_servers(run):
+        done = shell(f"{run.printed('chat')} --prompt {shlex.quote(sample.prompt)}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == sample.completion.strip()
 

@@ -14,7 +14,7 @@ import pytest
 
 from areal_lora.config.sections.adapter import Kind
 from tests.support.e2e.metrics import records
-from tests.support.launcher.command import configs, embedded_run, forked_roles
+from tests.support.launcher.command import configs, forked_run
 from tests.support.paths import EXAMPLES
 from tests.support.sizes import NIGHTLY
 
@@ -30,7 +30,7 @@ Learn = Callable[..., float]
 
 def run(root: Path, *arguments: str) -> Path:
     done = subprocess.run(
-        embedded_run(*arguments, f"run.root={root}", "run.name=overlay", *forked_roles(root)),
+        forked_run(root, *arguments, f"run.root={root}", "run.name=overlay"),
         capture_output=True,
         text=True,
         timeout=850,

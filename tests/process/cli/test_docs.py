@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import typer
 
 from areal_lora.cli.app import build
 from tests.support.cli import held_run
-from tests.support.cli.command import forked_python
+from tests.support.cli.command import forked_python, programs
 from tests.support.clocks import wait_until
 from tests.support.docs import LANGUAGES, PAGES, blocks, commands, inline
 from tests.support.obs.fake_run import make_run
@@ -238,18 +237,7 @@ def test_commands_that_other_tests_run_have_that_test(how: Elsewhere) -> None:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like a checkout, with runs named as the pages name them."""
     folder = tmp_path_factory.mktemp("a checkout")
-    programs = folder / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    for program in Path(sys.prefix, "bin").iterdir():
-        (programs / program.name).symlink_to(program)
-    forked = {
-        "python": f'[ "${{2%%.*}}" = areal_lora ] || exec {sys.executable} "$@"',
-        "areal-lora": 'set -- -m areal_lora "$@"',
-    }
-    for name, command in forked.items():
-        (programs / name).unlink()
-        (programs / name).write_text(f'#!/bin/sh\n{command}\nexec {forked_python()} "$@"\n')
-        (programs / name).chmod(0o755)
+    programs(folder / ".venv" / "bin")
     for name in ("examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "MODEL").symlink_to(TINY_MODEL)

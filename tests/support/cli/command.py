@@ -24,6 +24,21 @@ def forked_python() -> str:
     return str(command_starter().interpreter(Path(command_starter().address).with_name("python")))
 
 
+def programs(folder: Path) -> None:
+    """Make ``folder`` the ``bin`` of this environment, in which commands of this package are forks."""
+    folder.mkdir(parents=True)
+    for program in Path(sys.prefix, "bin").iterdir():
+        (folder / program.name).symlink_to(program)
+    forked = {
+        "python": f'[ "${{2%%.*}}" = areal_lora ] || exec {sys.executable} "$@"',
+        "areal-lora": 'set -- -m areal_lora "$@"',
+    }
+    for name, command in forked.items():
+        (folder / name).unlink()
+        (folder / name).write_text(f'#!/bin/sh\n{command}\nexec {forked_python()} "$@"\n')
+        (folder / name).chmod(0o755)
+
+
 def areal_lora(
     *words: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout_s: float = 60.0
 ) -> subprocess.CompletedProcess[str]:

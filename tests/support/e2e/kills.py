@@ -12,13 +12,13 @@ from tests.support.e2e.metrics import records
 
 
 def kill_after(launcher: subprocess.Popen[bytes], folder: Path, step: int, module: str) -> None:
-    """SIGKILL to the last process of ``module`` once ``step`` has been taken."""
+    """SIGKILL to the last process of ``module`` once ``step`` has been taken; it may be a fork."""
     deadline = time.monotonic() + 150
     while not any(r["kind"] == "step" and r["step"] >= step for r in records(folder)):
         assert launcher.poll() is None, f"the run ended before step {step}"
         assert time.monotonic() < deadline, f"step {step} was not taken before {module} was to be killed"
         time.sleep(0.05)
-    victims = [p for p in psutil.Process(launcher.pid).children() if runs(p, module)]
+    victims = [p for p in psutil.process_iter() if runs(p, module) and runs(p, str(folder))]
     victims[-1].kill()
 
 
