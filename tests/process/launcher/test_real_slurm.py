@@ -190,8 +190,9 @@ def test_a_silent_rank_is_found_with_the_stacks_of_all_nodes_and_starts_again(sl
         "f = RunFolder(pathlib.Path(sys.argv[1])); stacks.install(f.stack_dump('trainer-0'));"
         "f.heartbeat('trainer-0').touch(); time.sleep(200)"
     )
-    trainer = f'if [ $RANK = 0 ]; then exec {quote(sys.executable)} -c {quote(dumps)} "$R"; fi; {SLEEPS}'
-    job = submitted(slurm, tmp_path, trainer, "run.stall_s=5")
+    others = "while true; do beat; sleep 0.3; done"
+    trainer = f'if [ $RANK = 0 ]; then exec {quote(sys.executable)} -c {quote(dumps)} "$R"; fi; {others}'
+    job = submitted(slurm, tmp_path, trainer, "run.stall_s=10")
     slurm.until("the stall", lambda: count_restarts(RunFolder(job.folder)).get("trainer", 0) > 0, 60)
     slurm.until("the second start", lambda: all(job.log(f"trainer-{i}").count("up on") > 1 for i in range(4)))
     assert "trainer-0 sent no heartbeat for" in job.log(f"job-{job.id}")
