@@ -34,9 +34,9 @@ from tests.support.docs import commands
 from tests.support.forks.starter import starter_of
 from tests.support.launcher.command import ROLES, embedded_run, forked_roles
 from tests.support.launcher.hub_cache import FIRST, NAME, fill_cache, tiny_files
-from tests.support.paths import EXAMPLES, ROOT, SUPPORT, TINY_MODEL
+from tests.support.paths import EXAMPLES, ROOT, TINY_MODEL
 
-HERE = SUPPORT / "e2e"
+SCORES = "tests.support.e2e.megatron_scores"
 STEPS = 6
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -165,8 +165,11 @@ def test_the_exported_adapter_is_the_trained_policy_in_stock_peft(run: Run) -> N
 
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     out = run.folder / "scores.json"
-    script = [sys.executable, str(HERE / "megatron_scores.py"), str(run.folder), str(run.adapter), str(out)]
-    subprocess.run(script, env=environment, check=True, timeout=200)
+    log, words = run.folder / "scores.log", [str(run.folder), str(run.adapter), str(out)]
+    with log.open("wb") as output:
+        starter = starter_of(ROLES["trainer.python"])
+        code = starter.start(SCORES, words, environment, output).wait(200)
+    assert code == 0, log.read_text()
     scores = json.loads(out.read_text())
     base = AutoModelForCausalLM.from_pretrained(run.config.model.folder, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(run.adapter)).eval()
