@@ -205,7 +205,7 @@ def started(command: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(timeout=20)
 
 
-def wait_until_it_answers(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 150) -> bytes:
+def wait_until_it_answers(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 300) -> bytes:
     deadline = time.monotonic() + timeout_s
     while True:
         assert process.poll() is None, log.read_text(errors="replace")[-3000:]
@@ -218,7 +218,7 @@ def wait_until_it_answers(url: str, process: subprocess.Popen[bytes], log: Path,
             time.sleep(0.2)
 
 
-def wait_until_it_says(pattern: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 150) -> str:
+def wait_until_it_says(pattern: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 300) -> str:
     deadline = time.monotonic() + timeout_s
     while (found := re.search(pattern, log.read_text(errors="replace"), re.M)) is None:
         assert process.poll() is None, log.read_text(errors="replace")[-3000:]
