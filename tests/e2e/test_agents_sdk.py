@@ -19,7 +19,7 @@ from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.rollout.conversations import ConversationRecord, read_conversations
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.cli.command import areal_lora
-from tests.support.launcher.command import embedded_run, forked_roles
+from tests.support.launcher.command import forked_run
 from tests.support.paths import EXAMPLES, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -56,9 +56,7 @@ def test_the_sdk_calls_tools_and_two_steps_are_trained(tmp_path: Path) -> None:
             model=f'"{model}"', support=ROOT / "tests" / "support" / "agents", examples=EXAMPLES.parent / "workflows"
         )
     )
-    # A server of its own interpreter: its start-up check imports the parser.
-    roles = forked_roles(tmp_path, "trainer.python", "cluster.controller_python")
-    command = embedded_run("--config", str(overlay), f"run.root={tmp_path / 'runs'}", "run.steps=2", *roles)
+    command = forked_run(tmp_path, "--config", str(overlay), f"run.root={tmp_path / 'runs'}", "run.steps=2")
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     folder = RunFolder(tmp_path / "runs" / "embedded")

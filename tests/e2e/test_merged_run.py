@@ -11,7 +11,7 @@ import pytest
 
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.weight_sync.manifest import base_digest
-from tests.support.launcher.command import configs, embedded_run, forked_roles
+from tests.support.launcher.command import configs, forked_run
 from tests.support.paths import TINY_MODEL
 
 STEPS, MORE = 4, 1
@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 def launch(root: Path, steps: int, **env: str) -> str:
     root.mkdir(exist_ok=True)
-    command = embedded_run(
+    command = forked_run(
+        root,
         *configs("merged"),
         f"run.root={root}",
         "run.name=merged",
@@ -32,7 +33,6 @@ def launch(root: Path, steps: int, **env: str) -> str:
         "adapters.gsm8k.sampling.prompts_per_step=16",
         "adapters.gsm8k.task.n_eval=32",
         "weight_sync.rejoin_s=300",
-        *forked_roles(root),
     )
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=os.environ | env)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,7 @@ import pytest
 
 from areal_lora.library.runs import load_run
 from tests.support.e2e.metrics import records
-from tests.support.launcher.command import configs, embedded_run, forked_roles
+from tests.support.launcher.command import configs, embedded_run, forked_roles, forked_run
 from tests.support.paths import ROOT
 from tests.support.tasks.judge_stub import JudgeStub
 
@@ -44,7 +44,8 @@ def graded(number: int, body: dict[str, Any]) -> tuple[int, dict[str, str], Any]
 def test_two_rewards_one_of_them_a_judge(tmp_path: Path) -> None:
     with JudgeStub(graded) as judge:
         (tmp_path / "rewards.yaml").write_text(REWARDS.format(url=judge.url))
-        command = embedded_run(
+        command = forked_run(
+            tmp_path,
             *configs("rewards", folder=tmp_path),
             f"run.root={tmp_path}",
             "run.name=judged",
@@ -52,7 +53,6 @@ def test_two_rewards_one_of_them_a_judge(tmp_path: Path) -> None:
             "eval.every_steps=0",
             "adapters.gsm8k.sampling.prompts_per_step=8",
             "adapters.gsm8k.task.n_eval=8",
-            *forked_roles(tmp_path),
         )
         environment = os.environ | {"TEST_JUDGE_KEY": KEY}
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,5 @@
-"""A run stopped in each phase: no process, port or shared memory remains after 10 s. The suite samples the phases.
+"""A run stopped in each phase: no process, port or shared memory remains after 10 s. The suite samples the phases;
+all ways of stopping are in `tests/process/launcher/test_stops.py`.
 
 Trainer, controller and launcher are real in all cases, the server is vLLM in two. In the others a stand-in answers:
 what a stopped vLLM leaves behind is the same in every phase, and starting it takes most of the time.
@@ -53,7 +54,7 @@ EVERY = [
     Case("servers starting", "SIGHUP", "server-0.*loading the model", vllm=True),
     Case("loading the base", "SIGTERM", "trainer-0.*loading the base model"),
 ]
-CASES = sample(EVERY, 0, lambda case: (case.way, case.vllm))
+CASES = sample(EVERY, 0, lambda case: (case.vllm,))
 
 
 def said(folder: Path) -> str:
@@ -90,7 +91,8 @@ def stopped(root: Path, case: Case) -> tuple[float, int]:
             f"trainer.python={lenient_trainer.interpreter(root / f'{name}.trainer')}",
             "weight_sync.probe_tolerance=1e9",
         ]
-    process = start(command, environment, root / f"{name}.out")
+    _, _, module, *arguments = command
+    process = start(module, arguments, environment, root / f"{name}.out")
     try:
         wait_for(lambda: re.search(case.seen, said(root / name)) is not None, process.poll, root / f"{name}.out")
         held = Held.by(process.pid)

@@ -19,7 +19,7 @@ from tests.support.rollout.running import Running
 from tests.support.sizes import size
 
 STEPS, WARM_UP, ETA, B = 800, 100, 4, 4
-SECONDS = size(20, 600)
+SECONDS = size(5, 600)
 
 
 class LastOnly(list[dict[str, Any]]):

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,20 @@ from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.run_folder.paths import RunFolder
-from tests.support.forks.starter import starter_of
+from tests.support.cli.command import forked_python
 from tests.support.paths import EXAMPLES, ROOT
 
 MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
 EMBEDDED = EXAMPLES / "embedded.yaml"
 
 
-def launcher() -> Path:
-    """An interpreter that has imported what the command line needs."""
-    starter = starter_of("areal_lora.launch")
-    return starter.interpreter(Path(starter.address).with_name("python"))
+SMALL = "adapters.gsm8k.task.n_train=64"
 
 
 def launch(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [launcher(), "-m", "areal_lora.launch", "--config", str(MOE), "--config", str(EMBEDDED)]
+    command = [forked_python(), "-m", "areal_lora.launch", "--config", str(MOE), "--config", str(EMBEDDED)]
     return subprocess.run(
-        [*command, f"run.root={tmp_path / 'runs'}", *arguments],
+        [*command, f"run.root={tmp_path / 'runs'}", SMALL, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -78,7 +74,7 @@ PLANNED = [
 def test_dry_run_shows_the_plan_and_creates_nothing(tmp_path: Path, paths: list[Path]) -> None:
     configs = [word for path in paths for word in ("--config", str(path))]
     options = [f"run.root={tmp_path / 'runs'}", "--dry-run", "--details"]
-    command = [launcher(), "-m", "areal_lora.launch", *configs, *options]
+    command = [forked_python(), "-m", "areal_lora.launch", *configs, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     for title in ("trainer rank", "adapter slots", "KV cache", "Publish of gsm8k"):
@@ -170,7 +166,7 @@ def test_what_cannot_change_is_one_line_and_nothing_starts_or_changes(tmp_path: 
 def finished_run(tmp_path: Path, steps: int) -> Path:
     """The folder of a run that went well."""
     folder = tmp_path / "runs" / "x"
-    config = load_config([MOE, EMBEDDED], [f"run.root={tmp_path / 'runs'}", "run.name=x", f"run.steps={steps}"])
+    config = load_config([MOE, EMBEDDED], [f"run.root={tmp_path / 'runs'}", "run.name=x", f"run.steps={steps}", SMALL])
     with RunStart(config) as run:
         run.prepare()
     with MetricsWriter(RunFolder(folder)) as metrics:
@@ -235,54 +231,14 @@ def test_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "runs" / "x").iterdir()] == ["thesis.txt"]
 
 
-def test_two_launchers_in_one_folder_without_flock(tmp_path: Path) -> None:
-    """The second one is refused; one that was killed is not in the way of the same command."""
-    folder, program = tmp_path / "runs" / "x", tmp_path / "python"
-    program.write_text("#!/bin/sh\nexec sleep 60\n")
-    program.chmod(0o755)
-    command = [
-        sys.executable,
-        str(ROOT / "tests" / "support" / "no_locks.py"),
-        "flock",
-        "ENOSYS",
-        sys.executable,
-        "-m",
-        "areal_lora.launch",
-        "--config",
-        str(MOE),
-        "--config",
-        str(EMBEDDED),
-        f"run.root={folder.parent}",
-        "run.name=x",
-        f"trainer.python={program}",
-    ]
-
-    def second() -> subprocess.CompletedProcess[str]:
-        server = failing_python(tmp_path / "failing")
-        return subprocess.run([*command, server], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-
-    (tmp_path / "failing").mkdir()
-    first = subprocess.Popen([*command, f"rollout.python={program}"], cwd=ROOT, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 30
-        while not (folder / "logs" / "trainer-1.log").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        secret = (folder / "secret").read_text()
-        done = second()
-        assert done.returncode == 64, done.stdout + done.stderr
-        assert "is still going" in done.stderr
-        assert (folder / "secret").read_text() == secret
-    finally:
-        first.kill()
-        first.wait()
-    done = second()
-    assert done.returncode == 70, done.stdout + done.stderr
-
-
 def test_folder_of_a_running_run_is_left_alone(tmp_path: Path) -> None:
-    with RunStart(load_config([MOE, EMBEDDED], [f"run.root={tmp_path / 'runs'}", "run.name=x"])):
+    folder = tmp_path / "runs" / "x"
+    with RunStart(load_config([MOE, EMBEDDED], [f"run.root={folder.parent}", "run.name=x", SMALL])) as run:
+        run.prepare()
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         done = launch(tmp_path, failing_python(tmp_path), "run.name=x")
+    assert folder / "secret" in before
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert done.returncode == 64
     assert "still going" in done.stderr
     assert not (tmp_path / "runs" / "x.1").exists()

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ import pytest
 import typer
 
 from areal_lora.cli.app import build
+from tests.support.cli import held_run
+from tests.support.cli.command import forked_python, programs
 from tests.support.clocks import wait_until
 from tests.support.docs import LANGUAGES, PAGES, blocks, commands, inline
 from tests.support.obs.fake_run import make_run
@@ -239,7 +240,7 @@ def test_commands_that_other_tests_run_have_that_test(how: Elsewhere) -> None:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like a checkout, with runs named as the pages name them."""
     folder = tmp_path_factory.mktemp("a checkout")
-    (folder / ".venv").symlink_to(sys.prefix)
+    programs(folder / ".venv" / "bin")
     for name in ("examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "MODEL").symlink_to(TINY_MODEL)
@@ -267,7 +268,7 @@ def live(checkout: Path) -> Iterator[Path]:
 
 @contextmanager
 def held(root: Path, name: str) -> Iterator[Path]:
-    command = [sys.executable, "-m", "tests.support.cli.held_run", str(root), name, "0"]
+    command = [forked_python(), "-m", held_run.__name__, str(root), name, "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         try:
             log = root / name / "logs" / "server-0.log"

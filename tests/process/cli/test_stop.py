@@ -6,27 +6,26 @@ import json
 import os
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.cli.command import areal_lora
+from tests.support.cli import held_run
+from tests.support.cli.command import areal_lora, command_starter
 from tests.support.clocks import wait_until
-from tests.support.paths import ROOT
+from tests.support.forks.starter import Fork
 
 pytestmark = pytest.mark.slow
 
 
-def begin(root: Path, name: str, stop_s: float, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.support.cli.held_run", str(root), name, str(stop_s)]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def begin(root: Path, name: str, stop_s: float, **environment: str) -> Fork:
+    root.mkdir(exist_ok=True)
+    with (root / f"{name}.out").open("wb") as output:
+        words = [str(root), name, str(stop_s)]
+        return command_starter().start(held_run.__name__, words, os.environ | environment, output)
 
 
-def started(root: Path, name: str, stop_s: float) -> subprocess.Popen[str]:
+def started(root: Path, name: str, stop_s: float) -> Fork:
     process = begin(root, name, stop_s)
     log = root / name / "logs" / "server-0.log"
     wait_until(lambda: log.exists() and "up" in log.read_text(), 30.0)

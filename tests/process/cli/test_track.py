@@ -25,7 +25,7 @@ from tests.support.cli.command import COMMAND, areal_lora
 from tests.support.clocks import wait_until
 from tests.support.obs.fake_run import make_config, make_run
 from tests.support.obs.three_adapters import records, three_config
-from tests.support.sizes import NIGHTLY
+from tests.support.sizes import sample
 from tests.support.tracking.trackers import Curves, Mlflow, Wandb, WandbOnline
 from tests.support.tracking.wandb_server import Runs, wandb_server
 
@@ -49,7 +49,7 @@ def tracker(request: pytest.FixtureRequest, home: Path) -> Wandb | Mlflow:
     return Wandb(home=home) if request.param == "wandb" else Mlflow(home=home)
 
 
-@pytest.fixture(params=["wandb-online", "mlflow", *(["wandb"] if NIGHTLY else [])])
+@pytest.fixture(params=sample(["wandb-online", "mlflow", "wandb"], 1))
 def any_tracker(request: pytest.FixtureRequest, home: Path, server: tuple[str, Runs]) -> Wandb | WandbOnline | Mlflow:
     if request.param == "wandb-online":
         return WandbOnline(home=home, url=server[0], runs=server[1])

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.cli.command import COMMAND
-from tests.support.launcher.command import configs
+from tests.support.cli.command import forked_python
+from tests.support.launcher.command import configs, forked_roles
 from tests.support.paths import ROOT
 from tests.support.sizes import size
 
 pytestmark = pytest.mark.slow
-DOCTOR = (*COMMAND, "doctor", *configs("gsm8k_grpo_megatron_lora_moe", "embedded"), "--json")
+DOCTOR = ("-m", "areal_lora", "doctor", *configs("gsm8k_grpo_megatron_lora_moe", "embedded"), "--json")
 needs_mounts = pytest.mark.skipif(
     subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0,
     reason="mounts need privileges",
@@ -32,7 +32,8 @@ def examined(
     *words: str, prepare: str = "", before: Sequence[str] = (), fault: str = "", quick: bool = True, cwd: Path = ROOT
 ) -> tuple[int, list[dict[str, Any]]]:
     """Exit code and findings that are not ok; ``prepare`` are shell lines in mounts of their own."""
-    command = [*before, *DOCTOR, *words, *(["--quick"] if quick else [])]
+    python = sys.executable if before else forked_python()  # a fork sees the mounts of its caller, not its limits
+    command = [*before, python, *DOCTOR, *words, *(["--quick"] if quick else [])]
     if prepare:
         command = ["unshare", "-m", "bash", "-ec", f"{prepare}\nexec {shlex.join(command)}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"AREAL_LORA_FAULT": fault} if fault else {})
@@ -159,11 +160,13 @@ def test_two_roles_with_different_code(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", ("wrong_prefix", "other_layer")[: size(1, 2)])
 def test_a_server_that_takes_names_for_other_matrices_fails_the_canary(tmp_path: Path, fault: str) -> None:
-    code, findings = examined(f"run.root={tmp_path}", fault=f"server.matrix:1:{fault}", quick=False)
+    roles = forked_roles(tmp_path, "trainer.python", "rollout.python")
+    (root := tmp_path / "runs").mkdir()
+    code, findings = examined(f"run.root={root}", *roles, fault=f"server.matrix:1:{fault}", quick=False)
     level, reason, fix = found(findings, "canary")
     assert (code, level) == (69, "fail"), findings
     wanted = {"wrong_prefix": "ManifestError", "other_layer": "ParityError"}
     assert wanted[fault] in reason
     named = {"wrong_prefix": "name the adapter's tensors differently", "other_layer": "lead to other matrices"}
     assert named[fault] in fix
-    assert list(tmp_path.iterdir()) == []
+    assert list(root.iterdir()) == []

@@ -28,8 +28,7 @@ from areal_lora.launcher.slurm.script import submit
 from areal_lora.launcher.start import RunStart
 from areal_lora.run_folder.events import RequeueEvent, count_restarts, read_events
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.status import TIMEOUT_S
-from tests.support.cli.command import COMMAND
+from tests.support.cli.command import forked_python
 from tests.support.launcher.real_slurm import Slurm
 from tests.support.paths import EXAMPLES
 
@@ -108,6 +107,7 @@ def submitted(slurm: Slurm, folder: Path, trainer: str, *overrides: str, server:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("SLURM_CONF", "PATH"):
             patch.setenv(name, slurm.environment[name])
+        patch.setattr(sys, "executable", forked_python())  # of the supervisor
         with RunStart(config) as run:
             return Job(id=submit(config, plan, run.prepare), folder=plan.run_folder.path, config=config)
 
@@ -183,19 +183,19 @@ def test_killed_ranks_and_servers_start_again_in_the_allocation(slurm: Slurm, tm
     assert "trainer-0 was killed by SIGKILL and has no restarts left: the job ends as failed" in log
 
 
-def test_a_silent_server_is_found_with_the_stacks_of_all_nodes_and_starts_again(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_silent_rank_is_found_with_the_stacks_of_all_nodes_and_starts_again(slurm: Slurm, tmp_path: Path) -> None:
     dumps = (
         "import faulthandler, os, pathlib, signal, sys, time; sys.path.insert(0, os.getcwd());"
         "from areal_lora.processes import stacks; from areal_lora.run_folder.paths import RunFolder;"
-        "f = RunFolder(pathlib.Path(sys.argv[1])); stacks.install(f.stack_dump('controller-0'));"
-        "print('installed', flush=True); time.sleep(200)"
+        "f = RunFolder(pathlib.Path(sys.argv[1])); stacks.install(f.stack_dump('trainer-0'));"
+        "f.heartbeat('trainer-0').touch(); time.sleep(200)"
     )
-    server = UP + 'while [ "$NAME" = server-0 ]; do beat; sleep 0.3; done; sleep 200'
-    trainer = f'if [ $RANK = 0 ]; then exec {quote(sys.executable)} -c {quote(dumps)} "$R"; fi; {SLEEPS}'
-    job = submitted(slurm, tmp_path, trainer, server=server)
-    slurm.until("the stall", lambda: count_restarts(RunFolder(job.folder)).get("server-1") == 1, TIMEOUT_S + 30)
-    slurm.until("the second start", lambda: job.log("server-1").count("up on") == 2)
-    assert "server-1 sent no heartbeat for" in job.log(f"job-{job.id}")
+    others = "while true; do beat; sleep 0.3; done"
+    trainer = f'if [ $RANK = 0 ]; then exec {quote(sys.executable)} -c {quote(dumps)} "$R"; fi; {others}'
+    job = submitted(slurm, tmp_path, trainer, "run.stall_s=10")
+    slurm.until("the stall", lambda: count_restarts(RunFolder(job.folder)).get("trainer", 0) > 0, 60)
+    slurm.until("the second start", lambda: all(job.log(f"trainer-{i}").count("up on") > 1 for i in range(4)))
+    assert "trainer-0 sent no heartbeat for" in job.log(f"job-{job.id}")
     stall = (job.folder / "stacks" / "stall-1.txt").read_text()
     assert "time.sleep" in stall or "<string>" in stall, stall
     assert not (job.folder / "sessions" / f"{job.id}-0" / "requeue-requested").exists(), "the shells were not signalled"
@@ -308,7 +308,7 @@ def test_a_lost_node_of_a_server_is_survived_and_one_of_the_trainer_requeues_the
         lost = f"server-1 was lost with node {nodes[3]}; it is not restarted, the other servers continue"
         slurm.until("the loss", lambda: lost in job.log(f"job-{job.id}"), 60)
         assert (slurm.state(job.id), job.log("trainer-1").count("up on")) == ("RUNNING", 1)
-        status = slurm.run(*COMMAND, "status", str(job.folder))
+        status = slurm.run(forked_python(), "-m", "areal_lora", "status", str(job.folder))
         for name, node in (("trainer-1", nodes[1]), ("server-0", nodes[2]), ("server-1", rf"{nodes[3]} \(lost\)")):
             assert re.search(rf"^{name} +{node} ", status, re.MULTILINE), status
         slurm.lose_node(nodes[1])
@@ -363,7 +363,7 @@ def test_servers_of_a_second_job_join_leave_in_order_and_end_with_the_run(slurm:
     """Both commands as a user types them."""
 
     def areal_lora(*words: str) -> str:
-        return slurm.run(sys.executable, "-m", "areal_lora", *words)
+        return slurm.run(forked_python(), "-m", "areal_lora", *words)
 
     wait = 'while [ ! -e "$R/go" ]; do sleep 0.1; done'
     job = running(slurm, submitted(slurm, tmp_path / "two jobs", wait))

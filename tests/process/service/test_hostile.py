@@ -1,4 +1,4 @@
-"""5,000 malformed, oversized, repeated and foreign requests over all routes of a real service, of two tenants at once:
+"""Malformed, oversized, repeated and foreign requests over all routes of a real service, of two tenants at once:
 every answer is typed, no tenant learns of the other, and the process is as it was.
 """
 
@@ -27,6 +27,7 @@ import pytest
 from areal_lora.run_folder.desired import read_desired
 from tests.support.clocks import wait_until
 from tests.support.service.hostile import BODY_KIB, PASS_KIB, Shot, typed
+from tests.support.sizes import size
 from tests.support.tinker.hostile import posted, shot
 from tests.support.tinker.scripted import PROGRAMS, ScriptedRun
 from tests.support.tinker.sdk import VERSIONS, environment
@@ -34,7 +35,7 @@ from tests.support.tinker.tenant_world import API, PROTOBUF, World, check, settl
 
 pytestmark = pytest.mark.slow
 
-REQUESTS, WARM, WORKERS = 5000, 1000, 6
+REQUESTS, WARM, WORKERS = size(2000, 5000), size(500, 1000), 6
 RAW_EVERY = 25
 MORE_RSS = 48 << 20
 MORE_FILES = 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import yaml
 from areal_lora.checkpoint.checkpoint_store import version_folder, versions_in
 from areal_lora.checkpoint.state import MANIFEST_FILE, decode_manifest
 from areal_lora.run_folder.paths import RunFolder
+from tests.support.cli.command import forked_python
 from tests.support.e2e.metrics import records
 from tests.support.launcher.command import forked_roles
 from tests.support.paths import EXAMPLES, ROOT
@@ -64,7 +64,7 @@ def run(root: Path, name: str, adapters: list[dict[str, Any]]) -> Ended:
     base["model"]["path"] = str(EXAMPLES / "tiny_model")
     base |= {"adapters": adapters, "run": {"name": name, "root": str(root), "steps": 10, "seed": SEED}}
     (root / f"{name}.yaml").write_text(json.dumps(base))
-    command = [sys.executable, "-m", "areal_lora.launch", "--config", str(root / f"{name}.yaml"), *REPEATABLE]
+    command = [forked_python(), "-m", "areal_lora.launch", "--config", str(root / f"{name}.yaml"), *REPEATABLE]
     command += forked_roles(root)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     folder = RunFolder(root / name)

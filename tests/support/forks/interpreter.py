@@ -22,6 +22,8 @@ def main() -> None:
     socket.send_fds(link, [request], [0, 1, 2])
     pid = int(link.recv(64))
     for number in PASSED_ON:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            continue  # by whoever started this
         signal.signal(number, lambda number, _: os.kill(pid, number))
     code = int(link.recv(64) or -signal.SIGKILL)  # with its parent
     if code < 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from tests.support.cli.command import forked_python
 from tests.support.forks.starter import starter_of
 from tests.support.paths import EXAMPLES
 
@@ -12,6 +13,11 @@ from tests.support.paths import EXAMPLES
 def embedded_run(*arguments: str) -> list[str]:
     """Command that launches the embedded example; ``arguments`` follow its two configurations."""
     return [sys.executable, "-m", "areal_lora.launch", *configs("gsm8k_grpo_megatron_lora_moe", "embedded"), *arguments]
+
+
+def forked_run(folder: Path, *arguments: str) -> list[str]:
+    """``embedded_run`` whose launcher and roles are forks, written into ``folder``."""
+    return [forked_python(), *embedded_run(*arguments)[1:], *forked_roles(folder)]
 
 
 def configs(*names: str, folder: Path = EXAMPLES) -> list[str]:

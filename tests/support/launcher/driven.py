@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.paths import ROOT
+from tests.support.cli.command import command_starter
+from tests.support.launcher import drive
 
 
 class Run:
-    """One launcher process and everything whose environment carries its mark."""
+    """One launcher process, a fork, and all that it starts, whose environment carries its mark."""
 
     def __init__(
         self, folder: Path, grace_s: float, processes: list[tuple[str, int, str]], overrides: Sequence[str] = ()
@@ -26,25 +25,13 @@ class Run:
         self.folder = folder
         self.mark = f"AREAL_LORA_TEST={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.support.launcher.drive",
-                str(folder),
-                str(grace_s),
-                json.dumps(processes),
-                *overrides,
-            ],
-            env=os.environ | {name: value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-        )
+        self._output = folder.with_suffix(".out")
+        arguments = [str(folder), str(grace_s), json.dumps(processes), *overrides]
+        with self._output.open("wb") as output:
+            self.process = command_starter().start(drive.__name__, arguments, os.environ | {name: value}, output)
 
     def alive(self) -> list[psutil.Process]:
-        """Processes of this run, found by their environment: also those that no parent knows any more."""
+        """What the launcher has started, found by their environment: also those that no parent knows any more."""
         name, _, value = self.mark.partition("=")
         found = []
         for process in psutil.process_iter():
@@ -66,8 +53,7 @@ class Run:
         return path.read_text() if path.exists() else ""
 
     def end(self, timeout_s: float = 20) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, output
+        return self.process.wait(timeout_s), self._output.read_text()
 
 
 @contextmanager
@@ -81,6 +67,7 @@ def beginning(folder: Path) -> Iterator[Callable[..., Run]]:
 
     yield start
     for run in runs:
+        run.process.kill()
         for process in run.alive():
             process.kill()
         run.process.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import statistics
-import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -14,14 +13,15 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.paths import ROOT
+from tests.support.cli.command import command_starter
+from tests.support.forks.starter import Fork
 
 WAYS = ("Ctrl-C", "Ctrl-C twice", "SIGTERM", "SIGHUP", "launcher killed")
 GONE_S = 10.0
 SHARED = Path("/dev/shm")
 
 
-def stop(process: subprocess.Popen[str], way: str) -> None:
+def stop(process: Fork, way: str) -> None:
     number = {
         "Ctrl-C": signal.SIGINT,
         "Ctrl-C twice": signal.SIGINT,
@@ -129,14 +129,6 @@ def figures(seconds: Iterable[float]) -> str:
     return f"min {values[0]:.2f} s, p50 {statistics.median(values):.2f} s, max {values[-1]:.2f} s of {len(values)}"
 
 
-def start(command: list[str], environment: Mapping[str, str], output: Path) -> subprocess.Popen[str]:
-    with output.open("w") as file:
-        return subprocess.Popen(
-            command,
-            env=os.environ | environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,
-        )
+def start(module: str, arguments: list[str], environment: Mapping[str, str], output: Path) -> Fork:
+    with output.open("wb") as file:
+        return command_starter().start(module, arguments, os.environ | environment, file)

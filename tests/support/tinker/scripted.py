@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -29,10 +30,12 @@ from areal_lora.run_folder.desired import DesiredPhase, read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint, publish_endpoint, read_endpoint
 from tests.support.clocks import wait_until
+from tests.support.forks.starter import starter_of
 from tests.support.operations.scripted_trainer import ScriptedTrainer
 from tests.support.service.running import service_config
 from tests.support.tinker.sdk import environment
 
+SERVICE = "areal_lora.service.main"
 START_S, PROGRAM_S = 120.0, 240.0
 PROGRAMS = Path(__file__).parent
 
@@ -82,8 +85,8 @@ class ScriptedRun:
     def start(self) -> None:
         forget_endpoint(self.folder, "service", 0)
         with (self.folder.path / "log").open("ab") as log:
-            command = [sys.executable, "-m", "areal_lora.service.main", "--run-folder", str(self.folder)]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            words = ["--run-folder", str(self.folder)]
+            self.process = starter_of(SERVICE).start(SERVICE, words, os.environ, log)
         wait_until(self._is_up, START_S, "the service")
 
     def kill(self) -> None:

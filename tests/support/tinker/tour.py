@@ -55,7 +55,7 @@ def main() -> None:
     }
 
     # More data than one chunk holds, the chunks sent at once and the first one last; the step is queued behind them.
-    many, step = client.forward_backward([one] * 2500, "cross_entropy"), None
+    many, step = client.forward_backward([one] * 1030, "cross_entropy"), None
     step = client.optim_step(types.AdamParams(learning_rate=1e-3))
     found = many.result()
     said["many"] = [

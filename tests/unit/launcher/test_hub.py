@@ -21,6 +21,7 @@ from areal_lora.config.recorded import missing_files, wanted
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.hub import resolve
 from areal_lora.weight_sync.manifest import base_digest
+from tests.support.cli.command import forked_python
 from tests.support.launcher.fake_hub import FakeHub, HubModel
 from tests.support.launcher.hub_cache import FIRST, NAME, SECOND, fill_cache, sharded, tiny_files
 from tests.support.paths import EXAMPLES, ROOT, TINY_MODEL
@@ -42,7 +43,7 @@ def arguments(tmp_path: Path, *more: str, model: str = NAME) -> list[str]:
     program.chmod(0o755)
     files = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
     return [
-        sys.executable,
+        forked_python(),
         "-m",
         "areal_lora.launch",
         "--config",
@@ -53,6 +54,7 @@ def arguments(tmp_path: Path, *more: str, model: str = NAME) -> list[str]:
         f"rollout.python={program}",
         f"trainer.python={program}",
         f"model.path={model}",
+        "adapters.gsm8k.task.n_train=64",
         *more,
     ]
 
