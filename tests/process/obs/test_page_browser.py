@@ -127,6 +127,7 @@ def test_a_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
             with MetricsWriter(folder) as writer:
                 writer.write(step_record(step=4, version=4, time_s=9.0, adapter=ADAPTER, reward_mean=0.123))
             visit.wait("[...drawn.values()][0].plot.data[1].includes(0.123)")
+            visit.wait("document.body.innerText.includes('5/40')")
             print(f"shown {time.monotonic() - began:.2f} s after the step")
             assert visit.page.evaluate("document.querySelector('details').open")
             assert visit.page.inner_text("#state") == "live"
