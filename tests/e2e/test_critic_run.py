@@ -15,7 +15,7 @@ from areal_lora.checkpoint.state import files_of
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.e2e.kills import kill_after
 from tests.support.e2e.metrics import records
-from tests.support.launcher.command import configs, forked_run
+from tests.support.launcher.command import configs, embedded_run, forked_roles
 
 STEPS = 4
 
@@ -25,8 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("critic run")
-    command = forked_run(
-        root,
+    command = embedded_run(
         *configs("ppo"),
         f"run.root={root}",
         "run.name=ppo",
@@ -39,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "adapters.gsm8k.algorithm.kl_coef=0.01",
         "adapters.gsm8k.algorithm.reference=initial",
         "adapters.gsm8k.algorithm.reference_refresh_steps=2",
+        *forked_roles(root),
     )
     log = root / "log"
     with log.open("w") as out:

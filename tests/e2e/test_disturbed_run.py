@@ -15,10 +15,10 @@ import pytest
 
 from tests.support.e2e.kills import kill_after
 from tests.support.e2e.metrics import records
-from tests.support.launcher.command import forked_run
+from tests.support.launcher.command import embedded_run, forked_roles
 
-STEPS, PROMPTS, ETA = 18, 16, 2
-VICTIMS = {4: "areal_lora.engine.vllm_ext.server.main", 8: "areal_lora.rollout.main", 12: "areal_lora.trainer.main"}
+STEPS, PROMPTS, ETA = 30, 16, 2
+VICTIMS = {8: "areal_lora.engine.vllm_ext.server.main", 15: "areal_lora.rollout.main", 22: "areal_lora.trainer.main"}
 """What is killed once a step has been taken. Of two trainer ranks the last one."""
 CONSUMED = 4
 
@@ -44,14 +44,14 @@ class Run:
 
 
 def go(root: Path, name: str, victims: dict[int, str]) -> Run:
-    command = forked_run(
-        root,
+    command = embedded_run(
         f"run.root={root}",
         f"run.name={name}",
         f"run.steps={STEPS}",
         "eval.every_steps=0",
         f"adapters.gsm8k.sampling.prompts_per_step={PROMPTS}",
         f"rollout.max_staleness={ETA}",
+        *forked_roles(root),
     )
     log = root / f"{name}.log"
     with log.open("w") as out:

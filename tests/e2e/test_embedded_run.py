@@ -32,12 +32,11 @@ from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.weight_sync.manifest import base_digest
 from tests.support.docs import commands
-from tests.support.forks.starter import starter_of
-from tests.support.launcher.command import ROLES, embedded_run, forked_roles
+from tests.support.launcher.command import embedded_run, forked_roles
 from tests.support.launcher.hub_cache import FIRST, NAME, fill_cache, tiny_files
-from tests.support.paths import EXAMPLES, ROOT, TINY_MODEL
+from tests.support.paths import EXAMPLES, ROOT, SUPPORT, TINY_MODEL
 
-SCORES = "tests.support.e2e.megatron_scores"
+HERE = SUPPORT / "e2e"
 STEPS = 6
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -166,11 +165,8 @@ def test_the_exported_adapter_is_the_trained_policy_in_stock_peft(run: Run) -> N
 
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     out = run.folder / "scores.json"
-    log, words = run.folder / "scores.log", [str(run.folder), str(run.adapter), str(out)]
-    with log.open("wb") as output:
-        starter = starter_of(ROLES["trainer.python"])
-        code = starter.start(SCORES, words, environment, output).wait(200)
-    assert code == 0, log.read_text()
+    script = [sys.executable, str(HERE / "megatron_scores.py"), str(run.folder), str(run.adapter), str(out)]
+    subprocess.run(script, env=environment, check=True, timeout=200)
     scores = json.loads(out.read_text())
     base = AutoModelForCausalLM.from_pretrained(run.config.model.folder, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(run.adapter)).eval()
@@ -266,19 +262,6 @@ def test_the_printed_serve_command_gives_the_same_greedy_answers_as_stock_peft(r
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == completion
 
 
-@contextmanager
-def forked_servers(run: Run) -> Iterator[None]:
-    """Servers that are forks, meanwhile: how stock vLLM starts is seen by the test of the printed serve command."""
-    file = run.folder / "config.json"
-    config = json.loads(before := file.read_text())
-    config["rollout"]["python"] = str(starter_of(ROLES["rollout.python"]).interpreter(run.folder / "python"))
-    file.write_text(json.dumps(config))
-    try:
-        yield
-    finally:
-        file.write_text(before)
-
-
 def test_the_printed_lines_for_peft_and_tensorboard_work(run: Run) -> None:
     lines = run.details
     at = next(i for i, line in enumerate(lines) if line.startswith("from peft import"))
@@ -306,8 +289,7 @@ def test_the_printed_chat_command_talks_to_the_last_version(run: Run) -> None:
     evaluation = read_metrics(run.folder).evals[-1]
     assert evaluation.version == STEPS
     sample = evaluation.samples[0]
-    with forked_servers(run):
-        done = shell(f"{run.printed('chat')} --prompt {shlex.quote(sample.prompt)}")
+    done = shell(f"{run.printed('chat')} --prompt {shlex.quote(sample.prompt)}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == sample.completion.strip()
     before = versions_in(run.folder / "checkpoints" / "gsm8k")[0]

@@ -25,9 +25,8 @@ from areal_lora.weight_sync.trainer.fleet import AdminClient
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from tests.support.e2e.listeners import Listener
 from tests.support.e2e.metrics import records
-from tests.support.engine.vllm_ext import stand_in
-from tests.support.forks.starter import starter_of
-from tests.support.launcher.command import ROLES, configs, embedded_run, forked_roles
+from tests.support.engine.vllm_ext.stand_in import TOKEN_S, interpreter
+from tests.support.launcher.command import configs, embedded_run
 from tests.support.paths import ROOT
 
 NAMESPACE, ADDRESS = f"al-{os.getpid()}", "10.77.0.1"
@@ -180,14 +179,12 @@ BASIC = {("admin", "HTTPS"), ("control", "zmq CURVE"), ("agents", "HTTP"), ("col
 
 def test_listeners_on_loopback_with_a_server_without_a_model(tmp_path: Path) -> None:
     # Answers take their time, since made-up ones must not be trained on: the trainer waits for them meanwhile.
-    starter = starter_of(ROLES["trainer.python"])
-    python = starter.interpreter(tmp_path / "python", stand_in.__name__, {stand_in.TOKEN_S: "60"})
+    python = interpreter(tmp_path / "python", {TOKEN_S: "60"})
     found = walk(
         tmp_path,
         [],
         "cluster.bind=127.0.0.1",
         f"rollout.python={python}",
-        *forked_roles(tmp_path, "trainer.python", "cluster.controller_python"),
         "weight_sync.probe_tolerance=1e9",
         goes_on=False,
     )
@@ -197,8 +194,7 @@ def test_listeners_on_loopback_with_a_server_without_a_model(tmp_path: Path) -> 
 
 def test_listeners_of_a_run_that_other_machines_can_reach(tmp_path: Path) -> None:
     with namespace() as prefix:
-        roles = forked_roles(tmp_path, "trainer.python", "cluster.controller_python")
-        found = walk(tmp_path, prefix, "cluster.bind=0.0.0.0", *roles, goes_on=True)
+        found = walk(tmp_path, prefix, "cluster.bind=0.0.0.0", goes_on=True)
     seen = check(found, "0.0.0.0")
     assert planes_of(seen) >= BASIC | {("data", "HTTPS"), ("worker channel", "zmq CURVE"), ("engine queue", "Unix")}
     elsewhere = {("rollout server", "data", "HTTP"), ("rollout server", "collectives", "gloo")}  # the test above

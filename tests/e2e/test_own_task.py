@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,6 @@ import pytest
 
 from areal_lora.library.runs import load_run
 from areal_lora.obs.metrics.records import EvalRecord
-from tests.support.cli.command import programs
 from tests.support.docs import Block, blocks
 from tests.support.launcher.command import forked_roles
 from tests.support.paths import ROOT
@@ -28,7 +28,7 @@ STEPS = 4  # the page says 12
 
 def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command of the page in the environment that it asks for."""
-    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         ["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=580, check=False
@@ -55,7 +55,6 @@ def own(tmp_path_factory: pytest.TempPathFactory, parts: list[Block]) -> Path:
     """A folder with all that the page makes before it trains."""
     folder = tmp_path_factory.mktemp("own data")
     (folder / "examples").symlink_to(ROOT / "examples")
-    programs(folder / "bin")
     for block in parts[: [block.text.strip() for block in parts].index(TRAIN)]:
         take(block, folder)
     return folder

@@ -101,6 +101,7 @@ def stopped(root: Path, case: Case) -> tuple[float, int]:
         gone_s = held.gone_after_s(environment, began_s)
         return gone_s, process.wait(5)
     finally:
+        process.kill()
         for left in marked(environment):
             left.kill()
         process.wait()

@@ -57,6 +57,7 @@ def runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, R
         yield made
     finally:
         for run in made.values():
+            run.process.kill()
             for process in marked(run.environment):
                 process.kill()
             run.process.wait()

@@ -9,20 +9,17 @@ from pathlib import Path
 import psutil
 
 from tests.support.e2e.metrics import records
-from tests.support.forks import interpreter
-
-SHIM = str(Path(interpreter.__file__))
 
 
 def kill_after(launcher: subprocess.Popen[bytes], folder: Path, step: int, module: str) -> None:
-    """SIGKILL to the last process of ``module``, of a run of `forked_roles`, once ``step`` has been taken."""
+    """SIGKILL to the last process of ``module`` once ``step`` has been taken."""
     deadline = time.monotonic() + 150
     while not any(r["kind"] == "step" and r["step"] >= step for r in records(folder)):
         assert launcher.poll() is None, f"the run ended before step {step}"
         assert time.monotonic() < deadline, f"step {step} was not taken before {module} was to be killed"
         time.sleep(0.05)
-    shims = [p for p in psutil.process_iter() if runs(p, SHIM) and runs(p, module) and runs(p, str(folder))]
-    shims[-1].kill()
+    victims = [p for p in psutil.Process(launcher.pid).children() if runs(p, module)]
+    victims[-1].kill()
 
 
 def runs(process: psutil.Process, module: str) -> bool:

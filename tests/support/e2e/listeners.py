@@ -31,7 +31,6 @@ from areal_lora.network.rpc import HANDSHAKE_REFUSED, connect_curve
 from areal_lora.network.tls import Plane, authorization, bearer_key, client_context
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
-from tests.support.e2e.kills import runs
 
 FOREIGN = "5f" * 32  # the secret of another run
 SILENCE_S = 1.0
@@ -70,13 +69,8 @@ class Listener:
 
 
 def main(launcher: int, run_folder: Path) -> list[Listener]:
-    """Those of the launcher, of all that it started, and of forks with the run folder in their command lines."""
     secret = read_secret(RunFolder(run_folder))
     family = [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]
-    known = {process.pid for process in family} | {os.getpid()}
-    family += [
-        process for process in psutil.process_iter() if process.pid not in known and runs(process, str(run_folder))
-    ]
     found = list(listening(family, planes(run_folder)))
     with ThreadPoolExecutor(16) as pool:
         judged = list(pool.map(lambda listener: judge(identified(listener), secret), found))

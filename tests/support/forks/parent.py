@@ -28,7 +28,7 @@ from areal_lora.processes.startup import collector_paused
 LARGEST = 1 << 17  # bytes of a request: arguments and an environment
 STANDARD = 3  # descriptors: input, output, errors
 LIBC = ctypes.CDLL(None, use_errno=True)
-_NAMESPACES = {"net": 0x40000000, "mnt": 0x20000}
+_CLONE_NEWNS = 0x20000
 
 
 def main() -> None:
@@ -83,13 +83,12 @@ def report_ended(forks: dict[socket.socket, int]) -> None:
             del forks[client]
 
 
-def join_namespaces(pid: int) -> None:
-    """See the disks and the network that process ``pid`` sees, as its child would. Raises OSError."""
-    for name, kind in _NAMESPACES.items():
-        with open(f"/proc/{pid}/ns/{name}", "rb") as theirs:
-            own = os.stat(f"/proc/self/ns/{name}")
-            if os.fstat(theirs.fileno()).st_ino != own.st_ino and LIBC.setns(theirs.fileno(), kind):
-                raise OSError(ctypes.get_errno(), "setns")
+def join_mounts(pid: int) -> None:
+    """See the disks that process ``pid`` sees, as its child would. Raises OSError."""
+    with open(f"/proc/{pid}/ns/mnt", "rb") as theirs:
+        own = os.stat("/proc/self/ns/mnt")
+        if os.fstat(theirs.fileno()).st_ino != own.st_ino and LIBC.setns(theirs.fileno(), _CLONE_NEWNS):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def run(
@@ -102,7 +101,7 @@ def run(
         os.environ.clear()
         os.environ.update(environment)
         watched._plan = watched.parse(text) if (text := os.environ.get(watched.VARIABLE)) else None  # as at its import
-        join_namespaces(asker)
+        join_mounts(asker)
         os.chdir(cwd)
         for standard, descriptor in enumerate(descriptors):
             os.dup2(descriptor, standard)

@@ -110,16 +110,14 @@ class Starter:
     def interpreter(self, path: Path, module: str = "", environment: Mapping[str, str] | None = None) -> Path:
         """Write an executable that does what ``python -m MODULE ...`` does, with a fork; for ``trainer.python``.
 
-        Asked for something else than a module, it is this interpreter. With ``module`` it runs that one, whichever it
-        is asked for. ``environment`` is added.
+        With ``module`` it runs that one whatever it is asked for. ``environment`` is added.
         """
         shim = Path(__file__).with_name("interpreter.py")
         # Isolated and without site-packages: it starts in a hundredth of a second.
         command = [sys.executable, "-I", "-S", str(shim), self.address]
         if environment:
             command = ["env", *(f"{name}={value}" for name, value in environment.items()), *command]
-        other = f'[ "$1" = -m ] || exec {sys.executable} "$@"\n'
-        other += f'shift 2\nset -- -m {module} "$@"\n' if module else ""
+        other = f'shift 2\nset -- -m {module} "$@"\n' if module else ""
         path.write_text(f'#!/bin/sh\n{other}exec {shlex.join(command)} "$@"\n', encoding="utf-8")
         path.chmod(0o755)
         return path

@@ -27,7 +27,6 @@ from areal_lora.weight_sync.link.broadcast_groups import GroupListener, join_gro
 from areal_lora.weight_sync.link.inbox import Part
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.messages import SourceEndpoint
-from tests.support.distributed.spawn import forking
 from tests.support.engine.vllm_ext.slots import Full, install, layout_of
 
 SECRET = "cd" * 32
@@ -174,7 +173,7 @@ class Pair:
             secret=SECRET,
             device=device,
         )
-        context = forking() if device.type == "cpu" else mp.get_context("spawn")
+        context = mp.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.receiver = context.Process(
             target=receive, args=(theirs, self._listener.endpoint, str(device), self.parts, timeout_s), daemon=True
