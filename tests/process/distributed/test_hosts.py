@@ -30,32 +30,29 @@ def hosts():
         yield pair
 
 
-@pytest.fixture(scope="module")
-def ranks(hosts):
-    """A process on each host, with all imports."""
+def run_ranks(hosts, folder: Path, bind: str, interface: str, stack: ExitStack) -> list[dict]:
+    """What both ranks print. They stay until the stack is closed."""
+    create_secret(RunFolder(folder))
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")
     env = {k: v for k, v in os.environ.items() if k not in names}
     env |= {"OMP_NUM_THREADS": "1", "AREAL_LORA_NODES": " ".join(h.name for h in hosts)}
-    command = [sys.executable, "-m", "tests.support.distributed.host_rank"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    both = [host.start(*command, str(rank), env=env, **pipes) for rank, host in enumerate(hosts)]
-    yield both
-    for process in both:
-        process.kill()
-        process.wait()
-
-
-def tell(ranks, line: object) -> None:
-    for process in ranks:
-        process.stdin.write(json.dumps(line) + "\n")
-        process.stdin.flush()
-
-
-def run_ranks(ranks, folder: Path, bind: str, interface: str, stack: ExitStack) -> list[dict]:
-    """What both ranks print. They stay until the stack is closed."""
-    create_secret(RunFolder(folder))
-    tell(ranks, [str(folder), bind, interface])
-    stack.callback(tell, ranks, "the end")
+    ranks = []
+    for rank, host in enumerate(hosts):
+        process = host.start(
+            sys.executable,
+            "-m",
+            "tests.support.distributed.host_rank",
+            str(folder),
+            str(rank),
+            bind,
+            interface,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+        )
+        ranks.append(process)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
     found = []
     for process in ranks:
         timer = threading.Timer(START_S, process.kill)
@@ -71,17 +68,17 @@ def run_ranks(ranks, folder: Path, bind: str, interface: str, stack: ExitStack) 
     ("bind", "interface", "family"),
     [("0.0.0.0", "auto", "ipv4"), ("0.0.0.0", "10.77.0.0/16", "ipv4"), ("::", "eth0", "ipv6")],
 )
-def test_ranks_on_two_hosts_meet_and_let_nobody_else_in(hosts, ranks, tmp_path, bind, interface, family):
+def test_ranks_on_two_hosts_meet_and_let_nobody_else_in(hosts, tmp_path, bind, interface, family):
     with ExitStack() as stack:
-        found = run_ranks(ranks, tmp_path, bind, interface, stack)
-        assert [r["address"] for r in found] == [getattr(h, family) for h in hosts]
-        assert [r["interface"] for r in found] == ["eth0", "eth0"]
-        assert [r["sum"] for r in found] == [3.0, 3.0]
-        assert [r["got"] for r in found] == [[7], [7]], "rank 0's bytes"
+        ranks = run_ranks(hosts, tmp_path, bind, interface, stack)
+        assert [r["address"] for r in ranks] == [getattr(h, family) for h in hosts]
+        assert [r["interface"] for r in ranks] == ["eth0", "eth0"]
+        assert [r["sum"] for r in ranks] == [3.0, 3.0]
+        assert [r["got"] for r in ranks] == [[7], [7]], "rank 0's bytes"
         published = json.loads((tmp_path / "rendezvous" / "trainer-0.json").read_text())
-        assert published["host"] == found[0]["address"]
+        assert published["host"] == ranks[0]["address"]
         # Only the first host's: the other one is where a stranger sits.
-        heard = [(ip, port) for ip, port in found[0]["listeners"]]
+        heard = [(ip, port) for ip, port in ranks[0]["listeners"]]
         assert {ip for ip, _ in heard} <= {hosts[0].ipv4, hosts[0].ipv6}, heard
         stranger = hosts[1].start(
             sys.executable,

@@ -1,13 +1,12 @@
 """One trainer rank on a host of its own: joins the world, adds a number, broadcasts over a weight-sync group.
 
-``python -m tests.support.distributed.host_rank RANK`` does so in a fork for each line ``[FOLDER, BIND, INTERFACE]``
-(JSON) of its standard input: it prints what it found as JSON, and ends at the line after that.
+``python -m tests.support.distributed.host_rank FOLDER RANK BIND INTERFACE`` prints what it found as JSON; ends at a
+line on its standard input.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -68,12 +67,4 @@ def main(folder: Path, rank: int, bind: str, interface: str) -> None:
 
 
 if __name__ == "__main__":
-    while line := sys.stdin.readline():
-        if (pid := os.fork()) == 0:
-            try:
-                folder, bind, interface = json.loads(line)
-                main(Path(folder), int(sys.argv[1]), bind, interface)
-            finally:
-                sys.stderr.flush()
-                os._exit(0)
-        os.waitpid(pid, 0)
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
