@@ -49,7 +49,7 @@ from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.fsdp_engine import FsdpModel
 from areal_lora.engine.fsdp_utils.model import ATTENTION, fuse_norms
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter
+from areal_lora.engine.layers.expert_mlp import ActiveAdapters
 from areal_lora.engine.layers.output import Readout
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec, TrainBatch
@@ -197,9 +197,8 @@ def build(case: Case, layers: int) -> FsdpModel:
     one = ParallelLayout.of(TrainerConfig(world_size=1), layers=layers, experts=shape.experts)
     sharded = ShardedModel(shape=shape, layout=one)
     spec = AdapterSpec(name="a", base_model="m", rank=RANK, alpha=RANK, target_modules=TARGETS)
-    adapted = FsdpModel(model, sharded, ActiveAdapter())
+    adapted = FsdpModel(model, sharded, ActiveAdapters({"a": None}))
     adapted.attach(AdapterMemory(sharded, spec, 0, META, torch.bfloat16))
-    adapted.active.name = "a"
     return adapted
 
 
@@ -241,7 +240,7 @@ def measure(case: Case, layers: int) -> Passes:
     with meter, mock.patch.object(nn.functional, "rms_norm", FusedNorm.apply):
         with meter.count() as packing:
             packed: PackedMicroBatch = pack(batch, plan, 0, META)
-        model.active.keys = packed.keys
+        model.active.follow(packed.tokens)
         model.output.expect(packed, Readout())
         with meter.count() as forward:
             output = model.module(

@@ -38,7 +38,7 @@ from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout, wire_sources
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
 from areal_lora.engine.layers.context import ContextGroup
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter, Dropout, step_seed
+from areal_lora.engine.layers.expert_mlp import ActiveAdapters, Dropout, step_seed
 from areal_lora.engine.layers.output import Readout
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.flops import PassSizes
@@ -53,7 +53,7 @@ from areal_lora.weight_sync.manifest import base_digest
 class Compute(Protocol):
     """The frozen base on this rank with the adapters attached to it. Every call but `detach` is collective."""
 
-    active: ActiveAdapter
+    active: ActiveAdapters
     groups: Mapping[Range, dist.ProcessGroup]
     """The tensor-parallel groups of the split ranges."""
 
@@ -200,7 +200,11 @@ class AdapterEngine:
         """
         if adapter is not None and self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} gives values, not log-probabilities")
-        return self._scores(batch, adapter, Readout(temperature))
+        return self._scores(replace(batch, adapters=(adapter or "",) * batch.n_sequences), Readout(temperature))
+
+    def logprobs_of_each(self, batch: TrainBatch) -> Tensor:
+        """As `logprobs`, of each sequence by the adapter that it names."""
+        return self._scores(batch, Readout())
 
     def values(self, batch: TrainBatch, *, adapter: str) -> Tensor:
         """Value of the state before token t, by the value head of ``adapter``: as `logprobs`, [T] fp32.
@@ -209,10 +213,10 @@ class AdapterEngine:
         """
         if not self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} has no value head")
-        return self._scores(batch, adapter, Readout())
+        return self._scores(replace(batch, adapters=(adapter,) * batch.n_sequences), Readout())
 
-    def _scores(self, batch: TrainBatch, adapter: str | None, readout: Readout) -> Tensor:
-        with self.spans.span("score"), torch.no_grad(), self._model.active.using(adapter):
+    def _scores(self, batch: TrainBatch, readout: Readout) -> Tensor:
+        with self.spans.span("score"), torch.no_grad(), self._model.active.using(dict.fromkeys(batch.adapters)):
             results = self._run(batch, None, readout)
         return micro.whole_scores(batch, results, reports=self.rank in self._sharded.layout.reporting())
 
@@ -237,34 +241,53 @@ class AdapterEngine:
         if len(names) != 1:
             raise AdapterError(f"a batch names the adapters {sorted(names)}; each batch trains one")
         (adapter,) = names
-        resident, reporting = self.resident(adapter), self._sharded.layout.reporting()
-        with self.spans.span("passes"), self._model.active.using(adapter, resident.dropout()):
-            results = self._run(batch, loss_fn, Readout(temperature, need_entropy))
-        sums: Counter[str] = Counter()
-        for _, stats, _ in results:
-            sums.update({name: float(value) for name, value in stats.items()})
+        return self._train(batch, {adapter: loss_fn}, Readout(temperature, need_entropy), scores)[adapter]
+
+    def forward_backward_of_each(
+        self, batch: TrainBatch, losses: Mapping[str, LossFn], *, scores: Tensor
+    ) -> dict[str, dict[str, float]]:
+        """As `forward_backward`, for every adapter that ``batch`` names, in common micro-batches.
+
+        The base is computed once for all; each adapter has its own rows, loss, gradients and dropout, so that
+        gradients and sums are those of a pass of its own but for rounding. All ``losses``, by adapter, give stats of
+        the same names. Raises AdapterError for an adapter with a value head.
+        """
+        if heads := [name for name in losses if self.resident(name).spec.value_head]:
+            raise AdapterError(f"adapter {heads[0]!r} has a value head and trains alone")
+        return self._train(batch, losses, Readout(), scores)
+
+    def _train(
+        self, batch: TrainBatch, losses: Mapping[str, LossFn], readout: Readout, scores: Tensor | None
+    ) -> dict[str, dict[str, float]]:
+        dropouts = {name: self.resident(name).dropout() for name in dict.fromkeys(batch.adapters)}
+        with self.spans.span("passes"), self._model.active.using(dropouts):
+            results = self._run(batch, losses, readout)
+        sums = {name: Counter[str]() for name in dropouts}
+        for sequences, stats, _ in results:
+            sums[batch.adapters[sequences[0]]].update({name: float(value) for name, value in stats.items()})
+        reporting = self._sharded.layout.reporting()
         if scores is not None:
             scores.copy_(micro.whole_scores(batch, results, reports=self.rank in reporting))
         return micro.sum_over_ranks(sums, reporting)
 
-    def _run(self, batch: TrainBatch, loss_fn: LossFn | None, readout: Readout) -> list[micro.Result]:
-        if name := self._model.active.name:
+    def _run(self, batch: TrainBatch, losses: Mapping[str, LossFn] | None, readout: Readout) -> list[micro.Result]:
+        for name in filter(None, dict.fromkeys(batch.adapters)):
             self.resident(name).memory.refresh()
         layout = self._sharded.layout
         plans = micro.plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
-        self._count(plans, batch.cu_seqlens.diff().tolist(), train=loss_fn is not None)
+        self._count(plans, batch, train=losses is not None)
         packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)
-        return self._model.run(packed, plans, micro.BatchJudge(readout, loss_fn), train=loss_fn is not None)
+        return self._model.run(packed, plans, micro.BatchJudge(readout, losses), train=losses is not None)
 
-    def _count(self, plans: Sequence[MicroPlan], lengths: Sequence[int], *, train: bool) -> None:
-        name = self._model.active.name
-        sizes = self.resident(name).sizes if name else self._base_sizes
-        held = [tree for plan in plans for trees in plan.trees for tree in trees]
-        tokens, pairs = sum(tree.size(lengths) for tree in held), sum(tree.pairs(lengths) for tree in held)
-        self.spans.counts["flops"] += sizes.training(tokens, pairs) if train else sizes.forward(tokens, pairs)
-        if train and self._trainer.recompute != "none":
-            again = 0 if self._trainer.recompute == "selective" else pairs
-            self.spans.counts["recomputed_flops"] += sizes.recompute(tokens, again)
+    def _count(self, plans: Sequence[MicroPlan], batch: TrainBatch, *, train: bool) -> None:
+        lengths, again = batch.cu_seqlens.diff().tolist(), self._trainer.recompute
+        for tree in (tree for plan in plans for trees in plan.trees for tree in trees):
+            name = batch.adapters[tree.sequences[0]]
+            sizes = self.resident(name).sizes if name else self._base_sizes
+            tokens, pairs = tree.size(lengths), tree.pairs(lengths)
+            self.spans.counts["flops"] += sizes.training(tokens, pairs) if train else sizes.forward(tokens, pairs)
+            if train and again != "none":
+                self.spans.counts["recomputed_flops"] += sizes.recompute(tokens, 0 if again == "selective" else pairs)
 
     def memory(self) -> DeviceMemory | None:
         """Of the rank with the highest peak since the last call; None on CPUs."""

@@ -6,9 +6,10 @@ It needs nothing but torch and runs on every device. Shapes: T rows sorted by ex
     u = silu(g[:, :f]) g[:, f:] p      [T, f]    p: the router's weight of each row
     y = u W2' + s (d(u) A2') B2'       [T, h]
 
-A layer that adapters extend is wrapped once and holds its part of each resident adapter by name. One `ActiveAdapter`,
-which all layers share, names the one in use. None is in use outside of `ActiveAdapter.using`: a forward pass that names
-no adapter is one of the frozen base (contract C11).
+A layer that adapters extend is wrapped once and holds its part of each resident adapter by name. One `ActiveAdapters`,
+which all layers share, names those in use, and which rows of a micro-batch are each one's: a run of the packed row, and
+of an expert's rows. None is in use outside of `ActiveAdapters.using`: a forward pass that names no adapter is one of
+the frozen base (contract C11).
 
 Dropout on the input of lora_A comes from a counter: no generator, no state, the same in every layout. Whether feature
 j of a token's input at a site is kept is a function of the adapter's seed, its optimizer step, the token's text so
@@ -20,9 +21,10 @@ The function multiplies a key of (step, text, site) with an odd number for j and
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -147,43 +149,91 @@ def _aligned(x: Tensor, dims: int = 1) -> Tensor:
     return functional.pad(x, [n for size in missing for n in (0, size)]) if any(missing) else x
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An adapter's part of one of the two layers: A and B, its ``rows`` [m] of the T (None: all), by expert as in
+    ``groups``, and what dropout keeps of their inputs, [m, in]. Without A and B it has none."""
+
+    groups: Groups
+    scale: float
+    a: Tensor | None
+    b: Tensor | None
+    rows: Tensor | None
+    keep: Tensor | None
+
+    def take(self, x: Tensor) -> Tensor:
+        return x if self.rows is None else x.index_select(0, self.rows)
+
+    def add(self, total: Tensor, part: Tensor) -> None:
+        if self.rows is None:
+            total.add_(part)
+        else:
+            total.index_add_(0, self.rows, part)
+
+    def forward(self, out: Tensor, x: Tensor) -> Tensor | None:
+        """Add ``scale * B A x`` to ``out``; returns the scaled ``A x`` [m, r]."""
+        if self.a is None or self.b is None:
+            return None
+        hidden = self.groups.times(kept(self.take(x), self.keep), self.a).mul_(self.scale)
+        self.add(out, self.groups.times(hidden, self.b))
+        return hidden
+
+    def backward(
+        self, dy: Tensor, dx: Tensor, hidden: Tensor | None, x: Tensor, probs: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of A and B from that of the output; adds the adapter's part to the input's gradient ``dx``.
+
+        The input is ``x``, times ``probs`` [T] if they are given.
+        """
+        if self.a is None or self.b is None:
+            return None, None, None, None
+        assert hidden is not None
+        dy, x = self.take(dy), self.take(x)
+        dh = self.groups.times(dy, self.b.transpose(-1, -2)).mul_(self.scale)
+        back = self.groups.times(dh, self.a.transpose(-1, -2))
+        self.add(dx, back if self.keep is None else back.masked_fill_(~self.keep, 0.0))
+        x = kept(x if probs is None else x * self.take(probs)[:, None], self.keep)
+        return self.groups.outer(dh, x, self.a), self.groups.outer(dy, hidden, self.b), None, None
+
+
 class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
-    """The module's formulas. Base weights are constants; an adapter that is off has None for A and B."""
+    """The module's formulas. Base weights are constants.
+
+    ``parts`` has groups and scale of each `_Part`, first those of layer 1 of all adapters in use, then those of layer
+    2; ``tensors`` its A, B, rows and keep.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         probs: Tensor,
-        a1: Tensor | None,
-        b1: Tensor | None,
-        a2: Tensor | None,
-        b2: Tensor | None,
         w1: Tensor,
         w2: Tensor,
         groups: Groups,
-        scales: tuple[float, float],
-        keeps: tuple[Tensor | None, Tensor | None],
+        parts: Sequence[tuple[Groups, float]],
+        *tensors: Tensor | None,
     ) -> Tensor:
+        first, second = _parts(parts, tensors)
         g = groups.times(x, w1)
-        h1 = _add_adapter(groups, g, x, a1, b1, scales[0], keeps[0])
+        h1 = [part.forward(g, x) for part in first]
         gate, up = g.chunk(2, dim=-1)
         act = functional.silu(gate).mul_(up)
         u = act * probs[:, None]
         y = groups.times(u, w2)
-        h2 = _add_adapter(groups, y, u, a2, b2, scales[1], keeps[1])
-        ctx.save_for_backward(x, probs, a1, b1, a2, b2, w1, w2, g, act, h1, h2, *keeps)
-        ctx.groups, ctx.scales = groups, scales
+        h2 = [part.forward(y, u) for part in second]
+        ctx.save_for_backward(x, probs, w1, w2, g, act, *h1, *h2, *tensors)
+        ctx.groups, ctx.parts = groups, parts
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = grads
-        x, probs, a1, b1, a2, b2, w1, w2, g, act, h1, h2, *keeps = ctx.saved_tensors
-        groups: Groups = ctx.groups
+        (dy,), groups, n = grads, ctx.groups, len(ctx.parts)
+        x, probs, w1, w2, g, act, *others = ctx.saved_tensors
+        hidden, (first, second) = others[:n], _parts(ctx.parts, others[n:])
         dy = dy.contiguous()
         du = groups.times(dy, w2.transpose(1, 2))
-        da2, db2 = _adapter_grads(groups, dy, du, lambda: act * probs[:, None], h2, a2, b2, ctx.scales[1], keeps[1])
+        d2 = [part.backward(dy, du, h, act, probs) for part, h in zip(second, hidden[n // 2 :], strict=True)]
         d_probs = (du * act).sum(-1)
         du.mul_(probs[:, None])
         gate, up = g.chunk(2, dim=-1)
@@ -192,40 +242,13 @@ class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
         torch.mul(du, functional.silu(gate), out=d_up)
         d_gate.copy_(torch.ops.aten.silu_backward(du.mul_(up), gate))
         dx = groups.times(dg, w1.transpose(1, 2))
-        da1, db1 = _adapter_grads(groups, dg, dx, lambda: x, h1, a1, b1, ctx.scales[0], keeps[0])
-        return dx, d_probs, da1, db1, da2, db2, None, None, None, None, None
+        d1 = [part.backward(dg, dx, h, x) for part, h in zip(first, hidden[: n // 2], strict=True)]
+        return dx, d_probs, None, None, None, None, *chain.from_iterable(d1 + d2)
 
 
-def _add_adapter(
-    groups: Groups, out: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, scale: float, keep: Tensor | None
-) -> Tensor | None:
-    """Add ``scale * B A x`` to ``out``, of x what ``keep`` [T, in] keeps; returns the scaled ``A x`` [T, r]."""
-    if a is None or b is None:
-        return None
-    hidden = groups.times(kept(x, keep), a).mul_(scale)
-    out.add_(groups.times(hidden, b))
-    return hidden
-
-
-def _adapter_grads(
-    groups: Groups,
-    dy: Tensor,
-    dx: Tensor,
-    x: Callable[[], Tensor],
-    hidden: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
-    scale: float,
-    keep: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of A and B from that of the output; adds the adapter's part to the input's gradient ``dx``."""
-    if a is None or b is None:
-        return None, None
-    assert hidden is not None
-    dh = groups.times(dy, b.transpose(-1, -2)).mul_(scale)
-    back = groups.times(dh, a.transpose(-1, -2))
-    dx.add_(back if keep is None else back.masked_fill_(~keep, 0.0))
-    return groups.outer(dh, kept(x(), keep), a), groups.outer(dy, hidden, b)
+def _parts(shares: Sequence[tuple[Groups, float]], tensors: Sequence[Tensor | None]) -> tuple[list[_Part], list[_Part]]:
+    parts = [_Part(*share, *tensors[4 * i : 4 * i + 4]) for i, share in enumerate(shares)]
+    return parts[: len(parts) // 2], parts[len(parts) // 2 :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,30 +279,33 @@ class ExpertLora:
         return dropout.keep(keys, sites, features, first)
 
 
-class ActiveAdapter:
-    """The name of the adapter in use; None is the frozen base.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTokens:
+    """The tokens of a micro-batch, t with padding, sorted by adapter: those of adapter i end before ``ends[i]``.
 
-    ``dropout`` are the masks of its inputs, None while nothing is trained; ``keys`` [t] then those of the tokens that a
-    layer computes (`dropout.text_keys`).
+    ``keys`` [t] int64 are those of dropout (`text_keys`), 0 for padding, which is the last adapter's. ``owners`` [t]
+    int64 are the adapters' numbers i, None where there is one adapter.
     """
 
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.dropout: Dropout | None = None
-        self.keys: Tensor | None = None
+    keys: Tensor
+    ends: tuple[int, ...]
+    owners: Tensor | None = None
 
-    @contextmanager
-    def using(self, name: str | None, dropout: Dropout | None = None) -> Iterator[None]:
-        """Compute with ``name`` until the context ends, backward passes and recomputation included."""
-        before = self.name, self.dropout, self.keys
-        self.name, self.dropout, self.keys = name, dropout, None
-        try:
-            yield
-        finally:
-            self.name, self.dropout, self.keys = before
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveAdapter:
+    """An adapter in use, with the rows of a micro-batch from ``start`` on, which have ``keys``.
+
+    ``dropout`` are the masks of its inputs, None while nothing is trained.
+    """
+
+    name: str
+    dropout: Dropout | None
+    start: int
+    keys: Tensor | None
 
     def keep(self, site: int, features: int, first: int = 0) -> Tensor | None:
-        """[t, features] of a dense site's input, see `Dropout.keep`; None where nothing is dropped."""
+        """[rows, features] of a dense site's input, see `Dropout.keep`; None where nothing is dropped."""
         if self.dropout is None:
             return None
         assert self.keys is not None
@@ -291,25 +317,80 @@ class ActiveAdapter:
         return 1.0 if self.dropout is None else self.dropout.factor
 
 
+class ActiveAdapters:
+    """The adapters in use, and their tokens in the micro-batch that a layer computes; none is the frozen base."""
+
+    each: tuple[ActiveAdapter, ...]
+    tokens: PackedTokens | None
+
+    def __init__(self, used: Mapping[str, Dropout | None] | None = None) -> None:
+        self._used = used or {}
+        self.follow(None)
+
+    @property
+    def drops(self) -> bool:
+        """Whether inputs of any of them are dropped."""
+        return any(adapter.dropout is not None for adapter in self.each)
+
+    @contextmanager
+    def using(self, adapters: Mapping[str, Dropout | None]) -> Iterator[None]:
+        """Compute with ``adapters`` and their masks until the context ends, backward passes and recomputation included.
+
+        They are in the order of their rows. An empty name is the frozen base.
+        """
+        before = self._used, self.tokens, self.each
+        self._used = adapters
+        self.follow(None)
+        try:
+            yield
+        finally:
+            self._used, self.tokens, self.each = before
+
+    def follow(self, tokens: PackedTokens | None) -> None:
+        """Compute ``tokens`` next; without them one adapter has all rows."""
+        self.tokens = tokens
+        keys = (None,) * len(self._used) if tokens is None else self.split(tokens.keys)
+        starts = (0, *(tokens.ends if tokens else ()))
+        rows = zip(self._used.items(), starts, keys, strict=False)
+        self.each = tuple(ActiveAdapter(name=n, dropout=d, start=at, keys=k) for (n, d), at, k in rows)
+
+    def split(self, rows: Tensor, first: int = 0) -> Sequence[Tensor]:
+        """The rows of each adapter in use, of ``rows`` [m, ...] from row ``first`` of the micro-batch on."""
+        if len(self._used) < 2:
+            return (rows,)
+        assert self.tokens is not None
+        ends = [min(max(end - first, 0), len(rows)) for end in self.tokens.ends]
+        parts: Sequence[Tensor] = rows.split([end - start for start, end in pairwise((0, *ends))])
+        return parts
+
+
 def expert_mlp(
     x: Tensor,
     probs: Tensor,
-    loras: tuple[ExpertLora, ExpertLora],
+    loras: Sequence[tuple[ExpertLora, ExpertLora]],
     weights: tuple[Tensor, Tensor],
     ends: Tensor,
-    active: ActiveAdapter,
+    active: ActiveAdapters,
     keys: Tensor | None,
+    owners: tuple[Tensor, Sequence[int]] | None = None,
     first_column: int = 0,
 ) -> Tensor:
-    """`ExpertMlp` of rows ``x`` [T, h], with the parts ``loras`` of the active adapter; ``ends`` [n] as in `Groups`.
+    """`ExpertMlp` of rows ``x`` [T, h], with the parts ``loras`` of the adapters in use; ``ends`` [n] as in `Groups`.
 
-    ``keys`` [T] are the rows' where inputs are dropped; this rank has columns from ``first_column`` on.
+    ``keys`` [T] are the rows' where inputs are dropped, ``owners`` [T] the numbers of the adapters, and how many rows
+    each has, where several are in use; this rank has columns from ``first_column`` on.
     """
-    groups, (fc1, fc2), (w1, w2) = Groups(ends), loras, weights
-    scales = fc1.scale * active.factor, fc2.scale * active.factor
-    keeps = (
-        fc1.keep(active.dropout, keys, groups, x.shape[1]),
-        fc2.keep(active.dropout, keys, groups, w2.shape[2], first_column),
-    )
-    rows: Tensor = ExpertMlp.apply(x, probs.to(x.dtype), fc1.a, fc1.b, fc2.a, fc2.b, w1, w2, groups, scales, keeps)
-    return rows
+    groups, (w1, w2), each = Groups(ends), weights, active.each
+    rows: Sequence[Tensor | None] = (None,) * len(each)
+    own = [groups] * len(each)
+    if owners is not None:
+        rows = owners[0].argsort(stable=True).split(list(owners[1]))
+        own = [Groups(torch.searchsorted(mine, ends.long(), out_int32=True)) for mine in rows]
+    shares, tensors = list[tuple[Groups, float]](), list[Tensor | None]()
+    for layer, (features, first) in enumerate(((x.shape[1], 0), (w2.shape[2], first_column))):
+        for adapter, pair, mine, its in zip(each, loras, rows, own, strict=True):
+            lora, of_rows = pair[layer], keys if keys is None or mine is None else keys.index_select(0, mine)
+            shares.append((its, lora.scale * adapter.factor))
+            tensors += [lora.a, lora.b, mine, lora.keep(adapter.dropout, of_rows, its, features, first)]
+    found: Tensor = ExpertMlp.apply(x, probs.to(x.dtype), w1, w2, groups, shares, *tensors)
+    return found

@@ -35,9 +35,9 @@ def order(size: int) -> Tensor:
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_the_parts_together_are_the_row(size: int) -> None:
     whole, parts = whole_and_parts(size)
-    gathered = [torch.cat([getattr(part, name).view(-1) for part in parts]) for name in ("token_ids", "keys")]
-    gathered.append(torch.cat([part.attention.positions for part in parts]))
-    wanted = (whole.token_ids.view(-1), whole.keys, whole.attention.positions)
+    each = [(part.token_ids.view(-1), part.tokens.keys, part.attention.positions) for part in parts]
+    gathered = map(torch.cat, zip(*each, strict=True))
+    wanted = (whole.token_ids.view(-1), whole.tokens.keys, whole.attention.positions)
     for got, want in zip(gathered, wanted, strict=True):
         assert torch.equal(got[order(size)], want)
     assert sum(part.attention.n for part in parts) == whole.attention.n

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from areal_lora.engine.layers.expert_mlp import ExpertLora
+from areal_lora.engine.layers.expert_mlp import ActiveAdapters, ExpertLora, PackedTokens
 from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 
 install_cpu_patches()
@@ -40,7 +40,7 @@ def adapter(shared: bool, n_out: int, n_in: int) -> tuple[nn.Parameter, nn.Param
 
 def adapt(linear: GroupedLinear, a: torch.Tensor, b: torch.Tensor, name: str = "a") -> None:
     linear.residents[name] = ExpertLora(a, b, SCALE)
-    linear.active.name = name
+    linear.active = ActiveAdapters({name: None})
 
 
 def one_by_one(experts: GroupedExperts, x: Tensor, probs: Tensor, lora: list[Tensor]) -> Tensor:
@@ -95,7 +95,7 @@ def test_an_adapter_that_is_off_leaves_the_base() -> None:
         adapt(linear, *adapter(False, *shape))
     assert not torch.equal(experts(x, splits, probs)[0], base)
     for linear in (experts.linear_fc1, experts.linear_fc2):
-        linear.active.name = None
+        linear.active = ActiveAdapters()
     assert torch.equal(experts(x, splits, probs)[0], base)
 
 
