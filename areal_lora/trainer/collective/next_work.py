@@ -14,6 +14,7 @@ others wait for rank 0 in the control exchange, which has the longest time-out.
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 from areal_lora.algorithms.fair_queue import before
 from areal_lora.checkpoint.checkpoint_store import CheckpointSave
@@ -25,6 +26,7 @@ from areal_lora.rollout.channel.client import SHORT_POLL_S
 from areal_lora.trainer import work as w
 from areal_lora.trainer.adapter import SERVED, ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
+from areal_lora.trainer.clients.client_passes import joint
 from areal_lora.trainer.collective.fault_isolation import contained
 from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.types import AdapterPhase, TrainBatch
@@ -184,8 +186,12 @@ def _interruption(trainer: Trainer, changes: Changes, waiting: w.Waiting) -> w.W
     return changes() or _of_clients(trainer)
 
 
-def _of_clients(trainer: Trainer) -> w.Operate | w.Conclude | None:
-    """What has ended in the background, else the operation of the client whose turn it is among them, on rank 0."""
+def _of_clients(trainer: Trainer) -> w.Operations | None:
+    """What has ended in the background, else the operation of the client whose turn it is among them, on rank 0.
+
+    Others' passes join a pass, as many as one micro-batch of each data-parallel rank holds. Their rounding depends on
+    each other, so that they do not where `rollout.deterministic` promises the same bits.
+    """
     if trainer.rank_0 is None or trainer.rank_0.clients is None:
         return None
     if (ended := concluded(trainer)) is not None:
@@ -193,7 +199,14 @@ def _of_clients(trainer: Trainer) -> w.Operate | w.Conclude | None:
     trainer.rank_0.clients.listen()
     active = (s for s in trainer.states.values() if s.phase is AdapterPhase.ACTIVE and s.adapter.config.is_client)
     order = trainer.rank_0.turns.order(state.name for state in active)
-    return trainer.rank_0.clients.first(order, partial(may_start, trainer))
+    ready = trainer.rank_0.clients.ready(order, partial(may_start, trainer))
+    first, layout = next(ready, None), trainer.config.trainer
+    if first is None or not isinstance(first.operation.what, Pass):
+        return first
+    budget = layout.max_tokens_per_microbatch * (layout.world_size // (layout.tp * layout.pp))
+    waiting = (each.operation for each in chain((first,), ready))
+    operations = joint(waiting, 0 if trainer.config.rollout.deterministic else budget)
+    return w.JointPass(adapter=first.adapter, operations=operations)
 
 
 def may_start(trainer: Trainer, operation: Operation) -> bool:

@@ -77,35 +77,35 @@ def exercise(path: str, case: Case) -> dict[str, Any]:
     losses = list(Loss)
     for step in range(STEPS):
         asked = Pass(data=every, loss=losses[step % len(losses)])
-        scored = carry_out(engine, asked, "ops")
+        scored = carry_out(engine, {"ops": asked})["ops"]
         engine.optim_step("ops", 1.0, RATE, VALUES)
-        engine.forward_backward(batch_of(asked, "plain"), by_hand(asked.loss))
+        engine.forward_backward(batch_of({"plain": asked}), by_hand(asked.loss))
         engine.optim_step("plain", 1.0, RATE)
     found["ops"], found["plain"] = digest(engine, "ops"), digest(engine, "plain")
     found["neighbour"] = (neighbour, digest(engine, "a"))
 
     # A pass whose gradients are forgotten; then the window continues as if it had not been.
     before = digest(engine, "ops")
-    carry_out(engine, Pass(data=every, loss=Loss.PPO), "ops")
+    carry_out(engine, {"ops": Pass(data=every, loss=Loss.PPO)})["ops"]
     engine.discard_gradients("ops")
     found["poisoned"] = (before, digest(engine, "ops"))
     for name in ("ops", "plain"):
-        carry_out(engine, Pass(data=every[:3], loss=Loss.DRO), name)
+        carry_out(engine, {name: Pass(data=every[:3], loss=Loss.DRO)})[name]
         engine.optim_step(name, 1.0, RATE, UNCLIPPED)
     found["after"] = (digest(engine, "ops"), digest(engine, "plain"))
 
     # Chunks, and scores of a training pass beside those of a scoring pass.
-    carry_out(engine, Pass(data=every, loss=Loss.CROSS_ENTROPY), "whole")
+    carry_out(engine, {"whole": Pass(data=every, loss=Loss.CROSS_ENTROPY)})["whole"]
     chunks = [every[:4], every[4:5], every[5:]]
-    parts = [carry_out(engine, Pass(data=chunk, loss=Loss.CROSS_ENTROPY), "chunks") for chunk in chunks]
+    parts = [carry_out(engine, {"chunks": Pass(data=chunk, loss=Loss.CROSS_ENTROPY)})["chunks"] for chunk in chunks]
     for name in ("whole", "chunks"):
         engine.optim_step(name, 1.0, RATE, UNCLIPPED)
     found["whole"], found["chunks"] = weights(engine, "whole"), weights(engine, "chunks")
     score = Pass(data=every, loss=Loss.DRO, backward=False)
-    looked, learned = carry_out(engine, score, "plain"), carry_out(engine, Pass(data=every, loss=Loss.DRO), "plain")
+    looked, learned = carry_out(engine, {"plain": score})["plain"], carry_out(engine, {"plain": Pass(data=every, loss=Loss.DRO)})["plain"]
     found["scores"] = tuple([floats(row) for row in scored.logprobs] for scored in (looked, learned))
     found["losses"] = (looked.loss, learned.loss)
-    alone = engine.logprobs(batch_of(score, "plain"), adapter="plain")
+    alone = engine.logprobs(batch_of({"plain": score}), adapter="plain")
     found["alone"] = alone.tolist()
     found["parts"] = sum(part.loss for part in parts)
     found["last"] = scored.loss
