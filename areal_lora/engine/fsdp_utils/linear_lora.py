@@ -68,7 +68,7 @@ class LinearLora:
         return cls(lora_b=memory.cast.as_strided(*view), grad=grad, scale=scale)
 
     def add_to(self, output: Tensor, hidden: Tensor, adapter: ActiveAdapter) -> Tensor:
-        """``output`` [..., out], which it changes, plus the adapter's share: ``hidden`` [rows, r] is that of its rows."""
+        """``output`` [..., out], which it changes, plus what the adapter's rows have of their ``hidden`` [rows, r]."""
         added: Tensor = _AddProduct.apply(
             output, hidden, self.lora_b, self.grad, self.scale * adapter.factor, adapter.start
         )

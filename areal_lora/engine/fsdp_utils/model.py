@@ -169,7 +169,8 @@ def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     numbers = torch.arange(max(module.num_experts, experts.numel()), device=experts.device)
     active, rows = site.active, order // k
     held = active.tokens
-    loras = [tuple(adapters.get(used.name, ExpertLora()) for adapters in (site.fc1, site.fc2)) for used in active.each]
+    none = ExpertLora()
+    loras = [(site.fc1.get(used.name, none), site.fc2.get(used.name, none)) for used in active.each]
     owners = None
     if held is not None and held.owners is not None:
         owners = held.owners.index_select(0, rows), [k * (b - a) for a, b in pairwise((0, *held.ends))]

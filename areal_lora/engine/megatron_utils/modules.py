@@ -83,7 +83,7 @@ class Packing:
             del self._plans[number], self._tokens[number]
 
     def follow(self, model: nn.Module, active: ActiveAdapters) -> None:
-        """Give the attention layers of ``model`` these plans, and ``active`` the tokens of what a layer (re)computes."""
+        """Give the attention layers of ``model`` these plans, and ``active`` the tokens that a layer (re)computes."""
 
         def start(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             active.follow(self._tokens[int(kwargs["attention_mask"])])
@@ -154,8 +154,8 @@ class GroupedExperts(nn.Module):  # type: ignore[misc]
         self._first_column = pg_collection.expt_tp.rank() * width
         self.row_keys: Tensor | None = None
         self.row_owners: tuple[Tensor, list[int]] | None = None
-        """Of the rows that `forward` gets, set by `follow_tokens` where an adapter drops inputs: keys [T]. Where several
-        are in use: their numbers [T], and how many rows each has."""
+        """Of the rows that `forward` gets, set by `follow_tokens` where several adapters are in use or inputs are
+        dropped: keys [T]; where there are several, their numbers [T], and how many rows each has."""
 
     @property
     def active(self) -> ActiveAdapters:

@@ -98,21 +98,20 @@ def joint(ready: Iterable[Operation], token_budget: int) -> tuple[Operation, ...
     ``ready`` has one of each adapter, in order of turns. Passes join that have gradients as the first has, or none as
     it, until one exceeds what is left of ``token_budget``: a later one does not overtake it.
     """
-    found = list[Operation]()
+    found, backward = list[Operation](), None
     for operation in ready:
-        if not isinstance(what := operation.what, Pass) or (found and what.backward != found[0].what.backward):
+        if not isinstance(what := operation.what, Pass) or backward not in (None, what.backward):
             continue
-        token_budget -= what.n_tokens
-        if found and token_budget < 0:
-            break
-        found.append(operation)
+        backward, token_budget = what.backward, token_budget - what.n_tokens
+        if not found or token_budget >= 0:
+            found.append(operation)
         if token_budget <= 0:
             break
     return tuple(found)
 
 
 def batch_of(requests: Mapping[str, Pass]) -> TrainBatch:
-    """The data of each adapter's pass, in their order. Entry t of every array refers to token t: they start with a 0."""
+    """The data of the passes by adapter, in order. Entry t of every array refers to token t: they start with a 0."""
     every = [(datum, one.loss is not Loss.CROSS_ENTROPY) for one in requests.values() for datum in one.data]
     tokens = [np.frombuffer(datum.tokens, "<i4").astype(np.int64) for datum, _ in every]
     lengths = torch.tensor([0, *map(len, tokens)], device=HOST)

@@ -42,8 +42,8 @@ def operate(trainer: Trainer, state: TrainingState, work: Operate) -> None:
 def pass_together(trainer: Trainer, work: JointPass) -> None:
     """Carry out passes in one, and answer each. Collective.
 
-    Each adapter pays for its tokens: in turns, in seconds and in operations. No error concerns one of the adapters: what
-    is wrong with a request was refused before.
+    Each adapter pays for its tokens: in turns, in seconds and in FLOPs. No error is one adapter's: what is wrong with a
+    request was refused before.
     """
     requests = {each.adapter: each.what for each in work.operations if isinstance(each.what, protocol.Pass)}
     began_s = time.perf_counter()

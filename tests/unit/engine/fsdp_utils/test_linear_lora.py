@@ -53,9 +53,7 @@ def test_projections_share_a_product_and_their_rows_lie_apart(rows: dict[str, in
         x = torch.randn(5, 16, generator=draw, requires_grad=True)
         exact_x = x.detach().double().requires_grad_()
         for piece, site in zip(pieces, sites, strict=True):
-            base, slopes = (
-                torch.randn(5, sum(b - a for a, b in piece.rows), generator=draw) for _ in range(2)
-            )
+            base, slopes = (torch.randn(5, sum(b - a for a, b in piece.rows), generator=draw) for _ in range(2))
             wanted, start = [], 0
             for name, size in rows.items():
                 own = slice(start, start := start + size)
