@@ -11,7 +11,7 @@ One process per rank, all ranks call the same verbs in the same order (SPMD)::
 A `TrainBatch` is whole and equal on every rank; the engine picks its data-parallel part, cuts
 it into micro-batches and pads as its layout needs. Callers never see padding (contract C10).
 
-Adapters are held by name, each with memory, optimizer and clock of its own (contract C1). A `Compute` runs the model.
+Adapters have memory, optimizer and clock of their own (contract C1). A `Compute` runs the model.
 """
 
 from collections import Counter
@@ -203,7 +203,7 @@ class AdapterEngine:
         return self._scores(replace(batch, adapters=(adapter or "",) * batch.n_sequences), Readout(temperature))
 
     def logprobs_of_each(self, batch: TrainBatch) -> Tensor:
-        """As `logprobs`, of each sequence by the adapter that it names."""
+        """As `logprobs`, of each sequence by the adapter that it names. None of several may have a value head."""
         return self._scores(batch, Readout())
 
     def values(self, batch: TrainBatch, *, adapter: str) -> Tensor:
@@ -231,29 +231,24 @@ class AdapterEngine:
     ) -> dict[str, float]:
         """Add the gradients of the summed loss to those of the adapter that the batch names.
 
-        Gradients stay local and undivided until `optim_step`. Returns the loss functions'
-        sums over all micro-batches and data-parallel ranks (``loss`` and every stat), each
-        token counted once, equal on every rank. ``scores`` [T] fp32 on the host is filled with what the
-        loss functions saw of each token of the whole batch, on every rank. Raises AdapterError for a batch that names
-        several adapters or one that is not resident.
+        Gradients stay local and undivided until `optim_step`. Returns the loss functions' sums over all micro-batches
+        and data-parallel ranks (``loss`` and every stat), each token counted once, equal on every rank. ``scores`` [T]
+        fp32 on the host is filled with what the loss functions saw of each token of the whole batch, on every rank.
+        Raises AdapterError for a batch that names several adapters or one that is not resident.
         """
-        names = set(batch.adapters)
-        if len(names) != 1:
-            raise AdapterError(f"a batch names the adapters {sorted(names)}; each batch trains one")
-        (adapter,) = names
+        adapter, *others = sorted(set(batch.adapters))
+        if others:
+            raise AdapterError(f"a batch names the adapters {[adapter, *others]}; each batch trains one")
         return self._train(batch, {adapter: loss_fn}, Readout(temperature, need_entropy), scores)[adapter]
 
     def forward_backward_of_each(
         self, batch: TrainBatch, losses: Mapping[str, LossFn], *, scores: Tensor
     ) -> dict[str, dict[str, float]]:
-        """As `forward_backward`, for every adapter that ``batch`` names, in common micro-batches.
+        """As `forward_backward`, for all adapters that ``batch`` names in common micro-batches, with ``losses`` of each.
 
-        The base is computed once for all; each adapter has its own rows, loss, gradients and dropout, so that
-        gradients and sums are those of a pass of its own but for rounding. All ``losses``, by adapter, give stats of
-        the same names. Raises AdapterError for an adapter with a value head.
+        Gradients and sums are those of passes of their own but for rounding. All losses give stats of the same names.
+        Raises AdapterError for an adapter with a value head beside others.
         """
-        if heads := [name for name in losses if self.resident(name).spec.value_head]:
-            raise AdapterError(f"adapter {heads[0]!r} has a value head and trains alone")
         return self._train(batch, losses, Readout(), scores)
 
     def _train(
@@ -271,23 +266,17 @@ class AdapterEngine:
         return micro.sum_over_ranks(sums, reporting)
 
     def _run(self, batch: TrainBatch, losses: Mapping[str, LossFn] | None, readout: Readout) -> list[micro.Result]:
-        for name in filter(None, dict.fromkeys(batch.adapters)):
-            self.resident(name).memory.refresh()
-        layout = self._sharded.layout
+        residents = {name: self.resident(name) for name in dict.fromkeys(batch.adapters) if name}
+        for name, resident in residents.items():
+            if len(residents) > 1 and resident.spec.value_head:
+                raise AdapterError(f"adapter {name!r} has a value head: a pass has no other adapter")
+            resident.memory.refresh()
+        layout, train = self._sharded.layout, losses is not None
         plans = micro.plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
-        self._count(plans, batch, train=losses is not None)
+        sizes = {"": self._base_sizes} | {name: resident.sizes for name, resident in residents.items()}
+        self.spans.counts.update(micro.flops_of(plans, batch, sizes, self._trainer.recompute if train else None))
         packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)
-        return self._model.run(packed, plans, micro.BatchJudge(readout, losses), train=losses is not None)
-
-    def _count(self, plans: Sequence[MicroPlan], batch: TrainBatch, *, train: bool) -> None:
-        lengths, again = batch.cu_seqlens.diff().tolist(), self._trainer.recompute
-        for tree in (tree for plan in plans for trees in plan.trees for tree in trees):
-            name = batch.adapters[tree.sequences[0]]
-            sizes = self.resident(name).sizes if name else self._base_sizes
-            tokens, pairs = tree.size(lengths), tree.pairs(lengths)
-            self.spans.counts["flops"] += sizes.training(tokens, pairs) if train else sizes.forward(tokens, pairs)
-            if train and again != "none":
-                self.spans.counts["recomputed_flops"] += sizes.recompute(tokens, 0 if again == "selective" else pairs)
+        return self._model.run(packed, plans, micro.BatchJudge(readout, losses), train=train)
 
     def memory(self) -> DeviceMemory | None:
         """Of the rank with the highest peak since the last call; None on CPUs."""

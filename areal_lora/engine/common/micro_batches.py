@@ -1,5 +1,6 @@
 """What every engine does with a batch around its model: cut it up, judge the predictions, put the results together."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal_lora.config.sections.run import Recompute
 from areal_lora.data.collate import HOST, MicroPlan, find_trees, plan_microbatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.arena import ParallelLayout
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences
 from areal_lora.engine.layers.output import Readout
+from areal_lora.families.flops import PassSizes
 from areal_lora.types import TrainBatch
 
 Result = tuple[tuple[int, ...], Mapping[str, float | Tensor], Tensor]
@@ -33,6 +36,19 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
         multiple=layout.tp if layout.cp == 1 else layout.tp * 2 * layout.cp,
         uniform=layout.pp > 1,
     )
+
+
+def flops_of(
+    plans: Sequence[MicroPlan], batch: TrainBatch, sizes: Mapping[str, PassSizes], recompute: Recompute | None
+) -> Counter[str]:
+    """``flops`` and ``recomputed_flops`` of a pass by formula, ``sizes`` by adapter; one without ``recompute`` scores."""
+    lengths, counts = batch.cu_seqlens.diff().tolist(), Counter[str]()
+    for tree in (tree for plan in plans for trees in plan.trees for tree in trees):
+        of, tokens, pairs = sizes[batch.adapters[tree.sequences[0]]], tree.size(lengths), tree.pairs(lengths)
+        counts["flops"] += of.forward(tokens, pairs) if recompute is None else of.training(tokens, pairs)
+        if recompute not in (None, "none"):
+            counts["recomputed_flops"] += of.recompute(tokens, 0 if recompute == "selective" else pairs)
+    return counts
 
 
 @dataclass(frozen=True, slots=True)

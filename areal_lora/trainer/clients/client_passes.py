@@ -7,7 +7,7 @@ written beside its place and then takes it, so that a crash leaves hidden folder
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,16 +27,7 @@ from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import CheckpointError
 from areal_lora.families.shape import ModelShape
-from areal_lora.operations.protocol import (
-    Datum,
-    LoadState,
-    Loss,
-    Operation,
-    OperationFailure,
-    Pass,
-    PassResult,
-    StateResult,
-)
+from areal_lora.operations.protocol import Datum, LoadState, Loss, OperationFailure, Pass, PassResult, StateResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import Adapter
 from areal_lora.types import AdapterRef, TrainBatch
@@ -90,24 +81,6 @@ def _wrong(datum: Datum, loss: Loss, limits: Limits) -> str:
         if not np.isfinite(values).all():
             return f"{name} that are not finite"
     return ""
-
-
-def joint(ready: Iterable[Operation], token_budget: int) -> tuple[Operation, ...]:
-    """The first operation that is ``ready``, a pass, and those that are computed with it, in their order.
-
-    ``ready`` has one of each adapter, in order of turns. Passes join that have gradients as the first has, or none as
-    it, until one exceeds what is left of ``token_budget``: a later one does not overtake it.
-    """
-    found, backward = list[Operation](), None
-    for operation in ready:
-        if not isinstance(what := operation.what, Pass) or backward not in (None, what.backward):
-            continue
-        backward, token_budget = what.backward, token_budget - what.n_tokens
-        if not found or token_budget >= 0:
-            found.append(operation)
-        if token_budget <= 0:
-            break
-    return tuple(found)
 
 
 def batch_of(requests: Mapping[str, Pass]) -> TrainBatch:

@@ -12,7 +12,7 @@ others wait for rank 0 in the control exchange, which has the longest time-out.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 
@@ -26,7 +26,6 @@ from areal_lora.rollout.channel.client import SHORT_POLL_S
 from areal_lora.trainer import work as w
 from areal_lora.trainer.adapter import SERVED, ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
-from areal_lora.trainer.clients.client_passes import joint
 from areal_lora.trainer.collective.fault_isolation import contained
 from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.types import AdapterPhase, TrainBatch
@@ -207,6 +206,24 @@ def _of_clients(trainer: Trainer) -> w.Operations | None:
     waiting = (each.operation for each in chain((first,), ready))
     operations = joint(waiting, 0 if trainer.config.rollout.deterministic else budget)
     return w.JointPass(adapter=first.adapter, operations=operations)
+
+
+def joint(ready: Iterable[Operation], token_budget: int) -> tuple[Operation, ...]:
+    """The first operation that is ``ready``, a pass, and those that are computed with it, in their order.
+
+    ``ready`` has one of each adapter, in order of turns. Passes join that have gradients as the first has, or none as
+    it, until one exceeds what is left of ``token_budget``: a later one does not overtake it.
+    """
+    found, backward = list[Operation](), None
+    for operation in ready:
+        if not isinstance(what := operation.what, Pass) or backward not in (None, what.backward):
+            continue
+        backward, token_budget = what.backward, token_budget - what.n_tokens
+        if not found or token_budget >= 0:
+            found.append(operation)
+        if token_budget <= 0:
+            break
+    return tuple(found)
 
 
 def may_start(trainer: Trainer, operation: Operation) -> bool:

@@ -47,7 +47,7 @@ def test_operations_are_the_engines_verbs(case: Case, tmp_path: Path) -> None:
             assert joined["losses"] == pytest.approx(own["losses"], rel=1e-5)
             assert joined["gradients"].keys() == own["gradients"].keys()
             for key, wanted in own["gradients"].items():
-                assert np.linalg.norm(joined["gradients"][key] - wanted) <= 1e-5 * np.linalg.norm(wanted), (name, key)
+                assert np.linalg.norm(joined["gradients"][key] - wanted) <= 5e-5 * np.linalg.norm(wanted), (name, key)
     assert any(own["gradients"] for own in ranks[0]["by_itself"].values())
     for key in ("scores", "losses", "parts", "last"):
         assert ranks[0][key] == ranks[1][key], f"{key}: equal on every rank"

@@ -247,7 +247,7 @@ def test_who_cannot_be_in_a_joined_pass(world: None, tmp_path: Path) -> None:
     for name in "ab":
         engine.add_adapter(replace(SPEC, name=name, value_head=name == "b"), OptimizerConfig(lr=0.1), seed=1)
     mixed, scores = replace(scoring_batch(ROWS, "a"), adapters=tuple("aba")), torch.zeros(sum(map(len, ROWS)))
-    with pytest.raises(AdapterError, match="'b' has a value head"):
+    with pytest.raises(AdapterError, match="'b' has a value head: a pass has no other"):
         engine.forward_backward_of_each(mixed, {name: slopes(name) for name in "ab"}, scores=scores)
     with pytest.raises(AdapterError, match="each batch trains one"):
         engine.forward_backward(mixed, slopes("a"))

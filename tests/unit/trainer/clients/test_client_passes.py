@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from areal_lora.config.models import Config
-from areal_lora.operations.protocol import Datum, Loss, LossSettings, Operation, OptimStep, Pass
-from areal_lora.trainer.clients.client_passes import Limits, batch_of, carry_out, joint, problem
+from areal_lora.operations.protocol import Datum, Loss, LossSettings, Pass
+from areal_lora.trainer.clients.client_passes import Limits, batch_of, carry_out, problem
 from tests.support.operations.client import datum, floats
 from tests.support.operations.side import client_adapter, service_config
 from tests.support.operations.toy_engine import VOCABULARY, ToyEngine
@@ -89,27 +89,6 @@ def test_passes_of_several_adapters_are_one_batch() -> None:
     assert len(set(batch.group_ids.tolist())) == 3, "no start is shared"
     assert batch.advantages is not None
     assert batch.advantages.tolist() == [0.0, 0.0, 0.0, 0.5, -0.5, 0.0, 0.5, -0.5]
-
-
-LOOK = asked(GOOD, backward=False)
-READY = {
-    "one after the other": ([("a", asked(GOOD)), ("b", asked(GOOD)), ("c", asked(GOOD))], 9, "abc"),
-    "the first has any size": ([("a", asked(GOOD, GOOD)), ("b", asked(GOOD))], 3, "a"),
-    "what is left is too little": ([("a", asked(GOOD)), ("b", asked(GOOD, GOOD)), ("c", asked(GOOD))], 8, "a"),
-    "other operations are passed over": ([("a", asked(GOOD)), ("b", OptimStep(lr=1.0)), ("c", asked(GOOD))], 9, "ac"),
-    "gradients or none": ([("a", LOOK), ("b", asked(GOOD)), ("c", LOOK)], 9, "ac"),
-    "no budget": ([("a", asked(GOOD)), ("b", asked(GOOD))], 0, "a"),
-}
-
-
-@pytest.mark.parametrize("name", READY)
-def test_which_passes_are_computed_together(name: str) -> None:
-    """GOOD has three tokens. Nothing is looked at that could not join any more."""
-    ready, budget, wanted = READY[name]
-    waiting = iter([Operation(adapter=adapter, number=1, what=what) for adapter, what in ready])
-    assert "".join(each.adapter for each in joint(waiting, budget)) == wanted
-    left = "".join(each.adapter for each in waiting)
-    assert left == {"the first has any size": "b", "what is left is too little": "c", "no budget": "b"}.get(name, "")
 
 
 def test_a_pass_with_and_without_gradients_answers_alike() -> None:
