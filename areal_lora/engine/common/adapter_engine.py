@@ -244,7 +244,7 @@ class AdapterEngine:
     def forward_backward_of_each(
         self, batch: TrainBatch, losses: Mapping[str, LossFn], *, scores: Tensor
     ) -> dict[str, dict[str, float]]:
-        """As `forward_backward`, for all adapters that ``batch`` names in common micro-batches, with ``losses`` of each.
+        """As `forward_backward`, for all adapters that ``batch`` names in common micro-batches; each has its loss.
 
         Gradients and sums are those of passes of their own but for rounding. All losses give stats of the same names.
         Raises AdapterError for an adapter with a value head beside others.

@@ -41,7 +41,7 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
 def flops_of(
     plans: Sequence[MicroPlan], batch: TrainBatch, sizes: Mapping[str, PassSizes], recompute: Recompute | None
 ) -> Counter[str]:
-    """``flops`` and ``recomputed_flops`` of a pass by formula, ``sizes`` by adapter; one without ``recompute`` scores."""
+    """``flops`` and ``recomputed_flops`` of a pass, ``sizes`` by adapter; one that only scores has no ``recompute``."""
     lengths, counts = batch.cu_seqlens.diff().tolist(), Counter[str]()
     for tree in (tree for plan in plans for trees in plan.trees for tree in trees):
         of, tokens, pairs = sizes[batch.adapters[tree.sequences[0]]], tree.size(lengths), tree.pairs(lengths)

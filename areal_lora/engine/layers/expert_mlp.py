@@ -384,8 +384,8 @@ def expert_mlp(
     rows: Sequence[Tensor | None] = (None,) * len(each)
     own = [groups] * len(each)
     if owners is not None:
-        rows = owners[0].argsort(stable=True).split(list(owners[1]))
-        own = [Groups(torch.searchsorted(mine, ends.long(), out_int32=True)) for mine in rows]
+        rows, whole = owners[0].argsort(stable=True).split(list(owners[1])), ends.long()
+        own = [Groups(torch.searchsorted(mine, whole, out_int32=True)) for mine in rows]
     shares, tensors = list[tuple[Groups, float]](), list[Tensor | None]()
     for layer, (features, first) in enumerate(((x.shape[1], 0), (w2.shape[2], first_column))):
         for adapter, pair, mine, its in zip(each, loras, rows, own, strict=True):
