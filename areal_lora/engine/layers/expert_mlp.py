@@ -24,7 +24,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -151,56 +151,83 @@ def _aligned(x: Tensor, dims: int = 1) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An adapter's part of one of the two layers: A and B, its ``rows`` [m] of the T (None: all), by expert as in
-    ``groups``, and what dropout keeps of their inputs, [m, in]. Without A and B it has none."""
+    """An adapter's part of a layer: A and B (None: it has none), and what dropout keeps of the inputs [n, in] of its
+    ``n`` rows, which are sorted by expert as in ``groups``."""
 
     groups: Groups
     scale: float
+    n: int
     a: Tensor | None
     b: Tensor | None
-    rows: Tensor | None
     keep: Tensor | None
 
-    def take(self, x: Tensor) -> Tensor:
-        return x if self.rows is None else x.index_select(0, self.rows)
-
-    def add(self, total: Tensor, part: Tensor) -> None:
-        if self.rows is None:
-            total.add_(part)
-        else:
-            total.index_add_(0, self.rows, part)
-
-    def forward(self, out: Tensor, x: Tensor) -> Tensor | None:
-        """Add ``scale * B A x`` to ``out``; returns the scaled ``A x`` [m, r]."""
+    def forward(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """``scale * B A x`` and the scaled ``A x`` of its rows ``x``."""
         if self.a is None or self.b is None:
-            return None
-        hidden = self.groups.times(kept(self.take(x), self.keep), self.a).mul_(self.scale)
-        self.add(out, self.groups.times(hidden, self.b))
-        return hidden
+            return None, None
+        hidden = self.groups.times(kept(x, self.keep), self.a).mul_(self.scale)
+        return self.groups.times(hidden, self.b), hidden
 
-    def backward(
-        self, dy: Tensor, dx: Tensor, hidden: Tensor | None, x: Tensor, probs: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of A and B from that of the output; adds the adapter's part to the input's gradient ``dx``.
-
-        The input is ``x``, times ``probs`` [T] if they are given.
-        """
+    def backward(self, dy: Tensor, x: Tensor, hidden: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Its part of the input's gradient, and the gradients of A and B, from that of the output."""
         if self.a is None or self.b is None:
-            return None, None, None, None
+            return None, None, None
         assert hidden is not None
-        dy, x = self.take(dy), self.take(x)
         dh = self.groups.times(dy, self.b.transpose(-1, -2)).mul_(self.scale)
         back = self.groups.times(dh, self.a.transpose(-1, -2))
-        self.add(dx, back if self.keep is None else back.masked_fill_(~self.keep, 0.0))
-        x = kept(x if probs is None else x * self.take(probs)[:, None], self.keep)
-        return self.groups.outer(dh, x, self.a), self.groups.outer(dy, hidden, self.b), None, None
+        dx = back if self.keep is None else back.masked_fill_(~self.keep, 0.0)
+        return dx, self.groups.outer(dh, kept(x, self.keep), self.a), self.groups.outer(dy, hidden, self.b)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The parts of all adapters in use. ``order`` [T] are their rows, one adapter's after the other's; None: one has
+    all rows."""
+
+    parts: Sequence[_Part]
+    order: Tensor | None
+
+    @property
+    def adapted(self) -> bool:
+        return any(part.a is not None for part in self.parts)
+
+    def _rows(self, x: Tensor) -> Sequence[Tensor]:
+        if self.order is None:
+            return (x,)
+        rows: Sequence[Tensor] = x.index_select(0, self.order).split([part.n for part in self.parts])
+        return rows
+
+    def _add(self, total: Tensor, products: Sequence[Tensor | None]) -> None:
+        if self.order is None:
+            total.add_(products[0])
+            return
+        each = zip(self.parts, products, strict=True)
+        filled = [total.new_zeros(part.n, total.shape[1]) if found is None else found for part, found in each]
+        total.index_add_(0, self.order, torch.cat(filled))
+
+    def forward(self, total: Tensor, x: Tensor) -> list[Tensor | None]:
+        """Add the adapters' products for the inputs ``x`` to ``total``; returns the scaled ``A x`` of each."""
+        if not self.adapted:
+            return [None for _ in self.parts]
+        found = [part.forward(rows) for part, rows in zip(self.parts, self._rows(x), strict=True)]
+        self._add(total, [product for product, _ in found])
+        return [hidden for _, hidden in found]
+
+    def backward(self, dy: Tensor, dx: Tensor, x: Tensor, hidden: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Add the adapters' parts to the inputs' gradient ``dx``; returns the gradients of the parts' tensors."""
+        if not self.adapted:
+            return [None] * (3 * len(self.parts))
+        rows = zip(self.parts, self._rows(dy), self._rows(x), hidden, strict=True)
+        found = [part.backward(*each) for part, *each in rows]
+        self._add(dx, [each[0] for each in found])
+        return [gradient for _, d_a, d_b in found for gradient in (d_a, d_b, None)]
 
 
 class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
     """The module's formulas. Base weights are constants.
 
-    ``parts`` has groups and scale of each `_Part`, first those of layer 1 of all adapters in use, then those of layer
-    2; ``tensors`` its A, B, rows and keep.
+    ``parts`` are groups, scale and rows of each `_Part`, first those of layer 1 of all adapters in use, then those of
+    layer 2; ``tensors`` are A, B and what dropout keeps. ``order`` as in `_Layer`.
     """
 
     @staticmethod
@@ -211,29 +238,30 @@ class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
         w1: Tensor,
         w2: Tensor,
         groups: Groups,
-        parts: Sequence[tuple[Groups, float]],
+        order: Tensor | None,
+        parts: Sequence[tuple[Groups, float, int]],
         *tensors: Tensor | None,
     ) -> Tensor:
-        first, second = _parts(parts, tensors)
+        first, second = _layers(parts, tensors, order)
         g = groups.times(x, w1)
-        h1 = [part.forward(g, x) for part in first]
+        h1 = first.forward(g, x)
         gate, up = g.chunk(2, dim=-1)
         act = functional.silu(gate).mul_(up)
         u = act * probs[:, None]
         y = groups.times(u, w2)
-        h2 = [part.forward(y, u) for part in second]
-        ctx.save_for_backward(x, probs, w1, w2, g, act, *h1, *h2, *tensors)
+        h2 = second.forward(y, u)
+        ctx.save_for_backward(x, probs, w1, w2, g, act, order, *h1, *h2, *tensors)
         ctx.groups, ctx.parts = groups, parts
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), groups, n = grads, ctx.groups, len(ctx.parts)
-        x, probs, w1, w2, g, act, *others = ctx.saved_tensors
-        hidden, (first, second) = others[:n], _parts(ctx.parts, others[n:])
+        (dy,), groups, n = grads, ctx.groups, len(ctx.parts) // 2
+        x, probs, w1, w2, g, act, order, *others = ctx.saved_tensors
+        first, second = _layers(ctx.parts, others[2 * n :], order)
         dy = dy.contiguous()
         du = groups.times(dy, w2.transpose(1, 2))
-        d2 = [part.backward(dy, du, h, act, probs) for part, h in zip(second, hidden[n // 2 :], strict=True)]
+        d2 = second.backward(dy, du, act * probs[:, None] if second.adapted else act, others[n : 2 * n])
         d_probs = (du * act).sum(-1)
         du.mul_(probs[:, None])
         gate, up = g.chunk(2, dim=-1)
@@ -242,13 +270,15 @@ class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
         torch.mul(du, functional.silu(gate), out=d_up)
         d_gate.copy_(torch.ops.aten.silu_backward(du.mul_(up), gate))
         dx = groups.times(dg, w1.transpose(1, 2))
-        d1 = [part.backward(dg, dx, h, x) for part, h in zip(first, hidden[: n // 2], strict=True)]
-        return dx, d_probs, None, None, None, None, *chain.from_iterable(d1 + d2)
+        d1 = first.backward(dg, dx, x, others[:n])
+        return dx, d_probs, None, None, None, None, None, *d1, *d2
 
 
-def _parts(shares: Sequence[tuple[Groups, float]], tensors: Sequence[Tensor | None]) -> tuple[list[_Part], list[_Part]]:
-    parts = [_Part(*share, *tensors[4 * i : 4 * i + 4]) for i, share in enumerate(shares)]
-    return parts[: len(parts) // 2], parts[len(parts) // 2 :]
+def _layers(
+    parts: Sequence[tuple[Groups, float, int]], tensors: Sequence[Tensor | None], order: Tensor | None
+) -> tuple[_Layer, _Layer]:
+    each, n = [_Part(*part, *tensors[3 * i : 3 * i + 3]) for i, part in enumerate(parts)], len(parts) // 2
+    return _Layer(each[:n], order), _Layer(each[n:], order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,17 +410,18 @@ def expert_mlp(
     ``keys`` [T] are the rows' where inputs are dropped, ``owners`` [T] the numbers of the adapters, and how many rows
     each has, where several are in use; this rank has columns from ``first_column`` on.
     """
-    groups, (w1, w2), each = Groups(ends), weights, active.each
-    rows: Sequence[Tensor | None] = (None,) * len(each)
-    own = [groups] * len(each)
+    groups, (w1, w2), each, order = Groups(ends), weights, active.each, None
+    own, sizes = [groups] * len(each), [len(x)] * len(each)
     if owners is not None:
-        rows, whole = owners[0].argsort(stable=True).split(list(owners[1])), ends.long()
-        own = [Groups(torch.searchsorted(mine, whole, out_int32=True)) for mine in rows]
-    shares, tensors = list[tuple[Groups, float]](), list[Tensor | None]()
+        order, sizes, whole = owners[0].argsort(stable=True), list(owners[1]), ends.long()
+        own = [Groups(torch.searchsorted(rows, whole, out_int32=True)) for rows in order.split(sizes)]
+        keys = None if keys is None else keys.index_select(0, order)
+    by_adapter = (None,) * len(each) if keys is None else keys.split(sizes)
+    parts, tensors = list[tuple[Groups, float, int]](), list[Tensor | None]()
     for layer, (features, first) in enumerate(((x.shape[1], 0), (w2.shape[2], first_column))):
-        for adapter, pair, mine, its in zip(each, loras, rows, own, strict=True):
-            lora, of_rows = pair[layer], keys if keys is None or mine is None else keys.index_select(0, mine)
-            shares.append((its, lora.scale * adapter.factor))
-            tensors += [lora.a, lora.b, mine, lora.keep(adapter.dropout, of_rows, its, features, first)]
-    found: Tensor = ExpertMlp.apply(x, probs.to(x.dtype), w1, w2, groups, shares, *tensors)
+        for adapter, pair, its, n, of_rows in zip(each, loras, own, sizes, by_adapter, strict=True):
+            lora = pair[layer]
+            parts.append((its, lora.scale * adapter.factor, n))
+            tensors += [lora.a, lora.b, lora.keep(adapter.dropout, of_rows, its, features, first)]
+    found: Tensor = ExpertMlp.apply(x, probs.to(x.dtype), w1, w2, groups, order, parts, *tensors)
     return found

@@ -94,9 +94,9 @@ def test_experts_with_masks_equal_autograd(shared: str) -> None:
     ]
     keys = keys_of(n)
     keeps = (fc[0].keep(drop, keys, groups, h), fc[1].keep(drop, keys, groups, f))
-    shares = [(groups, 1.5 * drop.factor), (groups, 0.5 * drop.factor)]
-    tensors = parts["a1"], parts["b1"], None, keeps[0], parts["a2"], parts["b2"], None, keeps[1]
-    y = ExpertMlp.apply(x, probs, w1, w2, groups, shares, *tensors)
+    shares = [(groups, scale * drop.factor, n) for scale in (1.5, 0.5)]
+    tensors = parts["a1"], parts["b1"], keeps[0], parts["a2"], parts["b2"], keeps[1]
+    y = ExpertMlp.apply(x, probs, w1, w2, groups, None, shares, *tensors)
     weight = torch.randn(n, h)
     leaves = [x, probs, *parts.values()]
     found = torch.autograd.grad((y * weight).sum(), leaves)
