@@ -48,8 +48,8 @@ from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.fsdp_engine import FsdpModel
 from areal_lora.engine.fsdp_utils.model import ATTENTION, fuse_norms
+from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
-from areal_lora.engine.layers.expert_mlp import ActiveAdapters
 from areal_lora.engine.layers.output import Readout
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec, TrainBatch

@@ -21,8 +21,9 @@ from areal_lora.engine.common.arena import Bank, ParallelLayout, Range, ShardedM
 from areal_lora.engine.common.micro_batches import BatchJudge, Result
 from areal_lora.engine.fsdp_utils.linear_lora import LinearLora, LinearSite, SharedInput
 from areal_lora.engine.fsdp_utils.model import build_model, take_experts, take_logit_scale
+from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch
-from areal_lora.engine.layers.expert_mlp import ActiveAdapters, ExpertLora
+from areal_lora.engine.layers.expert_mlp import ExpertLora
 from areal_lora.engine.layers.output import OutputSite
 from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.shape import read_shape

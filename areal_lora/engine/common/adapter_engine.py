@@ -36,9 +36,9 @@ from areal_lora.engine.common.adapter_memory import AdapterMemory, AdapterOptimi
 from areal_lora.engine.common.arena import Range, ShardedModel, context_groups
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout, wire_sources
+from areal_lora.engine.layers.active import ActiveAdapters, Dropout, step_seed
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
 from areal_lora.engine.layers.context import ContextGroup
-from areal_lora.engine.layers.expert_mlp import ActiveAdapters, Dropout, step_seed
 from areal_lora.engine.layers.output import Readout
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.flops import PassSizes

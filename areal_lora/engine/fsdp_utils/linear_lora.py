@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ActiveAdapters, kept
+from areal_lora.engine.layers.active import ActiveAdapter, ActiveAdapters, kept
 from areal_lora.families.sites import RowRanges
 
 

@@ -41,8 +41,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.model_folder import ModelFolder
+from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import AttentionPlan, attend
-from areal_lora.engine.layers.expert_mlp import ActiveAdapters, ExpertLora, expert_mlp
+from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.errors import ConfigError, UnknownTensorError
 

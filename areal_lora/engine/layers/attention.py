@@ -29,8 +29,8 @@ from torch.nn import functional
 
 from areal_lora.data.collate import MicroPlan, Tree, runs, select
 from areal_lora.engine.layers import varlen
+from areal_lora.engine.layers.active import PackedTokens, text_keys
 from areal_lora.engine.layers.context import ContextGroup
-from areal_lora.engine.layers.expert_mlp import PackedTokens, text_keys
 from areal_lora.engine.layers.varlen import VarlenRuns
 from areal_lora.platforms.device import upload
 from areal_lora.types import TrainBatch

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch
-from areal_lora.engine.layers.expert_mlp import ActiveAdapters
 
 CHUNK = 2**26
 """Logits of a chunk, 256 MiB in fp32. 441 predictions over a vocabulary of 152 k: fewer would wait for the layer's

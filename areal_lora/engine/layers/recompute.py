@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from areal_lora.config.sections.run import Recompute
-from areal_lora.engine.layers.expert_mlp import ActiveAdapters
+from areal_lora.engine.layers.active import ActiveAdapters
 
 _ATEN = torch.ops.aten
 ATTENTION = frozenset(

@@ -28,8 +28,8 @@ from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
 from areal_lora.engine.common.arena import ParallelLayout, Range, ShardedModel
 from areal_lora.engine.common.micro_batches import BatchJudge, Result
 from areal_lora.engine.common.model_folder import ModelFolder
+from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch
-from areal_lora.engine.layers.expert_mlp import ActiveAdapters
 from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
 from areal_lora.engine.megatron_utils.modules import Packing

@@ -37,17 +37,9 @@ from torch import Tensor, nn
 from areal_lora.config.sections.run import Recompute
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
+from areal_lora.engine.layers.active import ActiveAdapter, ActiveAdapters, PackedTokens, from_lanes, kept, to_lanes
 from areal_lora.engine.layers.attention import AttentionPlan, attend
-from areal_lora.engine.layers.expert_mlp import (
-    ActiveAdapter,
-    ActiveAdapters,
-    ExpertLora,
-    PackedTokens,
-    expert_mlp,
-    from_lanes,
-    kept,
-    to_lanes,
-)
+from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
 from areal_lora.engine.layers.output import OutputSite
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.megatron_utils.base_weights import LINEAR, scope_of

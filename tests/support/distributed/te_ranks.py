@@ -175,7 +175,7 @@ def adapted(seed: int, overlap: bool) -> dict[str, Any]:
 
     from areal_lora.engine.common.adapter_memory import AdapterMemory
     from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
-    from areal_lora.engine.layers.expert_mlp import ActiveAdapters
+    from areal_lora.engine.layers.active import ActiveAdapters
     from areal_lora.engine.megatron_utils.megatron_model import initialize_parallel
     from areal_lora.engine.megatron_utils.modules import attach
     from areal_lora.families.shape import ModelShape

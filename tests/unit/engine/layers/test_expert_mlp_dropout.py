@@ -8,18 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from areal_lora.engine.layers.expert_mlp import (
-    Dropout,
-    ExpertLora,
-    ExpertMlp,
-    Groups,
-    from_lanes,
-    kept,
-    site_key,
-    step_seed,
-    text_keys,
-    to_lanes,
-)
+from areal_lora.engine.layers.active import Dropout, from_lanes, kept, site_key, step_seed, text_keys, to_lanes
+from areal_lora.engine.layers.expert_mlp import ExpertLora, ExpertMlp, Groups
 
 SITE = site_key("model.layers.0.self_attn.q_proj")
 SEED = 3

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal_lora.config.sections.run import Recompute
 from areal_lora.engine.layers import recompute as module
 from areal_lora.engine.layers import varlen
+from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens
 from areal_lora.engine.layers.attention import AttentionPlan, Segment, attend
-from areal_lora.engine.layers.expert_mlp import ActiveAdapters, PackedTokens
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.layers.varlen import VarlenRuns
 from tests.support.engine.layers import plain_attention

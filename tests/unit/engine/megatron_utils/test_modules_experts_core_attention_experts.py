@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from areal_lora.engine.layers.expert_mlp import ActiveAdapters, ExpertLora, PackedTokens
+from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens
+from areal_lora.engine.layers.expert_mlp import ExpertLora
 from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 
 install_cpu_patches()
