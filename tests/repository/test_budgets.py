@@ -32,7 +32,7 @@ LINES = {
     "data": 616,  # micro-batches whose ranks have equal attention; a batch between ranks as rows and one array
     "distributed": 360,  # broadcast_array
     "doctor": 1032,
-    "engine": 8816,  # context parallelism, chunked logits, recompute, FLOPs and memory of passes; several adapters in one
+    "engine": 8816,  # context parallelism, chunked logits, recompute, FLOPs and memory of passes; adapters in one pass
     "families": 1430,  # FLOPs of passes
     "launcher": 3543,
     "library": 470,

@@ -212,7 +212,7 @@ def joint(ready: Iterable[Operation], token_budget: int) -> tuple[Operation, ...
     """The first operation that is ``ready``, a pass, and those that are computed with it, in their order.
 
     ``ready`` has one of each adapter, in order of turns. Passes join that have gradients as the first has, or none as
-    it, until one exceeds what is left of ``token_budget``: a later one does not overtake it.
+    it, until one exceeds the rest of ``token_budget``: a later one does not overtake it.
     """
     found, backward = list[Operation](), None
     for operation in ready:
