@@ -104,6 +104,8 @@ def test_passes_that_wait_are_computed_together(tmp_path: Path, deterministic: b
         assert grads["a.1"] == grads["c.1"] == pytest.approx(grads["b.1"] / 2)
         assert sorted(name for names in side.joined for name in names) == ["a.1"] * 2 + ["b.1"] * 2 + ["c.1"] * 2
         assert max(map(len, side.joined)) == (1 if deterministic else 2)
+        side.quiet()
+        assert [side.trainer.rank_0.turns.time(name) for name in grads] == [7 + 7 + 1] * 3, "each pays for its tokens"  # type: ignore[union-attr]
         assert all(isinstance(side.client.outcomes(name)[n], PassResult) for name in grads for n in (1, 2))
     finally:
         side.close()
