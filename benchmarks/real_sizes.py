@@ -48,8 +48,8 @@ from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.fsdp_engine import FsdpModel
 from areal_lora.engine.fsdp_utils.model import ATTENTION, fuse_norms
+from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter
 from areal_lora.engine.layers.output import Readout
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec, TrainBatch
@@ -183,12 +183,12 @@ class FusedNorm(torch.autograd.Function):
         return grads[0].clone(), None, None, None
 
 
-def build(case: Case, layers: int) -> FsdpModel:
-    """The slice with an adapter on every linear layer of attention, MLP and experts."""
+def build(sizes: Mapping[str, Any], layers: int, adapters: Sequence[str] = ("a",)) -> FsdpModel:
+    """The slice with ``adapters`` on every linear layer of attention, MLP and experts, all in use."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind = {k: v for k, v in case.model.items() if k != "model_type"}
-    config = AutoConfig.for_model(str(case.model["model_type"]), num_hidden_layers=layers, **kind)
+    kind = {k: v for k, v in sizes.items() if k != "model_type"}
+    config = AutoConfig.for_model(str(sizes["model_type"]), num_hidden_layers=layers, **kind)
     with META:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
     model.eval().requires_grad_(False)
@@ -196,10 +196,10 @@ def build(case: Case, layers: int) -> FsdpModel:
     shape = ModelShape.from_hf(config.to_dict())
     one = ParallelLayout.of(TrainerConfig(world_size=1), layers=layers, experts=shape.experts)
     sharded = ShardedModel(shape=shape, layout=one)
-    spec = AdapterSpec(name="a", base_model="m", rank=RANK, alpha=RANK, target_modules=TARGETS)
-    adapted = FsdpModel(model, sharded, ActiveAdapter())
-    adapted.attach(AdapterMemory(sharded, spec, 0, META, torch.bfloat16))
-    adapted.active.name = "a"
+    adapted = FsdpModel(model, sharded, ActiveAdapters(dict.fromkeys(adapters)))
+    for name in adapters:
+        spec = AdapterSpec(name=name, base_model="m", rank=RANK, alpha=RANK, target_modules=TARGETS)
+        adapted.attach(AdapterMemory(sharded, spec, 0, META, torch.bfloat16))
     return adapted
 
 
@@ -235,13 +235,15 @@ class Passes:
 
 
 def measure(case: Case, layers: int) -> Passes:
-    model = build(case, layers)
-    batch, plan = make_batch(case)
-    meter = Meter(int(case.model["vocab_size"]))
+    return measure_passes(build(case.model, layers), *make_batch(case), int(case.model["vocab_size"]))
+
+
+def measure_passes(model: FsdpModel, batch: TrainBatch, plan: MicroPlan, vocabulary: int) -> Passes:
+    meter = Meter(vocabulary)
     with meter, mock.patch.object(nn.functional, "rms_norm", FusedNorm.apply):
         with meter.count() as packing:
             packed: PackedMicroBatch = pack(batch, plan, 0, META)
-        model.active.keys = packed.keys
+        model.active.follow(packed.tokens)
         model.output.expect(packed, Readout())
         with meter.count() as forward:
             output = model.module(

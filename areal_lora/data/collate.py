@@ -12,7 +12,7 @@ number of micro-batches of the same sizes, as the collectives inside a layer req
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -193,7 +193,7 @@ class MicroPlan:
     n_tokens: int
 
 
-def find_trees(token_ids: npt.NDArray[np.int64], bounds: Sequence[int], group_ids: Sequence[int]) -> list[Tree]:
+def find_trees(token_ids: npt.NDArray[np.int64], bounds: Sequence[int], group_ids: Sequence[Hashable]) -> list[Tree]:
     """Find the common start of each run of sequences of one group.
 
     ``token_ids`` [T] are packed, sequence i is ``bounds[i]:bounds[i + 1]``, ``group_ids`` has N entries. Every

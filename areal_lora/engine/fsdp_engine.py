@@ -6,6 +6,7 @@ Importing this file imports transformers' modelling code.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,8 +21,9 @@ from areal_lora.engine.common.arena import Bank, ParallelLayout, Range, ShardedM
 from areal_lora.engine.common.micro_batches import BatchJudge, Result
 from areal_lora.engine.fsdp_utils.linear_lora import LinearLora, LinearSite, SharedInput
 from areal_lora.engine.fsdp_utils.model import build_model, take_experts, take_logit_scale
+from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora
+from areal_lora.engine.layers.expert_mlp import ExpertLora
 from areal_lora.engine.layers.output import OutputSite
 from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.shape import read_shape
@@ -31,7 +33,7 @@ from areal_lora.platforms.device import collective_of
 class FsdpModel:
     """The frozen base on this rank, and the adapters attached to it. Every call but `detach` is collective."""
 
-    def __init__(self, module: nn.Module, sharded: ShardedModel, active: ActiveAdapter) -> None:
+    def __init__(self, module: nn.Module, sharded: ShardedModel, active: ActiveAdapters) -> None:
         self.groups: Mapping[Range, dist.ProcessGroup] = {}  # no adapter tensor is split
         self._sharded, self.module, self.active = sharded, module, active
         self._linears: dict[str, LinearSite] = {}
@@ -59,6 +61,7 @@ class FsdpModel:
         """Forget an attached adapter (not collective)."""
         for linear in self._linears.values():
             linear.adapters.pop(name, None)
+            linear.shared.lora_a.pop(name, None)
         for experts in self._experts.values():
             experts.fc1.pop(name, None)
             experts.fc2.pop(name, None)
@@ -67,8 +70,8 @@ class FsdpModel:
     def run(
         self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: BatchJudge, *, train: bool
     ) -> list[Result]:
-        def step(packed: PackedMicroBatch) -> Result:
-            self.active.keys = packed.keys
+        def step(packed: PackedMicroBatch) -> list[Result]:
+            self.active.follow(packed.tokens)
             self.output.expect(packed, judge.readout)
             output = self.module(
                 input_ids=packed.token_ids,
@@ -76,17 +79,20 @@ class FsdpModel:
                 use_cache=False,
                 packing=packed.attention,
             )
-            loss, result = judge(packed, output.logits[0])
+            loss, results = judge(packed, output.logits[0])
             if train:
                 loss.backward()
-            return result
+            return results
 
-        return list(map(step, batches))  # not a loop, whose variable would outlive the making of the next micro-batch
+        # Not a loop, whose variable would outlive the making of the next micro-batch.
+        return list(chain.from_iterable(map(step, batches)))
 
     def _attach_linear(self, memory: AdapterMemory, bank: Bank) -> None:
         (key,), (scale, sites) = bank.keys, memory.scale_and_sites(bank)
         pieces, (lora_a, _) = self._sharded.pieces(key), memory.parameters(bank, 0)
-        shared = SharedInput(lora_a, sites[0], len(pieces))
+        known = self._linears.get(pieces[0].name)
+        shared = known.shared if known else SharedInput(len(pieces))
+        shared.lora_a[memory.spec.name] = lora_a, sites[0]
         for piece in pieces:
             if piece.name not in self._linears:
                 try:
@@ -95,9 +101,8 @@ class FsdpModel:
                     raise UnknownTensorError(f"the model has no module {piece.name} to adapt") from None
                 if not isinstance(module, nn.Linear):
                     raise UnknownTensorError(f"{piece.name} is a {type(module).__name__} and no linear layer")
-                self._linears[piece.name] = LinearSite(module, self.active)
-            lora = LinearLora.of(memory, bank, piece.rows, shared, scale)
-            self._linears[piece.name].adapters[memory.spec.name] = lora
+                self._linears[piece.name] = LinearSite(module, shared, self.active)
+            self._linears[piece.name].adapters[memory.spec.name] = LinearLora.of(memory, bank, piece.rows, scale)
 
     def _attach_experts(self, memory: AdapterMemory, bank: Bank) -> None:
         lora_a, lora_b = memory.parameters(bank, None if bank.experts else 0)
@@ -123,6 +128,6 @@ class FsdpEngine(AdapterEngine):
         sharded = ShardedModel(shape=shape, layout=layout)
         if not dist.is_initialized():
             dist.init_process_group(collective_of(device))
-        active = ActiveAdapter()
+        active = ActiveAdapters()
         module = build_model(model, trainer, dist.get_rank(), device, active)
         super().__init__(FsdpModel(module, sharded, active), sharded, model, trainer, device)

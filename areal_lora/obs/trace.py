@@ -51,9 +51,14 @@ class Spans:
 
     def take(self, other: "Spans") -> None:
         """Move times and counts of ``other`` here, and restart it."""
-        self.counts.update(other.counts)
-        for name, seconds in other.restart().items():
-            self.add(name, seconds)
+        self.add_share(other, 1)
+        other.restart()
+
+    def add_share(self, other: "Spans", share: float) -> None:
+        """Add a ``share`` of the times and counts of ``other``."""
+        self.counts.update({name: share * count for name, count in other.counts.items()})
+        for name, seconds in other.seconds.items():
+            self.add(name, share * seconds)
 
     @property
     def total_s(self) -> float:

@@ -13,9 +13,9 @@ version. A `Poison` in place of a step ends the window as that step would have: 
 What ends a window (`ends_window`), also where it fails, is in a checkpoint with its number and its outcome before it
 completes. The number is the version of the weights: a `Publish` makes no other, and a new adapter is version 0.
 After a restart of the trainer an adapter expects the number that follows its newest checkpoint. The service sends
-from there again, the passes of the unfinished window included, and the same bytes come of it; in place of one that
-had failed it sends a `Poison`. Therefore it keeps what it sent until an `OptimStep` or a `LoadState` that follows has
-completed.
+from there again, the passes of the unfinished window included, and the same comes of it, but for the rounding of passes
+that are computed together; in place of one that had failed it sends a `Poison`. Therefore it keeps what it sent until
+an `OptimStep` or a `LoadState` that follows has completed.
 
 Outcomes that were not acknowledged are sent again after `ServiceHello`, and that of the newest checkpoint after a
 restart: the service may receive one twice, and ignores the second. Their tags are in the service's file.
@@ -90,6 +90,10 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     loss: Loss
     settings: LossSettings = LossSettings()
     backward: bool = True
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(len(datum.tokens) // 4 for datum in self.data)
 
 
 class OptimStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -36,7 +36,7 @@ from areal_lora.trainer.collective.next_work import (
     make_durable,
     next_work,
 )
-from areal_lora.trainer.collective.operating import conclude, operate
+from areal_lora.trainer.collective.operating import conclude, operate, pass_together
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
 from areal_lora.trainer.training_state import Trainer
 from areal_lora.trainer.versions.checkpointing import export_adapter
@@ -62,6 +62,8 @@ def train(trainer: Trainer) -> None:
                 pause(trainer, trainer.states[name], phase is DesiredPhase.PAUSED)
             case w.Operate(adapter=name):
                 operate(trainer, trainer.states[name], work)
+            case w.JointPass():
+                pass_together(trainer, work)
             case w.Conclude(adapter=name, publish=publish):
                 conclude(trainer, trainer.states[name], publish=publish)
             case w.TrainOn() | w.Finish() | w.PublishFault() | w.RolloutFault():

@@ -185,7 +185,7 @@ class Window:
         """Add a pass that was carried out; one without gradients is not part of what a step learns."""
         if not request.backward:
             return
-        self.tokens += sum(len(datum.tokens) // 4 for datum in request.data)
+        self.tokens += request.n_tokens
         self.sequences += len(request.data)
         self.targets += sum(int(np.count_nonzero(np.frombuffer(datum.weights, "<f4"))) for datum in request.data)
         self.loss += scored.loss

@@ -66,10 +66,16 @@ class SetPhase(OfAdapter, frozen=True, kw_only=True, tag=True):
 
 
 class Operate(OfAdapter, frozen=True, kw_only=True, tag=True):
-    """``operation`` of the client of ``adapter``; ``refused`` is its outcome if it cannot be carried out."""
+    """``operation``, no pass, of the client of ``adapter``; ``refused`` is its outcome if it cannot be carried out."""
 
     operation: Operation
     refused: OperationFailure | None = None
+
+
+class JointPass(OfAdapter, frozen=True, kw_only=True, tag=True):
+    """``operations`` are passes of different adapters that are computed together, that of ``adapter`` first."""
+
+    operations: tuple[Operation, ...]
 
 
 class Conclude(OfAdapter, frozen=True, kw_only=True, tag=True):
@@ -84,7 +90,9 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 AdapterChange: TypeAlias = Join | SetPhase
 """A step from the adapters that a run has towards those that it is to have (`joining`)."""
-Work: TypeAlias = TrainOn | Finish | RolloutFault | PublishFault | CatchUp | Operate | Conclude | AdapterChange | EndRun
+Operations: TypeAlias = Operate | JointPass | Conclude
+"""What clients' operations make of the next turn."""
+Work: TypeAlias = TrainOn | Finish | RolloutFault | PublishFault | CatchUp | Operations | AdapterChange | EndRun
 
 IDLE_S = 60.0
 """Between two signals of rank 0 that waits for work: far below the time-out of the ranks that wait for it."""

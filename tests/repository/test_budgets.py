@@ -32,20 +32,20 @@ LINES = {
     "data": 616,  # micro-batches whose ranks have equal attention; a batch between ranks as rows and one array
     "distributed": 360,  # broadcast_array
     "doctor": 1032,
-    "engine": 8582,  # context parallelism, chunked logits, recompute, divided steps, FLOPs and memory of passes
+    "engine": 8816,  # context parallelism, chunked logits, recompute, FLOPs and memory of passes; adapters in one pass
     "families": 1430,  # FLOPs of passes
     "launcher": 3543,
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 3308,  # traces and spans; a live page, runs side by side, warnings, in place of drawings of our own
-    "operations": 545,
+    "obs": 3313,  # traces and spans; a live page, runs side by side, warnings, in place of drawings of our own
+    "operations": 549,  # tokens of a pass
     "platforms": 141,  # peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
     "rollout": 5926,  # answers in columns, and over a restart of the trainer
     "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
     "service": 5575,  # refusals of AdamW's values name their field
     "tasks": 3278,  # the time of scoring
-    "trainer": 3716,  # steps ahead of a slow disk; columns; metrics of speed, memory and truncation
+    "trainer": 3782,  # steps ahead of a slow disk; metrics; which passes join, their answers; truncated answers
     "weight_sync": 4688,
 }
 """Lines of each room; those of the package's own files are under the empty name."""

@@ -103,7 +103,7 @@ class RolloutConfig(Section):
     in_flight: Literal["finish", "interrupt"] = "finish"
     """At a publish, sequences finish on their version, or continue on the newest one."""
     deterministic: bool = False
-    """Run one sequence at a time without prefix cache, so no answer depends on another request."""
+    """Run one sequence at a time without prefix cache, and one client's pass, so nothing depends on other requests."""
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
     max_adapters: PositiveInt | None = None
     """Adapters that a server holds at a time; decides its slots. If unset, those of the list."""

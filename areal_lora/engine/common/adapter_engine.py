@@ -11,7 +11,7 @@ One process per rank, all ranks call the same verbs in the same order (SPMD)::
 A `TrainBatch` is whole and equal on every rank; the engine picks its data-parallel part, cuts
 it into micro-batches and pads as its layout needs. Callers never see padding (contract C10).
 
-Adapters are held by name, each with memory, optimizer and clock of its own (contract C1). A `Compute` runs the model.
+Adapters have memory, optimizer and clock of their own (contract C1). A `Compute` runs the model.
 """
 
 from collections import Counter
@@ -36,9 +36,9 @@ from areal_lora.engine.common.adapter_memory import AdapterMemory, AdapterOptimi
 from areal_lora.engine.common.arena import Range, ShardedModel, context_groups
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout, wire_sources
+from areal_lora.engine.layers.active import ActiveAdapters, Dropout, step_seed
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
 from areal_lora.engine.layers.context import ContextGroup
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter, Dropout, step_seed
 from areal_lora.engine.layers.output import Readout
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.flops import PassSizes
@@ -53,7 +53,7 @@ from areal_lora.weight_sync.manifest import base_digest
 class Compute(Protocol):
     """The frozen base on this rank with the adapters attached to it. Every call but `detach` is collective."""
 
-    active: ActiveAdapter
+    active: ActiveAdapters
     groups: Mapping[Range, dist.ProcessGroup]
     """The tensor-parallel groups of the split ranges."""
 
@@ -200,7 +200,11 @@ class AdapterEngine:
         """
         if adapter is not None and self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} gives values, not log-probabilities")
-        return self._scores(batch, adapter, Readout(temperature))
+        return self._scores(replace(batch, adapters=(adapter or "",) * batch.n_sequences), Readout(temperature))
+
+    def logprobs_of_each(self, batch: TrainBatch) -> Tensor:
+        """As `logprobs`, of each sequence by the adapter that it names. None of several may have a value head."""
+        return self._scores(batch, Readout())
 
     def values(self, batch: TrainBatch, *, adapter: str) -> Tensor:
         """Value of the state before token t, by the value head of ``adapter``: as `logprobs`, [T] fp32.
@@ -209,10 +213,10 @@ class AdapterEngine:
         """
         if not self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} has no value head")
-        return self._scores(batch, adapter, Readout())
+        return self._scores(replace(batch, adapters=(adapter,) * batch.n_sequences), Readout())
 
-    def _scores(self, batch: TrainBatch, adapter: str | None, readout: Readout) -> Tensor:
-        with self.spans.span("score"), torch.no_grad(), self._model.active.using(adapter):
+    def _scores(self, batch: TrainBatch, readout: Readout) -> Tensor:
+        with self.spans.span("score"), torch.no_grad(), self._model.active.using(dict.fromkeys(batch.adapters)):
             results = self._run(batch, None, readout)
         return micro.whole_scores(batch, results, reports=self.rank in self._sharded.layout.reporting())
 
@@ -227,44 +231,52 @@ class AdapterEngine:
     ) -> dict[str, float]:
         """Add the gradients of the summed loss to those of the adapter that the batch names.
 
-        Gradients stay local and undivided until `optim_step`. Returns the loss functions'
-        sums over all micro-batches and data-parallel ranks (``loss`` and every stat), each
-        token counted once, equal on every rank. ``scores`` [T] fp32 on the host is filled with what the
-        loss functions saw of each token of the whole batch, on every rank. Raises AdapterError for a batch that names
-        several adapters or one that is not resident.
+        Gradients stay local and undivided until `optim_step`. Returns the loss functions' sums over all micro-batches
+        and data-parallel ranks (``loss`` and every stat), each token counted once, equal on every rank. ``scores`` [T]
+        fp32 on the host is filled with what the loss functions saw of each token of the whole batch, on every rank.
+        Raises AdapterError for a batch that names several adapters or one that is not resident.
         """
-        names = set(batch.adapters)
-        if len(names) != 1:
-            raise AdapterError(f"a batch names the adapters {sorted(names)}; each batch trains one")
-        (adapter,) = names
-        resident, reporting = self.resident(adapter), self._sharded.layout.reporting()
-        with self.spans.span("passes"), self._model.active.using(adapter, resident.dropout()):
-            results = self._run(batch, loss_fn, Readout(temperature, need_entropy))
-        sums: Counter[str] = Counter()
-        for _, stats, _ in results:
-            sums.update({name: float(value) for name, value in stats.items()})
+        adapter, *others = sorted(set(batch.adapters))
+        if others:
+            raise AdapterError(f"a batch names the adapters {[adapter, *others]}; each batch trains one")
+        return self._train(batch, {adapter: loss_fn}, Readout(temperature, need_entropy), scores)[adapter]
+
+    def forward_backward_of_each(
+        self, batch: TrainBatch, losses: Mapping[str, LossFn], *, scores: Tensor
+    ) -> dict[str, dict[str, float]]:
+        """As `forward_backward`, for all adapters that ``batch`` names in common micro-batches; each has its loss.
+
+        Gradients and sums are those of passes of their own but for rounding. All losses give stats of the same names.
+        Raises AdapterError for an adapter with a value head beside others.
+        """
+        return self._train(batch, losses, Readout(), scores)
+
+    def _train(
+        self, batch: TrainBatch, losses: Mapping[str, LossFn], readout: Readout, scores: Tensor | None
+    ) -> dict[str, dict[str, float]]:
+        dropouts = {name: self.resident(name).dropout() for name in dict.fromkeys(batch.adapters)}
+        with self.spans.span("passes"), self._model.active.using(dropouts):
+            results = self._run(batch, losses, readout)
+        sums = {name: Counter[str]() for name in dropouts}
+        for sequences, stats, _ in results:
+            sums[batch.adapters[sequences[0]]].update({name: float(value) for name, value in stats.items()})
+        reporting = self._sharded.layout.reporting()
         if scores is not None:
             scores.copy_(micro.whole_scores(batch, results, reports=self.rank in reporting))
         return micro.sum_over_ranks(sums, reporting)
 
-    def _run(self, batch: TrainBatch, loss_fn: LossFn | None, readout: Readout) -> list[micro.Result]:
-        if name := self._model.active.name:
-            self.resident(name).memory.refresh()
-        layout = self._sharded.layout
+    def _run(self, batch: TrainBatch, losses: Mapping[str, LossFn] | None, readout: Readout) -> list[micro.Result]:
+        residents = {name: self.resident(name) for name in dict.fromkeys(batch.adapters) if name}
+        for name, resident in residents.items():
+            if len(residents) > 1 and resident.spec.value_head:
+                raise AdapterError(f"adapter {name!r} has a value head: a pass has no other adapter")
+            resident.memory.refresh()
+        layout, train = self._sharded.layout, losses is not None
         plans = micro.plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
-        self._count(plans, batch.cu_seqlens.diff().tolist(), train=loss_fn is not None)
+        sizes = {"": self._base_sizes} | {name: resident.sizes for name, resident in residents.items()}
+        self.spans.counts.update(micro.flops_of(plans, batch, sizes, self._trainer.recompute if train else None))
         packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)
-        return self._model.run(packed, plans, micro.BatchJudge(readout, loss_fn), train=loss_fn is not None)
-
-    def _count(self, plans: Sequence[MicroPlan], lengths: Sequence[int], *, train: bool) -> None:
-        name = self._model.active.name
-        sizes = self.resident(name).sizes if name else self._base_sizes
-        held = [tree for plan in plans for trees in plan.trees for tree in trees]
-        tokens, pairs = sum(tree.size(lengths) for tree in held), sum(tree.pairs(lengths) for tree in held)
-        self.spans.counts["flops"] += sizes.training(tokens, pairs) if train else sizes.forward(tokens, pairs)
-        if train and self._trainer.recompute != "none":
-            again = 0 if self._trainer.recompute == "selective" else pairs
-            self.spans.counts["recomputed_flops"] += sizes.recompute(tokens, again)
+        return self._model.run(packed, plans, micro.BatchJudge(readout, losses), train=train)
 
     def memory(self) -> DeviceMemory | None:
         """Of the rank with the highest peak since the last call; None on CPUs."""

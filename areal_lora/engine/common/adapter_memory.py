@@ -32,7 +32,7 @@ from areal_lora.config.models import OptimizerConfig
 from areal_lora.engine.base import AdamValues
 from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, Span, arrange, spans
 from areal_lora.engine.common.transfer_plan import PackPlan, load_plan, pack_plan, wire_layout
-from areal_lora.engine.layers.expert_mlp import site_key
+from areal_lora.engine.layers.active import site_key
 from areal_lora.engine.layers.output import ValueHead
 from areal_lora.errors import AdapterError, UnknownTensorError
 from areal_lora.families.sites import LORA_A, LORA_B

@@ -1,5 +1,6 @@
 """What every engine does with a batch around its model: cut it up, judge the predictions, put the results together."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,15 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal_lora.config.sections.run import Recompute
 from areal_lora.data.collate import HOST, MicroPlan, find_trees, plan_microbatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.arena import ParallelLayout
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences
 from areal_lora.engine.layers.output import Readout
+from areal_lora.families.flops import PassSizes
 from areal_lora.types import TrainBatch
 
 Result = tuple[tuple[int, ...], Mapping[str, float | Tensor], Tensor]
-"""A micro-batch's sequences, the sums of its loss function (empty without one), the scores, [t].
+"""Sequences of one adapter in a micro-batch, the sums of its loss function (empty without one), the scores, [t].
 
 Nothing else of a micro-batch outlives its passes: masks and activations of all together are many times those of one.
 """
@@ -26,7 +29,7 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
     """The micro-batches of ``batch``, equal on every rank."""
     bounds = batch.cu_seqlens.tolist()
     return plan_microbatches(
-        find_trees(batch.token_ids.numpy(), bounds, batch.group_ids.tolist()),
+        find_trees(batch.token_ids.numpy(), bounds, list(zip(batch.group_ids.tolist(), batch.adapters, strict=True))),
         [b - a for a, b in pairwise(bounds)],
         dp=layout.dp,
         token_budget=token_budget * layout.cp,
@@ -35,29 +38,48 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
     )
 
 
+def flops_of(
+    plans: Sequence[MicroPlan], batch: TrainBatch, sizes: Mapping[str, PassSizes], recompute: Recompute | None
+) -> Counter[str]:
+    """``flops`` and ``recomputed_flops`` of a pass, ``sizes`` by adapter; one that only scores has no ``recompute``."""
+    lengths, counts = batch.cu_seqlens.diff().tolist(), Counter[str]()
+    for tree in (tree for plan in plans for trees in plan.trees for tree in trees):
+        of, tokens, pairs = sizes[batch.adapters[tree.sequences[0]]], tree.size(lengths), tree.pairs(lengths)
+        counts["flops"] += of.forward(tokens, pairs) if recompute is None else of.training(tokens, pairs)
+        if recompute not in (None, "none"):
+            counts["recomputed_flops"] += of.recompute(tokens, 0 if recompute == "selective" else pairs)
+    return counts
+
+
 @dataclass(frozen=True, slots=True)
 class BatchJudge:
     """What a pass reads of the model, and makes of it on the last pipeline stage for each of its micro-batches."""
 
     readout: Readout
-    loss_fn: LossFn | None
+    losses: Mapping[str, LossFn] | None
+    """By adapter."""
 
-    def __call__(self, packed: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Result]:
-        """Scalar to differentiate, and the result, without grad.
+    def __call__(self, packed: PackedMicroBatch, output: Tensor) -> tuple[Tensor, list[Result]]:
+        """Scalar to differentiate, and the results, without grad: one for each adapter that has sequences.
 
-        ``output`` [p, 1 or 2] is that of an `OutputSite`. The sums are those of ``loss_fn`` plus ``loss``; there are
-        none without one.
+        ``output`` [p, 1 or 2] is that of an `OutputSite`. The sums are those of ``losses`` plus ``loss``; there are
+        none without them.
         """
         scores, *entropy = (to_sequences(column, packed) for column in output.unbind(1))
-        if self.loss_fn is None:
-            return scores.sum(), (packed.sequences, {}, scores.detach())
-        if packed.micro is None:
-            # Padding only: the backward pass must still run, its collectives are shared with other ranks.
-            return output.sum() * 0.0, (packed.sequences, {}, scores.detach())
-        sums = self.loss_fn(packed.micro, scores, entropy[0] if entropy else None)
-        # Keep every rank's graph alive even if no token of this micro-batch is on the mask.
-        stats = {"loss": sums.loss.detach(), **sums.stats}
-        return sums.loss + output.sum() * 0.0, (packed.sequences, stats, scores.detach())
+        if self.losses is None:
+            return scores.sum(), [(packed.sequences, {}, scores.detach())]
+        # Every rank's graph stays alive even if no token of this micro-batch is on the mask, or it is padding only: the
+        # backward pass must still run, its collectives are shared with other ranks.
+        loss, results, first = output.sum() * 0.0, list[Result](), 0
+        tokens = [micro.n_tokens for micro in packed.micros]
+        cut = [[x] if len(tokens) == 1 else x.split(tokens) for x in (scores, *entropy) if tokens]
+        for micro, *columns in zip(packed.micros, *cut, strict=True):
+            sums = self.losses[micro.adapters[0]](micro, columns[0], columns[1] if entropy else None)
+            loss = sums.loss + loss
+            sequences = packed.sequences[first : first + micro.n_sequences]
+            results.append((sequences, {"loss": sums.loss.detach(), **sums.stats}, columns[0].detach()))
+            first += micro.n_sequences
+        return loss, results
 
 
 def whole_scores(batch: TrainBatch, results: Sequence[Result], *, reports: bool) -> Tensor:
@@ -74,13 +96,15 @@ def whole_scores(batch: TrainBatch, results: Sequence[Result], *, reports: bool)
     return packed
 
 
-def sum_over_ranks(sums: Mapping[str, float], reporting: Collection[int]) -> dict[str, float]:
-    """Add up the sums of the reporting ranks; the first of them, which has every name, broadcasts the names."""
+def sum_over_ranks(sums: Mapping[str, Mapping[str, float]], reporting: Collection[int]) -> dict[str, dict[str, float]]:
+    """Add up each adapter's sums of the reporting ranks. All have the same names: the first of these ranks, which has
+    sequences of some adapter, broadcasts them."""
     rank = dist.get_rank()
-    names = _broadcast_names(sorted(sums), min(reporting), rank)
-    values = torch.tensor([sums.get(n, 0.0) if rank in reporting else 0.0 for n in names], dtype=torch.float64)
+    names = _broadcast_names(sorted(set().union(*sums.values())), min(reporting), rank)
+    rows = [[own.get(name, 0.0) if rank in reporting else 0.0 for name in names] for own in sums.values()]
+    values = torch.tensor(rows, dtype=torch.float64)
     dist.all_reduce(values)
-    return dict(zip(names, values.tolist(), strict=True))
+    return {name: dict(zip(names, row, strict=True)) for name, row in zip(sums, values.tolist(), strict=True)}
 
 
 def _broadcast_names(names: list[str], source: int, rank: int) -> list[str]:

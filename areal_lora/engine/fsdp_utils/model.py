@@ -41,8 +41,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.model_folder import ModelFolder
+from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import AttentionPlan, attend
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, expert_mlp
+from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.errors import ConfigError, UnknownTensorError
 
@@ -121,7 +122,7 @@ def shard_rows(n: int, rank: int, world_size: int) -> tuple[int, int]:
 class ExpertsSite:
     """The adapters of a layer's fused experts: fc1 (gate and up) and fc2 (down) by adapter."""
 
-    active: ActiveAdapter
+    active: ActiveAdapters
     fc1: dict[str, ExpertLora] = field(default_factory=dict)
     fc2: dict[str, ExpertLora] = field(default_factory=dict)
 
@@ -167,29 +168,34 @@ def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     k = chosen.shape[1]
     experts, order = chosen.reshape(-1).sort(stable=True)
     numbers = torch.arange(max(module.num_experts, experts.numel()), device=experts.device)
-    active = site.active
-    fc1, fc2 = (adapters.get(active.name or "", ExpertLora()) for adapters in (site.fc1, site.fc2))
-    tokens = order // k
-    rows = expert_mlp(
-        hidden.index_select(0, tokens),
+    active, rows = site.active, order // k
+    held = active.tokens
+    none = ExpertLora()
+    loras = [(site.fc1.get(used.name, none), site.fc2.get(used.name, none)) for used in active.each]
+    owners = None
+    if held is not None and held.owners is not None:
+        owners = held.owners.index_select(0, rows), [k * (b - a) for a, b in pairwise((0, *held.ends))]
+    found = expert_mlp(
+        hidden.index_select(0, rows),
         weights.reshape(-1).index_select(0, order),
-        (fc1, fc2),
+        loras,
         (module.gate_up_proj, module.down_proj),
         torch.searchsorted(experts, numbers[: module.num_experts], right=True, out_int32=True),
         active,
-        None if active.dropout is None or active.keys is None else active.keys.index_select(0, tokens),
+        held.keys.index_select(0, rows) if held is not None and active.drops else None,
+        owners,
     )
     back = torch.empty_like(order)
     back[order] = numbers[: order.numel()]
     # A sum in the order of the choices: equal for every packing.
-    return rows.index_select(0, back).view(hidden.shape[0], k, -1).sum(1)
+    return found.index_select(0, back).view(hidden.shape[0], k, -1).sum(1)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, packed_attention)
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, grouped_experts)
 
 
-def take_experts(model: nn.Module, active: ActiveAdapter) -> dict[str, ExpertsSite]:
+def take_experts(model: nn.Module, active: ActiveAdapters) -> dict[str, ExpertsSite]:
     """Let `grouped_experts` compute the fused experts of ``model``; the sites by module path.
 
     Experts of other shapes (biases, other activations, transposed weights) keep transformers' own computation and
@@ -239,7 +245,7 @@ def _is_rms_norm(module: Any) -> bool:
 
 
 def build_model(
-    model: ModelConfig, trainer: TrainerConfig, rank: int, device: torch.device, active: ActiveAdapter
+    model: ModelConfig, trainer: TrainerConfig, rank: int, device: torch.device, active: ActiveAdapters
 ) -> nn.Module:
     """The frozen model with this rank's weights. Raises ConfigError for a model that cannot be packed."""
     config = AutoConfig.from_pretrained(model.folder)

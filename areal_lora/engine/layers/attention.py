@@ -19,6 +19,7 @@ sequences, in the loss as in the gradient.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,8 @@ from torch.nn import functional
 
 from areal_lora.data.collate import MicroPlan, Tree, runs, select
 from areal_lora.engine.layers import varlen
+from areal_lora.engine.layers.active import PackedTokens, text_keys
 from areal_lora.engine.layers.context import ContextGroup
-from areal_lora.engine.layers.expert_mlp import text_keys
 from areal_lora.engine.layers.varlen import VarlenRuns
 from areal_lora.platforms.device import upload
 from areal_lora.types import TrainBatch
@@ -234,16 +235,19 @@ PAD_ID = 0
 class PackedMicroBatch:
     """One rank's micro-batch of n tokens in trees, padded to t, with p predictions.
 
-    Prediction k is how likely ``targets[k]`` is after token ``sources[k]``. ``index`` [tokens of ``micro``] is each
+    Trees and ``sequences`` are sorted by adapter, in the order in which the batch names them. ``micros`` are the
+    sequences of each adapter that has any here: none in padding, which is computed for the collectives only.
+
+    Prediction k is how likely ``targets[k]`` is after token ``sources[k]``. ``index`` [tokens of ``micros``] is each
     token's prediction; p for the first token of a sequence, which has none. In a context-parallel group t and p are of
-    this rank's part of the row, ``micro`` is whole, and ``index`` counts the predictions of all ranks, one rank after
+    this rank's part of the row, ``micros`` are whole, and ``index`` counts the predictions of all ranks, one rank after
     the other, each filled up to ``predictions``.
     """
 
-    micro: TrainBatch | None  # None: a micro-batch of padding, computed for the collectives only
+    micros: tuple[TrainBatch, ...]
     sequences: tuple[int, ...]
     token_ids: Tensor  # [1, t] int64
-    keys: Tensor  # [t] int64, see `dropout.text_keys`; 0 for padding
+    tokens: PackedTokens
     attention: AttentionPlan
     sources: Tensor  # [p] int64
     targets: Tensor  # [p] int64
@@ -255,19 +259,23 @@ def pack(
     batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device, context: ContextGroup | None = None
 ) -> PackedMicroBatch:
     """Lay out this data-parallel rank's trees of one micro-batch, of which it computes its part of the ``context``."""
-    trees = plan.trees[dp_rank]
+    adapters = {name: i for i, name in enumerate(dict.fromkeys(batch.adapters))}
+    trees = sorted(plan.trees[dp_rank], key=lambda tree: adapters[batch.adapters[tree.sequences[0]]])
     sequences = tuple(i for tree in trees for i in tree.sequences)
     micro = select(batch, sequences) if sequences else None
     row, keys = np.full(plan.n_tokens, PAD_ID, dtype=np.int64), np.zeros(plan.n_tokens, dtype=np.int64)
+    owners = np.full(plan.n_tokens, len(adapters) - 1)
     before = where = np.empty(0, dtype=np.int64)
     segments: list[Segment] = []
     if micro is not None:
         segments, origins, reads = _segments(trees, micro.cu_seqlens.tolist())
         start, own, shared_start, shared = np.array([(s.start, s.own, s.shared_start, s.shared) for s in segments]).T
         held = runs(np.array(origins), own)  # the token of ``micro`` that each token of the row is
-        tokens = micro.token_ids.numpy()
-        row[: len(held)] = tokens[held]
-        keys[: len(held)] = text_keys(tokens, micro.cu_seqlens[:-1].numpy())[held]
+        text = micro.token_ids.numpy()
+        row[: len(held)] = text[held]
+        keys[: len(held)] = text_keys(text, micro.cu_seqlens[:-1].numpy())[held]
+        owner = np.array([adapters[name] for name in micro.adapters])
+        owners[: len(held)] = owner.repeat(micro.cu_seqlens.diff().numpy())[held]
         before = np.arange(-1, len(held) - 1)  # the token before each token of the row, -1 at a start
         before[start] = np.where(shared > 0, shared_start + shared - 1, -1)
         where = runs(*np.array(reads).T)  # the row's token of each token of the sequences
@@ -284,20 +292,33 @@ def pack(
             numbers[of == rank] = rank * most + np.arange((of == rank).sum())
         sources, targets = at[sources[mine]], targets[mine]
         own = np.concatenate([np.arange(*bounds) for bounds in context.parts(plan.n_tokens)])
-        row, keys = row[own], keys[own]
+        row, keys, owners = row[own], keys[own], owners[own]
     number = np.full(len(before), total)  # the prediction of each token of the row
     number[predicted] = numbers
+    tokens = PackedTokens(
+        keys=upload(torch.from_numpy(keys), device),
+        ends=tuple(np.searchsorted(owners, range(len(adapters)), side="right").tolist()),
+        owners=upload(torch.from_numpy(owners), device) if len(adapters) > 1 else None,
+    )
     return PackedMicroBatch(
-        micro=None if micro is None else to_device(micro, device),
+        micros=tuple(to_device(part, device) for part in _by_adapter(micro)),
         sequences=sequences,
         token_ids=upload(torch.from_numpy(row)[None], device),
-        keys=upload(torch.from_numpy(keys), device),
+        tokens=tokens,
         attention=AttentionPlan(segments, plan.n_tokens, device, context),
         sources=upload(torch.from_numpy(sources), device),
         targets=upload(torch.from_numpy(targets), device),
         index=upload(torch.from_numpy(number[where]), device),
         predictions=most,
     )
+
+
+def _by_adapter(micro: TrainBatch | None) -> list[TrainBatch]:
+    """The sequences of each adapter, which follow each other."""
+    if micro is None:
+        return []
+    found = [list(each) for _, each in groupby(range(micro.n_sequences), key=micro.adapters.__getitem__)]
+    return [micro] if len(found) == 1 else [select(micro, sequences) for sequences in found]
 
 
 def _segments(trees: Sequence[Tree], bounds: Sequence[int]) -> tuple[list[Segment], list[int], list[tuple[int, int]]]:

@@ -5,108 +5,17 @@ It needs nothing but torch and runs on every device. Shapes: T rows sorted by ex
     g = x W1' + s (d(x) A1') B1'       [T, 2f]   d: dropout, the identity where nothing is trained
     u = silu(g[:, :f]) g[:, f:] p      [T, f]    p: the router's weight of each row
     y = u W2' + s (d(u) A2') B2'       [T, h]
-
-A layer that adapters extend is wrapped once and holds its part of each resident adapter by name. One `ActiveAdapter`,
-which all layers share, names the one in use. None is in use outside of `ActiveAdapter.using`: a forward pass that names
-no adapter is one of the frozen base (contract C11).
-
-Dropout on the input of lora_A comes from a counter: no generator, no state, the same in every layout. Whether feature
-j of a token's input at a site is kept is a function of the adapter's seed, its optimizer step, the token's text so
-far, the site and j. So masks do not depend on micro-batches, packing, ranks or recomputation. A start that several
-sequences share has one mask in all of them, as it is computed once.
-
-The function multiplies a key of (step, text, site) with an odd number for j and mixes the product as splitmix64 does
-(Steele et al. 2014, "Fast splittable pseudorandom number generators", section 4).
 """
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_LANE_BITS, _LANES = 22, 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dropout:
-    """The masks of one adapter at one optimizer step; ``seed`` is `step_seed`. ``rate`` in (0, 1) is dropped."""
-
-    rate: float
-    seed: int
-
-    @property
-    def factor(self) -> float:
-        """What multiplies the inputs that are kept, so that their mean stays."""
-        return 1.0 / (1.0 - self.rate)
-
-    def keep(self, keys: Tensor, sites: int | Tensor, features: int, first: int = 0) -> Tensor:
-        """[t, features] bool of features ``first`` on, for tokens with ``keys`` [t] at one site or [t] sites."""
-        rows = _mix(keys ^ _signed(self.seed) ^ sites)
-        columns = _mix(torch.arange(first, first + features, device=keys.device) + _signed(_GOLDEN)) | 1
-        product = rows[:, None] * columns[None, :]
-        product ^= (product >> 32) & 0xFFFFFFFF
-        product *= _signed(_FIRST)
-        return product >= int((self.rate - 0.5) * 2**64)
-
-
-def step_seed(seed: int, step: int) -> int:
-    """Seed of the masks of an adapter with ``seed`` before its optimizer step number ``step``; 63 bits."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest(), "little") >> 1
-
-
-def site_key(name: str) -> int:
-    """Number of the site whose lora_A has this module name; 63 bits."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def text_keys(tokens: np.ndarray, starts: Sequence[int] | np.ndarray = (0,)) -> np.ndarray:
-    """int64 [n] for the tokens [n] of sequences that start at ``starts``: of each the text up to it."""
-    start = np.asarray(starts, dtype=np.int64)
-    lengths = np.diff(start, append=len(tokens))
-    places = np.arange(len(tokens)) - start.repeat(lengths)
-    values = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
-    values += places.astype(np.uint64) * np.uint64(_SECOND)
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        values ^= values >> np.uint64(shift)
-        values *= np.uint64(factor)
-    sums = np.cumsum(values, dtype=np.uint64)
-    sums -= np.insert(sums, 0, 0)[start].repeat(lengths)  # those of the sequences before
-    return sums.view(np.int64)
-
-
-def to_lanes(keys: Tensor) -> Tensor:
-    """[t, 3] fp32 that hold ``keys`` [t] exactly: what moves hidden states can move them."""
-    return torch.stack([((keys >> (_LANE_BITS * i)) & (2**_LANE_BITS - 1)).float() for i in range(_LANES)], dim=1)
-
-
-def from_lanes(lanes: Tensor) -> Tensor:
-    """Inverse of `to_lanes`."""
-    parts = lanes.long()
-    return parts[:, 0] | (parts[:, 1] << _LANE_BITS) | (parts[:, 2] << 2 * _LANE_BITS)
-
-
-def kept(x: Tensor, keep: Tensor | None) -> Tensor:
-    """``x`` [t, n] with zeros where ``keep`` is not set."""
-    return x if keep is None else x.masked_fill(~keep, 0.0)
-
-
-def _mix(x: Tensor) -> Tensor:
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        x = x ^ ((x >> shift) & (2 ** (64 - shift) - 1))
-        x = x * _signed(factor)
-    return x ^ ((x >> 31) & (2**33 - 1))
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
+from areal_lora.engine.layers.active import ActiveAdapters, Dropout, kept
 
 ALIGN_BYTES = 16  # torch's grouped matrix product wants rows that start at multiples of this
 
@@ -147,43 +56,119 @@ def _aligned(x: Tensor, dims: int = 1) -> Tensor:
     return functional.pad(x, [n for size in missing for n in (0, size)]) if any(missing) else x
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An adapter's part of a layer: A and B (None: it has none), and what dropout keeps of the inputs [n, in] of its
+    ``n`` rows, which are sorted by expert as in ``groups``."""
+
+    groups: Groups
+    scale: float
+    n: int
+    a: Tensor | None
+    b: Tensor | None
+    keep: Tensor | None
+
+    def forward(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """``scale * B A x`` and the scaled ``A x`` of its rows ``x``."""
+        if self.a is None or self.b is None:
+            return None, None
+        hidden = self.groups.times(kept(x, self.keep), self.a).mul_(self.scale)
+        return self.groups.times(hidden, self.b), hidden
+
+    def backward(self, dy: Tensor, x: Tensor, hidden: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Its part of the input's gradient, and the gradients of A and B, from that of the output."""
+        if self.a is None or self.b is None:
+            return None, None, None
+        assert hidden is not None
+        dh = self.groups.times(dy, self.b.transpose(-1, -2)).mul_(self.scale)
+        back = self.groups.times(dh, self.a.transpose(-1, -2))
+        dx = back if self.keep is None else back.masked_fill_(~self.keep, 0.0)
+        return dx, self.groups.outer(dh, kept(x, self.keep), self.a), self.groups.outer(dy, hidden, self.b)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The parts of all adapters in use. ``order`` [T] are their rows, one adapter's after the other's; None: one has
+    all rows."""
+
+    parts: Sequence[_Part]
+    order: Tensor | None
+
+    @property
+    def adapted(self) -> bool:
+        return any(part.a is not None for part in self.parts)
+
+    def _rows(self, x: Tensor) -> Sequence[Tensor]:
+        if self.order is None:
+            return (x,)
+        rows: Sequence[Tensor] = x.index_select(0, self.order).split([part.n for part in self.parts])
+        return rows
+
+    def _add(self, total: Tensor, products: Sequence[Tensor | None]) -> None:
+        if self.order is None:
+            total.add_(products[0])
+            return
+        each = zip(self.parts, products, strict=True)
+        filled = [total.new_zeros(part.n, total.shape[1]) if found is None else found for part, found in each]
+        total.index_add_(0, self.order, torch.cat(filled))
+
+    def forward(self, total: Tensor, x: Tensor) -> list[Tensor | None]:
+        """Add the adapters' products for the inputs ``x`` to ``total``; returns the scaled ``A x`` of each."""
+        if not self.adapted:
+            return [None for _ in self.parts]
+        found = [part.forward(rows) for part, rows in zip(self.parts, self._rows(x), strict=True)]
+        self._add(total, [product for product, _ in found])
+        return [hidden for _, hidden in found]
+
+    def backward(self, dy: Tensor, dx: Tensor, x: Tensor, hidden: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Add the adapters' parts to the inputs' gradient ``dx``; returns the gradients of the parts' tensors."""
+        if not self.adapted:
+            return [None] * (3 * len(self.parts))
+        rows = zip(self.parts, self._rows(dy), self._rows(x), hidden, strict=True)
+        found = [part.backward(*each) for part, *each in rows]
+        self._add(dx, [each[0] for each in found])
+        return [gradient for _, d_a, d_b in found for gradient in (d_a, d_b, None)]
+
+
 class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
-    """The module's formulas. Base weights are constants; an adapter that is off has None for A and B."""
+    """The module's formulas. Base weights are constants.
+
+    ``parts`` are groups, scale and rows of each `_Part`, first those of layer 1 of all adapters in use, then those of
+    layer 2; ``tensors`` are A, B and what dropout keeps. ``order`` as in `_Layer`.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         probs: Tensor,
-        a1: Tensor | None,
-        b1: Tensor | None,
-        a2: Tensor | None,
-        b2: Tensor | None,
         w1: Tensor,
         w2: Tensor,
         groups: Groups,
-        scales: tuple[float, float],
-        keeps: tuple[Tensor | None, Tensor | None],
+        order: Tensor | None,
+        parts: Sequence[tuple[Groups, float, int]],
+        *tensors: Tensor | None,
     ) -> Tensor:
+        first, second = _layers(parts, tensors, order)
         g = groups.times(x, w1)
-        h1 = _add_adapter(groups, g, x, a1, b1, scales[0], keeps[0])
+        h1 = first.forward(g, x)
         gate, up = g.chunk(2, dim=-1)
         act = functional.silu(gate).mul_(up)
         u = act * probs[:, None]
         y = groups.times(u, w2)
-        h2 = _add_adapter(groups, y, u, a2, b2, scales[1], keeps[1])
-        ctx.save_for_backward(x, probs, a1, b1, a2, b2, w1, w2, g, act, h1, h2, *keeps)
-        ctx.groups, ctx.scales = groups, scales
+        h2 = second.forward(y, u)
+        ctx.save_for_backward(x, probs, w1, w2, g, act, order, *h1, *h2, *tensors)
+        ctx.groups, ctx.parts = groups, parts
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = grads
-        x, probs, a1, b1, a2, b2, w1, w2, g, act, h1, h2, *keeps = ctx.saved_tensors
-        groups: Groups = ctx.groups
+        (dy,), groups, n = grads, ctx.groups, len(ctx.parts) // 2
+        x, probs, w1, w2, g, act, order, *others = ctx.saved_tensors
+        first, second = _layers(ctx.parts, others[2 * n :], order)
         dy = dy.contiguous()
         du = groups.times(dy, w2.transpose(1, 2))
-        da2, db2 = _adapter_grads(groups, dy, du, lambda: act * probs[:, None], h2, a2, b2, ctx.scales[1], keeps[1])
+        d2 = second.backward(dy, du, act * probs[:, None] if second.adapted else act, others[n : 2 * n])
         d_probs = (du * act).sum(-1)
         du.mul_(probs[:, None])
         gate, up = g.chunk(2, dim=-1)
@@ -192,40 +177,15 @@ class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
         torch.mul(du, functional.silu(gate), out=d_up)
         d_gate.copy_(torch.ops.aten.silu_backward(du.mul_(up), gate))
         dx = groups.times(dg, w1.transpose(1, 2))
-        da1, db1 = _adapter_grads(groups, dg, dx, lambda: x, h1, a1, b1, ctx.scales[0], keeps[0])
-        return dx, d_probs, da1, db1, da2, db2, None, None, None, None, None
+        d1 = first.backward(dg, dx, x, others[:n])
+        return dx, d_probs, None, None, None, None, None, *d1, *d2
 
 
-def _add_adapter(
-    groups: Groups, out: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, scale: float, keep: Tensor | None
-) -> Tensor | None:
-    """Add ``scale * B A x`` to ``out``, of x what ``keep`` [T, in] keeps; returns the scaled ``A x`` [T, r]."""
-    if a is None or b is None:
-        return None
-    hidden = groups.times(kept(x, keep), a).mul_(scale)
-    out.add_(groups.times(hidden, b))
-    return hidden
-
-
-def _adapter_grads(
-    groups: Groups,
-    dy: Tensor,
-    dx: Tensor,
-    x: Callable[[], Tensor],
-    hidden: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
-    scale: float,
-    keep: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of A and B from that of the output; adds the adapter's part to the input's gradient ``dx``."""
-    if a is None or b is None:
-        return None, None
-    assert hidden is not None
-    dh = groups.times(dy, b.transpose(-1, -2)).mul_(scale)
-    back = groups.times(dh, a.transpose(-1, -2))
-    dx.add_(back if keep is None else back.masked_fill_(~keep, 0.0))
-    return groups.outer(dh, kept(x(), keep), a), groups.outer(dy, hidden, b)
+def _layers(
+    parts: Sequence[tuple[Groups, float, int]], tensors: Sequence[Tensor | None], order: Tensor | None
+) -> tuple[_Layer, _Layer]:
+    each, n = [_Part(*part, *tensors[3 * i : 3 * i + 3]) for i, part in enumerate(parts)], len(parts) // 2
+    return _Layer(each[:n], order), _Layer(each[n:], order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,60 +216,34 @@ class ExpertLora:
         return dropout.keep(keys, sites, features, first)
 
 
-class ActiveAdapter:
-    """The name of the adapter in use; None is the frozen base.
-
-    ``dropout`` are the masks of its inputs, None while nothing is trained; ``keys`` [t] then those of the tokens that a
-    layer computes (`dropout.text_keys`).
-    """
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.dropout: Dropout | None = None
-        self.keys: Tensor | None = None
-
-    @contextmanager
-    def using(self, name: str | None, dropout: Dropout | None = None) -> Iterator[None]:
-        """Compute with ``name`` until the context ends, backward passes and recomputation included."""
-        before = self.name, self.dropout, self.keys
-        self.name, self.dropout, self.keys = name, dropout, None
-        try:
-            yield
-        finally:
-            self.name, self.dropout, self.keys = before
-
-    def keep(self, site: int, features: int, first: int = 0) -> Tensor | None:
-        """[t, features] of a dense site's input, see `Dropout.keep`; None where nothing is dropped."""
-        if self.dropout is None:
-            return None
-        assert self.keys is not None
-        return self.dropout.keep(self.keys, site, features, first)
-
-    @property
-    def factor(self) -> float:
-        """What multiplies the adapter's product because of dropout."""
-        return 1.0 if self.dropout is None else self.dropout.factor
-
-
 def expert_mlp(
     x: Tensor,
     probs: Tensor,
-    loras: tuple[ExpertLora, ExpertLora],
+    loras: Sequence[tuple[ExpertLora, ExpertLora]],
     weights: tuple[Tensor, Tensor],
     ends: Tensor,
-    active: ActiveAdapter,
+    active: ActiveAdapters,
     keys: Tensor | None,
+    owners: tuple[Tensor, Sequence[int]] | None = None,
     first_column: int = 0,
 ) -> Tensor:
-    """`ExpertMlp` of rows ``x`` [T, h], with the parts ``loras`` of the active adapter; ``ends`` [n] as in `Groups`.
+    """`ExpertMlp` of rows ``x`` [T, h], with the parts ``loras`` of the adapters in use; ``ends`` [n] as in `Groups`.
 
-    ``keys`` [T] are the rows' where inputs are dropped; this rank has columns from ``first_column`` on.
+    ``keys`` [T] are the rows' where inputs are dropped, ``owners`` [T] the numbers of the adapters, and how many rows
+    each has, where several are in use; this rank has columns from ``first_column`` on.
     """
-    groups, (fc1, fc2), (w1, w2) = Groups(ends), loras, weights
-    scales = fc1.scale * active.factor, fc2.scale * active.factor
-    keeps = (
-        fc1.keep(active.dropout, keys, groups, x.shape[1]),
-        fc2.keep(active.dropout, keys, groups, w2.shape[2], first_column),
-    )
-    rows: Tensor = ExpertMlp.apply(x, probs.to(x.dtype), fc1.a, fc1.b, fc2.a, fc2.b, w1, w2, groups, scales, keeps)
-    return rows
+    groups, (w1, w2), each, order = Groups(ends), weights, active.each, None
+    own, sizes = [groups] * len(each), [len(x)] * len(each)
+    if owners is not None:
+        order, sizes, whole = owners[0].argsort(stable=True), list(owners[1]), ends.long()
+        own = [Groups(torch.searchsorted(rows, whole, out_int32=True)) for rows in order.split(sizes)]
+        keys = None if keys is None else keys.index_select(0, order)
+    by_adapter = (None,) * len(each) if keys is None else keys.split(sizes)
+    parts, tensors = list[tuple[Groups, float, int]](), list[Tensor | None]()
+    for layer, (features, first) in enumerate(((x.shape[1], 0), (w2.shape[2], first_column))):
+        for adapter, pair, its, n, of_rows in zip(each, loras, own, sizes, by_adapter, strict=True):
+            lora = pair[layer]
+            parts.append((its, lora.scale * adapter.factor, n))
+            tensors += [lora.a, lora.b, lora.keep(adapter.dropout, of_rows, its, features, first)]
+    found: Tensor = ExpertMlp.apply(x, probs.to(x.dtype), w1, w2, groups, order, parts, *tensors)
+    return found

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter
 
 CHUNK = 2**26
 """Logits of a chunk, 256 MiB in fp32. 441 predictions over a vocabulary of 152 k: fewer would wait for the layer's
@@ -43,7 +43,7 @@ class Readout:
 class OutputSite:
     """In place of the ``forward`` of an output layer: predictions [p, 1 or 2] fp32, differentiable.
 
-    The first column has log-probabilities of the targets, the second entropies where wanted. Where the active adapter
+    The first column has log-probabilities of the targets, the second entropies where wanted. Where the adapter in use
     has a value head there is one column, the values of the states before the targets.
 
     ``group`` divides the vocabulary, in rank order. ``whole(rows, parts)`` gathers what its ranks hold of a sequence;
@@ -54,7 +54,7 @@ class OutputSite:
     def __init__(
         self,
         layer: nn.Module,
-        active: ActiveAdapter,
+        active: ActiveAdapters,
         wrap: Callable[[Tensor], Any],
         *,
         group: dist.ProcessGroup | None = None,
@@ -75,7 +75,8 @@ class OutputSite:
         """``hidden`` [t, 1, h] or [1, t, h], of this rank's part of the sequence."""
         assert self._next is not None, "an output layer is called once for each micro-batch"
         (packed, readout), self._next = self._next, None
-        if head := self.heads.get(self._active.name or ""):
+        head = self.heads.get(self._active.each[0].name) if self._active.each else None
+        if head is not None:  # its adapter is the only one in use
             return self._wrap(self._whole(head(hidden), False).view(-1, 1).index_select(0, packed.sources))
         rows = self._whole(hidden, True).view(-1, hidden.shape[-1])
         layer: Any = self._layer

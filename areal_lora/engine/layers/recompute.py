@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from areal_lora.config.sections.run import Recompute
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter
+from areal_lora.engine.layers.active import ActiveAdapters
 
 _ATEN = torch.ops.aten
 ATTENTION = frozenset(
@@ -24,7 +24,7 @@ ATTENTION = frozenset(
 """The kernels whose results ``selective`` keeps: their work grows with the square of a sequence, the rest does not."""
 
 
-def recompute(layers: Iterable[nn.Module], kind: Recompute, active: ActiveAdapter) -> None:
+def recompute(layers: Iterable[nn.Module], kind: Recompute, active: ActiveAdapters) -> None:
     """Let ``layers`` keep what `trainer.recompute` names, beside their first input, the hidden states."""
     for layer in layers if kind != "none" else ():
         layer.forward = partial(_recomputed, layer.forward, kind, active)
@@ -33,17 +33,17 @@ def recompute(layers: Iterable[nn.Module], kind: Recompute, active: ActiveAdapte
 def _recomputed(
     forward: Callable[..., Any],
     kind: Recompute,
-    active: ActiveAdapter,
+    active: ActiveAdapters,
     hidden_states: Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(hidden_states, *args, **kwargs)
-    keys = active.keys
+    tokens = active.tokens
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        active.keys = keys  # of this micro-batch: a pipeline has passed later ones meanwhile
+        active.follow(tokens)  # of this micro-batch: a pipeline has passed later ones meanwhile
         return forward(*args, **kwargs)
 
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}

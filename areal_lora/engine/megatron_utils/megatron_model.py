@@ -28,8 +28,8 @@ from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
 from areal_lora.engine.common.arena import ParallelLayout, Range, ShardedModel
 from areal_lora.engine.common.micro_batches import BatchJudge, Result
 from areal_lora.engine.common.model_folder import ModelFolder
+from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter
 from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
 from areal_lora.engine.megatron_utils.modules import Packing
@@ -199,7 +199,7 @@ class MegatronModel:
         """Join torch.distributed unless the caller has, build the model and load the base."""
         tp_group, etp_group = initialize_parallel(trainer, device)
         self.groups: Mapping[Range, dist.ProcessGroup] = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
-        self.active, self._cp = ActiveAdapter(), trainer.cp
+        self.active, self._cp = ActiveAdapters(), trainer.cp
         self.module: nn.Module
         self.module, self._packing = build_model(model, trainer, sharded.layout, hf, device)
         dense, experts = replicas()
@@ -241,11 +241,11 @@ class MegatronModel:
             if self._output:
                 self._output.expect(packed, judge.readout)
             # Positions are part of the attention plan; the model's embedding takes none.
-            predictions = module(packed.token_ids, None, self._packing.add(packed.attention, packed.keys))
+            predictions = module(packed.token_ids, None, self._packing.add(packed.attention, packed.tokens))
 
             def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                loss, result = judge(packed, output[0])
-                results.append(result)
+                loss, found = judge(packed, output[0])
+                results.extend(found)
                 return loss, torch.ones((), dtype=torch.int32, device=output.device), {}
 
             return predictions, loss_of

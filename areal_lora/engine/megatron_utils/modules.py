@@ -17,6 +17,7 @@ A layer is wrapped once, whatever number of adapters it has (`residents`).
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,8 +37,9 @@ from torch import Tensor, nn
 from areal_lora.config.sections.run import Recompute
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
+from areal_lora.engine.layers.active import ActiveAdapter, ActiveAdapters, PackedTokens, from_lanes, kept, to_lanes
 from areal_lora.engine.layers.attention import AttentionPlan, attend
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter, ExpertLora, expert_mlp, from_lanes, kept, to_lanes
+from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
 from areal_lora.engine.layers.output import OutputSite
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.megatron_utils.base_weights import LINEAR, scope_of
@@ -55,28 +57,28 @@ class Packing:
     def __init__(self, inv_freq: Tensor, dtype: torch.dtype) -> None:
         self._inv_freq, self._dtype = inv_freq, dtype
         self._plans: dict[int, tuple[AttentionPlan, Tensor, Tensor]] = {}
-        self._keys: dict[int, Tensor] = {}
+        self._tokens: dict[int, PackedTokens] = {}
         self._added = 0
 
-    def add(self, plan: AttentionPlan, keys: Tensor) -> Tensor:
-        """Hold ``plan`` and ``keys`` [t] until :meth:`keep`; the result is Megatron's ``attention_mask``."""
+    def add(self, plan: AttentionPlan, tokens: PackedTokens) -> Tensor:
+        """Hold ``plan`` and ``tokens`` until :meth:`keep`; the result is Megatron's ``attention_mask``."""
         number, self._added = self._added, self._added + 1
         angles = torch.outer(plan.positions.float(), self._inv_freq)
         both = torch.cat([angles, angles], dim=-1)[:, None]  # [t, 1, d]
         self._plans[number] = (plan, both.cos().to(self._dtype), both.sin().to(self._dtype))
-        self._keys[number] = keys
+        self._tokens[number] = tokens
         return torch.tensor([number], device=torch.device("cpu"))
 
     def keep(self, newest: int) -> None:
         """Forget all micro-batches but the ``newest``."""
         for number in [number for number in self._plans if number < self._added - newest]:
-            del self._plans[number], self._keys[number]
+            del self._plans[number], self._tokens[number]
 
-    def follow(self, model: nn.Module, active: ActiveAdapter) -> None:
-        """Give the attention layers of ``model`` these plans, and ``active`` the keys of what a layer (re)computes."""
+    def follow(self, model: nn.Module, active: ActiveAdapters) -> None:
+        """Give the attention layers of ``model`` these plans, and ``active`` the tokens that a layer (re)computes."""
 
         def start(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            active.keys = self._keys[int(kwargs["attention_mask"])]
+            active.follow(self._tokens[int(kwargs["attention_mask"])])
 
         for module in model.modules():
             if isinstance(module, PackedAttention):
@@ -120,11 +122,11 @@ class GroupedLinear(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n, n_out, n_in, dtype=dtype))
         self.residents: dict[str, ExpertLora] = {}
-        self.active = ActiveAdapter()
+        self.active = ActiveAdapters()
 
-    def lora(self) -> ExpertLora:
-        """The part of the active adapter; an empty one if there is none."""
-        return self.residents.get(self.active.name or "", ExpertLora())
+    def loras(self, active: ActiveAdapters) -> list[ExpertLora]:
+        """The part of each adapter in use; an empty one if there is none."""
+        return [self.residents.get(adapter.name, ExpertLora()) for adapter in active.each]
 
 
 class GroupedExperts(nn.Module):  # type: ignore[misc]
@@ -143,24 +145,29 @@ class GroupedExperts(nn.Module):  # type: ignore[misc]
         self.linear_fc2 = GroupedLinear(num_local_experts, width, hidden, config.params_dtype)
         self._first_column = pg_collection.expt_tp.rank() * width
         self.row_keys: Tensor | None = None
-        """[T] of the rows that `forward` gets, set by `follow_tokens` where an adapter drops inputs."""
+        self.row_owners: tuple[Tensor, list[int]] | None = None
+        """Of the rows that `forward` gets, set by `follow_tokens` where several adapters are in use or inputs are
+        dropped: keys [T]; where there are several, their numbers [T], and how many rows each has."""
 
     @property
-    def active(self) -> ActiveAdapter:
+    def active(self) -> ActiveAdapters:
         """The object that counts; a layer without adapters has one of its own, which names none."""
         return self.linear_fc1.active if self.linear_fc1.residents else self.linear_fc2.active
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """``x`` [T, h] sorted by expert, ``probs`` [T]: (outputs [T, h], no bias)."""
-        fc1, fc2 = self.linear_fc1.lora(), self.linear_fc2.lora()
+        active = self.active
+        loras = list(zip(self.linear_fc1.loras(active), self.linear_fc2.loras(active), strict=True))
         weights = self.linear_fc1.weight, self.linear_fc2.weight
         # Megatron's dispatchers have the counts on the host: a copy of n numbers, which waits for nothing.
         ends = tokens_per_expert.cumsum(0).to(x.device, torch.int32, non_blocking=True)
-        return expert_mlp(x, probs, (fc1, fc2), weights, ends, self.active, self.row_keys, self._first_column), None
+        rows = self.row_keys, self.row_owners
+        return expert_mlp(x, probs, loras, weights, ends, active, *rows, self._first_column), None
 
 
 def follow_tokens(model: nn.Module) -> None:
-    """While an adapter drops inputs, let the tokens' keys go to the experts of ``model`` as the tokens do."""
+    """While an adapter drops inputs or several are in use, let keys and adapters' numbers go to the experts of
+    ``model`` as the tokens do."""
     for layer in model.modules():
         if isinstance(layer, MoELayer):
             layer.router.register_forward_hook(partial(_routed, layer))
@@ -170,20 +177,26 @@ def _routed(layer: MoELayer, _: nn.Module, args: tuple[Tensor, ...], output: tup
     """Runs in every pass and recomputation, before the tokens are dispatched."""
     experts, (probs, routing_map) = layer.experts, output
     active = experts.active
-    experts.row_keys = None
-    if active.dropout is not None:
+    experts.row_keys = experts.row_owners = None
+    if active.drops or len(active.each) > 1:
+        assert active.tokens is not None
+        lanes, owners = to_lanes(active.tokens.keys), active.tokens.owners
+        lanes = lanes if owners is None else torch.cat([lanes, owners[:, None].float()], dim=1)
         with torch.no_grad():
-            experts.row_keys = _dispatched(layer.token_dispatcher, active.keys, args[0].shape[0], probs, routing_map)
+            rows = _dispatched(layer.token_dispatcher, lanes, args[0].shape[0], probs, routing_map)
+        experts.row_keys = from_lanes(rows)
+        if owners is not None:
+            numbers = rows[:, -1].long()
+            experts.row_owners = numbers, numbers.bincount(minlength=len(active.each)).tolist()
 
 
-def _dispatched(dispatcher: Any, keys: Tensor, own: int, probs: Tensor, routing_map: Tensor) -> Tensor:
-    """``keys`` [t] of the whole micro-batch to [T] of this rank's rows; a rank may have ``own`` tokens only."""
-    first = parallel_state.get_tensor_model_parallel_rank() * own if own < keys.shape[0] else 0
-    lanes = to_lanes(keys[first : first + own])[:, None]
-    lanes, probs = dispatcher.dispatch_preprocess(lanes, routing_map, probs)
+def _dispatched(dispatcher: Any, lanes: Tensor, own: int, probs: Tensor, routing_map: Tensor) -> Tensor:
+    """``lanes`` [t, n] of the whole micro-batch to [T, n] of this rank's rows; a rank may have ``own`` tokens only."""
+    first = parallel_state.get_tensor_model_parallel_rank() * own if own < len(lanes) else 0
+    lanes, probs = dispatcher.dispatch_preprocess(lanes[first : first + own, None], routing_map, probs)
     lanes, probs = dispatcher.token_dispatch(lanes, probs)
     rows, _, _ = dispatcher.dispatch_postprocess(lanes, probs)
-    return from_lanes(rows)
+    return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,44 +219,65 @@ class ParallelAdapter:
     split: bool
     """Over the inputs."""
 
-    def add_to(self, output: Tensor, x: Tensor, active: ActiveAdapter) -> Tensor:
-        """``output`` [..., out] plus the adapter's share for the layer's input ``x`` [..., in]."""
-        if self.gather:
-            x = gather_from_sequence_parallel_region(x)
-        if active.dropout is not None:
-            x = self._dropped(x, active)
-        hidden = nn.functional.linear(x, self.lora_a)
-        if self.scatter:
-            hidden = reduce_scatter_to_sequence_parallel_region(hidden)
-        return torch.addmm(
-            output.reshape(-1, output.shape[-1]),
-            hidden.reshape(-1, hidden.shape[-1]),
-            self.lora_b.t(),
-            alpha=self.scale * active.factor,
-        ).view(output.shape)
-
-    def _dropped(self, x: Tensor, active: ActiveAdapter) -> Tensor:
-        """Of the whole sequence; a row-parallel layer has features from the rank's first on."""
+    def hidden(self, x: Tensor, adapter: ActiveAdapter) -> Tensor:
+        """``A x`` [m, r] of the adapter's rows ``x`` [m, in]; a row-parallel layer has features from the rank's on."""
         first = parallel_state.get_tensor_model_parallel_rank() * x.shape[-1] if self.split else 0
-        keep = active.keep(self.site, x.shape[-1], first)
-        return kept(x.reshape(-1, x.shape[-1]), keep).view(x.shape)
+        return nn.functional.linear(kept(x, adapter.keep(self.site, x.shape[-1], first)), self.lora_a)
 
 
 class AdaptedLinear(LoRALinear):  # type: ignore[misc]
     """Bridge's wrapper of a linear layer, with its part of each resident adapter.
 
-    The active adapter's product is added in place of a separate sum. Bridge's own place for one adapter is empty.
+    The products of the adapters in use are added in place of a separate sum. Bridge's own place for one is empty.
     """
 
-    def __init__(self, base: nn.Module, active: ActiveAdapter) -> None:
+    def __init__(self, base: nn.Module, active: ActiveAdapters) -> None:
         super().__init__(base, nn.Identity())
         self.active = active
         self.residents: dict[str, ParallelAdapter] = {}
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         output, bias, normed = self.base_linear_forward(x, *args, **kwargs)
-        adapter = self.residents.get(self.active.name or "")
-        return (output if adapter is None else adapter.add_to(output, normed.contiguous(), self.active)), bias
+        parts = [(used, self.residents.get(used.name)) for used in self.active.each]
+        kinds = [adapter for _, adapter in parts if adapter is not None]
+        return (self._add(output, normed.contiguous(), parts, kinds[0]) if kinds else output), bias
+
+    def _add(
+        self,
+        output: Tensor,
+        x: Tensor,
+        parts: Sequence[tuple[ActiveAdapter, ParallelAdapter | None]],
+        kind: ParallelAdapter,
+    ) -> Tensor:
+        """``output`` [..., out] plus each adapter's share for its rows of the layer's input ``x`` [..., in].
+
+        Collectives are for all adapters at once; those of the site are alike (``kind``).
+        """
+        if kind.gather:
+            x = gather_from_sequence_parallel_region(x)
+        active, first = self.active, 0
+        rows = zip(parts, active.split(x.reshape(-1, x.shape[-1])), strict=True)
+        hidden = [adapter.hidden(own, used) if adapter else own.new_empty(len(own), 0) for (used, adapter), own in rows]
+        if kind.scatter:
+            hidden, first = _scattered(hidden, active)
+        outputs = list(active.split(output.reshape(-1, output.shape[-1]), first))
+        for i, (used, adapter) in enumerate(parts):
+            if adapter is not None:
+                scale = adapter.scale * used.factor
+                outputs[i] = torch.addmm(outputs[i], hidden[i], adapter.lora_b.t(), alpha=scale)
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(output.shape)
+
+
+def _scattered(hidden: list[Tensor], active: ActiveAdapters) -> tuple[list[Tensor], int]:
+    """The sums over the tensor-parallel ranks of each adapter's ``hidden`` [m, r] for this rank's part of the sequence,
+    in one collective; and the first row of that part."""
+    ranks = [each.shape[1] for each in hidden]
+    filled = (nn.functional.pad(each, (0, max(ranks) - each.shape[1])) for each in hidden)
+    own = reduce_scatter_to_sequence_parallel_region(hidden[0] if len(hidden) == 1 else torch.cat(list(filled)))
+    first = parallel_state.get_tensor_model_parallel_rank() * len(own)
+    if len(hidden) == 1:
+        return [own], first
+    return [each[:, :r] for each, r in zip(active.split(own, first), ranks, strict=True)], first
 
 
 _SITE = re.compile(rf"(?:^|\.)decoder\.layers\.(?P<layer>\d+)\.{LINEAR}$")
@@ -251,7 +285,7 @@ _SITE = re.compile(rf"(?:^|\.)decoder\.layers\.(?P<layer>\d+)\.{LINEAR}$")
 Site = AdaptedLinear | GroupedLinear
 
 
-def attach(model: nn.Module, memory: AdapterMemory, active: ActiveAdapter) -> None:
+def attach(model: nn.Module, memory: AdapterMemory, active: ActiveAdapters) -> None:
     """Make the adapter in ``memory`` resident: wrap its target layers where none is wrapped yet.
 
     Raises UnknownTensorError if the model lacks a layer that the adapter has on this rank.
@@ -273,12 +307,12 @@ def attach(model: nn.Module, memory: AdapterMemory, active: ActiveAdapter) -> No
         raise UnknownTensorError(f"layer {layer}: the model has no {scope}.{linear} to adapt")
 
 
-def recompute_layers(model: nn.Module, kind: Recompute, active: ActiveAdapter) -> None:
+def recompute_layers(model: nn.Module, kind: Recompute, active: ActiveAdapters) -> None:
     """In place of Megatron's own, which knows neither the keys of a micro-batch nor what to keep of our attention."""
     recompute((layer for layer in model.modules() if isinstance(layer, TransformerLayer)), kind, active)
 
 
-def take_output(model: nn.Module, active: ActiveAdapter) -> OutputSite | None:
+def take_output(model: nn.Module, active: ActiveAdapters) -> OutputSite | None:
     """Let an `OutputSite` compute what the model's last stage returns; None on other stages.
 
     Each tensor-parallel rank computes the values of its part of the sequence, so the gradient of the replicated head
@@ -305,7 +339,7 @@ def detach(model: nn.Module, name: str) -> None:
             module.residents.pop(name, None)
 
 
-def _wrap(model: nn.Module, path: str, module: nn.Module, active: ActiveAdapter) -> Site:
+def _wrap(model: nn.Module, path: str, module: nn.Module, active: ActiveAdapters) -> Site:
     if isinstance(module, AdaptedLinear):
         return module
     if isinstance(module, GroupedLinear):

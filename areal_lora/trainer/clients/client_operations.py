@@ -1,6 +1,6 @@
 """Rank 0's side of adapters that clients drive: which operation is next, and the answers to the service.
 
-    service -> link -> `Backlog` -> `Clients.first`: the next operation that all ranks carry out
+    service -> link -> `Backlog` -> `Clients.ready`: the next operations that all ranks carry out
                            ^             | what cannot be carried out ends here
                            |-- complete <- outcome of a pass
                            |-- durable, kept <- saver thread: a checkpoint, a saved state
@@ -12,7 +12,7 @@ the main thread may be in the middle of another adapter's step.
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -94,10 +94,10 @@ class Clients:
             for message in received:
                 self._end.send(self._backlog.receive(message))
 
-    def first(self, adapters: Sequence[str], may_start: Callable[[protocol.Operation], bool]) -> Operate | None:
-        """The next operation of the first of ``adapters`` that has one that ``may_start``.
+    def ready(self, adapters: Sequence[str], may_start: Callable[[protocol.Operation], bool]) -> Iterator[Operate]:
+        """The next operation of each of ``adapters`` that has one that ``may_start``.
 
-        Those for rank 0 alone are done here.
+        Those for rank 0 alone are done here, when it is the turn of their adapter.
         """
         for adapter in adapters:
             while True:
@@ -116,8 +116,8 @@ class Clients:
                 elif isinstance(what, protocol.DropState):
                     self.complete(operation, _dropped(self._run_folder.saved_state(adapter, what.label)))
                 else:
-                    return Operate(adapter=adapter, operation=operation, refused=refused)
-        return None
+                    yield Operate(adapter=adapter, operation=operation, refused=refused)
+                    break
 
     def complete(self, operation: protocol.Operation, outcome: protocol.Outcome) -> None:
         """An operation was carried out, and its outcome is final."""

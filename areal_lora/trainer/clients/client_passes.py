@@ -1,4 +1,4 @@
-"""A client's pass as a batch of the trainer, its loss, and the answer; and what clients save of their adapters.
+"""Clients' passes as a batch of the trainer, their losses, and the answers; and what clients save of their adapters.
 
 Saved states, ``RUN/states/ADAPTER/LABEL``, are folders like those of checkpoints and outlive the adapter. One is
 written beside its place and then takes it, so that a crash leaves hidden folders (`tidy_states`).
@@ -7,7 +7,7 @@ written beside its place and then takes it, so that a crash leaves hidden folder
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from areal_lora.checkpoint.checkpoint_store import leftovers_in, looks_whole
 from areal_lora.checkpoint.recover import verify
 from areal_lora.checkpoint.state import MANIFEST_FILE, Disk, Manifest, decode_manifest, files_of, read_files
 from areal_lora.config.models import Config
-from areal_lora.data.collate import HOST
+from areal_lora.data.collate import HOST, select
 from areal_lora.distributed.exchange import Exchange, first_problem
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
@@ -83,27 +83,27 @@ def _wrong(datum: Datum, loss: Loss, limits: Limits) -> str:
     return ""
 
 
-def batch_of(request: Pass, adapter: str) -> TrainBatch:
-    """The data in their order. Entry t of every array refers to token t, so that the arrays start with a 0."""
-    tokens = [np.frombuffer(datum.tokens, "<i4").astype(np.int64) for datum in request.data]
+def batch_of(requests: Mapping[str, Pass]) -> TrainBatch:
+    """The data of the passes by adapter, in order. Entry t of every array refers to token t: they start with a 0."""
+    every = [(datum, one.loss is not Loss.CROSS_ENTROPY) for one in requests.values() for datum in one.data]
+    tokens = [np.frombuffer(datum.tokens, "<i4").astype(np.int64) for datum, _ in every]
     lengths = torch.tensor([0, *map(len, tokens)], device=HOST)
-    weights = _packed([datum.weights for datum in request.data])
-    sampled = request.loss is not Loss.CROSS_ENTROPY
-    zeros = torch.zeros_like(weights)
+    weights = _packed([datum.weights for datum, _ in every])
+    unused = [bytes(len(datum.weights)) for datum, _ in every]
     n = len(tokens)
     mask = weights != 0
     return TrainBatch(
         token_ids=torch.from_numpy(np.concatenate(tokens)),
         cu_seqlens=lengths.cumsum(0),
         loss_mask=mask,
-        rollout_logprobs=_packed([datum.logprobs for datum in request.data]) if sampled else zeros,
+        rollout_logprobs=_packed([x.logprobs if used else zeros for (x, used), zeros in zip(every, unused)]),
         versions=torch.where(mask, 0, -1).int(),
         rewards=torch.zeros(n, device=HOST),
         group_ids=torch.arange(n, device=HOST),
         sample_ids=torch.arange(n, device=HOST),
         given=torch.zeros(n, dtype=torch.bool, device=HOST),
-        adapters=(adapter,) * n,
-        advantages=_packed([datum.advantages for datum in request.data]) if sampled else zeros,
+        adapters=tuple(name for name, one in requests.items() for _ in one.data),
+        advantages=_packed([x.advantages if used else zeros for (x, used), zeros in zip(every, unused)]),
         weights=weights,
     )
 
@@ -130,19 +130,28 @@ def make_loss(loss: Loss, bounds: Bounds) -> LossFn:
     return sums
 
 
-def carry_out(engine: AdapterEngine, request: Pass, adapter: str) -> PassResult:
-    """Compute a pass that has no `problem`; with ``backward`` its gradients are added to the adapter's. Collective."""
-    batch = batch_of(request, adapter)
-    loss_fn = make_loss(request.loss, bounds_of(request.loss, request.settings))
-    if request.backward:
-        scores = torch.zeros(batch.n_tokens, device=HOST)
-        loss = engine.forward_backward(batch, loss_fn, scores=scores)["loss"]
+def carry_out(engine: AdapterEngine, requests: Mapping[str, Pass]) -> dict[str, PassResult]:
+    """Compute passes that have no `problem`, by adapter, together; gradients are added to the adapters'. Collective.
+
+    All have gradients (``backward``), or none.
+    """
+    batch = batch_of(requests)
+    losses = {name: make_loss(one.loss, bounds_of(one.loss, one.settings)) for name, one in requests.items()}
+    scores, sums = torch.zeros(batch.n_tokens, device=HOST), dict[str, float]()
+    if any(one.backward for one in requests.values()):
+        found = engine.forward_backward_of_each(batch, losses, scores=scores)
+        sums = {name: own["loss"] for name, own in found.items()}
     else:
-        scores = engine.logprobs(batch, adapter=adapter)
-        loss = float(loss_fn(batch, scores, None).loss)
-    flat = scores.numpy().astype("<f4")
-    rows = (flat[a + 1 : b].tobytes() for a, b in pairwise(batch.cu_seqlens.tolist()))
-    return PassResult(logprobs=tuple(rows), loss=loss)
+        scores = engine.logprobs_of_each(batch)
+    flat, results, first = scores.numpy().astype("<f4"), dict[str, PassResult](), 0
+    for name, one in requests.items():
+        own = select(batch, range(first, first := first + len(one.data)))
+        bounds = batch.cu_seqlens[first - len(one.data) : first + 1].tolist()
+        if not one.backward:
+            sums[name] = float(losses[name](own, scores[bounds[0] : bounds[-1]], None).loss)
+        rows = tuple(flat[a + 1 : b].tobytes() for a, b in pairwise(bounds))
+        results[name] = PassResult(logprobs=rows, loss=sums[name])
+    return results
 
 
 LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{8}")

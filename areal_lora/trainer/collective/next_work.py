@@ -12,8 +12,9 @@ others wait for rank 0 in the control exchange, which has the longest time-out.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 
 from areal_lora.algorithms.fair_queue import before
 from areal_lora.checkpoint.checkpoint_store import CheckpointSave
@@ -184,8 +185,12 @@ def _interruption(trainer: Trainer, changes: Changes, waiting: w.Waiting) -> w.W
     return changes() or _of_clients(trainer)
 
 
-def _of_clients(trainer: Trainer) -> w.Operate | w.Conclude | None:
-    """What has ended in the background, else the operation of the client whose turn it is among them, on rank 0."""
+def _of_clients(trainer: Trainer) -> w.Operations | None:
+    """What has ended in the background, else the operation of the client whose turn it is among them, on rank 0.
+
+    Others' passes join a pass, as many as one micro-batch of each data-parallel rank holds. Their rounding depends on
+    each other, so that they do not where `rollout.deterministic` promises the same bits.
+    """
     if trainer.rank_0 is None or trainer.rank_0.clients is None:
         return None
     if (ended := concluded(trainer)) is not None:
@@ -193,7 +198,32 @@ def _of_clients(trainer: Trainer) -> w.Operate | w.Conclude | None:
     trainer.rank_0.clients.listen()
     active = (s for s in trainer.states.values() if s.phase is AdapterPhase.ACTIVE and s.adapter.config.is_client)
     order = trainer.rank_0.turns.order(state.name for state in active)
-    return trainer.rank_0.clients.first(order, partial(may_start, trainer))
+    ready = trainer.rank_0.clients.ready(order, partial(may_start, trainer))
+    first, layout = next(ready, None), trainer.config.trainer
+    if first is None or not isinstance(first.operation.what, Pass):
+        return first
+    budget = layout.max_tokens_per_microbatch * (layout.world_size // (layout.tp * layout.pp))
+    waiting = (each.operation for each in chain((first,), ready))
+    operations = joint(waiting, 0 if trainer.config.rollout.deterministic else budget)
+    return w.JointPass(adapter=first.adapter, operations=operations)
+
+
+def joint(ready: Iterable[Operation], token_budget: int) -> tuple[Operation, ...]:
+    """The first operation that is ``ready``, a pass, and those that are computed with it, in their order.
+
+    ``ready`` has one of each adapter, in order of turns. Passes join that have gradients as the first has, or none as
+    it, until one exceeds the rest of ``token_budget``: a later one does not overtake it.
+    """
+    found, backward = list[Operation](), None
+    for operation in ready:
+        if not isinstance(what := operation.what, Pass) or backward not in (None, what.backward):
+            continue
+        backward, token_budget = what.backward, token_budget - what.n_tokens
+        if not found or token_budget >= 0:
+            found.append(operation)
+        if token_budget <= 0:
+            break
+    return tuple(found)
 
 
 def may_start(trainer: Trainer, operation: Operation) -> bool:

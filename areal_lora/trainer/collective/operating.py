@@ -1,6 +1,6 @@
-"""Carry out a client's operation on every rank, with the verbs that a training step uses::
+"""Carry out clients' operations on every rank, with the verbs that a training step uses::
 
-    Pass                  gradients are added, log-probabilities are the answer
+    Pass                  gradients are added, log-probabilities are the answer; those of several adapters together
     OptimStep, LoadState  the weights change; checkpoint with the number of the operation -> answer
     SaveState             a folder beside the checkpoints -> answer
     Publish               the newest version is active on the servers -> answer
@@ -10,6 +10,8 @@ operations and other adapters have their turns (`next_work`). Answers follow eac
 (`Clients`). A fault of an operation fails it, a fault of the adapter ends the adapter (`fault_isolation`).
 """
 
+import time
+
 from areal_lora.engine.base import AdamValues
 from areal_lora.operations import protocol
 from areal_lora.processes.watched import reached
@@ -18,7 +20,7 @@ from areal_lora.trainer.clients.client_passes import carry_out, load_saved
 from areal_lora.trainer.collective.fault_isolation import contained
 from areal_lora.trainer.collective.next_work import controller_state, join_checkpoint, join_publish
 from areal_lora.trainer.training_state import Trainer
-from areal_lora.trainer.work import Operate
+from areal_lora.trainer.work import JointPass, Operate
 
 
 def operate(trainer: Trainer, state: TrainingState, work: Operate) -> None:
@@ -33,11 +35,32 @@ def operate(trainer: Trainer, state: TrainingState, work: Operate) -> None:
         elif outcome is not None and trainer.rank_0:
             trainer.rank_0.clients_of(state.adapter).complete(operation, outcome)
         if trainer.rank_0:
-            # What a turn costs: tokens that were passed; a step is as good as none.
-            what = operation.what
-            tokens = sum(len(datum.tokens) // 4 for datum in what.data) if isinstance(what, protocol.Pass) else 1
-            trainer.rank_0.turns.trained(state.name, tokens)
+            trainer.rank_0.turns.trained(state.name, 1)  # a turn costs the tokens that were passed: as good as none
             trainer.rank_0.recorder.beat()
+
+
+def pass_together(trainer: Trainer, work: JointPass) -> None:
+    """Carry out passes in one, and answer each. Collective.
+
+    Each adapter pays for its tokens: in turns, in seconds and in FLOPs. No error is one adapter's: what is wrong with a
+    request was refused before.
+    """
+    requests = {each.adapter: each.what for each in work.operations if isinstance(each.what, protocol.Pass)}
+    began_s = time.perf_counter()
+    outcomes = carry_out(trainer.engine, requests)
+    elapsed_s, total = time.perf_counter() - began_s, sum(request.n_tokens for request in requests.values())
+    for operation in work.operations:
+        state, tokens = trainer.states[operation.adapter], requests[operation.adapter].n_tokens
+        spans = trainer.spans[state.name]
+        spans.add("train", elapsed_s * tokens / total)
+        spans.add_share(trainer.engine.spans, tokens / total)
+        if trainer.rank_0:
+            trainer.rank_0.clients_of(state.adapter).complete(operation, outcomes[state.name])
+            trainer.rank_0.turns.trained(state.name, tokens)
+    trainer.engine.spans.restart()
+    if trainer.rank_0:
+        trainer.rank_0.recorder.beat()
+    reached("trainer.operation.passed")
 
 
 def conclude(trainer: Trainer, state: TrainingState, *, publish: bool) -> None:
@@ -58,12 +81,6 @@ def _outcome(trainer: Trainer, state: TrainingState, operation: protocol.Operati
     """What came of the operation; None where that is known later."""
     spans = trainer.spans[state.name]
     match operation.what:
-        case protocol.Pass() as request:
-            with spans.span("train"):
-                outcome: protocol.Outcome = carry_out(trainer.engine, request, state.name)
-            spans.take(trainer.engine.spans)
-            reached("trainer.operation.passed")
-            return outcome
         case protocol.OptimStep() as step:
             with spans.span("train"):
                 stepped = _step(trainer, state, step)
@@ -79,7 +96,7 @@ def _outcome(trainer: Trainer, state: TrainingState, operation: protocol.Operati
             return None
         case protocol.Publish():
             return _publish(trainer, state, operation)
-    raise AssertionError(f"{type(operation.what).__name__} is done by rank 0 alone")
+    raise AssertionError(f"{type(operation.what).__name__} is done by rank 0 alone, or together")
 
 
 def _step(trainer: Trainer, state: TrainingState, step: protocol.OptimStep) -> protocol.StepResult:

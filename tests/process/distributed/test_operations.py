@@ -1,4 +1,7 @@
-"""Clients' passes and steps on both engines and several ranks: the same numbers as the engine's verbs, bit for bit."""
+"""Clients' passes and steps on both engines and several ranks: the same numbers as the engine's verbs, bit for bit.
+
+Those of several adapters in one pass are the same but for rounding.
+"""
 
 from __future__ import annotations
 
@@ -35,5 +38,16 @@ def test_operations_are_the_engines_verbs(case: Case, tmp_path: Path) -> None:
         rows = [0.0, *found["scores"][0][0]]
         assert found["alone"][: len(rows)] == rows, "entry t is about token t"
         assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-4)
+        assert found["together"].keys() == found["by_itself"].keys()
+        for name, own in found["by_itself"].items():
+            joined = found["together"][name]
+            for kind in ("scores", "looks"):
+                for row, wanted in zip(joined[kind], own[kind], strict=True):
+                    np.testing.assert_allclose(row, wanted, rtol=1e-5, atol=1e-5)
+            assert joined["losses"] == pytest.approx(own["losses"], rel=1e-5)
+            assert joined["gradients"].keys() == own["gradients"].keys()
+            for key, wanted in own["gradients"].items():
+                assert np.linalg.norm(joined["gradients"][key] - wanted) <= 5e-5 * np.linalg.norm(wanted), (name, key)
+    assert any(own["gradients"] for own in ranks[0]["by_itself"].values())
     for key in ("scores", "losses", "parts", "last"):
         assert ranks[0][key] == ranks[1][key], f"{key}: equal on every rank"

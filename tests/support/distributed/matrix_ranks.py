@@ -208,12 +208,12 @@ def check_modules(kind: str, module: nn.Module, adapter: dict[str, Tensor], layo
 
 def one_adapter(kind: str, module: nn.Module, model: ShardedModel, spec: AdapterSpec, groups: Any, layers: int) -> str:
     """Load, compare, pack, compare; returns the digest of the wire layout."""
-    from areal_lora.engine.layers.expert_mlp import ActiveAdapter
+    from areal_lora.engine.layers.active import ActiveAdapters
     from areal_lora.engine.megatron_utils import modules
 
     adapter = peft_adapter(kind, layers, spec.expert_layout, spec.rank)
     memory = AdapterMemory(model, spec, dist.get_rank(), CPU)
-    modules.attach(module, memory, ActiveAdapter())
+    modules.attach(module, memory, ActiveAdapters())
     layout = memory.layout("float32")
     names = {t.name for s in layout.shards for t in s.tensors}
     assert names | layout.aliases.keys() == adapter.keys()

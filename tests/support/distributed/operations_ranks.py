@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from areal_lora.algorithms.token_losses import Targets, bounds_of, token_loss
@@ -14,7 +16,7 @@ from areal_lora.engine.base import AdamValues, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.operations.protocol import Datum, Loss, LossSettings, Pass
 from areal_lora.trainer.clients.client_passes import batch_of, carry_out
-from tests.support.distributed.engine_ranks import Case, build, make_rows, make_spec
+from tests.support.distributed.engine_ranks import Case, build, export_gradients, make_rows, make_spec, numpy_of
 from tests.support.operations.client import datum, floats
 
 ADAM = OptimizerConfig(lr=1.0, eps=1e-6, weight_decay=0.01, max_grad_norm=0.05)
@@ -68,6 +70,52 @@ def by_hand(loss: Loss, settings: LossSettings = DEFAULTS) -> Any:
     return sums
 
 
+def joined(engine: AdapterEngine, path: str, case: Case) -> list[dict[str, Any]]:
+    """Of three adapters in one pass, and in passes of their own: scores, loss and gradients of each.
+
+    They have different ranks, layers, dropout and losses; one has a single sequence, which one data-parallel rank has.
+    """
+    every = data()
+    asked = {
+        "x": Pass(data=every[:6], loss=Loss.PPO),
+        "y": Pass(data=every[6:7], loss=Loss.CROSS_ENTROPY),
+        "z": Pass(data=every[7:], loss=Loss.DRO),
+    }
+    plain = {"rank_pattern": (), "alpha_pattern": ()}
+    specs = (
+        replace(make_spec("x", path, case), dropout=0.4),
+        replace(make_spec("y", path, case, ("linear_qkv",)), rank=3, dropout=0.2, **plain),
+        replace(make_spec("z", path, case, ("linear_proj", "linear_fc1")), rank=5, **plain),
+    )
+    draw = torch.Generator().manual_seed(8)
+    for seed, spec in enumerate(specs):
+        engine.add_adapter(spec, ADAM, seed=seed)
+        tensors = (t for shard in engine.adapter_layout(spec.name).shards for t in shard.tensors)
+        engine.load_adapter(spec.name, {t.name: torch.randn(t.shape, generator=draw) / 8 for t in tensors})
+    found = []
+    for groups in ([asked], [{name: request} for name, request in asked.items()]):
+        learned = {name: one for group in groups for name, one in carry_out(engine, group).items()}
+        looks = ({name: without_gradients(one) for name, one in group.items()} for group in groups)
+        looked = {name: one for group in looks for name, one in carry_out(engine, group).items()}
+        found.append(
+            {
+                name: {
+                    "scores": [floats(row) for row in learned[name].logprobs],
+                    "looks": [floats(row) for row in looked[name].logprobs],
+                    "losses": (learned[name].loss, looked[name].loss),
+                    "gradients": numpy_of(export_gradients(engine, name)),
+                }
+                for name in asked
+            }
+        )
+    return found
+
+
+def without_gradients(request: Pass) -> Pass:
+    """The same without gradients."""
+    return structs.replace(request, backward=False)
+
+
 def exercise(path: str, case: Case) -> dict[str, Any]:
     engine = build(path, case)
     for name, config in (("ops", OTHER), ("plain", ADAM), ("whole", ADAM), ("chunks", ADAM)):
@@ -77,36 +125,39 @@ def exercise(path: str, case: Case) -> dict[str, Any]:
     losses = list(Loss)
     for step in range(STEPS):
         asked = Pass(data=every, loss=losses[step % len(losses)])
-        scored = carry_out(engine, asked, "ops")
+        scored = carry_out(engine, {"ops": asked})["ops"]
         engine.optim_step("ops", 1.0, RATE, VALUES)
-        engine.forward_backward(batch_of(asked, "plain"), by_hand(asked.loss))
+        engine.forward_backward(batch_of({"plain": asked}), by_hand(asked.loss))
         engine.optim_step("plain", 1.0, RATE)
     found["ops"], found["plain"] = digest(engine, "ops"), digest(engine, "plain")
     found["neighbour"] = (neighbour, digest(engine, "a"))
 
     # A pass whose gradients are forgotten; then the window continues as if it had not been.
     before = digest(engine, "ops")
-    carry_out(engine, Pass(data=every, loss=Loss.PPO), "ops")
+    carry_out(engine, {"ops": Pass(data=every, loss=Loss.PPO)})
     engine.discard_gradients("ops")
     found["poisoned"] = (before, digest(engine, "ops"))
     for name in ("ops", "plain"):
-        carry_out(engine, Pass(data=every[:3], loss=Loss.DRO), name)
+        carry_out(engine, {name: Pass(data=every[:3], loss=Loss.DRO)})
         engine.optim_step(name, 1.0, RATE, UNCLIPPED)
     found["after"] = (digest(engine, "ops"), digest(engine, "plain"))
 
     # Chunks, and scores of a training pass beside those of a scoring pass.
-    carry_out(engine, Pass(data=every, loss=Loss.CROSS_ENTROPY), "whole")
+    carry_out(engine, {"whole": Pass(data=every, loss=Loss.CROSS_ENTROPY)})
     chunks = [every[:4], every[4:5], every[5:]]
-    parts = [carry_out(engine, Pass(data=chunk, loss=Loss.CROSS_ENTROPY), "chunks") for chunk in chunks]
+    parts = [carry_out(engine, {"chunks": Pass(data=chunk, loss=Loss.CROSS_ENTROPY)})["chunks"] for chunk in chunks]
     for name in ("whole", "chunks"):
         engine.optim_step(name, 1.0, RATE, UNCLIPPED)
     found["whole"], found["chunks"] = weights(engine, "whole"), weights(engine, "chunks")
     score = Pass(data=every, loss=Loss.DRO, backward=False)
-    looked, learned = carry_out(engine, score, "plain"), carry_out(engine, Pass(data=every, loss=Loss.DRO), "plain")
+    looked, learned = (
+        carry_out(engine, {"plain": asked})["plain"] for asked in (score, Pass(data=every, loss=Loss.DRO))
+    )
     found["scores"] = tuple([floats(row) for row in scored.logprobs] for scored in (looked, learned))
     found["losses"] = (looked.loss, learned.loss)
-    alone = engine.logprobs(batch_of(score, "plain"), adapter="plain")
+    alone = engine.logprobs(batch_of({"plain": score}), adapter="plain")
     found["alone"] = alone.tolist()
     found["parts"] = sum(part.loss for part in parts)
     found["last"] = scored.loss
+    found["together"], found["by_itself"] = joined(engine, path, case)
     return found

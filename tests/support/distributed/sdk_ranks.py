@@ -46,7 +46,7 @@ def sdk_and_engine(
     data = Pass(data=tuple(datum(row, [1.0] * (len(row) - 1)) for row in rows), loss=Loss.CROSS_ENTROPY)
     losses = []
     for _ in range(steps):
-        losses.append(engine.forward_backward(batch_of(data, "engine"), by_hand(Loss.CROSS_ENTROPY))["loss"])
+        losses.append(engine.forward_backward(batch_of({"engine": data}), by_hand(Loss.CROSS_ENTROPY))["loss"])
         engine.optim_step("engine", 1.0, rate, ADAM)
     solo = SoloExchange()
     load_saved(engine, folder, LoadState(adapter=saved[0], label=saved[1], optimizer=True), "sdk", solo)
@@ -58,6 +58,6 @@ def sdk_and_engine(
     for text, given in LOSSES:
         loss, settings = Loss(text), LossSettings(**{SETTINGS[key]: value for key, value in given.items()})
         asked = Pass(data=tuple(sampled), loss=loss, settings=settings)
-        others.append(engine.forward_backward(batch_of(asked, "branch"), by_hand(loss, settings))["loss"])
+        others.append(engine.forward_backward(batch_of({"branch": asked}), by_hand(loss, settings))["loss"])
         engine.optim_step("branch", 1.0, LOSS_RATE, ADAM)
     return losses, others, [digest(engine, name) for name in ("engine", "sdk", "branch", "sdk branch")]

@@ -175,7 +175,7 @@ def adapted(seed: int, overlap: bool) -> dict[str, Any]:
 
     from areal_lora.engine.common.adapter_memory import AdapterMemory
     from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
-    from areal_lora.engine.layers.expert_mlp import ActiveAdapter
+    from areal_lora.engine.layers.active import ActiveAdapters
     from areal_lora.engine.megatron_utils.megatron_model import initialize_parallel
     from areal_lora.engine.megatron_utils.modules import attach
     from areal_lora.families.shape import ModelShape
@@ -200,7 +200,7 @@ def adapted(seed: int, overlap: bool) -> dict[str, Any]:
     layout = ParallelLayout.of(trainer, layers=1, experts=shape.experts)
     spec = AdapterSpec(name="a", base_model="m", rank=RANK, alpha=ALPHA, target_modules=tuple(SIZES))
     memory = AdapterMemory(ShardedModel(shape=shape, layout=layout), spec, rank, torch.device("cpu"), torch.float64)
-    active = ActiveAdapter()
+    active = ActiveAdapters()
     attach(model, memory, active)
     sites = {name: model.get_submodule(path) for name, path in PATHS.items()}
     for name, site in sites.items():
@@ -211,7 +211,7 @@ def adapted(seed: int, overlap: bool) -> dict[str, Any]:
             adapter.lora_b.copy_(b)
 
     x = n.x.chunk(TP)[rank].clone().requires_grad_()
-    with active.using("a"):
+    with active.using({"a": None}):
         y, _ = sites["linear_qkv"](x)
         y = x + sites["linear_proj"](firsts(y, 1, HIDDEN // TP))[0]
         y, _ = sites["linear_fc2"](firsts(sites["linear_fc1"](y)[0], 1, FFN // TP))

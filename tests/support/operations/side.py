@@ -36,11 +36,11 @@ from areal_lora.trainer.build import _commit
 from areal_lora.trainer.clients.client_operations import Clients
 from areal_lora.trainer.clients.client_passes import Limits
 from areal_lora.trainer.collective.next_work import next_work
-from areal_lora.trainer.collective.operating import conclude, operate
+from areal_lora.trainer.collective.operating import conclude, operate, pass_together
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.trainer.versions.checkpointing import Checkpointing
-from areal_lora.trainer.work import Conclude, Operate, TrainOn, Work
+from areal_lora.trainer.work import Conclude, JointPass, Operate, TrainOn, Work
 from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.operations.client import Client
 from tests.support.operations.toy_engine import VOCABULARY, ToyEngine
@@ -138,6 +138,8 @@ class Side:
         self.config = service_config(**checkpoint)
         self.engine, self.disk, self.stop = ToyEngine(), disk or HeldDisk(), threading.Event()
         self.beside_steps = 0
+        self.joined: list[list[str]] = []
+        """Adapters of each pass."""
         self.later: deque[Callable[[], object]] = deque()
         """What the loop does between two turns."""
         engine: Any = self.engine
@@ -240,6 +242,9 @@ class Side:
             match next_work(self.trainer, self._roll):
                 case Operate(adapter=name) as work:
                     operate(self.trainer, self.trainer.states[name], work)
+                case JointPass() as work:
+                    self.joined.append([operation.adapter for operation in work.operations])
+                    pass_together(self.trainer, work)
                 case Conclude(adapter=name, publish=publish):
                     conclude(self.trainer, self.trainer.states[name], publish=publish)
                 case TrainOn(adapter=name) if name:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from areal_lora.checkpoint.state import PARTS, AdapterState
 from areal_lora.config.models import OptimizerConfig
+from areal_lora.data.collate import select
 from areal_lora.engine.base import AdamValues, LossFn
 from areal_lora.obs.trace import Spans
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
@@ -37,6 +39,12 @@ class Resident:
         return self
 
 
+def parts_of(batch: TrainBatch) -> list[tuple[str, TrainBatch]]:
+    """The sequences of each adapter, which follow each other."""
+    every = range(batch.n_sequences)
+    return [(name, select(batch, list(rows))) for name, rows in groupby(every, key=batch.adapters.__getitem__)]
+
+
 class ToyEngine:
     rank, world_size, routed = 0, 1, False
     device = torch.device("cpu")
@@ -52,30 +60,24 @@ class ToyEngine:
     def remove_adapter(self, adapter: str) -> None:
         del self.residents[adapter]
 
-    def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> Tensor:
-        assert adapter is not None
-        return self._scores(batch, self.residents[adapter].parts["weight"])
+    def logprobs_of_each(self, batch: TrainBatch) -> Tensor:
+        return torch.cat([self._scores(part, self.residents[name].parts["weight"]) for name, part in parts_of(batch)])
 
-    def forward_backward(
-        self,
-        batch: TrainBatch,
-        loss_fn: LossFn,
-        *,
-        temperature: float = 1.0,
-        need_entropy: bool = False,
-        scores: Tensor | None = None,
-    ) -> dict[str, float]:
+    def forward_backward_of_each(
+        self, batch: TrainBatch, losses: Mapping[str, LossFn], *, scores: Tensor
+    ) -> dict[str, dict[str, float]]:
         self.passes += 1
-        [name] = set(batch.adapters)
-        logits = self.residents[name].parts["weight"].clone().requires_grad_()
-        found = self._scores(batch, logits)
-        loss = loss_fn(batch, found, None).loss
-        loss.backward()
-        assert logits.grad is not None
-        self.residents[name].gradient += logits.grad
-        if scores is not None:
-            scores.copy_(found.detach())
-        return {"loss": float(loss.detach())}
+        found, sums = list[Tensor](), dict[str, dict[str, float]]()
+        for name, part in parts_of(batch):
+            logits = self.residents[name].parts["weight"].clone().requires_grad_()
+            found.append(self._scores(part, logits))
+            loss = losses[name](part, found[-1], None).loss
+            loss.backward()
+            assert logits.grad is not None
+            self.residents[name].gradient += logits.grad
+            sums[name] = {"loss": float(loss.detach())}
+        scores.copy_(torch.cat(found).detach())
+        return sums
 
     def optim_step(self, adapter: str, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
         """AdamW (Loshchilov and Hutter, arXiv 1711.05101), bias-corrected."""

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
-from areal_lora.data.collate import scoring_batch
+from areal_lora.data.collate import scoring_batch, select
 from areal_lora.engine.base import LossSums
 from areal_lora.engine.common import adapter_engine
 from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.engine.fsdp_engine import FsdpEngine
-from areal_lora.errors import ConfigError
+from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import read_shape
 from areal_lora.types import AdapterSpec
@@ -168,6 +168,89 @@ def test_passes_are_timed_and_their_operations_counted(
     size = 2 * shape.layers * (shape.heads * shape.head_dim + shape.hidden)
     engine.freeze_copy("a", "frozen")
     assert engine.memory() == DeviceMemory(peak=1000, base=0, adapters=size * (16 + 4))
+
+
+JOINED = {
+    "a": SPEC,
+    "b": replace(SPEC, name="b", rank=5, alpha=2.0, target_modules=("linear_qkv",), dropout=0.3),
+    "c": replace(SPEC, name="c", rank=3, target_modules=TARGETS[:2], dropout=0.6),
+}
+"""Other ranks, layers and masks; that of ``b`` has no part in the experts, that of ``c`` none in attention."""
+
+
+def joined_engine(folder: Path, **trainer: Any) -> FsdpEngine:
+    """With weights that are not zero, and an adapter ``d`` that no pass names."""
+    engine = engine_of(folder, **trainer)
+    draw = torch.Generator().manual_seed(6)
+    for seed, spec in enumerate((*JOINED.values(), replace(SPEC, name="d"))):
+        engine.add_adapter(spec, OptimizerConfig(lr=0.1), seed=seed)
+        weights = engine.resident(spec.name).memory.weights
+        weights.copy_(torch.randn(len(weights), generator=draw) / 4)
+    return engine
+
+
+def slopes(adapter: str) -> Any:
+    """A loss of its own for each adapter, from positions in the sequence."""
+
+    def sums(micro: Any, logprobs: torch.Tensor, _: object) -> LossSums:
+        assert set(micro.adapters) == {adapter}
+        weights = torch.cat([torch.arange(n) for n in micro.cu_seqlens.diff()]) % (3 + ord(adapter) % 5) + 0.5
+        return LossSums(loss=(weights * logprobs).sum(), stats={"tokens": micro.n_tokens})
+
+    return sums
+
+
+@pytest.mark.parametrize("trainer", [{}, {"max_tokens_per_microbatch": 70, "recompute": "full"}], ids=["one", "many"])
+def test_a_joined_pass_gives_each_adapter_what_its_own_pass_gives(
+    world: None, tmp_path: Path, trainer: dict[str, Any]
+) -> None:
+    """In one micro-batch, and in several that are recomputed. One group has sequences of two adapters."""
+    folder = save("qwen3_moe", tmp_path)
+    batch = scoring_batch(ROWS + ROWS[::-1] + [row[:9] for row in ROWS], "a")
+    mixed = replace(batch, adapters=tuple("bbaaaccab"), group_ids=torch.tensor([0] * 5 + [1, 1, 2, 3]))
+    alone, joint = (joined_engine(folder, **trainer) for _ in range(2))
+    held = joint.resident("d").memory.grads.clone(), joint.resident("d").memory.weights.clone()
+    scores, looked = torch.zeros(batch.n_tokens), joint.logprobs_of_each(mixed)
+    found = joint.forward_backward_of_each(mixed, {name: slopes(name) for name in JOINED}, scores=scores)
+    for name in JOINED:
+        own = [i for i, other in enumerate(mixed.adapters) if other == name]
+        mine = select(mixed, own)
+        values = torch.zeros(mine.n_tokens)
+        sums = alone.forward_backward(mine, slopes(name), scores=values)
+        rows = torch.cat([torch.arange(*mixed.cu_seqlens[i : i + 2]) for i in own])
+        torch.testing.assert_close(scores[rows], values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(looked[rows], alone.logprobs(mine, adapter=name), rtol=1e-5, atol=1e-5)
+        got, want = (engine.resident(name).memory.grads for engine in (joint, alone))
+        assert float((got - want).norm() / want.norm()) < 1e-5
+        assert found[name] == pytest.approx(sums, rel=1e-5)
+    assert torch.equal(joint.resident("d").memory.grads, held[0])
+    assert torch.equal(joint.resident("d").memory.weights, held[1])
+    assert joint.spans.counts == alone.spans.counts, "operations by formula"
+
+
+def test_an_adapter_that_is_not_finite_spoils_no_other(world: None, tmp_path: Path) -> None:
+    folder = save("qwen3_moe", tmp_path)
+    mixed = replace(scoring_batch(ROWS + ROWS, "a"), adapters=tuple("abccba"))
+    losses, scores = {name: slopes(name) for name in JOINED}, torch.zeros(2 * sum(map(len, ROWS)))
+    fine, spoiled = (joined_engine(folder) for _ in range(2))
+    spoiled.resident("b").memory.weights.fill_(math.inf)
+    wanted, found = (engine.forward_backward_of_each(mixed, losses, scores=scores) for engine in (fine, spoiled))
+    assert math.isnan(found["b"]["loss"])
+    assert spoiled.resident("b").memory.grads.isnan().any()
+    for name in "ac":
+        assert found[name] == wanted[name]
+        assert torch.equal(spoiled.resident(name).memory.grads, fine.resident(name).memory.grads)
+
+
+def test_who_cannot_be_in_a_joined_pass(world: None, tmp_path: Path) -> None:
+    engine = engine_of(save("qwen3_moe", tmp_path))
+    for name in "ab":
+        engine.add_adapter(replace(SPEC, name=name, value_head=name == "b"), OptimizerConfig(lr=0.1), seed=1)
+    mixed, scores = replace(scoring_batch(ROWS, "a"), adapters=tuple("aba")), torch.zeros(sum(map(len, ROWS)))
+    with pytest.raises(AdapterError, match="'b' has a value head: a pass has no other"):
+        engine.forward_backward_of_each(mixed, {name: slopes(name) for name in "ab"}, scores=scores)
+    with pytest.raises(AdapterError, match="each batch trains one"):
+        engine.forward_backward(mixed, slopes("a"))
 
 
 @pytest.mark.parametrize("key", ["tp", "pp", "ep", "etp"])

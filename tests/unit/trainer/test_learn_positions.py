@@ -88,9 +88,9 @@ class PositionEngine:
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, **_: object) -> dict[str, float]:
         sums: dict[str, float] = defaultdict(float)
         for packed in self._packed(batch):
-            if packed.micro is None:
+            if not packed.micros:
                 continue
-            found = loss_fn(packed.micro, self._predict(packed), None)
+            found = loss_fn(packed.micros[0], self._predict(packed), None)
             for name, value in {"loss": found.loss, **found.stats}.items():
                 sums[name] += float(value)
         return dict(sums)

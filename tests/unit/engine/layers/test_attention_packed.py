@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from areal_lora.data.collate import MicroPlan, Tree
@@ -24,8 +26,8 @@ def test_a_shared_start_stands_once_and_positions_restart_in_each_branch() -> No
     assert packed.token_ids.tolist() == [[31, 32, 33, 34, 43, 21, 0, 0]]
     assert packed.attention.positions.tolist() == [0, 1, 2, 3, 2, 0, 0, 0]
     assert packed.sequences == (2, 3, 1)
-    assert packed.micro is not None
-    assert packed.micro.token_ids.tolist() == [31, 32, 33, 34, 31, 32, 43, 21]
+    (micro,) = packed.micros
+    assert micro.token_ids.tolist() == [31, 32, 33, 34, 31, 32, 43, 21]
 
 
 def test_both_branches_are_predicted_from_the_end_of_the_shared_start() -> None:
@@ -48,9 +50,23 @@ def test_a_shared_prediction_gets_the_gradient_of_each_sequence() -> None:
     assert values.grad.tolist() == [11, 2, 3, 20]
 
 
+def test_the_trees_of_an_adapter_follow_each_other() -> None:
+    batch = make_batch(ROWS)
+    mixed = replace(batch, adapters=("c", "b", *("a",) * (batch.n_sequences - 2)))
+    packed = pack(mixed, PLAN, 0, CPU)
+    assert packed.sequences == (1, 2, 3), "in the order in which the batch names them"
+    assert packed.tokens.ends == (0, 1, 8), "one has no sequence here, and padding is the last one's"
+    assert packed.tokens.owners is not None
+    assert packed.tokens.owners.tolist() == [1, *[2] * 7]
+    assert [(set(micro.adapters), micro.n_tokens) for micro in packed.micros] == [({"b"}, 1), ({"a"}, 7)]
+    assert packed.token_ids.tolist() == [[21, 31, 32, 33, 34, 43, 0, 0]]
+    alone = pack(batch, PLAN, 0, CPU).tokens
+    assert (alone.ends, alone.owners) == ((8,), None)
+
+
 def test_a_rank_without_sequences_gets_padding_of_the_same_size() -> None:
     packed = pack(make_batch(ROWS), EMPTY, 1, CPU)
-    assert packed.micro is None
+    assert packed.micros == ()
     assert packed.token_ids.tolist() == [[0] * 4]
     assert packed.index.numel() == packed.sources.numel() == 0
     assert packed.attention.n == 0
@@ -68,16 +84,14 @@ def test_a_batch_is_packed_on_the_host_whatever_the_default_device_is() -> None:
     for name in ("token_ids", "sources", "targets", "index"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert torch.equal(got.attention.positions, want.attention.positions)
-    assert got.micro is not None
-    assert got.micro.token_ids.device == padding.index.device == values.device == CPU
+    assert got.micros[0].token_ids.device == padding.index.device == values.device == CPU
     assert values.tolist() == [0, 32, 33, 34, 0, 32, 43, 0]
 
 
 def test_a_batch_reaches_the_device_that_was_asked_for() -> None:
     packed = packed_on(torch.device("meta"))
-    assert packed.micro is not None
-    plan = packed.attention
-    tensors = [packed.token_ids, packed.index, packed.micro.token_ids, packed.micro.cu_seqlens, plan.positions]
+    (micro,), plan = packed.micros, packed.attention
+    tensors = [packed.token_ids, packed.index, micro.token_ids, micro.cu_seqlens, plan.positions]
     passes = [plan.own, plan.shared, plan.window(3)]
     tensors += [
         t for p in passes if p for t in (p.runs.cu_q, p.runs.cu_k, p.queries, p.keys) if isinstance(t, torch.Tensor)

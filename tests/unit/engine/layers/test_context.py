@@ -5,6 +5,8 @@ The ranks take turns in this process: what they would gather is made before. tes
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,13 +37,29 @@ def order(size: int) -> Tensor:
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_the_parts_together_are_the_row(size: int) -> None:
     whole, parts = whole_and_parts(size)
-    gathered = [torch.cat([getattr(part, name).view(-1) for part in parts]) for name in ("token_ids", "keys")]
-    gathered.append(torch.cat([part.attention.positions for part in parts]))
-    wanted = (whole.token_ids.view(-1), whole.keys, whole.attention.positions)
+    each = [(part.token_ids.view(-1), part.tokens.keys, part.attention.positions) for part in parts]
+    gathered = map(torch.cat, zip(*each, strict=True))
+    wanted = (whole.token_ids.view(-1), whole.tokens.keys, whole.attention.positions)
     for got, want in zip(gathered, wanted, strict=True):
         assert torch.equal(got[order(size)], want)
     assert sum(part.attention.n for part in parts) == whole.attention.n
     assert all(part.sequences == whole.sequences for part in parts)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_part_has_runs_of_the_adapters_of_the_row(size: int) -> None:
+    batch = make_batch(ROWS)
+    batch = replace(batch, adapters=tuple("ab"[i in (3, 5)] for i in range(batch.n_sequences)))
+    plan = MicroPlan(trees=(TREES,), n_tokens=N)
+    whole = pack(batch, plan, 0, CPU)
+    parts = [pack(batch, plan, 0, CPU, ContextGroup(rank=rank, size=size)) for rank in range(size)]
+    assert whole.tokens.owners is not None
+    gathered = torch.cat([part.tokens.owners for part in parts if part.tokens.owners is not None])
+    assert torch.equal(gathered[order(size)], whole.tokens.owners)
+    for part in (whole, *parts):
+        assert part.tokens.owners is not None
+        assert part.tokens.ends == tuple(part.tokens.owners.bincount(minlength=2).cumsum(0).tolist())
+        assert torch.equal(part.tokens.owners, part.tokens.owners.sort().values)
 
 
 def test_a_rank_has_an_early_and_a_late_part() -> None:

@@ -8,18 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from areal_lora.engine.layers.expert_mlp import (
-    Dropout,
-    ExpertLora,
-    ExpertMlp,
-    Groups,
-    from_lanes,
-    kept,
-    site_key,
-    step_seed,
-    text_keys,
-    to_lanes,
-)
+from areal_lora.engine.layers.active import Dropout, from_lanes, kept, site_key, step_seed, text_keys, to_lanes
+from areal_lora.engine.layers.expert_mlp import ExpertLora, ExpertMlp, Groups
 
 SITE = site_key("model.layers.0.self_attn.q_proj")
 SEED = 3
@@ -94,8 +84,9 @@ def test_experts_with_masks_equal_autograd(shared: str) -> None:
     ]
     keys = keys_of(n)
     keeps = (fc[0].keep(drop, keys, groups, h), fc[1].keep(drop, keys, groups, f))
-    scales = (1.5 * drop.factor, 0.5 * drop.factor)
-    y = ExpertMlp.apply(x, probs, parts["a1"], parts["b1"], parts["a2"], parts["b2"], w1, w2, groups, scales, keeps)
+    shares = [(groups, scale * drop.factor, n) for scale in (1.5, 0.5)]
+    tensors = parts["a1"], parts["b1"], keeps[0], parts["a2"], parts["b2"], keeps[1]
+    y = ExpertMlp.apply(x, probs, w1, w2, groups, None, shares, *tensors)
     weight = torch.randn(n, h)
     leaves = [x, probs, *parts.values()]
     found = torch.autograd.grad((y * weight).sum(), leaves)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal_lora.config.sections.run import Recompute
 from areal_lora.engine.layers import recompute as module
 from areal_lora.engine.layers import varlen
+from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens
 from areal_lora.engine.layers.attention import AttentionPlan, Segment, attend
-from areal_lora.engine.layers.expert_mlp import ActiveAdapter
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.layers.varlen import VarlenRuns
 from tests.support.engine.layers import plain_attention
@@ -29,14 +29,14 @@ RECOMPUTED: tuple[Recompute, ...] = ("selective", "full", "offload")
 class Layer(nn.Module):
     """Attention with a frozen projection, and a trained one after it."""
 
-    def __init__(self, active: ActiveAdapter) -> None:
+    def __init__(self, active: ActiveAdapters) -> None:
         super().__init__()
         self.active, self.keys = active, list[Any]()
         self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
         self.qkv.requires_grad_(False)
 
     def forward(self, hidden_states: Tensor, *, plan: AttentionPlan) -> tuple[Tensor, None]:
-        self.keys.append(self.active.keys)
+        self.keys.append(self.active.tokens and self.active.tokens.keys)
         q, k, v = self.qkv(hidden_states).view(TOKENS, 3, HEADS, WIDTH).unbind(1)
         return hidden_states + self.out(attend(plan, q, k, v)).tanh(), None
 
@@ -53,9 +53,9 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def stack(kind: Recompute) -> tuple[nn.ModuleList, ActiveAdapter]:
+def stack(kind: Recompute) -> tuple[nn.ModuleList, ActiveAdapters]:
     torch.manual_seed(3)
-    active = ActiveAdapter()
+    active = ActiveAdapters()
     layers = nn.ModuleList(Layer(active) for _ in range(2))
     recompute(layers, kind, active)
     return layers, active
@@ -138,7 +138,7 @@ def test_a_layer_is_recomputed_with_the_keys_of_its_micro_batch(kind: Recompute)
     layers, active = stack(kind)
     losses = []
     for number in range(2):
-        active.keys = torch.tensor([number])
+        active.follow(PackedTokens(keys=torch.tensor([number]), ends=(1,)))
         x = torch.randn(TOKENS, 16)
         for layer in layers:
             x, _ = layer(x, plan=plan_of(TREE))

@@ -63,7 +63,7 @@ def test_packed_trees_equal_whole_sequences(padding: int, flash: bool, monkeypat
     core, packing = PackedAttention(None), Packing(INV_FREQ, torch.float32)
     core.packing = packing
     q, k, v = random_inputs(n_tokens, seed=3)
-    out = core(q, k, v, packing.add(packed.attention, packed.keys))
+    out = core(q, k, v, packing.add(packed.attention, packed.tokens))
     assert out.shape == (n_tokens, 1, HEADS * WIDTH)
     assert not out[n_tokens - padding :].any()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens
 from areal_lora.engine.layers.expert_mlp import ExpertLora
 from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 
@@ -40,7 +41,7 @@ def adapter(shared: bool, n_out: int, n_in: int) -> tuple[nn.Parameter, nn.Param
 
 def adapt(linear: GroupedLinear, a: torch.Tensor, b: torch.Tensor, name: str = "a") -> None:
     linear.residents[name] = ExpertLora(a, b, SCALE)
-    linear.active.name = name
+    linear.active = ActiveAdapters({name: None})
 
 
 def one_by_one(experts: GroupedExperts, x: Tensor, probs: Tensor, lora: list[Tensor]) -> Tensor:
@@ -85,6 +86,51 @@ def test_grouped_experts_equal_experts_one_by_one(
         assert error(got.grad, expected.grad) < TOLERANCE
 
 
+def test_each_row_has_the_weights_of_its_adapter() -> None:
+    """Against one row after the other in float64. One adapter has no row, one no part in fc1; some rows have none."""
+    print("seed 11")
+    torch.manual_seed(11)
+    experts, lora = make_experts(), dict[str, list[Tensor]]()
+    first, second = experts.linear_fc1, experts.linear_fc2
+    for name in ("b", "a", "c"):
+        pairs = [*adapter(False, 2 * WIDTH, HIDDEN), *adapter(False, HIDDEN, WIDTH)]
+        lora[name] = [x if name != "c" or i > 1 else torch.zeros_like(x) for i, x in enumerate(pairs)]
+        if name != "c":
+            first.residents[name] = ExpertLora(*pairs[:2], SCALE)
+        second.residents[name] = ExpertLora(*pairs[2:], SCALE)
+    names = ["b", "base", "a", "c"]
+    owners = torch.tensor([3, 0, 1, 0, 0, 1, 0, 3, 3, 1, 3, 0])  # of the rows by expert, in any order
+    first.active = second.active = active = ActiveAdapters(dict.fromkeys(names))
+    active.follow(
+        PackedTokens(keys=torch.zeros(4, dtype=torch.int64), ends=(1, 2, 2, 4), owners=torch.tensor([0, 1, 3, 3]))
+    )
+    experts.row_owners = owners, owners.bincount(minlength=4).tolist()
+    x, probs = torch.randn(12, HIDDEN, requires_grad=True), torch.rand(12, requires_grad=True)
+    out, _ = experts(x, torch.tensor(SPLITS), probs)
+    inputs = [x, probs, *lora["b"], *lora["a"], *lora["c"][2:]]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    parts = {"b": exact[2:6], "a": exact[6:10], "c": [*(x.double() for x in lora["c"][:2]), *exact[10:]]}
+    parts["base"] = [torch.zeros_like(t) for t in exact[2:6]]
+    of_row = torch.arange(len(SPLITS)).repeat_interleave(torch.tensor(SPLITS)).tolist()
+    rows = []
+    for i, (e, owner) in enumerate(zip(of_row, owners.tolist(), strict=True)):
+        a1, b1, a2, b2 = (t[e] for t in parts[names[owner]])
+        g = (first.weight[e].double() + SCALE * b1 @ a1) @ exact[0][i]
+        u = functional.silu(g[:WIDTH]) * g[WIDTH:] * exact[1][i]
+        rows.append((second.weight[e].double() + SCALE * b2 @ a2) @ u)
+    want = torch.stack(rows)
+    assert error(out.detach(), want) < TOLERANCE
+    weights = torch.randn_like(out)
+    (out * weights).sum().backward()
+    (want * weights.double()).sum().backward()
+    for got, expected in zip(inputs, exact, strict=True):
+        assert got.grad is not None
+        if expected.grad is None:
+            assert not got.grad.any(), "it has no row"
+        else:
+            assert error(got.grad, expected.grad) < TOLERANCE
+
+
 def test_an_adapter_that_is_off_leaves_the_base() -> None:
     torch.manual_seed(8)
     print("seed 8")
@@ -95,7 +141,7 @@ def test_an_adapter_that_is_off_leaves_the_base() -> None:
         adapt(linear, *adapter(False, *shape))
     assert not torch.equal(experts(x, splits, probs)[0], base)
     for linear in (experts.linear_fc1, experts.linear_fc2):
-        linear.active.name = None
+        linear.active = ActiveAdapters()
     assert torch.equal(experts(x, splits, probs)[0], base)
 
 

@@ -67,7 +67,7 @@ class Link:
     def next(self, *adapters: str) -> Operate:
         """The next operation, once it has arrived."""
         for _ in range(600):
-            if (found := self.clients.first(adapters or ("a.1",), lambda _: True)) is not None:
+            if (found := next(self.clients.ready(adapters or ("a.1",), lambda _: True), None)) is not None:
                 return found
             self.clients.listen(0.1)
         raise AssertionError("no operation has arrived")
@@ -103,10 +103,9 @@ def test_operations_are_handed_out_in_turn_and_skip_what_may_not_begin(link: Lin
     assert link.next("b.1").operation == operation(1, PASS, "b.1")
     assert link.next("a.1").adapter == "a.1"
     assert [link.next("b.1", "a.1").adapter, link.next("a.1", "b.1").adapter] == ["b.1", "a.1"]
-    found = link.clients.first(["a.1", "b.1"], lambda each: isinstance(each.what, Pass))
-    assert found is not None
-    assert found.adapter == "b.1"
-    assert link.clients.first(["a.1"], lambda each: isinstance(each.what, Pass)) is None
+    assert [each.adapter for each in link.clients.ready(["a.1", "b.1"], lambda _: True)] == ["a.1", "b.1"]
+    found = link.clients.ready(["a.1", "b.1"], lambda each: isinstance(each.what, Pass))
+    assert [each.adapter for each in found] == ["b.1"]
 
 
 BAD_STEPS = [

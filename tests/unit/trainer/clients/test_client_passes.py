@@ -65,7 +65,7 @@ def test_the_limits_are_those_of_model_and_trainer() -> None:
 
 def test_entry_t_of_every_array_is_about_token_t() -> None:
     other = datum([7, 8], [2.0], [-3.0], [1.5])
-    batch = batch_of(asked(GOOD, other), "a.1")
+    batch = batch_of({"a.1": asked(GOOD, other)})
     assert batch.token_ids.tolist() == [1, 2, 3, 7, 8]
     assert batch.cu_seqlens.tolist() == [0, 3, 5]
     assert batch.weights is not None
@@ -75,10 +75,20 @@ def test_entry_t_of_every_array_is_about_token_t() -> None:
     assert batch.rollout_logprobs.tolist() == [0.0, -1.0, -2.0, 0.0, -3.0]
     assert batch.advantages.tolist() == [0.0, 0.5, -0.5, 0.0, 1.5]
     assert batch.adapters == ("a.1", "a.1")
-    plain = batch_of(asked(GOOD, other, loss=Loss.CROSS_ENTROPY), "a.1")
+    plain = batch_of({"a.1": asked(GOOD, other, loss=Loss.CROSS_ENTROPY)})
     assert plain.advantages is not None
     assert not plain.rollout_logprobs.any()
     assert not plain.advantages.any(), "cross entropy has neither, whatever was sent"
+
+
+def test_passes_of_several_adapters_are_one_batch() -> None:
+    plain, both = asked(datum([7, 8], [2.0]), loss=Loss.CROSS_ENTROPY), asked(GOOD, GOOD)
+    batch = batch_of({"b.1": plain, "a.1": both})
+    assert batch.token_ids.tolist() == [7, 8, 1, 2, 3, 1, 2, 3]
+    assert batch.adapters == ("b.1", "a.1", "a.1")
+    assert len(set(batch.group_ids.tolist())) == 3, "no start is shared"
+    assert batch.advantages is not None
+    assert batch.advantages.tolist() == [0.0, 0.0, 0.0, 0.5, -0.5, 0.0, 0.5, -0.5]
 
 
 def test_a_pass_with_and_without_gradients_answers_alike() -> None:
@@ -87,9 +97,9 @@ def test_a_pass_with_and_without_gradients_answers_alike() -> None:
     adapter = client_adapter(config, "a")
     engine.add_adapter(adapter.spec, adapter.config.optimizer, 0)
     engine.residents["a.1"].parts["weight"] = torch.linspace(-1, 1, VOCABULARY)
-    looked = carry_out(engine, asked(GOOD, backward=False), "a.1")
+    looked = carry_out(engine, {"a.1": asked(GOOD, backward=False)})["a.1"]
     assert not engine.residents["a.1"].gradient.any()
-    learned = carry_out(engine, asked(GOOD), "a.1")
+    learned = carry_out(engine, {"a.1": asked(GOOD)})["a.1"]
     assert engine.residents["a.1"].gradient.any()
     assert looked.logprobs == learned.logprobs
     assert looked.loss == pytest.approx(learned.loss)

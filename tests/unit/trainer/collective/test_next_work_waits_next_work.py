@@ -22,9 +22,10 @@ from areal_lora.operations.protocol import (
     SaveState,
     What,
 )
-from areal_lora.trainer.collective.next_work import RETRY_S, concluded, may_start
+from areal_lora.trainer.collective.next_work import RETRY_S, concluded, joint, may_start
 from areal_lora.trainer.work import Conclude
 from areal_lora.types import AdapterPhase, AdapterRef
+from tests.support.operations.client import datum
 
 PASS = Pass(data=(), loss=Loss.CROSS_ENTROPY)
 SAVES: list[What] = [
@@ -101,3 +102,26 @@ def test_a_checkpoint_that_failed_is_concluded_after_a_while_as_it_is_tried_agai
     assert concluded(trainer(save(ended=True, failed=True, ago_s=RETRY_S))) is not None
     assert concluded(trainer(save(ended=True, failed=True, label="x"))) is not None, "a saved state is not"
     assert concluded(trainer(save(ended=True, failed=True, error=PublishError("a rank is lost")))) is not None
+
+
+GOOD = datum([1, 2, 3], [1.0, 0.0])
+LOOK = Pass(data=(GOOD,), loss=Loss.CROSS_ENTROPY, backward=False)
+LEARN, LONG = (Pass(data=(GOOD,) * n, loss=Loss.CROSS_ENTROPY) for n in (1, 2))
+READY = {
+    "one after the other": ([("a", LEARN), ("b", LEARN), ("c", LEARN)], 9, "abc"),
+    "the first has any size": ([("a", LONG), ("b", LEARN)], 3, "a"),
+    "what is left is too little": ([("a", LEARN), ("b", LONG), ("c", LEARN)], 8, "a"),
+    "other operations are passed over": ([("a", LEARN), ("b", OptimStep(lr=1.0)), ("c", LEARN)], 9, "ac"),
+    "gradients or none": ([("a", LOOK), ("b", LEARN), ("c", LOOK)], 9, "ac"),
+    "no budget": ([("a", LEARN), ("b", LEARN)], 0, "a"),
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_which_passes_are_computed_together(name: str) -> None:
+    """GOOD has three tokens. Nothing is looked at that could not join any more."""
+    ready, budget, wanted = READY[name]
+    waiting = iter([Operation(adapter=adapter, number=1, what=what) for adapter, what in ready])
+    assert "".join(each.adapter for each in joint(waiting, budget)) == wanted
+    left = "".join(each.adapter for each in waiting)
+    assert left == {"the first has any size": "b", "what is left is too little": "c", "no budget": "b"}.get(name, "")
