@@ -32,7 +32,7 @@ LINES = {
     "data": 616,  # micro-batches whose ranks have equal attention; a batch between ranks as rows and one array
     "distributed": 360,  # broadcast_array
     "doctor": 1032,
-    "engine": 8582,  # context parallelism, chunked logits, recompute, divided steps, FLOPs and memory of passes
+    "engine": 8659,  # launches: rotations of both heads in three, rows of experts without index_add; context parallelism, chunked logits, recompute, divided steps, FLOPs and memory of passes
     "families": 1430,  # FLOPs of passes
     "launcher": 3543,
     "library": 470,

@@ -199,11 +199,11 @@ class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
 def _add_adapter(
     groups: Groups, out: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, scale: float, keep: Tensor | None
 ) -> Tensor | None:
-    """Add ``scale * B A x`` to ``out``, of x what ``keep`` [T, in] keeps; returns the scaled ``A x`` [T, r]."""
+    """Add ``scale * B A x`` to ``out``, of x what ``keep`` [T, in] keeps; returns ``A x`` [T, r]."""
     if a is None or b is None:
         return None
-    hidden = groups.times(kept(x, keep), a).mul_(scale)
-    out.add_(groups.times(hidden, b))
+    hidden = groups.times(kept(x, keep), a)
+    out.add_(groups.times(hidden, b), alpha=scale)
     return hidden
 
 
@@ -225,7 +225,7 @@ def _adapter_grads(
     dh = groups.times(dy, b.transpose(-1, -2)).mul_(scale)
     back = groups.times(dh, a.transpose(-1, -2))
     dx.add_(back if keep is None else back.masked_fill_(~keep, 0.0))
-    return groups.outer(dh, kept(x(), keep), a), groups.outer(dy, hidden, b)
+    return groups.outer(dh, kept(x(), keep), a), groups.outer(dy, hidden * scale, b)
 
 
 @dataclass(frozen=True, slots=True)
