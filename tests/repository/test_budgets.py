@@ -28,11 +28,11 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1458,
     "cli": 2156,  # the trainer's speed and memory
-    "config": 4226,  # cp, fsdp_shard, max_behind, profile; memory by kind of recompute, of dispatch, loss and packers
+    "config": 4235,  # cp, fsdp_shard, max_behind, profile; memory as each engine keeps it, by kind of recompute
     "data": 616,  # micro-batches whose ranks have equal attention; a batch between ranks as rows and one array
     "distributed": 360,  # broadcast_array
     "doctor": 1032,
-    "engine": 8659,  # launches: rotations of both heads in three, rows of experts without index_add; context parallelism, chunked logits, recompute, divided steps, FLOPs and memory of passes
+    "engine": 8659,  # rotations in three launches, rows of experts without index_add; FLOPs and memory of passes
     "families": 1430,  # FLOPs of passes
     "launcher": 3543,
     "library": 470,

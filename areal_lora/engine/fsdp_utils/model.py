@@ -256,7 +256,7 @@ def fuse_rotations(model: nn.Module) -> None:
 
 
 def _rotated(own: Rotation, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Of ``query`` [1, h, t, d] and ``key`` [1, g, t, d]; ``own`` takes angles of another precision, or for a part of d."""
+    """Of ``query`` [1, h, t, d] and ``key`` [1, g, t, d]; other angles are for ``own``."""
     if query.dtype != cos.dtype or query.shape[2:] != cos.shape[1:]:
         return own(query, key, cos, sin)
     query, key = rotate(query.squeeze(0).transpose(0, 1), key.squeeze(0).transpose(0, 1), cos[0], sin[0])
