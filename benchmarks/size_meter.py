@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 META = torch.device("meta")
 NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "_unsafe_view"}
-SYNCS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount", "equal"}
+SYNCS = {"nonzero", "masked_select", "unique_dim", "_unique2", "bincount", "equal"}
+"""On ``meta`` a value for the host raises; one of a tensor on the host waits for nothing."""
 COLLECTIVES = {"c10d", "_c10d_functional"}
 REST, BACKWARD = "rest", "backward"
 PARTS = {"self_attn": "attention", "self_attention": "attention", "mlp": "mlp", "lm_head": "output"}
