@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from real_sizes import QWEN3_30B, RANK, TARGETS, build, measure_passes
+from real_sizes import measure, total
+from size_slices import QWEN3_30B, RANK, TARGETS, Case
 
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
-from areal_lora.data.collate import MicroPlan, Tree, scoring_batch
+from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.base import LossSums, MicroBatch
 from areal_lora.engine.fsdp_engine import FsdpEngine
 from areal_lora.types import AdapterSpec, TrainBatch
@@ -39,13 +40,9 @@ def batch_of(names: list[str], tokens: int) -> TrainBatch:
 
 
 def launches(names: list[str], tokens: int) -> int:
-    trees = tuple(Tree(sequences=(i,), shared=0) for i in range(len(names)))
-    plan = MicroPlan(trees=(trees,), n_tokens=tokens * len(names))
-    one, two = (
-        measure_passes(build(QWEN3_30B, layers, names), batch_of(names, tokens), plan, int(QWEN3_30B["vocab_size"]))
-        for layers in (1, 2)
-    )
-    return two.forward.launches + two.backward.launches - one.forward.launches - one.backward.launches
+    case = Case(name="", model=QWEN3_30B, prompt=0, answers=(tokens,) * len(names), adapters=tuple(names))
+    one, two = (total(measure(case, layers), "launches") for layers in (1, 2))
+    return two - one
 
 
 def summed(micro: MicroBatch, logprobs: torch.Tensor, _: object) -> LossSums:

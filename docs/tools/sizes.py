@@ -26,7 +26,7 @@ TOKENS = 33 * 1024
 """An answer of 32 k after a prompt of 1 k: one micro-batch."""
 FLOPS_PER_S, LAUNCH_S, BYTES_PER_S, LINK_BYTES_PER_S = 600e12, 5e-6, 3.35e12, 450e9
 """Of an H100 as in `benchmarks/real_sizes.py`: products, a launch, its memory, NVLink each way."""
-LAUNCHES = {"kept": 206, "again": 81}
+LAUNCHES = {"kept": 155, "again": 60}
 """Of a layer: `tests/benchmarks/test_real_sizes.py`."""
 
 
@@ -76,7 +76,7 @@ def memory_rows() -> list[tuple[str, ...]]:
         return (name, *(f"{number / GIB:.1f}" for number in numbers))
 
     names = ["base weights", "adapter weights and gradients", "optimizer moments", "publish and checkpoint", "process"]
-    rows = [gib(name, [p.device for p in parts(name)]) for name in (*names, "dispatch", "loss chunk")]
+    rows = [gib(name, [p.device for p in parts(name)]) for name in (*names, "buffers")]
     rows += [gib(f"activations, `{kind}`", [p.device for p in parts("activations", kind)]) for kind in by_kind]
     rows.append(gib("host, of `offload`", [p.host for p in parts("activations", "offload")]))
     return [*rows, *(gib(f"**sum**, `{kind}`", [rank.device for rank in ranks]) for kind, ranks in by_kind.items())]

@@ -28,7 +28,7 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1458,
     "cli": 2181,  # the trainer's speed and memory; page; two versions in a chat
-    "config": 4226,  # cp, fsdp_shard, max_behind, profile; memory by kind of recompute, of dispatch, loss and packers
+    "config": 4235,  # cp, fsdp_shard, max_behind, profile; memory as each engine keeps it, by kind of recompute
     "data": 616,  # micro-batches whose ranks have equal attention; a batch between ranks as rows and one array
     "distributed": 360,  # broadcast_array
     "doctor": 1032,

@@ -4,8 +4,8 @@ from areal_lora.config.models import Config
 from areal_lora.families.shape import ModelShape
 
 KEY_COPIES = 2.0
-"""Keys and values per packed token: the shared prompt of a group is gathered for each of its answers. With `trainer.cp`
-a rank gathers those of all ranks' tokens."""
+"""Keys and values per packed token where they are gathered, on CPUs and with `trainer.cp`, of all ranks' tokens: the
+shared prompt of a group for each of its answers."""
 CHUNK = 2**26
 """Logits of which the output layer makes fp32 buffers at a time: `engine.layers.output`."""
 
@@ -18,24 +18,40 @@ def chunk_bytes(logits: int, item: int) -> int:
 def layer_elements(config: Config, shape: ModelShape, layer: int) -> float:
     """Elements that one layer keeps for the backward pass, per token of a micro-batch.
 
-    Both norms keep input and output (4 h). Attention keeps queries before and after the norm and rotation, gathered by
-    sequence, and its output as computed and as unpacked (5 q); keys before and after (2 or 3 k) and gathered; values
-    and gathered. An MLP of width f keeps its input and 3 f: both projections and their product. Experts see each token
-    ``experts_per_token`` times, on average; with tp, a rank routes its part of the sequence. For a family without a
-    row: both norms, and inputs and outputs of every linear layer.
+    Both norms keep their input (2 h), adapters that of attention and of a dense MLP, which tensor-parallel ranks hold
+    whole. Attention keeps projections where a norm follows, rotated queries and keys, values, and what it returns
+    (2 q + 2 k, with norms 3 each); Megatron's fused projection stays, and a copy of its queries for their norm. CPUs,
+    without flash attention, keep padded and gathered rows, too. An MLP of width f keeps both projections and their
+    product, transformers' the activation, too. Experts see each token ``experts_per_token`` times, on average; with tp,
+    a rank routes its part of the sequence. For a family without a row: both norms, and inputs and outputs of every
+    linear layer.
     """
-    t, h = config.trainer, shape.hidden
+    t, h, sparse = config.trainer, shape.hidden, layer in shape.sparse_layers
+    routed = shape.experts_per_token * (h + 3 * shape.expert_ffn) if sparse else 0
     if shape.checkpoint is not None:
-        own = sum(one.inputs + one.outputs for one in shape.checkpoint.linears if layer in one.layers)
-        routed = shape.experts_per_token * (h + 3 * shape.expert_ffn) if layer in shape.sparse_layers else 0
-        return 4 * h + own + routed
+        return 4 * h + routed + sum(x.inputs + x.outputs for x in shape.checkpoint.linears if layer in x.layers)
+    megatron, norms = t.engine == "megatron", 1 if shape.family.attention.norms else 0
     q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    norms = 1 if shape.family.attention.norms else 0
-    attention = 4 * h + (4 + norms) * q + (2 + norms + 2 * KEY_COPIES * t.cp) * k
-    if layer not in shape.sparse_layers:
-        return (attention + 3 * shape.ffn) / t.tp
-    rows = shape.experts_per_token
-    return (attention + rows * (h + 3 * shape.expert_ffn) + 3 * shape.shared_ffn) / t.tp
+    gathered = KEY_COPIES * t.cp if t.cp > 1 else 1
+    if config.cluster.device == "cpu":
+        attention = (4 + norms) * q + (2 + norms + 2 * KEY_COPIES * t.cp) * k
+    elif megatron:
+        attention = (3 + norms) * q + (1 + 2 * gathered) * k
+    else:
+        attention = (2 + norms) * q + (norms + 2 * gathered) * k
+    whole = t.tp * h * (1 if sparse else 2) + (h if sparse and megatron else 0)  # Megatron's router keeps its input
+    mlp = shape.shared_ffn if sparse else shape.ffn
+    return (2 * h + whole + attention + routed + (3 if megatron else 4) * mlp) / t.tp
+
+
+def pass_elements(config: Config, shape: ModelShape, layer: int) -> float:
+    """Buffers of one layer's backward pass, per token, beside what it keeps.
+
+    Gradients of an MLP's projections and product (3 f), and of the layer's output. For each row of an expert also
+    those of its input and output, and a product that is added (3 h); where experts are divided, rows that travel.
+    """
+    rows = shape.experts_per_token * 3 * (shape.hidden + shape.expert_ffn)
+    return ((rows if layer in shape.sparse_layers else 3 * shape.ffn) + shape.hidden) / config.trainer.tp
 
 
 def kept_elements(config: Config, shape: ModelShape) -> float:
@@ -43,9 +59,3 @@ def kept_elements(config: Config, shape: ModelShape) -> float:
     log-sum-exp in fp32 counts as two."""
     attention = shape.heads * (shape.head_dim + 2) if config.trainer.recompute == "selective" else 0
     return (shape.hidden + attention) / config.trainer.tp
-
-
-def dispatched_elements(config: Config, shape: ModelShape) -> int:
-    t = config.trainer
-    rows = t.max_tokens_per_microbatch // t.tp * shape.experts_per_token
-    return 2 * rows * shape.hidden if shape.experts and t.ep * t.etp > 1 else 0

@@ -128,8 +128,8 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
     - Activations: the tensors that autograd keeps, counted from this project's modules (`sizing.activations`), in the
       manner of Korthikanti et al., arXiv 2205.05198. With tp the sequence is divided. 1F1B holds pp - stage
       micro-batches on a stage (Narayanan et al., arXiv 2104.04473). With recompute one layer is there in full.
-    - Dispatch, of one layer where experts are divided: the rows that a rank sends and those that it gets, on average.
-    - Loss chunk, on the last stage: buffers of logits, hidden states of the whole sequence and their gradient.
+    - Buffers: of one layer's backward pass, which on CPUs are part of `HEAP_CPU`, or, on the last stage, of a chunk of
+      logits, with hidden states of the whole sequence and their gradient: what is larger.
     - Publish and checkpoint. Host: shards on the wire and, on GPUs, their fp32 mirrors (`AdapterMemory`), all
       page-locked; copies that a checkpoint writes. Device: what a source receives of tensor-parallel ranks, and the
       copy of the shard that NCCL sends (`weight_sync.link.broadcast_groups`).
@@ -145,16 +145,15 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
     away = t.recompute == "offload"
     heap = HEAP_CPU if on_cpu else HEAP_GPU
     logits = min(activations.CHUNK, tokens * shape.vocab // t.tp)
+    chunk = activations.chunk_bytes(logits, item) + 2 * tokens * shape.hidden * item if last else 0
+    passes = 0.0 if on_cpu else heap * tokens * item * max(activations.pass_elements(config, shape, n) for n in layers)
     weights, moments, published = _adapters(config, shape, config.adapters, layers)
     return [
         *_base(config, shape, stage, layers),
         weights,
         moments,
         Part("activations", device=int(((0 if away else kept) + once) * heap), host=int(kept) if away else 0),
-        Part("dispatch", device=activations.dispatched_elements(config, shape) * item),
-        Part(
-            "loss chunk", device=activations.chunk_bytes(logits, item) + 2 * tokens * shape.hidden * item if last else 0
-        ),
+        Part("buffers", device=max(chunk, int(passes))),
         published,
         *_joining(config, shape, layers),
         Part("process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),

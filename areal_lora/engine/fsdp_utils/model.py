@@ -18,10 +18,11 @@ transformers keeps the experts of a layer in one parameter and some modules unde
 folders; its own table of conversions maps them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.layers.active import ActiveAdapters
-from areal_lora.engine.layers.attention import AttentionPlan, attend
+from areal_lora.engine.layers.attention import AttentionPlan, attend, rotate
 from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.errors import ConfigError, UnknownTensorError
@@ -127,6 +128,9 @@ class ExpertsSite:
     fc2: dict[str, ExpertLora] = field(default_factory=dict)
 
 
+Rotation = Callable[..., tuple[Tensor, Tensor]]
+ROTATION = "apply_rotary_pos_emb"
+"""transformers' function of queries, keys, cosines and sines."""
 ATTENTION = "areal_lora_packed"
 EXPERTS = "areal_lora_grouped"
 _WITHOUT_EFFECT = ("dropout", "position_ids", "use_cache", "is_causal", "cache_position", "output_attentions")
@@ -157,7 +161,7 @@ def packed_attention(
             f"{type(module).__name__} computes attention with {', '.join(odd) or 'a mask of its own'}",
             "use a model with plain or sliding-window attention",
         )
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # a selection has a launch in the backward pass
     context = attend(packing, *rows, scale=scaling, window=sliding_window)
     return context.view(1, context.shape[0], query.shape[1], value.shape[3]), None
 
@@ -168,27 +172,42 @@ def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     k = chosen.shape[1]
     experts, order = chosen.reshape(-1).sort(stable=True)
     numbers = torch.arange(max(module.num_experts, experts.numel()), device=experts.device)
-    active, rows = site.active, order // k
+    active, tokens, back = site.active, order // k, torch.empty_like(order)
+    back[order] = numbers[: order.numel()]
     held = active.tokens
     none = ExpertLora()
     loras = [(site.fc1.get(used.name, none), site.fc2.get(used.name, none)) for used in active.each]
     owners = None
     if held is not None and held.owners is not None:
-        owners = held.owners.index_select(0, rows), [k * (b - a) for a, b in pairwise((0, *held.ends))]
-    found = expert_mlp(
-        hidden.index_select(0, rows),
+        owners = held.owners.index_select(0, tokens), [k * (b - a) for a, b in pairwise((0, *held.ends))]
+    rows = expert_mlp(
+        _Exchange.apply(hidden, tokens, back, k, True),
         weights.reshape(-1).index_select(0, order),
         loras,
         (module.gate_up_proj, module.down_proj),
         torch.searchsorted(experts, numbers[: module.num_experts], right=True, out_int32=True),
         active,
-        held.keys.index_select(0, rows) if held is not None and active.drops else None,
+        held.keys.index_select(0, tokens) if held is not None and active.drops else None,
         owners,
     )
-    back = torch.empty_like(order)
-    back[order] = numbers[: order.numel()]
-    # A sum in the order of the choices: equal for every packing.
-    return found.index_select(0, back).view(hidden.shape[0], k, -1).sum(1)
+    found: Tensor = _Exchange.apply(rows, tokens, back, k, False)
+    return found
+
+
+class _Exchange(torch.autograd.Function):  # type: ignore[misc]
+    """Tokens [t, h] to the rows [t k, h] of their experts, or the sums of rows to tokens: each is the backward pass of
+    the other. Sums are in the order of the choices: equal for every packing, and on a GPU in every run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, back: Tensor, k: int, to_experts: bool) -> Tensor:
+        ctx.save_for_backward(tokens, back)
+        ctx.k, ctx.to_experts = k, to_experts
+        return x.index_select(0, tokens) if to_experts else x.index_select(0, back).view(-1, k, x.shape[1]).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Exchange.apply(grads[0], *ctx.saved_tensors, ctx.k, not ctx.to_experts), None, None, None, None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, packed_attention)
@@ -227,6 +246,43 @@ def fuse_norms(model: nn.Module) -> None:
             module.forward = partial(_rms_norm, module)
 
 
+def fuse_rotations(model: nn.Module) -> None:
+    """Let `rotate` compute the positions of queries and keys where ``model`` computes the usual formula.
+
+    A layer's ``forward`` then reads another function under transformers' name; other models keep theirs.
+    """
+    for module in model.modules():
+        forward: Any = type(module).forward
+        own = forward.__globals__.get(ROTATION)
+        if ROTATION in forward.__code__.co_names and _is_usual_rotation(own):
+            names = {**forward.__globals__, ROTATION: partial(_rotated, own)}
+            mine = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+            mine.__kwdefaults__ = forward.__kwdefaults__
+            module.forward = MethodType(mine, module)
+
+
+def _rotated(own: Rotation, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Of ``query`` [1, h, t, d] and ``key`` [1, g, t, d]; other angles are for ``own``."""
+    if query.dtype != cos.dtype or query.shape[2:] != cos.shape[1:]:
+        return own(query, key, cos, sin)
+    query, key = rotate(query.squeeze(0).transpose(0, 1), key.squeeze(0).transpose(0, 1), cos[0], sin[0])
+    return query.transpose(0, 1)[None], key.transpose(0, 1)[None]
+
+
+@cache
+def _is_usual_rotation(own: Rotation) -> bool:
+    """By its values: not of interleaved features, or a part of them."""
+    with torch.device("cpu"), torch.no_grad():
+        query = torch.linspace(-3.0, 5.0, 64).view(1, 4, 2, 8)
+        angles = torch.linspace(0.1, 1.0, 8).view(1, 2, 4).repeat(1, 1, 2)
+        try:
+            found = own(query, query[:, :1], angles.cos(), angles.sin())
+        except (TypeError, ValueError, IndexError, RuntimeError):
+            return False  # other arguments
+        pairs = zip(found, _rotated(own, query, query[:, :1], angles.cos(), angles.sin()), strict=True)
+        return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in pairs)
+
+
 def _rms_norm(module: Any, x: Tensor) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
 
@@ -256,6 +312,7 @@ def build_model(
     _check(module)
     module = module.eval().requires_grad_(False)
     fuse_norms(module)
+    fuse_rotations(module)
     recompute(decoder_layers(module), trainer.recompute, active)
     size = trainer.fsdp_shard or trainer.world_size
     shard(module, size, trainer, device)

@@ -155,7 +155,7 @@ def attend(
     if varlen.has_flash(query):
         if d != dv:  # the kernels have one width
             real = [functional.pad(x, (0, max(d, dv) - x.shape[2])) for x in real]
-        context = _Flash.apply(*(x.contiguous() for x in real), plan, scale, window)
+        context = _Flash.apply(*(x if x.stride(2) == 1 else x.contiguous() for x in real), plan, scale, window)
         context = context if d == dv else context[..., :dv]
     elif window is None and plan.context is None and plan.shared is None:
         context = varlen.padded(plan.own.runs, *real, scale=scale)
@@ -165,6 +165,32 @@ def attend(
         context = varlen.padded(at.runs, *inputs, scale=scale, window=window or at.runs.max_k)
     context = context.flatten(1)
     return functional.pad(context, (0, 0, 0, missing)) if missing else context
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads ``query`` [t, h, d] and ``key`` [t, g, d] at their positions (Su et al., arXiv 2104.09864, in halves).
+
+    ``cos`` and ``sin`` [t, d] of the angles, both halves equal, in the type of the heads.
+    """
+    rotated: Tensor = _Rotation.apply(torch.cat([query, key], dim=1), cos[:, None], sin[:, None])
+    query, key = rotated.split([query.shape[1], key.shape[1]], dim=1)
+    return query, key
+
+
+class _Rotation(torch.autograd.Function):  # type: ignore[misc]
+    """x cos + (-x2, x1) sin in three launches; the backward pass is the rotation by the negative angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        rotated, half = x * cos, x.shape[-1] // 2
+        rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
+        rotated[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+        return rotated
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Rotation.apply(grads[0], *ctx.saved_tensors, -1.0), None, None
 
 
 class _Flash(torch.autograd.Function):  # type: ignore[misc]

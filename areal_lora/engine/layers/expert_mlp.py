@@ -69,10 +69,10 @@ class _Part:
     keep: Tensor | None
 
     def forward(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """``scale * B A x`` and the scaled ``A x`` of its rows ``x``."""
+        """``B A x`` and ``A x`` of its rows ``x``."""
         if self.a is None or self.b is None:
             return None, None
-        hidden = self.groups.times(kept(x, self.keep), self.a).mul_(self.scale)
+        hidden = self.groups.times(kept(x, self.keep), self.a)
         return self.groups.times(hidden, self.b), hidden
 
     def backward(self, dy: Tensor, x: Tensor, hidden: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -83,7 +83,7 @@ class _Part:
         dh = self.groups.times(dy, self.b.transpose(-1, -2)).mul_(self.scale)
         back = self.groups.times(dh, self.a.transpose(-1, -2))
         dx = back if self.keep is None else back.masked_fill_(~self.keep, 0.0)
-        return dx, self.groups.outer(dh, kept(x, self.keep), self.a), self.groups.outer(dy, hidden, self.b)
+        return dx, self.groups.outer(dh, kept(x, self.keep), self.a), self.groups.outer(dy, hidden * self.scale, self.b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +104,21 @@ class _Layer:
         rows: Sequence[Tensor] = x.index_select(0, self.order).split([part.n for part in self.parts])
         return rows
 
-    def _add(self, total: Tensor, products: Sequence[Tensor | None]) -> None:
+    def _add(self, total: Tensor, products: Sequence[Tensor | None], scales: Sequence[float]) -> None:
+        """Add each adapter's products, times its scale."""
         if self.order is None:
-            total.add_(products[0])
+            total.add_(products[0], alpha=scales[0])  # one launch less than a product with the scale
             return
-        each = zip(self.parts, products, strict=True)
-        filled = [total.new_zeros(part.n, total.shape[1]) if found is None else found for part, found in each]
+        each = zip(self.parts, products, scales, strict=True)
+        filled = [total.new_zeros(p.n, total.shape[1]) if found is None else found.mul_(by) for p, found, by in each]
         total.index_add_(0, self.order, torch.cat(filled))
 
     def forward(self, total: Tensor, x: Tensor) -> list[Tensor | None]:
-        """Add the adapters' products for the inputs ``x`` to ``total``; returns the scaled ``A x`` of each."""
+        """Add the adapters' products for the inputs ``x`` to ``total``; returns ``A x`` of each."""
         if not self.adapted:
             return [None for _ in self.parts]
         found = [part.forward(rows) for part, rows in zip(self.parts, self._rows(x), strict=True)]
-        self._add(total, [product for product, _ in found])
+        self._add(total, [product for product, _ in found], [part.scale for part in self.parts])
         return [hidden for _, hidden in found]
 
     def backward(self, dy: Tensor, dx: Tensor, x: Tensor, hidden: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -126,7 +127,7 @@ class _Layer:
             return [None] * (3 * len(self.parts))
         rows = zip(self.parts, self._rows(dy), self._rows(x), hidden, strict=True)
         found = [part.backward(*each) for part, *each in rows]
-        self._add(dx, [each[0] for each in found])
+        self._add(dx, [each[0] for each in found], [1.0] * len(found))
         return [gradient for _, d_a, d_b in found for gradient in (d_a, d_b, None)]
 
 

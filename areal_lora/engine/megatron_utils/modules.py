@@ -38,7 +38,7 @@ from areal_lora.config.sections.run import Recompute
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
 from areal_lora.engine.layers.active import ActiveAdapter, ActiveAdapters, PackedTokens, from_lanes, kept, to_lanes
-from areal_lora.engine.layers.attention import AttentionPlan, attend
+from areal_lora.engine.layers.attention import AttentionPlan, attend, rotate
 from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
 from areal_lora.engine.layers.output import OutputSite
 from areal_lora.engine.layers.recompute import recompute
@@ -51,7 +51,7 @@ class Packing:
     """The attention plans of the micro-batches in progress; all layers of a model share one object.
 
     Megatron hands a layer one tensor for attention, in the forward pass and when it recomputes it: the number of the
-    micro-batch. Heads of width d are rotated (Su et al., arXiv 2104.09864) by d / 2 inverse frequencies, fp32.
+    micro-batch. Heads of width d are rotated by d / 2 inverse frequencies, fp32.
     """
 
     def __init__(self, inv_freq: Tensor, dtype: torch.dtype) -> None:
@@ -64,7 +64,7 @@ class Packing:
         """Hold ``plan`` and ``tokens`` until :meth:`keep`; the result is Megatron's ``attention_mask``."""
         number, self._added = self._added, self._added + 1
         angles = torch.outer(plan.positions.float(), self._inv_freq)
-        both = torch.cat([angles, angles], dim=-1)[:, None]  # [t, 1, d]
+        both = torch.cat([angles, angles], dim=-1)  # [t, d]
         self._plans[number] = (plan, both.cos().to(self._dtype), both.sin().to(self._dtype))
         self._tokens[number] = tokens
         return torch.tensor([number], device=torch.device("cpu"))
@@ -86,14 +86,9 @@ class Packing:
             if isinstance(module, TransformerLayer):
                 module.register_forward_pre_hook(start, with_kwargs=True)
 
-    def plan(self, number: Tensor) -> AttentionPlan:
-        return self._plans[int(number)][0]
-
-    def rotate(self, number: Tensor, x: Tensor) -> Tensor:
-        """Heads ``x`` [t, h, d] at their positions."""
-        _, cos, sin = self._plans[int(number)]
-        first, second = x.chunk(2, dim=-1)
-        return torch.addcmul(x * cos, torch.cat([-second, first], dim=-1), sin)
+    def plan(self, number: Tensor) -> tuple[AttentionPlan, Tensor, Tensor]:
+        """With cosines and sines [t, d] of its positions."""
+        return self._plans[int(number)]
 
 
 class PackedAttention(nn.Module):  # type: ignore[misc]
@@ -106,9 +101,8 @@ class PackedAttention(nn.Module):  # type: ignore[misc]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: object) -> Tensor:
         assert self.packing is not None
-        query = self.packing.rotate(attention_mask, query[:, 0])
-        key = self.packing.rotate(attention_mask, key[:, 0])
-        plan = self.packing.plan(attention_mask)
+        plan, *angles = self.packing.plan(attention_mask)
+        query, key = rotate(query[:, 0], key[:, 0], *angles)
         return attend(plan, query, key, value[:, 0], scale=self._scale)[:, None]
 
 

@@ -1,11 +1,15 @@
-"""Norms that torch's kernel may compute."""
+"""Norms and rotations that our functions may compute."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import CohereConfig, GlmConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers.models.cohere.modeling_cohere import CohereAttention
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+from transformers.models.glm.modeling_glm import GlmAttention
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, Qwen3MoeRMSNorm
 
 from areal_lora.engine.fsdp_utils import model
 
@@ -29,3 +33,40 @@ def test_norms_with_the_usual_formula_are_fused() -> None:
     assert ["forward" in vars(norm) for norm in layers] == [True, False, False, False]
     for norm, values in zip(layers, before, strict=True):
         torch.testing.assert_close(norm(x), values, atol=1e-6, rtol=1e-6)
+
+
+def test_the_usual_rotation_is_fused_in_this_model_alone() -> None:
+    """Cohere's and GLM's are of interleaved features."""
+    torch.manual_seed(4)
+    print("seed 4")
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8}
+
+    def config_of(kind: type[PretrainedConfig]) -> PretrainedConfig:
+        config = kind(**sizes)
+        config._attn_implementation = "eager"
+        return config
+
+    layers = nn.ModuleList(
+        [
+            Qwen3MoeAttention(config_of(Qwen3MoeConfig), 0),
+            CohereAttention(config_of(CohereConfig), 0),
+            GlmAttention(config_of(GlmConfig), 0),
+        ]
+    )
+    other = Qwen3MoeAttention(config_of(Qwen3MoeConfig), 0)
+    other.load_state_dict(layers[0].state_dict())
+    model.fuse_rotations(layers)
+    assert ["forward" in vars(layer) for layer in layers] == [True, False, False]
+    own = modeling_qwen3_moe.apply_rotary_pos_emb
+    assert "forward" not in vars(other)
+    assert other.forward.__func__.__globals__["apply_rotary_pos_emb"] is own
+
+    angles = torch.rand(1, 5, 4).repeat(1, 1, 2)
+    x = torch.randn(1, 5, 24, requires_grad=True)
+    weights = torch.randn(1, 5, 24)
+    gradients = []
+    for layer in (layers[0], other):
+        out, _ = layer(x, (angles.cos(), angles.sin()), None)
+        gradients += [out, *torch.autograd.grad((out * weights).sum(), x)]
+    for got, want in zip(gradients[:2], gradients[2:], strict=True):
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)

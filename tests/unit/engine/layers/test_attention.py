@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 
 import pytest
@@ -10,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from areal_lora.data.collate import MicroPlan, Tree
-from areal_lora.engine.layers.attention import AttentionPlan, Segment, attend, pack
+from areal_lora.engine.layers.attention import AttentionPlan, Segment, attend, pack, rotate
 from tests.support.distributed.engine_ranks import make_batch
 from tests.support.engine.layers import plain_attention
 
@@ -91,3 +93,24 @@ def test_a_gpu_launches_flash_attention_once_a_part_and_nothing_has_tokens_times
         assert (names["_flash_attention_forward"], names["_flash_attention_backward"]) == (1, 1)
     assert max(sizes) == q.numel()
     assert names.total() < 60
+
+
+def test_heads_are_rotated_by_the_angles_of_their_positions() -> None:
+    torch.manual_seed(6)
+    print("seed 6")
+    query, key, half = torch.randn(5, 3, 8), torch.randn(5, 2, 8), torch.rand(5, 4)
+    angles = half.repeat(1, 2)
+    weights = torch.randn(5, 5, 8)
+    query.requires_grad_()
+    key.requires_grad_()
+    found = torch.cat(rotate(query, key, angles.cos(), angles.sin()), dim=1)
+    (found * weights).sum().backward()
+    assert query.grad is not None
+    assert key.grad is not None
+    found, gradients = found.detach(), torch.cat([query.grad, key.grad], dim=1)
+    heads = torch.cat([query, key], dim=1).detach()
+    for t, h, j in itertools.product(range(5), range(5), range(4)):
+        turn = complex(math.cos(half[t, j]), math.sin(half[t, j]))
+        for values, rotated, factor in ((heads, found, turn), (weights, gradients, turn.conjugate())):
+            want = complex(values[t, h, j], values[t, h, j + 4]) * factor
+            assert abs(complex(rotated[t, h, j], rotated[t, h, j + 4]) - want) < 1e-6
