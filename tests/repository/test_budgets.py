@@ -38,14 +38,14 @@ LINES = {
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 3081,  # spans that count and that a profiler sees; traces; plots of speed and memory
-    "operations": 545,
+    "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it
     "platforms": 141,  # peaks of devices and memory on them; names of two torch versions; upload
     "processes": 376,  # shared_memory, which servers use, too: from launcher
     "rollout": 5926,  # answers in columns, and over a restart of the trainer
     "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
-    "service": 5575,  # refusals of AdamW's values name their field
+    "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3270,
-    "trainer": 3714,  # steps ahead of a slow disk; columns follow the message; metrics of speed and memory
+    "trainer": 3721,  # steps ahead of a slow disk, of clients, too; columns follow the message; speed and memory
     "weight_sync": 4688,
 }
 """Lines of each room; those of the package's own files are under the empty name."""
