@@ -3,7 +3,8 @@
 The queue with its file, link, trainer loop and checkpoints are real. The engine is a toy that takes its step on
 32 numbers, so that the times are those of everything but the arithmetic, and has a state of 1 GB: weights and both
 moments, fp32. A step is requested when the pass before it is answered, and a pass a second after the step before it.
-Milliseconds from request to answer, on a disk and on one whose renames take 5 s more. An argument is the folder of the files.
+Milliseconds from request to answer, on a disk and on one whose renames take 5 s more. An argument is the folder of the
+files.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from areal_lora.operations.protocol import (
     Poison,
     ToService,
     What,
+    ends_window,
 )
 from areal_lora.run_folder.paths import RunFolder
 
@@ -117,6 +118,12 @@ class Client:
     def outcomes(self, adapter: str) -> dict[int, Outcome]:
         with self._news:
             return self._outcomes(adapter)
+
+    def settle(self, adapter: str) -> None:
+        """Wait until a checkpoint has the newest version of which there is an answer."""
+        found = self.outcomes(adapter)
+        made = [n for n, what in enumerate(self._script[adapter], 1) if ends_window(what) and n in found]
+        self.wait(lambda: max(self.durable(adapter), default=0) >= max(made, default=0))
 
     def durable(self, adapter: str) -> list[int]:
         with self._news:
