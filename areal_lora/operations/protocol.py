@@ -5,22 +5,22 @@
     service  -- Acknowledgement(adapter, number) -->           rank 0  the service's file has the outcome
     service  -- ServiceHello -->                               rank 0  after every start or reconnect of the service
     service  <-- Expects(adapter, number) --                   rank 0  after that, when an adapter joins or resumes
+    service  <-- Durable(adapter, number) --                   rank 0  a checkpoint has them: the log is cut there
 
 An `OptimStep` ends a window: the passes since the `OptimStep` or `LoadState` before it. A pass that fails, or a
 `Poison` in place of one that could not be sent, poisons its window: the step then fails, changes nothing and makes no
 version. A `Poison` in place of a step ends the window as that step would have: what follows is the next window.
 
-What ends a window (`ends_window`), also where it fails, is in a checkpoint with its number and its outcome before it
-completes. The number is the version of the weights: a `Publish` makes no other, and a new adapter is version 0.
-After a restart of the trainer an adapter expects the number that follows its newest checkpoint. The service sends
-from there again, the passes of the unfinished window included, and the same comes of it, but for the rounding of passes
-that are computed together; in place of one that had failed it sends a `Poison`. Therefore it keeps what it sent until
-an `OptimStep` or a `LoadState` that follows has completed.
+What ends a window (`ends_window`), also where it fails, makes the version of its number: a `Publish` makes no other,
+and a new adapter is version 0. Checkpoints are written behind: a step completes when it is computed. After a restart of
+the trainer an adapter expects the number that follows its newest checkpoint. The service sends from there again, what
+has completed included, and the same comes of it, but for the rounding of passes that are computed together; in place of
+a pass that had failed, or whose step had, it sends a `Poison`. So its file is the log of what is not `Durable`. A
+`LoadState` completes when its checkpoint is durable, because what it loads may be dropped afterwards.
 
-Outcomes that were not acknowledged are sent again after `ServiceHello`, and that of the newest checkpoint after a
-restart: the service may receive one twice, and ignores the second. Their tags are in the service's file.
-
-Arrays are bytes, little-endian, one dimension.
+Outcomes that were not acknowledged are sent again after `ServiceHello`, and those of the newest checkpoint after a
+restart: the service may receive one twice, and ignores the second. Their tags are in the service's file. Arrays are
+bytes, little-endian, one dimension.
 
 Which operations wait, which windows are poisoned, which outcomes the service has not acknowledged. Pure.
 
@@ -29,10 +29,11 @@ Which operations wait, which windows are poisoned, which outcomes the service ha
     Acknowledgement -> outcomes are forgotten
 
 The trainer carries out the first operation of an adapter, and calls `complete` with its outcome. Where the outcome has
-to wait, for a checkpoint or for servers, it calls `start`, and `end` later; meanwhile the operations that follow may be
-carried out, and their outcomes wait as well: the service receives outcomes in the order of the numbers.
+to wait, for a disk or for servers, it calls `start`, and `end` or `durable` later; meanwhile the operations that follow
+may be carried out, and their outcomes wait as well: the service receives outcomes in the order of the numbers.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -230,8 +231,15 @@ class Expects(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
+class Durable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A checkpoint has the operations up to ``number``, whose outcomes were sent before: none is expected again."""
+
+    adapter: str
+    number: int
+
+
 ToTrainer: TypeAlias = Operation | Acknowledgement | ServiceHello
-ToService: TypeAlias = OperationCompletion | Expects
+ToService: TypeAlias = OperationCompletion | Expects | Durable
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_trainer = msgspec.msgpack.Decoder(ToTrainer).decode
@@ -253,10 +261,14 @@ class Queue:
     """Operations of one adapter.
 
     ``expects`` is the next number. ``poison`` is the first fault of the window, ``passes`` those that gave gradients.
-    ``outstanding`` were carried out before those that are ``waiting``.
+    ``outstanding`` were carried out before those that are ``waiting``. ``durable`` is the version of the newest
+    checkpoint, -1 before the first; ``behind`` are the versions made since, and ``cut`` is the newest `Durable` sent.
     """
 
     expects: int
+    durable: int
+    cut: int
+    behind: deque[int] = field(default_factory=deque)
     waiting: deque[Operation] = field(default_factory=deque)
     outstanding: deque[Outstanding] = field(default_factory=deque)
     outcomes: dict[int, OperationCompletion] = field(default_factory=dict)
@@ -269,25 +281,23 @@ class Backlog:
 
     def __init__(self) -> None:
         self._queues: dict[str, Queue] = {}
-        self._gone: dict[str, str] = {}
+        self._gone: dict[str, OperationFailure] = {}
 
-    def join(self, adapter: str, last: OperationCompletion | None) -> list[ToService]:
-        """An adapter joins; ``last`` is the outcome in its checkpoint, None for a new one."""
-        queue = Queue(expects=last.number + 1 if last else 1)
-        if last:
-            queue.outcomes[last.number] = last
+    def join(self, adapter: str, version: int, kept: Sequence[OperationCompletion] | None = None) -> list[ToService]:
+        """An adapter joins as ``version``, with the `outcomes` that its checkpoint ``kept``; None without one."""
+        queue = Queue(expects=version + 1, durable=-1 if kept is None else version, cut=version)
+        queue.outcomes = {each.number: each for each in kept or ()}
         self._queues[adapter] = queue
         self._gone.pop(adapter, None)
         return self._known(adapter)
 
     def leave(self, adapter: str, reason: str) -> list[ToService]:
         """Its operations without a final outcome have failed, and so will those that come."""
-        queue = self._queues.pop(adapter, None)
-        self._gone[adapter] = reason
-        if queue is None:
+        failed = self._gone[adapter] = OperationFailure(reason=reason, by_client=False)
+        if (queue := self._queues.pop(adapter, None)) is None:
             return []
-        numbers = [*(each.number for each in queue.outstanding), *(each.number for each in queue.waiting)]
-        return [_failed(adapter, number, reason) for number in numbers]
+        known = (_completed(adapter, each.number, each.outcome if each.final else failed) for each in queue.outstanding)
+        return [*known, *(_completed(adapter, each.number, failed) for each in queue.waiting)]
 
     def receive(self, message: ToTrainer) -> list[ToService]:
         """What to answer at once."""
@@ -301,7 +311,7 @@ class Backlog:
                 return []
             case Operation(adapter=adapter, number=number):
                 if adapter not in self._queues:
-                    return [_failed(adapter, number, self._gone[adapter])] if adapter in self._gone else []
+                    return [_completed(adapter, number, self._gone[adapter])] if adapter in self._gone else []
                 queue = self._queues[adapter]
                 if number > queue.expects:
                     return [Expects(adapter=adapter, number=queue.expects)]
@@ -341,6 +351,7 @@ class Backlog:
         what = operation.what
         if ends_window(what):
             queue.passes, queue.poison = 0, None
+            queue.behind.append(operation.number)
         elif isinstance(what, Pass) and what.backward and isinstance(outcome, PassResult):
             queue.passes += 1
         spoils = isinstance(what, Pass | LoadState) or (isinstance(what, Poison) and not what.of_step)
@@ -350,24 +361,55 @@ class Backlog:
 
     def end(self, adapter: str, number: int, outcome: Outcome | None = None) -> list[ToService]:
         """The outcome of an operation that has started is final: ``outcome``, or the one that `start` was given."""
-        queue, final = self._queues.get(adapter), list[ToService]()
-        if queue is None:
+        if (queue := self._queues.get(adapter)) is None:
             return []  # it has left meanwhile
         for each in queue.outstanding:
             if each.number == number:
                 each.outcome, each.final = outcome or each.outcome, True
+        return self._final(adapter, queue)
+
+    def durable(self, adapter: str, version: int) -> list[ToService]:
+        """The checkpoint of ``version`` is on the disk; outcomes that are known and not final waited for it."""
+        if (queue := self._queues.get(adapter)) is None:
+            return []
+        queue.durable = version
+        while queue.behind and queue.behind[0] <= version:
+            queue.behind.popleft()
+        for each in queue.outstanding:
+            each.final = each.final or (each.number <= version and each.outcome is not None)
+        return self._final(adapter, queue)
+
+    def ahead(self, adapter: str) -> float:
+        """Versions that a crash would repeat; infinite before the first checkpoint: no run resumes from nothing."""
+        queue = self._queues.get(adapter)
+        return len(queue.behind) if queue and queue.durable >= 0 else math.inf
+
+    def outcomes(self, adapter: str) -> tuple[OperationCompletion, ...]:
+        """Known outcomes up to the newest version that are not acknowledged: its checkpoint keeps them."""
+        queue = self._queues[adapter]
+        newest = queue.behind[-1] if queue.behind else queue.durable
+        held = (
+            _completed(adapter, each.number, each.outcome) for each in queue.outstanding if each.outcome is not None
+        )
+        return tuple(each for each in (*queue.outcomes.values(), *held) if each.number <= newest)
+
+    def _final(self, adapter: str, queue: Queue) -> list[ToService]:
+        final = list[ToService]()
         while queue.outstanding and queue.outstanding[0].final:
-            first = queue.outstanding.popleft()
-            assert first.outcome is not None
-            completed = OperationCompletion(adapter=adapter, number=first.number, outcome=first.outcome)
-            queue.outcomes[first.number] = completed
-            final.append(completed)
+            each = queue.outstanding.popleft()
+            queue.outcomes[each.number] = _completed(adapter, each.number, each.outcome)
+            final.append(queue.outcomes[each.number])
+        if queue.durable > queue.cut and not (queue.outstanding and queue.outstanding[0].number <= queue.durable):
+            queue.cut = queue.durable
+            final.append(Durable(adapter=adapter, number=queue.cut))
         return final
 
     def _known(self, adapter: str) -> list[ToService]:
         queue = self._queues[adapter]
-        return [*queue.outcomes.values(), Expects(adapter=adapter, number=queue.expects)]
+        cut = [Durable(adapter=adapter, number=queue.cut)] if queue.cut else []
+        return [*queue.outcomes.values(), *cut, Expects(adapter=adapter, number=queue.expects)]
 
 
-def _failed(adapter: str, number: int, reason: str) -> OperationCompletion:
-    return OperationCompletion(adapter=adapter, number=number, outcome=OperationFailure(reason=reason, by_client=False))
+def _completed(adapter: str, number: int, outcome: Outcome | None) -> OperationCompletion:
+    assert outcome is not None
+    return OperationCompletion(adapter=adapter, number=number, outcome=outcome)

@@ -103,6 +103,7 @@ class Run:
         self.service.want(*self.wanted)
 
     def states(self, key: str) -> dict[int, list[str]]:
+        self.client.settle(key)
         while True:  # old ones are removed after the newest one was said
             with contextlib.suppress(FileNotFoundError):
                 return states_of(self.service.folder, [key])[key]

@@ -38,14 +38,14 @@ LINES = {
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 3313,  # traces and spans; a live page, runs side by side, warnings, in place of drawings of our own
-    "operations": 549,  # tokens of a pass
+    "operations": 591,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 141,  # peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
     "rollout": 5926,  # answers in columns, and over a restart of the trainer
     "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
-    "service": 5575,  # refusals of AdamW's values name their field
+    "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3278,  # the time of scoring
-    "trainer": 3782,  # steps ahead of a slow disk; metrics; which passes join, their answers; truncated answers
+    "trainer": 3790,  # steps ahead of a slow disk, of clients, too; which passes join, their answers; truncation
     "weight_sync": 4688,
 }
 """Lines of each room; those of the package's own files are under the empty name."""

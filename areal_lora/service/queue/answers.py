@@ -9,8 +9,10 @@ from areal_lora.service.queue.queue_store import SAMPLERS, STATES, Transaction
 
 
 def give(tx: Transaction, request: str, answer: requests.Answer) -> None:
-    """Keep the first answer of a request. Its action is kept while the trainer may still expect it."""
-    needed = "EXISTS (SELECT 1 FROM client_operations o WHERE o.request = requests.request)"
+    """Keep the first answer of a request. Its action is kept while the trainer may still expect it: what fails is sent
+    again without data.
+    """
+    needed = "EXISTS (SELECT 1 FROM client_operations o WHERE o.request = requests.request AND o.failed = 0)"
     given = f"answer = ?, answered_s = ?, held = 0, action = CASE WHEN {needed} THEN action END"
     sql = f"UPDATE requests SET {given} WHERE request = ? AND answer IS NULL"
     tx.do(sql, requests.encode(answer), tx.now_s, request)

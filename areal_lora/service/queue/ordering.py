@@ -21,7 +21,7 @@ GAP_S = 360.0
 
 
 class OpKind(StrEnum):
-    """``close``: once it has completed a checkpoint covers it and all before it."""
+    """``close``: it ends a window and makes a version, whose checkpoint covers it and all before it."""
 
     PASS = "pass"
     CLOSE = "close"
@@ -64,16 +64,16 @@ def admit(quota: Quota, waiting: QueueUsage, next_seq: int, held: Collection[int
     if waiting.queued >= quota.queued and not any(seq < later for later in held):
         reason = f"{quota.queued} requests wait, and that is the quota"
         raise RequestError("requests", reason, "wait until some are answered", status=429)
-    if waiting.queued and (reason := too_long(quota, waiting, n_bytes)):
+    if reason := too_long(quota, waiting, n_bytes):
         raise RequestError("requests", reason, "wait until some are answered", status=429)
 
 
 def too_long(quota: Quota, waiting: QueueUsage, n_bytes: int) -> str:
-    """Why a request with so many bytes of data cannot be kept; empty if it can. Where none waits, no waiting helps."""
+    """Why a request with so many bytes of data cannot be kept; empty if it can."""
     if not n_bytes or waiting.n_bytes + n_bytes <= quota.queued_mib << 20:
         return ""
     return (
-        f"requests since the last step of your models would be longer than the quota of {quota.queued_mib} MiB"
+        f"requests since the last checkpoint of your models would be longer than the quota of {quota.queued_mib} MiB"
         " (fix: use optim_step, or fewer data for a step)"
     )
 

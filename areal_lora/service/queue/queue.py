@@ -20,7 +20,7 @@ from functools import partial
 from typing import TypeVar
 
 from areal_lora.operations.link import SendWindows, ServiceEnd
-from areal_lora.operations.protocol import Acknowledgement, Expects, OperationCompletion, ToService
+from areal_lora.operations.protocol import Acknowledgement, Durable, Expects, OperationCompletion, ToService
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_task
 from areal_lora.run_folder.paths import RunFolder
@@ -279,6 +279,7 @@ class Outbox:
 
     Expects n              -> everything from n on is sent, at most `AHEAD` operations before their outcomes
     OperationCompletion n  -> it is stored, then acknowledged
+    Durable n              -> the log is cut
 
     ``link.run``, ``receive`` and ``pump`` are tasks. ``moved`` reports that an adapter has new operations.
     """
@@ -305,6 +306,8 @@ class Outbox:
                     await self.link.send(Acknowledgement(adapter=adapter, number=number))
                     self._windows.completed(adapter, number)
                     self.moved(adapter)
+                case Durable(adapter=adapter, number=number):
+                    await self._until_done(partial(sequencer.durable, adapter=adapter, number=number))
                 case Expects(adapter=adapter, number=number):
                     self._windows.closed(adapter)
                     if await self._until_done(partial(sequencer.expected, adapter=adapter, number=number)):

@@ -284,7 +284,7 @@ def new_key() -> str:
     return f"tml-{secrets.token_hex(32)}"
 
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 SCHEMA = """
 CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL, generation INTEGER NOT NULL);
 CREATE TABLE tenants (tenant TEXT PRIMARY KEY, quota TEXT NOT NULL);

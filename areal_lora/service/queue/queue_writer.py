@@ -3,7 +3,7 @@
 What the queue does by itself, again and again: seals gaps, ends what is silent, removes what no one needs.
 
 Kept until then:
-- the data of a pass: until a step or a load of its model that follows has succeeded, or its own step has failed;
+- the data of a pass: until a checkpoint has it, or it has failed;
 - an answer: `FETCHED_S` after it was fetched, else `ANSWERED_S`; and while a tenant's are not too long together;
 - a state that only a sampling session has: `UNUSED_S` after its last use; a named one: until its time, or for ever;
 - a model: `placement.SILENT_S` after the last heartbeat of its session, or `placement.DEAD_S` if another client waits.

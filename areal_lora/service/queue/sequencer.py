@@ -89,7 +89,7 @@ def to_send(tx: Transaction, adapter: str, start: int, limit: int) -> list[proto
 def expected(tx: Transaction, adapter: str, number: int) -> bool:
     """The trainer has the adapter, and expects ``number``. False if the queue cannot send that.
 
-    A trainer that starts before what a checkpoint had covered has lost steps, so its clients must not go further.
+    A trainer that starts before what was durable has lost steps, so its clients must not go further.
     """
     model = tx.of_adapter(adapter)
     if model is None or model.removed or model.broken:
@@ -110,23 +110,26 @@ def expected(tx: Transaction, adapter: str, number: int) -> bool:
 
 
 def completed(tx: Transaction, adapter: str, number: int, outcome: protocol.Outcome) -> None:
-    """Keep the first outcome of an operation. Those before it without one are lost."""
-    model = tx.of_adapter(adapter)
-    if model is None:
+    """Keep the first outcome of an operation."""
+    if (model := tx.of_adapter(adapter)) is not None:
+        _record(tx, model, number, outcome)
+
+
+def durable(tx: Transaction, adapter: str, number: int) -> None:
+    """A checkpoint has the operations up to ``number``: cut the log there. Those without an outcome are lost."""
+    if (model := tx.of_adapter(adapter)) is None:
         return
-    lost = "SELECT number FROM client_operations WHERE adapter = ? AND number < ? AND failed IS NULL"
+    lost = "SELECT number FROM client_operations WHERE adapter = ? AND number <= ? AND failed IS NULL"
     for (earlier,) in tx.rows(lost, adapter, number):
         _record(tx, model, earlier, LOST)
-    _record(tx, model, number, outcome)
-    close = "client_operations WHERE adapter = ? AND number = ? AND kind = ?"
-    if tx.count(close, adapter, number, ordering.OpKind.CLOSE):
-        _close(tx, model, number, outcome)
+    _cut(tx, model, number)
 
 
 def fail_open(tx: Transaction, model: Model, reason: str) -> None:
     """Answer every request of the model that waits as failed; what comes later has the numbers that follow.
 
-    A load among them becomes a `Poison`: the trainer must not carry it out later.
+    A load among them becomes a `Poison`: the trainer must not carry it out later. Of an adapter that has failed as a
+    whole, the log repeats its last steps when it is tried again; it stops to do so at `KEPT_FAILED`.
     """
     failed = protocol.OperationFailure(reason=reason, by_client=False)
     open_ = "SELECT number, what FROM client_operations WHERE adapter = ? AND failed IS NULL AND what IS NOT NULL"
@@ -143,7 +146,8 @@ def fail_open(tx: Transaction, model: Model, reason: str) -> None:
     found = tx.rows("SELECT request, seq FROM requests WHERE owner = ? AND answer IS NULL", model.model)
     for request, _ in found:
         give(tx, request, failed)
-        tx.do("UPDATE requests SET action = NULL WHERE request = ?", request)
+    if tx.count("client_operations WHERE adapter = ? AND failed = 1", model.adapter) > KEPT_FAILED:
+        _cut(tx, model, model.next_number - 1)
     if highest := max((seq for _, seq in found), default=0):
         tx.do("UPDATE models SET next_seq = MAX(next_seq, ?) WHERE model = ?", highest + 1, model.model)
 
@@ -194,18 +198,11 @@ def _record(tx: Transaction, model: Model, number: int, outcome: protocol.Outcom
         tx.do("UPDATE models SET broken = ? WHERE adapter = ?", outcome.reason, model.adapter)
 
 
-def _close(tx: Transaction, model: Model, number: int, outcome: protocol.Outcome) -> None:
-    """What the trainer will not need again once ``number`` has ended the window.
-
-    Of a failed window no data are needed: it fails again. That it failed is kept until a later one succeeds, because
-    an adapter that has failed as a whole has no checkpoint of it.
-    """
+def _cut(tx: Transaction, model: Model, number: int) -> None:
+    """The trainer will not need again what was answered up to ``number``."""
     covered = "client_operations WHERE adapter = ? AND number <= ?"
     done = f"answer IS NOT NULL AND request IN (SELECT request FROM {covered})"
     tx.do(f"UPDATE requests SET action = NULL WHERE {done}", model.adapter, number)
-    failed = tx.count(covered, model.adapter, number)
-    if isinstance(outcome, protocol.OperationFailure) and failed <= KEPT_FAILED:
-        return
     tx.do(f"DELETE FROM {covered}", model.adapter, number)
     tx.do("UPDATE models SET closed = MAX(closed, ?) WHERE adapter = ?", number, model.adapter)
 
@@ -232,7 +229,8 @@ def submit(tx: Transaction, tenant: str, model_id: str, seq: int, mark: str, act
     data, n_bytes, others = requests.encode(action), 0, waiting(tx, tenant)
     if isinstance(action, requests.Train) and isinstance(action.what, protocol.Pass):
         n_bytes = len(data)
-        if not others.queued and (wrong := ordering.too_long(tx.quota(tenant), others, n_bytes)):
+        wrong = ordering.too_long(tx.quota(tenant), others, n_bytes)
+        if wrong and not others.queued and not _behind(tx, tenant):
             data, n_bytes = requests.encode(requests.Train(what=protocol.Poison(reason=wrong, by_client=True))), 0
     ordering.admit(tx.quota(tenant), others, model.next_seq, held, seq, n_bytes)
     insert(tx, tenant, request, model_id, seq, mark, data, held=True)
@@ -274,6 +272,12 @@ def waiting(tx: Transaction, tenant: str) -> ordering.QueueUsage:
     counts = "COUNT(*) FILTER (WHERE answer IS NULL), TOTAL(n_bytes)"
     [(queued, n_bytes)] = tx.rows(f"SELECT {counts} FROM requests WHERE tenant = ? AND action IS NOT NULL", tenant)
     return ordering.QueueUsage(queued=queued, n_bytes=int(n_bytes))
+
+
+def _behind(tx: Transaction, tenant: str) -> bool:
+    """Whether a checkpoint that comes by itself will free data of the tenant."""
+    steps = "client_operations JOIN models USING (adapter) WHERE tenant = ? AND broken = '' AND kind = ? AND failed = 0"
+    return tx.count(steps, tenant, ordering.OpKind.CLOSE) > 0
 
 
 def _check(tx: Transaction, model: Model, action: requests.Action) -> None:

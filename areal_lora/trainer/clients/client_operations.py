@@ -2,7 +2,7 @@
 
     service -> link -> `Backlog` -> `Clients.ready`: the next operations that all ranks carry out
                            ^             | what cannot be carried out ends here
-                           |-- complete <- outcome of a pass
+                           |-- complete, settle <- outcome of a pass, of a step
                            |-- durable, kept <- saver thread: a checkpoint, a saved state
                            '-- active <- publisher thread: a version
 
@@ -31,7 +31,7 @@ from areal_lora.trainer.work import Operate
 from areal_lora.types import AdapterRef
 
 log = get_logger(__name__)
-_decode = msgspec.msgpack.Decoder(protocol.OperationCompletion).decode
+_decode = msgspec.msgpack.Decoder(tuple[protocol.OperationCompletion, ...]).decode
 
 
 class Clients:
@@ -47,35 +47,34 @@ class Clients:
         self.windows: dict[str, Window] = {}
         """By adapter, what the passes of its window were about."""
         self._adapters: dict[str, Adapter] = {}
-        self._settled: dict[str, bytes] = {}
         self._lock = threading.Lock()
         """Of the following, and of the order in which messages leave."""
         self._backlog = protocol.Backlog()
         self._saves: dict[str, int] = {}
         self._publishes: dict[str, tuple[int, int]] = {}
-        """By adapter, number of the operation that the save in progress answers; that of the publish, and version."""
+        """By adapter, number of the operation that saves its state; that of the publish, and version."""
 
     # ------------------------------------------------------------ as ControllerLink
 
     def join(self, adapter: Adapter, version: int, kept: ControllerState) -> str:
         """The service receives the expected number of an operation; nothing prevents it."""
         self.known.add(adapter.name)
-        self._adapters[adapter.name], self._settled[adapter.name] = adapter, kept.ledger
-        self.windows[adapter.name] = Window()
+        self._adapters[adapter.name], self.windows[adapter.name] = adapter, Window()
         with self._lock:
-            self._end.send(self._backlog.join(adapter.name, _decode(kept.ledger) if kept.ledger else None))
+            self._end.send(self._backlog.join(adapter.name, version, _decode(kept.ledger) if kept.ledger else None))
         return ""
 
     def state(self, adapter: str) -> ControllerState:
-        """What a checkpoint keeps: the outcome of the operation that made it."""
-        return ControllerState(ledger=self._settled[adapter])
+        """What a checkpoint keeps: outcomes that the service may not have, see `Backlog.outcomes`."""
+        with self._lock:
+            return ControllerState(ledger=protocol.encode(self._backlog.outcomes(adapter)))
 
     def pause(self, adapter: str, paused: bool) -> None:
         """Its operations wait."""
 
     def end(self, adapter: str, reason: str) -> None:
         """Its operations fail from now on."""
-        for by_adapter in (self._adapters, self._settled, self.windows):
+        for by_adapter in (self._adapters, self.windows):
             by_adapter.pop(adapter, None)
         with self._lock:
             self._saves.pop(adapter, None)
@@ -94,16 +93,18 @@ class Clients:
             for message in received:
                 self._end.send(self._backlog.receive(message))
 
-    def ready(self, adapters: Sequence[str], may_start: Callable[[protocol.Operation], bool]) -> Iterator[Operate]:
-        """The next operation of each of ``adapters`` that has one that ``may_start``.
+    def ready(
+        self, adapters: Sequence[str], may_start: Callable[[protocol.Operation, float], bool]
+    ) -> Iterator[Operate]:
+        """The next operation of each of ``adapters`` that has one that ``may_start``, given `Backlog.ahead`.
 
         Those for rank 0 alone are done here, when it is the turn of their adapter.
         """
         for adapter in adapters:
             while True:
                 with self._lock:
-                    operation = self._backlog.first([adapter])
-                if operation is None or not may_start(operation):
+                    operation, ahead = self._backlog.first([adapter]), self._backlog.ahead(adapter)
+                if operation is None or not may_start(operation, ahead):
                     break
                 with self._lock:
                     refused = self._backlog.refused(operation)
@@ -128,14 +129,13 @@ class Clients:
             self._end.send(self._backlog.complete(operation, outcome))
 
     def settle(self, operation: protocol.Operation, outcome: protocol.Outcome) -> None:
-        """The next checkpoint of the adapter is that of ``operation``; once it is durable, ``outcome`` is final."""
-        completed = protocol.OperationCompletion(adapter=operation.adapter, number=operation.number, outcome=outcome)
-        self._settled[operation.adapter] = protocol.encode(completed)
+        """``operation`` has made the adapter's version. ``outcome`` is final, that of a load once it is durable."""
         self.windows[operation.adapter] = Window()
         _log(operation.adapter, operation.number, outcome)
         with self._lock:
             self._backlog.start(operation, outcome)
-            self._saves[operation.adapter] = operation.number
+            if not isinstance(operation.what, protocol.LoadState):
+                self._end.send(self._backlog.end(operation.adapter, operation.number))
 
     def start(self, operation: protocol.Operation, version: int) -> None:
         """The next save of the adapter is that of ``operation``, or the publish of ``version``, which starts now."""
@@ -149,12 +149,10 @@ class Clients:
     # ------------------------------------------------------------ other threads
 
     def durable(self, ref: AdapterRef) -> None:
-        """The checkpoint ``ref`` is on the disk: the operation that made it has its outcome."""
+        """The checkpoint ``ref`` is on the disk: a crash does not repeat the operations up to it."""
+        reached("trainer.operation.durable")
         with self._lock:
-            if self._saves.get(ref.name) == ref.version:
-                reached("trainer.operation.durable")
-                del self._saves[ref.name]
-                self._end.send(self._backlog.end(ref.name, ref.version))
+            self._end.send(self._backlog.durable(ref.name, ref.version))
 
     def kept(self, save: CheckpointSave) -> None:
         """A saved state is on the disk, or could not be written."""

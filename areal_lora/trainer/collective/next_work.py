@@ -2,9 +2,8 @@
 
 Operations of clients run in the background once they are started; other adapters have their turns meanwhile::
 
-    OptimStep, LoadState -> checkpoint    the next checkpoint or saved state waits for it
-    SaveState -> saved state              "
-    Publish -> transfer and activation    the next publish waits for it
+    OptimStep                             waits where it is `checkpoint.max_behind` ahead of the disk
+    SaveState, LoadState, Publish         wait until the version is durable, and for each other
     Pass                                  waits for nothing
 
 The points where the loop waits, for publishes, checkpoints, evaluations and audits, are collective over the ranks: the
@@ -21,7 +20,7 @@ from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.data.collate import assert_staleness, collate
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import AlignmentError
-from areal_lora.operations.protocol import Operation, Pass, Publish
+from areal_lora.operations.protocol import DropState, Operation, OptimStep, Pass, Poison, Publish
 from areal_lora.rollout.channel.client import SHORT_POLL_S
 from areal_lora.trainer import work as w
 from areal_lora.trainer.adapter import SERVED, ControllerState, TrainingState
@@ -67,12 +66,16 @@ def keep_pace(trainer: Trainer, state: TrainingState) -> None:
     save = trainer.checkpointing.pending(state.name)
     if save is None:
         return
-    allowed = state.adapter.run.checkpoint_every + trainer.config.checkpoint.max_behind
-    due = trainer.checkpointing.behind(state) >= allowed
+    due = trainer.checkpointing.behind(state) >= _allowed(trainer, state)
     if not due:  # the others may see its end earlier or later
         due = trainer.control.broadcast_bytes(b"1" * save.ended.is_set() if trainer.control.rank == 0 else None) != b""
     if due:
         join_checkpoint(trainer, state)
+
+
+def _allowed(trainer: Trainer, state: TrainingState) -> int:
+    """Steps that a crash may repeat."""
+    return state.adapter.run.checkpoint_every + trainer.config.checkpoint.max_behind
 
 
 def make_durable(trainer: Trainer, state: TrainingState) -> None:
@@ -226,17 +229,24 @@ def joint(ready: Iterable[Operation], token_budget: int) -> tuple[Operation, ...
     return tuple(found)
 
 
-def may_start(trainer: Trainer, operation: Operation) -> bool:
-    """Whether nothing that is in progress of its adapter has to end before ``operation``.
+def may_start(trainer: Trainer, operation: Operation, ahead: float) -> bool:
+    """Whether nothing has to end before ``operation`` of an adapter that is ``ahead`` steps of its checkpoints.
 
-    A publish is not started before the version is durable: what an outcome has reported is not lost.
+    While a version is not durable, its checkpoint or an earlier one is in progress. What is saved, loaded or published
+    there is not lost: a crash would repeat it when what it refers to may be dropped.
     """
     name = operation.adapter
-    if isinstance(operation.what, Pass):
-        return True
-    if isinstance(operation.what, Publish) and trainer.publishing.pending(name) is not None:
-        return False
-    return trainer.checkpointing.pending(name) is None
+    save = trainer.checkpointing.pending(name)
+    match operation.what:
+        case Pass() | Poison(of_step=False):
+            return True
+        case OptimStep() | Poison():
+            return ahead < _allowed(trainer, trainer.states[name])
+        case DropState():  # a state that is being saved is not
+            return save is None or not save.label
+        case Publish() if trainer.publishing.pending(name) is not None:
+            return False
+    return save is None
 
 
 def concluded(trainer: Trainer) -> w.Conclude | None:

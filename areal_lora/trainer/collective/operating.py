@@ -1,13 +1,15 @@
 """Carry out clients' operations on every rank, with the verbs that a training step uses::
 
     Pass                  gradients are added, log-probabilities are the answer; those of several adapters together
-    OptimStep, LoadState  the weights change; checkpoint with the number of the operation -> answer
+    OptimStep             the weights change, the number of the operation is their version -> answer; checkpoint
+    LoadState             as a step; checkpoint -> answer
     SaveState             a folder beside the checkpoints -> answer
     Publish               the newest version is active on the servers -> answer
 
-Checkpoints, saved states and publishes run in the background, as those of training steps do, while the next
-operations and other adapters have their turns (`next_work`). Answers follow each other in the order of the operations
-(`Clients`). A fault of an operation fails it, a fault of the adapter ends the adapter (`fault_isolation`).
+Checkpoints are written behind: the service's file repeats what a crash loses. They, saved states and publishes run in
+the background while the next operations and other adapters have their turns (`next_work`). Answers follow each other
+in the order of the operations (`Clients`). A fault of an operation fails it, a fault of the adapter ends the adapter
+(`fault_isolation`).
 """
 
 import time
@@ -64,7 +66,7 @@ def pass_together(trainer: Trainer, work: JointPass) -> None:
 
 
 def conclude(trainer: Trainer, state: TrainingState, *, publish: bool) -> None:
-    """Take note of what has ended in the background; start again a checkpoint that could not be written. Collective.
+    """Take note of what has ended in the background; start the checkpoint of a version without one. Collective.
 
     A checkpoint that could not be written in several tries ends the adapter.
     """
@@ -72,9 +74,8 @@ def conclude(trainer: Trainer, state: TrainingState, *, publish: bool) -> None:
         if publish:
             join_publish(trainer, state)
             return
-        save = join_checkpoint(trainer, state)
-        if save is not None and save.failed and not save.label:
-            _save(trainer, state)
+        join_checkpoint(trainer, state)
+        _save(trainer, state)
 
 
 def _outcome(trainer: Trainer, state: TrainingState, operation: protocol.Operation) -> protocol.Outcome | None:
@@ -109,11 +110,12 @@ def _step(trainer: Trainer, state: TrainingState, step: protocol.OptimStep) -> p
     )
     stats = trainer.engine.optim_step(state.name, 1.0, step.lr, adam).values
     skipped, number = stats["skipped"] == 1.0, trainer.engine.resident(state.name).trained().step_count
+    reached("trainer.operation.stepped")
     return protocol.StepResult(step=number, grad_norm=0.0 if skipped else stats["grad_norm"], skipped=skipped)
 
 
 def _settle(trainer: Trainer, state: TrainingState, operation: protocol.Operation, outcome: protocol.Outcome) -> None:
-    """Make the operation the adapter's version, and start its checkpoint."""
+    """Make the operation the adapter's version, and start its checkpoint unless an earlier one is in progress."""
     before, state.version = state.ref, operation.number
     if trainer.rank_0:
         clients, spans = trainer.rank_0.clients_of(state.adapter), trainer.spans[state.name]
@@ -129,8 +131,7 @@ def _settle(trainer: Trainer, state: TrainingState, operation: protocol.Operatio
 
 def _save(trainer: Trainer, state: TrainingState) -> None:
     with trainer.spans[state.name].span("checkpoint_copy"):
-        save = trainer.checkpointing.save(state, controller_state(trainer, state))
-    assert save is not None, "every version of a client's adapter has a checkpoint"
+        trainer.checkpointing.save(state, controller_state(trainer, state))
 
 
 def _publish(trainer: Trainer, state: TrainingState, operation: protocol.Operation) -> protocol.PublishResult | None:

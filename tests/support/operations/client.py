@@ -15,6 +15,7 @@ from areal_lora.operations.link import ServiceEnd
 from areal_lora.operations.protocol import (
     Acknowledgement,
     Datum,
+    Durable,
     Expects,
     Operation,
     OperationCompletion,
@@ -24,6 +25,7 @@ from areal_lora.operations.protocol import (
     Poison,
     ToService,
     What,
+    ends_window,
 )
 from areal_lora.run_folder.paths import RunFolder
 
@@ -58,7 +60,7 @@ class Client:
         self.heard: list[ToService] = []
         self.expects: dict[str, int] = {}
         self._script: dict[str, list[What]] = defaultdict(list)
-        self._news = threading.Condition()
+        self._news = threading.Condition(threading.RLock())
         self._end = ServiceEnd(run_folder, self._hear)
         self._loop = asyncio.new_event_loop()
         self._running = self._loop.create_task(self._end.run())
@@ -116,6 +118,16 @@ class Client:
     def outcomes(self, adapter: str) -> dict[int, Outcome]:
         with self._news:
             return self._outcomes(adapter)
+
+    def settle(self, adapter: str) -> None:
+        """Wait until a checkpoint has the newest version of which there is an answer."""
+        found = self.outcomes(adapter)
+        made = [n for n, what in enumerate(self._script[adapter], 1) if ends_window(what) and n in found]
+        self.wait(lambda: max(self.durable(adapter), default=0) >= max(made, default=0))
+
+    def durable(self, adapter: str) -> list[int]:
+        with self._news:
+            return [m.number for m in self.heard if isinstance(m, Durable) and m.adapter == adapter]
 
     def wait(self, ready: Callable[[], bool]) -> None:
         with self._news:

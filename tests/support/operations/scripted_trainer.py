@@ -48,9 +48,9 @@ class Model:
 
 @dataclass(slots=True, kw_only=True)
 class Disk:
-    """What survives a crash: the newest checkpoint of each adapter with its outcome, and labelled states."""
+    """What survives a crash: the newest checkpoint of each adapter with its outcomes, and labelled states."""
 
-    checkpoints: dict[str, tuple[Model, OperationCompletion | None]] = field(default_factory=dict)
+    checkpoints: dict[str, tuple[Model, tuple[OperationCompletion, ...]]] = field(default_factory=dict)
     states: dict[tuple[str, str], Model] = field(default_factory=dict)
 
 
@@ -58,6 +58,7 @@ class ScriptedTrainer:
     """Rank 0 of the run in ``run_folder``, in a thread of its own.
 
     ``fault(operation)``, called in that thread, may return what becomes of an operation instead; it may also wait.
+    ``writes()``, called when a version is made, is whether it gets a checkpoint; one that is loaded has one.
     ``carried_out`` are all operations in order, over crashes as well.
     """
 
@@ -65,6 +66,7 @@ class ScriptedTrainer:
         self, run_folder: RunFolder, fault: Callable[[Operation], OperationFailure | None] = lambda _: None
     ) -> None:
         self.disk, self.fault = Disk(), fault
+        self.writes: Callable[[], bool] = lambda: True
         self.carried_out: list[Operation] = []
         self._run_folder = run_folder
         self._lock = threading.Lock()
@@ -73,9 +75,9 @@ class ScriptedTrainer:
     def join(self, adapter: str) -> None:
         """A new adapter begins, or one that has a checkpoint again."""
         with self._lock:
-            model, last = self.disk.checkpoints.setdefault(adapter, (Model(), None))
+            model, kept = self.disk.checkpoints.setdefault(adapter, (Model(), ()))
             self._models[adapter] = replace(model, window=0)
-            for message in self._backlog.join(adapter, last):
+            for message in self._backlog.join(adapter, model.version, kept):
                 self._end.send([message])
 
     def leave(self, adapter: str, reason: str = "it was deleted") -> None:
@@ -124,13 +126,18 @@ class ScriptedTrainer:
             return  # it has left meanwhile
         self.carried_out.append(operation)
         outcome = outcome or self._backlog.refused(operation) or self._outcome(operation)
-        [completed] = self._backlog.complete(operation, outcome)
-        assert isinstance(completed, OperationCompletion)
+        self._end.send(self._backlog.complete(operation, outcome))
         if ends_window(operation.what):
             model = replace(self._models[operation.adapter], version=operation.number, window=0)
             self._models[operation.adapter] = model
-            self.disk.checkpoints[operation.adapter] = (model, completed)
-        self._end.send([completed])
+            if isinstance(operation.what, LoadState) or self.writes():
+                self.write(operation.adapter)
+
+    def write(self, adapter: str) -> None:
+        """Write the newest version's checkpoint."""
+        model = self._models[adapter]
+        self.disk.checkpoints[adapter] = (model, self._backlog.outcomes(adapter))
+        self._end.send(self._backlog.durable(adapter, model.version))
 
     def _outcome(self, operation: Operation) -> Outcome:
         name, model = operation.adapter, self._models[operation.adapter]

@@ -20,6 +20,7 @@ import yaml
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.checkpoint.checkpoint_store import CheckpointStore, Saver
+from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
@@ -39,7 +40,7 @@ from areal_lora.trainer.collective.next_work import next_work
 from areal_lora.trainer.collective.operating import conclude, operate, pass_together
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.training_state import Rank0, Trainer
-from areal_lora.trainer.versions.checkpointing import Checkpointing
+from areal_lora.trainer.versions.checkpointing import Checkpointing, load
 from areal_lora.trainer.work import Conclude, JointPass, Operate, TrainOn, Work
 from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.operations.client import Client
@@ -127,14 +128,25 @@ class Servers:
 
 
 class Side:
-    """Rank 0 with adapters that clients drive; with ``beside`` one that always has a batch, whose steps are counted."""
+    """Rank 0 with adapters that clients drive; with ``beside`` one that always has a batch, whose steps are counted.
+
+    Adapters with a checkpoint below ``root`` resume from it.
+    """
 
     def __init__(
-        self, root: Path, *names: str, beside: bool = False, disk: Disk | None = None, **checkpoint: Any
+        self,
+        root: Path,
+        *names: str,
+        beside: bool = False,
+        disk: Disk | None = None,
+        client: Callable[[RunFolder], Any] | None = Client,
+        **checkpoint: Any,
     ) -> None:
+        """Without ``client`` another process has it."""
         self.folder = RunFolder(root / "a run")
-        self.folder.path.mkdir(parents=True)
-        create_secret(self.folder)
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        if not self.folder.secret.exists():
+            create_secret(self.folder)
         self.config = service_config(**checkpoint)
         self.engine, self.disk, self.stop = ToyEngine(), disk or HeldDisk(), threading.Event()
         self.beside_steps = 0
@@ -177,7 +189,7 @@ class Side:
             )
             self.trainer.states["beside"] = TrainingState(adapter=other, phase=AdapterPhase.ACTIVE)
             rank_0.turns.join("beside", 1.0)
-        self.client = Client(self.folder)
+        self.client: Any = client(self.folder) if client else None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -186,7 +198,15 @@ class Side:
         self.engine.add_adapter(adapter.spec, adapter.config.optimizer, adapter.run.seed)
         state = TrainingState(adapter=adapter, phase=AdapterPhase.ACTIVE)
         self.trainer.states[adapter.name] = state
-        self.clients.join(adapter, 0, ControllerState())
+        engine: Any = self.engine
+        found = find(self.folder, adapter.name).newest
+        if (restored := load(engine, adapter, str(found.path) if found else "")) is not None:
+            state.version = restored.version
+            self.trainer.checkpointing.resumed(adapter.name, state.version)
+            self.recorder.joined(state.ref, steps=None, resumed=True)
+        self.clients.join(adapter, state.version, restored.controller if restored else ControllerState())
+        self.trainer.checkpointing.save(state, self.clients.state(adapter.name))
+        self.trainer.checkpointing.join(adapter.name)
         assert self.trainer.rank_0
         self.trainer.rank_0.turns.join(adapter.name, 1.0)
         return state

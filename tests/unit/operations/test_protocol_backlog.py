@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from areal_lora.operations.protocol import (
     Acknowledgement,
     Backlog,
+    Durable,
     Expects,
     LoadState,
     Loss,
@@ -32,7 +34,9 @@ PASS = Pass(data=(), loss=Loss.CROSS_ENTROPY)
 STEP = OptimStep(lr=0.1)
 LOAD = LoadState(adapter="a.1", label="n1", optimizer=True)
 SCORED, STEPPED = PassResult(logprobs=(), loss=0.0), StepResult(step=1, grad_norm=1.0, skipped=False)
+LOADED = StateResult(step=5, n_bytes=9)
 BROKEN = OperationFailure(reason="broken", by_client=False)
+DURABLE_7 = Durable(adapter="a.1", number=7)
 
 
 def operation(number: int, what: What = PASS) -> Operation:
@@ -41,7 +45,7 @@ def operation(number: int, what: What = PASS) -> Operation:
 
 def carried_out(backlog: Backlog, *whats: What | tuple[What, Outcome]) -> list[Outcome]:
     """Outcomes of operations 1, 2, ... of a new adapter; with a pair, of one that ends in that way."""
-    backlog.join("a.1", None)
+    backlog.join("a.1", 0)
     found: list[Outcome] = []
     usual: dict[type, Outcome] = {Pass: SCORED, OptimStep: STEPPED, LoadState: StateResult(step=0, n_bytes=1)}
     for number, given in enumerate(whats, 1):
@@ -60,7 +64,7 @@ def carried_out(backlog: Backlog, *whats: What | tuple[What, Outcome]) -> list[O
 def test_numbers_follow_each_other() -> None:
     backlog = Backlog()
     assert backlog.receive(operation(1)) == [], "no service is there"
-    assert backlog.join("a.1", None) == [Expects(adapter="a.1", number=1)]
+    assert backlog.join("a.1", 0) == [Expects(adapter="a.1", number=1)]
     assert backlog.receive(operation(2)) == [Expects(adapter="a.1", number=1)]
     assert backlog.receive(operation(1)) == []
     assert backlog.receive(operation(1, STEP)) == [], "the second of a number is ignored"
@@ -69,18 +73,22 @@ def test_numbers_follow_each_other() -> None:
     assert backlog.first(["a.1"]) is None
 
 
-def test_an_adapter_that_resumes_has_the_outcome_of_its_checkpoint() -> None:
-    last = OperationCompletion(adapter="a.1", number=7, outcome=STEPPED)
+def test_an_adapter_that_resumes_has_the_outcomes_of_its_checkpoint() -> None:
+    kept, rest = [said(6, SCORED), said(7, STEPPED)], [DURABLE_7, Expects(adapter="a.1", number=8)]
     backlog = Backlog()
-    assert backlog.join("a.1", last) == [last, Expects(adapter="a.1", number=8)]
-    assert backlog.receive(ServiceHello()) == [last, Expects(adapter="a.1", number=8)]
+    assert backlog.join("a.1", 7, kept) == [*kept, *rest]
+    assert backlog.receive(ServiceHello()) == [*kept, *rest]
+    assert backlog.receive(Acknowledgement(adapter="a.1", number=6)) == []
+    assert backlog.outcomes("a.1") == (said(7, STEPPED),)
+    assert backlog.receive(ServiceHello()) == [said(7, STEPPED), *rest]
     assert backlog.receive(Acknowledgement(adapter="a.1", number=7)) == []
-    assert backlog.receive(ServiceHello()) == [Expects(adapter="a.1", number=8)]
+    assert backlog.receive(ServiceHello()) == rest
+    assert backlog.ahead("a.1") == 0
 
 
 def test_operations_of_an_adapter_that_left_fail() -> None:
     backlog = Backlog()
-    backlog.join("a.1", None)
+    backlog.join("a.1", 0)
     backlog.receive(operation(1))
     failed = OperationFailure(reason="it was deleted", by_client=False)
     assert backlog.leave("a.1", "it was deleted") == [OperationCompletion(adapter="a.1", number=1, outcome=failed)]
@@ -119,24 +127,72 @@ def test_a_poison_of_a_step_ends_its_window_and_no_other() -> None:
 
 
 def test_outcomes_wait_for_those_before_them() -> None:
+    """A publish that goes on holds up what follows it, and the log is not cut behind it."""
     backlog = Backlog()
-    backlog.join("a.1", None)
-    for number, what in enumerate((PASS, STEP, PASS, Publish(), STEP), 1):
+    backlog.join("a.1", 0, ())
+    for number, what in enumerate((PASS, Publish(), PASS, STEP, PASS), 1):
         backlog.receive(operation(number, what))
     assert backlog.complete(operation(1), SCORED) == [said(1, SCORED)]
-    backlog.start(operation(2, STEP), STEPPED)
+    backlog.start(operation(2, Publish()), None)
     assert backlog.first(["a.1"]) == operation(3), "what follows may be carried out"
     assert backlog.complete(operation(3), SCORED) == []
-    backlog.start(operation(4, Publish()), None)
-    assert backlog.refused(operation(5, STEP)) is None, "its window began with the step that is not final"
-    backlog.start(operation(5, STEP), STEPPED)
-    assert backlog.end("a.1", 4, PublishResult(version=2)) == []
+    assert backlog.complete(operation(4, STEP), STEPPED) == []
+    assert backlog.outcomes("a.1") == (said(1, SCORED), said(3, SCORED), said(4, STEPPED)), "what is known"
+    assert backlog.durable("a.1", 4) == []
     assert backlog.receive(ServiceHello()) == [said(1, SCORED), Expects(adapter="a.1", number=6)]
-    known = [said(2, STEPPED), said(3, SCORED), said(4, PublishResult(version=2))]
-    assert backlog.end("a.1", 2) == known
+    known = [said(2, PublishResult(version=0)), said(3, SCORED), said(4, STEPPED)]
+    assert backlog.end("a.1", 2, PublishResult(version=0)) == [*known, Durable(adapter="a.1", number=4)]
     assert backlog.end("a.1", 2) == [], "once"
-    assert backlog.leave("a.1", "gone") == [said(5, OperationFailure(reason="gone", by_client=False))]
-    assert backlog.end("a.1", 5) == [], "what has left is over"
+    assert backlog.leave("a.1", "left") == [said(5, OperationFailure(reason="left", by_client=False))]
+    assert backlog.end("a.1", 5) == backlog.durable("a.1", 5) == [], "what has left is over"
+
+
+def test_what_is_durable_is_cut_once_and_bounds_what_a_crash_repeats() -> None:
+    backlog = Backlog()
+    backlog.join("a.1", 0)
+    assert backlog.ahead("a.1") == math.inf, "no run resumes from nothing"
+    assert backlog.durable("a.1", 0) == [], "nothing is in the log yet"
+    for number, what in enumerate((PASS, STEP, PASS, STEP, PASS, Poison(reason="x", of_step=True), PASS), 1):
+        backlog.receive(operation(number, what))
+        backlog.complete(operation(number, what), backlog.refused(operation(number, what)) or SCORED)
+    assert backlog.ahead("a.1") == 3, "a window that failed is one, too"
+    assert [each.number for each in backlog.outcomes("a.1")] == [1, 2, 3, 4, 5, 6], "7 is in no version"
+    assert backlog.durable("a.1", 4) == [Durable(adapter="a.1", number=4)]
+    assert backlog.ahead("a.1") == 1
+    assert backlog.durable("a.1", 6) == [Durable(adapter="a.1", number=6)]
+    backlog.receive(Acknowledgement(adapter="a.1", number=7))
+    assert backlog.receive(ServiceHello()) == [Durable(adapter="a.1", number=6), Expects(adapter="a.1", number=8)]
+
+
+@pytest.mark.parametrize("version", [1, 3, None])
+def test_a_load_is_final_once_it_is_durable_under_whichever_version(version: int | None) -> None:
+    """One that is not, fails with an adapter that leaves."""
+    backlog = Backlog()
+    backlog.join("a.1", 0, ())
+    for number, what in enumerate((LOAD, PASS, STEP), 1):
+        backlog.receive(operation(number, what))
+    backlog.start(operation(1, LOAD), LOADED)
+    assert backlog.complete(operation(2), SCORED) == backlog.complete(operation(3, STEP), STEPPED) == []
+    later = [said(2, SCORED), said(3, STEPPED)]
+    if version is None:
+        left = OperationFailure(reason="left", by_client=False)
+        assert backlog.leave("a.1", "left") == [said(1, left), *later]
+    else:
+        found = backlog.durable("a.1", version)
+        assert found == [said(1, LOADED), *later, Durable(adapter="a.1", number=version)]
+
+
+def test_what_is_known_of_an_adapter_that_leaves_does_not_fail() -> None:
+    """Its step is made, and the log repeats it when the adapter is tried again."""
+    backlog = Backlog()
+    backlog.join("a.1", 0, ())
+    for number, what in enumerate((PASS, Publish(), STEP, PASS), 1):
+        backlog.receive(operation(number, what))
+    backlog.complete(operation(1), SCORED)
+    backlog.start(operation(2, Publish()), None)
+    backlog.complete(operation(3, STEP), STEPPED)
+    left = OperationFailure(reason="left", by_client=False)
+    assert backlog.leave("a.1", "left") == [said(2, left), said(3, STEPPED), said(4, left)]
 
 
 def said(number: int, outcome: Outcome) -> OperationCompletion:

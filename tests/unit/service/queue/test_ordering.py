@@ -43,9 +43,7 @@ def test_what_may_wait() -> None:
     assert status(full, 3, {4}, 5) == 429
     assert status(full, 3, {4}, 3) == 0, "it fills the gap before one that waits"
     assert status(QueueUsage(queued=1, n_bytes=heavy), 3, set(), 3, 1) == 429
-    assert status(QueueUsage(queued=0, n_bytes=heavy), 3, set(), 3, 1) == 0, (
-        "no waiting changes it: it fails in its turn"
-    )
+    assert status(QueueUsage(queued=0, n_bytes=heavy), 3, set(), 3, 1) == 429, "a checkpoint frees them"
     assert too_long(QUOTA, QueueUsage(queued=0, n_bytes=heavy), 1)
     assert not too_long(QUOTA, QueueUsage(queued=0, n_bytes=heavy - 1), 1)
     assert status(QueueUsage(queued=0, n_bytes=heavy), 3, set(), 3, 0) == 0, "a step frees them"

@@ -17,10 +17,10 @@ from areal_lora.operations.protocol import (
     StateResult,
     StepResult,
 )
-from areal_lora.service.queue import client_sessions, queue_writer
+from areal_lora.service.queue import client_sessions, queue_writer, sequencer
 from areal_lora.service.queue.client_sessions import end_session, open_sampler, served, unload
 from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Save, SaveForSampler, Train
-from areal_lora.service.queue.sequencer import completed, expected, look, submit, to_send
+from areal_lora.service.queue.sequencer import completed, durable, expected, look, submit, to_send
 from areal_lora.service.refused import RequestError
 from tests.support.service.ledger import QUOTA, Ledger
 
@@ -48,6 +48,10 @@ class World:
             self.number += 1
             self.ledger.change(lambda tx, o=outcome: completed(tx, self.adapter, self.number, o))
 
+    def durable(self) -> None:
+        """A checkpoint has everything so far."""
+        self.ledger.change(lambda tx: durable(tx, self.adapter, self.number))
+
     def count(self, sql: str) -> int:
         return int(self.ledger.db.execute(f"SELECT COUNT(*) FROM {sql}").fetchone()[0])
 
@@ -55,7 +59,7 @@ class World:
         self.ledger.change(lambda tx: queue_writer.forget(tx, set(fetched)))
 
 
-def test_data_are_kept_until_a_step_covers_them() -> None:
+def test_data_are_kept_until_a_checkpoint_has_them() -> None:
     it = World()
     it.submit(PASS)
     it.submit(PASS)
@@ -66,6 +70,10 @@ def test_data_are_kept_until_a_step_covers_them() -> None:
     assert [operation.what for operation in again] == [PASS.what, PASS.what], "the trainer may action for them again"
     it.submit(STEP)
     it.done(STEPPED)
+    assert it.count("client_operations") == 3
+    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 1, 9))
+    assert [operation.what for operation in again] == [PASS.what, PASS.what, STEP.what], "a step that was answered, too"
+    it.durable()
     assert (
         it.count("client_operations")
         == it.count("requests WHERE action IS NOT NULL AND owner = '" + it.model + "'")
@@ -73,7 +81,28 @@ def test_data_are_kept_until_a_step_covers_them() -> None:
     )
 
 
-def test_of_a_failed_window_no_data_are_kept() -> None:
+def test_what_a_checkpoint_has_and_has_no_outcome_is_lost() -> None:
+    it = World()
+    waits = it.submit(PASS)
+    it.number = 1
+    it.durable()
+    answer, _ = it.ledger.change(lambda tx: look(tx, "acme", waits))
+    assert isinstance(answer, OperationFailure)
+    assert "has lost" in answer.reason
+
+
+def test_an_adapter_that_has_failed_keeps_so_many_failures_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequencer, "KEPT_FAILED", 3)
+    it = World()
+    for kept in (1, 2, 3, 0):
+        it.submit(PASS)
+        it.ledger.change(lambda tx: queue_writer.follow(tx, {it.adapter: "no disk"}))
+        assert it.count("client_operations") == kept
+    it.submit(PASS)
+    assert it.ledger.change(lambda tx: expected(tx, it.adapter, 5))
+
+
+def test_of_a_failed_pass_no_data_are_kept() -> None:
     it = World()
     it.submit(PASS)
     it.submit(STEP)
@@ -82,6 +111,7 @@ def test_of_a_failed_window_no_data_are_kept() -> None:
     it.submit(PASS)
     it.submit(STEP)
     it.done(SCORED, STEPPED)
+    it.durable()
     assert it.count("client_operations") == 0
 
 
@@ -89,6 +119,7 @@ def test_answers_are_kept_for_an_hour_after_they_were_fetched_and_else_for_a_day
     it = World()
     first, second = it.submit(PASS), it.submit(STEP)
     it.done(SCORED, STEPPED)
+    it.durable()
     it.forget(first)
     it.ledger.now_s += queue_writer.FETCHED_S + 1
     it.forget()
@@ -109,6 +140,7 @@ def test_the_oldest_answers_of_a_tenant_leave_when_they_are_too_long_together() 
         requests.append(it.submit(PASS))
         it.submit(STEP)
         it.done(SCORED, STEPPED)
+        it.durable()
         it.ledger.now_s += 1
     it.ledger.change(lambda tx: queue_writer._shorten(tx, "acme", 2500))
     kept = [each for each in requests if it.count(f"requests WHERE request = '{each}'")]
@@ -180,6 +212,7 @@ def test_a_trainer_that_has_lost_steps_ends_the_model() -> None:
     it.submit(PASS)
     it.submit(STEP)
     it.done(SCORED, STEPPED)
+    it.durable()
     waits = it.submit(PASS)
     assert not it.ledger.change(lambda tx: expected(tx, it.adapter, 1))
     answer, _ = it.ledger.change(lambda tx: look(tx, "acme", waits))
@@ -244,8 +277,16 @@ def test_a_model_that_is_unloaded_leaves_once_and_what_it_saved_stays() -> None:
 def test_a_pass_above_the_quota_of_bytes_fails_its_window_and_the_next_one_begins_clean() -> None:
     it = World()
     large = Train(what=Pass(data=(Datum(tokens=b"x" * (QUOTA.queued_mib << 20), weights=b""),), loss=Loss.DRO))
+    it.submit(PASS)
+    it.submit(STEP)
+    it.done(SCORED, STEPPED)
+    with pytest.raises(RequestError) as refused:
+        it.submit(large)
+    assert refused.value.status == 429, "a checkpoint will free the data of the step"
+    it.seq -= 1
+    it.durable()
     waits = it.submit(large)
-    [sent] = it.ledger.change(lambda tx: to_send(tx, it.adapter, 1, 9))
+    [sent] = it.ledger.change(lambda tx: to_send(tx, it.adapter, 3, 9))
     assert isinstance(sent.what, Poison)
     assert "optim_step, or fewer data" in sent.what.reason
     it.done(OperationFailure(reason=sent.what.reason, by_client=True))

@@ -1,6 +1,7 @@
 """Operations against a model: arrivals in any order, retries, gaps, and crashes of either side between any two steps.
 
-The trainer is a real `Backlog` with an executor of a few lines. Its checkpoints are all that it keeps over a crash.
+The trainer is a real `Backlog` with an executor of a few lines. Its checkpoints, written behind the answers, are all
+that it keeps over a crash.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -18,6 +20,7 @@ from areal_lora.operations.link import SendWindows
 from areal_lora.operations.protocol import (
     Acknowledgement,
     Backlog,
+    Durable,
     Expects,
     Loss,
     LossSettings,
@@ -40,55 +43,70 @@ from areal_lora.operations.protocol import (
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.queue_writer import seal
 from areal_lora.service.queue.requests import Answer, ModelAction, Pending, Save, Train
-from areal_lora.service.queue.sequencer import completed, expected, look, submit, to_send
+from areal_lora.service.queue.sequencer import completed, durable, expected, look, submit, to_send
 from areal_lora.service.refused import RequestError
 from tests.support.service.ledger import Ledger
 from tests.support.sizes import NIGHTLY, size
 
-LOST = "a restart of the trainer"
+BEHIND = 2
+"""Steps ahead of the disk."""
+
+
+class Checkpoint(NamedTuple):
+    """``history`` has the marks of the passes of each step that was made."""
+
+    history: tuple[tuple[float, ...], ...] = ()
+    version: int = 0
+    outcomes: tuple[OperationCompletion, ...] = ()
 
 
 @dataclass(slots=True)
 class Executor:
-    """One adapter. ``steps`` and ``window`` are lost in a crash, ``checkpoint`` is not.
+    """One adapter. All but the ``durable`` checkpoint is lost in a crash. A checkpoint is written in two moments.
 
-    ``history`` has the marks of the passes of each step that was made, as the checkpoints have them. ``faulted`` are
-    the marks of passes that have failed at least once, over crashes as well.
+    ``verdicts`` are whether the pass with a mark fails: repeated after a crash it ends in the same way.
     """
 
+    adapter: str = ""
     backlog: Backlog = field(default_factory=Backlog)
-    history: tuple[tuple[float, ...], ...] = ()
+    newest: Checkpoint = field(default_factory=Checkpoint)
     window: tuple[float, ...] = ()
-    checkpoint: tuple[tuple[tuple[float, ...], ...], OperationCompletion | None] = ((), None)
-    faulted: set[float] = field(default_factory=set)
+    writing: Checkpoint | None = None
+    durable: Checkpoint = field(default_factory=Checkpoint)
+    verdicts: dict[float, bool] = field(default_factory=dict)
 
     def begin(self, adapter: str) -> list[ToService]:
-        self.backlog, self.window, self.history = Backlog(), (), self.checkpoint[0]
-        return self.backlog.join(adapter, self.checkpoint[1])
+        self.adapter, self.backlog, self.window = adapter, Backlog(), ()
+        self.newest, self.writing = self.durable, None
+        return self.backlog.join(adapter, self.durable.version, self.durable.outcomes)
+
+    def write(self) -> None:
+        """Copy the newest version, as far as the adapter has one."""
+        self.writing = self.newest._replace(outcomes=self.backlog.outcomes(self.adapter))
+
+    def written(self) -> list[ToService]:
+        assert self.writing is not None
+        self.durable, self.writing = self.writing, None
+        return self.backlog.durable(self.adapter, self.durable.version)
 
     def carry_out(self, operation: Operation, fault: bool) -> list[ToService]:
         outcome = self.backlog.refused(operation) or self._outcome(operation, fault)
-        sent = self.backlog.complete(operation, outcome)
         if ends_window(operation.what):
-            self.window = ()
-            [done] = sent
-            assert isinstance(done, OperationCompletion)
-            self.checkpoint = (self.history, done)
-        return sent
+            self.window, self.newest = (), self.newest._replace(version=operation.number)
+        return self.backlog.complete(operation, outcome)
 
     def _outcome(self, operation: Operation, fault: bool) -> Outcome:
         match operation.what:
-            case Pass(settings=marked) if fault:
-                self.faulted.add(marked.beta or 0.0)
-                return OperationFailure(reason="a fault that passes", by_client=False)
-            case Pass(settings=marked):
-                self.window += (marked.beta or 0.0,)
-                return PassResult(logprobs=(), loss=marked.beta or 0.0)
+            case Pass(settings=LossSettings(beta=float(mark))):
+                if self.verdicts.setdefault(mark, fault):
+                    return OperationFailure(reason="a fault", by_client=False)
+                self.window += (mark,)
+                return PassResult(logprobs=(), loss=mark)
             case OptimStep():
-                self.history += (self.window,)
-                return StepResult(step=len(self.history), grad_norm=0.0, skipped=False)
+                self.newest = self.newest._replace(history=(*self.newest.history, self.window))
+                return StepResult(step=len(self.newest.history), grad_norm=0.0, skipped=False)
             case SaveState():
-                return StateResult(step=len(self.history), n_bytes=1)
+                return StateResult(step=len(self.newest.history), n_bytes=1)
             case what:
                 raise AssertionError(what)
 
@@ -154,6 +172,8 @@ class Exchange(RuleBasedStateMachine):
                 self.ledger.change(lambda tx: completed(tx, adapter, number, outcome))
                 self.to_trainer.append(Acknowledgement(adapter=adapter, number=number))
                 self.windows.completed(adapter, number)
+            case Durable(adapter=adapter, number=number):
+                self.ledger.change(lambda tx: durable(tx, adapter, number))
             case Expects(adapter=adapter, number=number):
                 assert self.ledger.change(lambda tx: expected(tx, adapter, number)), "nothing covered is asked for"
                 self.windows.expected(adapter, number)
@@ -177,6 +197,9 @@ class Exchange(RuleBasedStateMachine):
             elif self.trainer.backlog.first([self.adapter]) is not None:
                 self.trainer_works(fault)
                 fault = 1
+            elif self.trainer.newest.version > self.trainer.durable.version:
+                self.service_sends()
+                self.disk_works()
             else:
                 self.service_sends()
 
@@ -190,11 +213,26 @@ class Exchange(RuleBasedStateMachine):
     @rule(fault=st.integers(0, 9))
     def trainer_works(self, fault: int) -> None:
         if (operation := self.trainer.backlog.first([self.adapter])) is not None:
+            while ends_window(operation.what) and self.trainer.backlog.ahead(self.adapter) > BEHIND:
+                self.disk_works()
             self.to_service.extend(self.trainer.carry_out(operation, fault == 0))
 
-    @rule(told=st.booleans())
-    def trainer_is_killed(self, told: bool) -> None:
-        """The service connects to the next one, and greets it; it may also have received what that sent at once."""
+    @rule()
+    def disk_works(self) -> None:
+        if self.trainer.writing is not None:
+            self.to_service.extend(self.trainer.written())
+        elif self.trainer.newest.version > self.trainer.durable.version:
+            self.trainer.write()
+
+    @rule(told=st.booleans(), written=st.booleans())
+    def trainer_is_killed(self, told: bool, written: bool) -> None:
+        """The service connects to the next one, and greets it; it may also have received what that sent at once.
+
+        The checkpoint in progress is lost, or it is ``written`` and no one has received that.
+        """
+        self.answers_stay()
+        if written and self.trainer.writing is not None:
+            self.trainer.written()
         self.to_trainer, self.to_service = deque([ServiceHello()]), deque()
         begun = self.trainer.begin(self.adapter)
         self.to_service.extend(begun if told else [])
@@ -229,6 +267,8 @@ class Exchange(RuleBasedStateMachine):
                 lambda tx: to_send(tx, self.adapter, *due)
             ):
                 self.service_sends()
+            elif self.trainer.newest.version > self.trainer.durable.version:
+                self.disk_works()
             else:
                 break
         self.answers_stay()
@@ -240,34 +280,29 @@ class Exchange(RuleBasedStateMachine):
         self.ledger.db.close()
 
     def _check_windows(self) -> None:
-        made, window, spoiled, unsure, before = [], [], False, False, 0
+        made, window, spoiled, before = [], [], False, 0
         for seq in sorted(self.script):
             action, answer = self.script[seq], self.answers[seq]
             spoiled, before = spoiled or seq != before + 1, seq
             match action:
                 case Train(what=Pass(settings=marked)):
-                    lost = isinstance(answer, OperationFailure) and answer.reason.startswith(LOST)
-                    spoiled = spoiled or (isinstance(answer, OperationFailure) and not lost)
-                    # The trainer died with the outcome, or a pass that was answered failed when it was repeated after
-                    # a crash: the step may fail, and then makes no version.
-                    unsure = unsure or lost or marked.beta in self.trainer.faulted
+                    spoiled = spoiled or isinstance(answer, OperationFailure)
                     window.append(marked.beta or 0.0)
                     if isinstance(answer, PassResult):
                         assert answer.loss == marked.beta
                 case Train(what=Poison(of_step=True)):
                     assert isinstance(answer, OperationFailure)
-                    window, spoiled, unsure = [], False, False
+                    window, spoiled = [], False
                 case Train(what=Poison()):
                     assert isinstance(answer, OperationFailure)
                     spoiled = True
                 case Train(what=OptimStep()):
-                    failed = isinstance(answer, OperationFailure)
-                    assert failed == (spoiled or not window) or (unsure and failed), (seq, answer)
+                    assert isinstance(answer, OperationFailure) == (spoiled or not window), (seq, answer)
                     if isinstance(answer, StepResult):
                         made.append(tuple(window))
                         assert answer.step == len(made)
-                    window, spoiled, unsure = [], False, False
-        assert self.trainer.checkpoint[0] == tuple(made), "each step once, in order, with its passes"
+                    window, spoiled = [], False
+        assert self.trainer.durable.history == tuple(made), "each step once, in order, with its passes"
 
     def _ask(self, seq: int, kind: str) -> ModelAction:
         match kind:
@@ -300,12 +335,49 @@ TestExchange.settings = settings(
 
 
 def test_a_pass_that_failed_fails_again_after_a_restart() -> None:
-    """Its client has heard of it, so the step of its window must not be made."""
+    """Its client has received that, so the step of its window must not be made, even if the fault has passed."""
     it = Exchange()
     it.send(skip=0, kind="pass")
     it.all_work(n=20, fault=0)
     it.answers_stay()
     assert isinstance(it.answers[1], OperationFailure)
-    it.trainer_is_killed(told=True)
+    it.trainer_is_killed(told=True, written=False)
+    it.trainer.verdicts.clear()
     it.teardown()
     assert isinstance(it.answers[3], OperationFailure)
+
+
+def tick(it: Exchange, service_first: bool) -> bool:
+    """One event of those that are due; False once all is done."""
+    hears = (it.service_hears, bool(it.to_service)), (it.trainer_hears, bool(it.to_trainer))
+    works = (
+        (lambda: it.trainer_works(1), it.trainer.backlog.first([it.adapter]) is not None),
+        (it.disk_works, it.trainer.newest.version > it.trainer.durable.version),
+    )
+    due = it.windows.due(it.adapter)
+    sends = it.service_sends, bool(due and it.ledger.change(lambda tx: to_send(tx, it.adapter, *due)))
+    order = (*hears, sends, *works) if service_first else (hears[1], *works, sends, hears[0])
+    event = next((event for event, is_due in order if is_due), None)
+    if event is not None:
+        event()
+    return event is not None
+
+
+@pytest.mark.parametrize("service_first", [True, False])
+def test_a_crash_of_the_trainer_at_any_event(service_first: bool) -> None:
+    """Around each answer, checkpoint and message; and a second one while the log is repeated after the first."""
+    at, there_is_more = 0, True
+    while there_is_more:
+        for told, written, again in ((False, False, 0), (True, True, 0), (False, True, 5)):
+            it = Exchange()
+            for kind in ("pass", "step", "pass", "step", "bad step"):
+                it.send(skip=0, kind=kind)
+            there_is_more = all(tick(it, service_first) for _ in range(at))
+            it.trainer_is_killed(told, written)
+            if again:
+                all(tick(it, service_first) for _ in range(again))
+                it.trainer_is_killed(told, written)
+            it.teardown()
+            assert len(it.trainer.durable.history) == 3, "two windows, and that of the teardown"
+            assert [n for n, each in it.answers.items() if isinstance(each, OperationFailure)] == [5], "the bad step"
+        at += 1

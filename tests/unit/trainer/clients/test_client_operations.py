@@ -51,9 +51,9 @@ class Link:
     clients: Clients
     client: Client
 
-    def join(self, name: str = "a", kept: ControllerState | None = None) -> None:
+    def join(self, name: str = "a", version: int = 0, kept: ControllerState | None = None) -> None:
         adapter = client_adapter(service_config(), name)
-        assert self.clients.join(adapter, 0, kept or ControllerState()) == ""
+        assert self.clients.join(adapter, version, kept or ControllerState()) == ""
         self.until(lambda: adapter.name in self.client.expects)
 
     def until(self, ready: Callable[[], bool]) -> None:
@@ -67,7 +67,7 @@ class Link:
     def next(self, *adapters: str) -> Operate:
         """The next operation, once it has arrived."""
         for _ in range(600):
-            if (found := next(self.clients.ready(adapters or ("a.1",), lambda _: True), None)) is not None:
+            if (found := next(self.clients.ready(adapters or ("a.1",), lambda *_: True), None)) is not None:
                 return found
             self.clients.listen(0.1)
         raise AssertionError("no operation has arrived")
@@ -103,9 +103,10 @@ def test_operations_are_handed_out_in_turn_and_skip_what_may_not_begin(link: Lin
     assert link.next("b.1").operation == operation(1, PASS, "b.1")
     assert link.next("a.1").adapter == "a.1"
     assert [link.next("b.1", "a.1").adapter, link.next("a.1", "b.1").adapter] == ["b.1", "a.1"]
-    assert [each.adapter for each in link.clients.ready(["a.1", "b.1"], lambda _: True)] == ["a.1", "b.1"]
-    found = link.clients.ready(["a.1", "b.1"], lambda each: isinstance(each.what, Pass))
+    assert [each.adapter for each in link.clients.ready(["a.1", "b.1"], lambda *_: True)] == ["a.1", "b.1"]
+    found = link.clients.ready(["a.1", "b.1"], lambda each, _: isinstance(each.what, Pass))
     assert [each.adapter for each in found] == ["b.1"]
+    assert next(link.clients.ready(["a.1"], lambda each, _: isinstance(each.what, Pass)), None) is None
 
 
 BAD_STEPS = [
@@ -160,24 +161,37 @@ def test_dropped_states_are_gone_and_dropping_nothing_is_no_fault(link: Link) ->
     assert not folder.exists()
 
 
-def test_a_step_is_said_when_its_checkpoint_is_durable_and_is_in_it(link: Link) -> None:
+def test_a_step_is_answered_at_once_and_its_checkpoint_has_what_is_not_acknowledged(link: Link) -> None:
     link.join()
+    assert link.clients._backlog.ahead("a.1") == math.inf
+    link.clients.durable(AdapterRef(name="a.1", version=0))
     link.client.begin("a.1", PASS, OptimStep(lr=1.0), PASS)
     link.clients.complete(link.next().operation, SCORED)
     link.clients.windows["a.1"].targets = 5
-    step = link.next().operation
-    link.clients.settle(step, STEPPED)
+    link.clients.settle(link.next().operation, STEPPED)
     assert link.clients.windows["a.1"].targets == 0, "the next window"
-    assert _decode(link.clients.state("a.1").ledger) == OperationCompletion(adapter="a.1", number=2, outcome=STEPPED)
+    kept = _decode(link.clients.state("a.1").ledger)
+    assert kept[-1] == OperationCompletion(adapter="a.1", number=2, outcome=STEPPED)
+    assert link.hears(2) == STEPPED
+    assert link.clients._backlog.ahead("a.1") == 1
+    link.until(lambda: _decode(link.clients.state("a.1").ledger) == ())
     link.clients.complete(link.next().operation, SCORED)
-    link.clients.durable(AdapterRef(name="a.1", version=0))
     link.clients.durable(AdapterRef(name="b.1", version=2))
-    assert link.hears(1) == SCORED
-    assert list(link.client.outcomes("a.1")) == [1], "neither the step nor the pass after it"
+    assert link.clients._backlog.ahead("a.1") == 1
     link.clients.durable(AdapterRef(name="a.1", version=2))
-    assert [link.hears(n) for n in (2, 3)] == [STEPPED, SCORED]
-    link.clients.durable(AdapterRef(name="a.1", version=2))  # nothing is said twice
+    link.client.wait(lambda: link.client.durable("a.1") == [2])
+    assert link.clients._backlog.ahead("a.1") == 0
     assert [m.number for m in link.client.heard if isinstance(m, OperationCompletion)] == [1, 2, 3]
+
+
+def test_a_load_is_answered_when_its_checkpoint_is_durable(link: Link) -> None:
+    link.join()
+    link.client.begin("a.1", LoadState(adapter="a.1", label="x", optimizer=True), PASS)
+    link.clients.settle(link.next().operation, StateResult(step=3, n_bytes=1))
+    link.clients.complete(link.next().operation, SCORED)
+    assert not link.client.outcomes("a.1")
+    link.clients.durable(AdapterRef(name="a.1", version=1))
+    assert [link.hears(n) for n in (1, 2)] == [StateResult(step=3, n_bytes=1), SCORED]
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -213,7 +227,7 @@ def test_one_that_resumes_has_its_last_outcome_and_expects_the_next(link: Link) 
     link.clients.settle(link.next().operation, STEPPED)
     kept = link.clients.state("a.1")
     link.client.expects.clear()
-    link.join(kept=kept)
+    link.join(version=2, kept=kept)
     assert link.client.expects == {"a.1": 3}
     assert link.hears(2) == STEPPED
 
@@ -227,12 +241,11 @@ def test_one_that_leaves_fails_what_has_no_final_outcome_and_what_comes(link: Li
     assert link.next().operation.number == 4, "all have arrived"
     link.clients.end("a.1", "it has failed")
     gone = OperationFailure(reason="it has failed", by_client=False)
-    assert [link.hears(n) for n in (1, 2, 3, 4)] == [SCORED, gone, gone, gone]
+    assert [link.hears(n) for n in (1, 2, 3, 4)] == [SCORED, STEPPED, SCORED, gone]
     link.clients.durable(AdapterRef(name="a.1", version=2))
     link.clients.kept(CheckpointSave(ref=AdapterRef(name="a.1", version=2), label="x"))
     link.clients.active(AdapterRef(name="a.1", version=2))
     link.client.begin("a.1", PASS)
     link.until(lambda: 5 in link.client.outcomes("a.1"))
     assert link.hears(5) == gone
-    assert link.hears(2) == gone
     assert "a.1" in link.clients.known, "what the controller has nothing of"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -28,13 +29,7 @@ from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.operations.client import datum
 
 PASS = Pass(data=(), loss=Loss.CROSS_ENTROPY)
-SAVES: list[What] = [
-    OptimStep(lr=1.0),
-    LoadState(adapter="a", label="x", optimizer=True),
-    SaveState(label="x"),
-    DropState(label="x"),
-    Poison(reason="x", of_step=True),
-]
+SAVES: list[What] = [LoadState(adapter="a", label="x", optimizer=True), SaveState(label="x")]
 
 
 def save(
@@ -54,21 +49,35 @@ def trainer(
     phase: AdapterPhase = AdapterPhase.ACTIVE,
     is_client: bool = True,
 ) -> Any:
-    adapter = SimpleNamespace(config=SimpleNamespace(is_client=is_client))
+    adapter = SimpleNamespace(config=SimpleNamespace(is_client=is_client), run=SimpleNamespace(checkpoint_every=1))
     publish = SimpleNamespace(outcome=SimpleNamespace(done=lambda: published))
     return SimpleNamespace(
+        config=SimpleNamespace(checkpoint=SimpleNamespace(max_behind=2)),
         states={"a": SimpleNamespace(name="a", adapter=adapter, phase=phase)},
         checkpointing=SimpleNamespace(pending=lambda name: saving),
         publishing=SimpleNamespace(pending=lambda name: publish if publishing or published else None),
     )
 
 
-def begins(what: What, held: Any) -> bool:
-    return may_start(held, Operation(adapter="a", number=1, what=what))
+def begins(what: What, held: Any, ahead: float = 0) -> bool:
+    return may_start(held, Operation(adapter="a", number=1, what=what), ahead)
 
 
-def test_a_pass_waits_for_nothing() -> None:
-    assert begins(PASS, trainer(save(), publishing=True))
+@pytest.mark.parametrize("what", [PASS, Poison(reason="x")])
+def test_a_pass_waits_for_nothing(what: What) -> None:
+    assert begins(what, trainer(save(), publishing=True), ahead=9)
+
+
+@pytest.mark.parametrize("what", [OptimStep(lr=1.0), Poison(reason="x", of_step=True)])
+def test_a_step_waits_where_a_crash_would_repeat_too_many(what: What) -> None:
+    assert begins(what, trainer(save(), publishing=True), ahead=2)
+    assert not begins(what, trainer(save()), ahead=3)
+    assert not begins(what, trainer(save()), ahead=math.inf), "no run resumes from nothing"
+
+
+def test_a_state_is_dropped_beside_a_checkpoint_and_not_while_one_is_saved() -> None:
+    assert begins(DropState(label="x"), trainer(save()))
+    assert not begins(DropState(label="x"), trainer(save(label="x")))
 
 
 @pytest.mark.parametrize("what", SAVES, ids=lambda what: type(what).__name__)

@@ -5,6 +5,7 @@ Decisions, link, checkpoints and records are the trainer's; the engine is a toy,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from areal_lora.checkpoint.recover import find
 from areal_lora.operations.protocol import (
     Datum,
+    Durable,
     LoadState,
     Loss,
     OperationCompletion,
@@ -28,8 +30,8 @@ from areal_lora.operations.protocol import (
     SaveState,
     StateResult,
     StepResult,
+    What,
 )
-from areal_lora.trainer.clients.client_operations import _decode
 from areal_lora.trainer.collective import next_work
 from areal_lora.types import AdapterPhase
 from tests.support.operations.client import datum, floats
@@ -118,15 +120,12 @@ def test_others_train_while_a_checkpoint_is_written_and_while_servers_take_a_ver
     trained = side.beside_steps
     assert isinstance(side.client.do("b.1", SFT)[0], PassResult), "another client"
     side.wait(lambda: side.beside_steps > trained + 20, "steps beside it")
-    assert list(side.client.outcomes("a.1")) == [1], "nothing is said before it is durable"
-    assert find(side.folder, "a.1").newest is None
-    side.disk.release()  # type: ignore[attr-defined]
     side.client.wait(lambda: 2 in side.client.outcomes("a.1"))
-    newest = find(side.folder, "a.1").newest
-    assert newest is not None
-    assert _decode(newest.manifest.ledger) == OperationCompletion(
-        adapter="a.1", number=2, outcome=side.client.outcomes("a.1")[2]
-    ), "the outcome is in the checkpoint that it waited for"
+    assert find(side.folder, "a.1").ref.version == 0, "it is answered from the log"
+    assert not side.client.durable("a.1")
+    side.disk.release()  # type: ignore[attr-defined]
+    side.client.wait(lambda: side.client.durable("a.1") == [2])
+    assert find(side.folder, "a.1").ref.version == 2
 
     side.servers.at_once = False
     last = side.client.begin("a.1", Publish())
@@ -139,23 +138,53 @@ def test_others_train_while_a_checkpoint_is_written_and_while_servers_take_a_ver
     assert side.client.outcomes("a.1")[last] == PublishResult(version=2)
 
 
-def test_a_pass_overtakes_the_disk_and_its_outcome_does_not(side: Side) -> None:
-    side.disk.hold()  # type: ignore[attr-defined]
-    side.client.begin("a.1", SFT, STEP, SFT, STEP)
-    side.wait(lambda: side.engine.passes == 2, "the pass of the next window")
-    trained = side.beside_steps
-    side.wait(lambda: side.beside_steps > trained + 20, "steps beside it")
-    assert side.engine.resident("a.1").step_count == 1, "the next step waits for the checkpoint of this one"
-    assert list(side.client.outcomes("a.1")) == [1]
-    side.disk.release()  # type: ignore[attr-defined]
-    side.client.wait(lambda: 4 in side.client.outcomes("a.1"))
-    said = [m.number for m in side.client.heard if isinstance(m, OperationCompletion)]
-    assert said == [1, 2, 3, 4]
-    assert side.client.outcomes("a.1")[4] == StepResult(
-        step=2,
-        grad_norm=side.client.outcomes("a.1")[4].grad_norm,
-        skipped=False,  # type: ignore[union-attr]
-    )
+@pytest.mark.parametrize("behind", [0, 2])
+def test_a_client_runs_as_far_ahead_of_the_disk_as_is_allowed(tmp_path: Path, behind: int) -> None:
+    side = Side(tmp_path, "a", beside=True, max_behind=behind)
+    try:
+        side.disk.hold()  # type: ignore[attr-defined]
+        side.client.begin("a.1", *[SFT, STEP] * 4, LOOK)
+        ahead = 1 + behind
+        side.client.wait(lambda: 2 * ahead + 1 in side.client.outcomes("a.1"))
+        trained = side.beside_steps
+        side.wait(lambda: side.beside_steps > trained + 20, "steps beside it")
+        assert side.engine.resident("a.1").step_count == ahead
+        assert list(side.client.outcomes("a.1")) == [*range(1, 2 * ahead + 2)], "the pass of the next window is last"
+        side.disk.release()  # type: ignore[attr-defined]
+        side.client.wait(lambda: 9 in side.client.outcomes("a.1"))
+        steps = [each.step for each in side.client.outcomes("a.1").values() if isinstance(each, StepResult)]
+        assert steps == [1, 2, 3, 4]
+        side.client.wait(lambda: side.client.durable("a.1")[-1:] == [8])
+        weights, _ = by_hand([[[(9, 1.0), (12, 0.5), (7, 2.0), (17, 1.0)]]] * 4)
+        np.testing.assert_allclose(side.engine.residents["a.1"].parts["weight"].numpy(), weights, atol=1e-5)
+        assert (find(side.folder, "a.1").ref.version, len(side.records.steps)) == (8, 4)
+    finally:
+        side.close()
+
+
+@pytest.mark.parametrize(
+    "what", [SaveState(label="x"), Publish(), LoadState(adapter="a.1", label="n0", optimizer=True)]
+)
+def test_what_outlives_a_crash_is_answered_when_it_is_durable(tmp_path: Path, what: What) -> None:
+    """A save or a publish starts on a durable version, a load completes on one; what follows is answered later."""
+    side = Side(tmp_path, "a", max_behind=2)
+    try:
+        side.client.do("a.1", SaveState(label="n0"))
+        side.disk.hold()  # type: ignore[attr-defined]
+        last = side.client.begin("a.1", SFT, STEP, SFT, what, SFT, STEP, LOOK)
+        side.client.wait(lambda: 4 in side.client.outcomes("a.1"))
+        time.sleep(0.2)
+        assert list(side.client.outcomes("a.1")) == [1, 2, 3, 4]
+        assert not side.servers.began
+        side.disk.release()  # type: ignore[attr-defined]
+        side.client.wait(lambda: last in side.client.outcomes("a.1"))
+        found = side.client.outcomes("a.1")
+        assert not [each for each in found.values() if isinstance(each, OperationFailure)]
+        order = [m for m in side.client.heard if isinstance(m, OperationCompletion | Durable)]
+        at = order.index(OperationCompletion(adapter="a.1", number=5, outcome=found[5]))
+        assert Durable(adapter="a.1", number=3) in order[:at], "the version before it is durable"
+    finally:
+        side.close()
 
 
 def test_a_version_is_sent_once_and_not_before_it_is_durable(side: Side) -> None:
@@ -180,8 +209,8 @@ def test_a_step_that_cannot_be_taken_ends_its_window_alone(side: Side, poison: P
     other = side.client.do("b.1", SFT, STEP)[1]
     assert side.client.do("a.1", SFT, STEP)[1] == other
     assert side.engine.residents["a.1"].parts["weight"].equal(side.engine.residents["b.1"].parts["weight"])
-    assert find(side.folder, "a.1").ref.version == 4
-    assert (side.folder.adapter_checkpoints("a.1") / "v000002").is_dir(), "what fails has a checkpoint as well"
+    side.client.settle("a.1")
+    assert side.client.durable("a.1") == [2, 4], "what fails has a checkpoint as well"
 
 
 def test_a_full_disk_fails_the_state_that_is_saved_and_nothing_else(side: Side) -> None:
@@ -224,11 +253,12 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_adapter_alone(side: Side, monk
     monkeypatch.setattr(next_work, "RETRY_S", 0.0)
     assert isinstance(side.disk, HeldDisk)
     side.disk.full = {"a.1"}
-    step, later = side.client.do("a.1", SFT, STEP, SFT)[1:]
-    assert isinstance(step, OperationFailure)
-    assert "could not be written" in step.reason
+    step, _, later = side.client.do("a.1", SFT, STEP, SFT, STEP)[1:]
+    assert isinstance(step, StepResult), "the log repeats it when the adapter is tried again"
     assert isinstance(later, OperationFailure)
+    assert "could not be written" in later.reason
     assert side.state("a.1").phase is AdapterPhase.FAILED
+    assert not side.client.durable("a.1")
     assert isinstance(side.client.do("b.1", SFT, STEP)[1], StepResult)
 
 
@@ -255,12 +285,12 @@ def test_each_step_has_one_record_with_what_is_known(side: Side) -> None:
 
 def test_an_adapter_that_leaves_while_it_is_saved_fails_what_it_was_asked(side: Side) -> None:
     side.disk.hold()  # type: ignore[attr-defined]
-    side.client.begin("a.1", SFT, STEP, SFT, SaveState(label="x"))
+    side.client.begin("a.1", SFT, STEP, SFT, SaveState(label="x"), LOOK)
     side.wait(lambda: side.engine.passes == 2, "the pass of the next window")
     side.later.append(partial(side.clients.end, "a.1", "it was deleted"))
     side.wait(lambda: not side.later, "the end of the adapter")
     side.disk.release()  # type: ignore[attr-defined]
-    side.client.wait(lambda: 4 in side.client.outcomes("a.1"))
+    side.client.wait(lambda: 5 in side.client.outcomes("a.1"))
     gone = OperationFailure(reason="it was deleted", by_client=False)
-    assert [side.client.outcomes("a.1")[n] for n in (2, 3, 4)] == [gone] * 3
+    assert [side.client.outcomes("a.1")[n] for n in (4, 5)] == [gone] * 2
     side.quiet()
