@@ -8,8 +8,8 @@ One process per rank, all ranks call the same verbs in the same order (SPMD)::
     step = engine.optim_step("math", denominator=n_tokens, lr=1e-4)  # divide, reduce, clip, Adam
     for done in engine.pack_adapter("math", "float32", flat): ...  # this rank's share of the publish
 
-A `TrainBatch` is whole and equal on every rank; the engine picks its data-parallel part, cuts
-it into micro-batches and pads as its layout needs. Callers never see padding (contract C10).
+A `TrainBatch` is equal on every rank, but for token columns: of these a rank needs its part (`parts`). The engine
+cuts the part into micro-batches and pads as its layout needs. Callers never see padding (contract C10).
 
 Adapters are held by name, each with memory, optimizer and clock of its own (contract C1). A `Compute` runs the model.
 """
@@ -246,6 +246,15 @@ class AdapterEngine:
         if scores is not None:
             scores.copy_(micro.whole_scores(batch, results, reports=self.rank in reporting))
         return micro.sum_over_ranks(sums, reporting)
+
+    def parts(self, batch: TrainBatch, minibatches: int) -> tuple[np.ndarray, list[int]]:
+        """Whose token columns passes over ``batch`` and its minibatches need; these are not read (not collective).
+
+        The sequences of each part, [P, N] bool, and the number of each rank's part. Equal on all ranks.
+        """
+        layout = self._sharded.layout
+        held = micro.parts_of(batch, minibatches, layout, self._trainer.max_tokens_per_microbatch)
+        return held, [layout.dp_rank(rank) for rank in range(self.world_size)]
 
     def _run(self, batch: TrainBatch, loss_fn: LossFn | None, readout: Readout) -> list[micro.Result]:
         if name := self._model.active.name:

@@ -258,6 +258,7 @@ def pack(
     trees = plan.trees[dp_rank]
     sequences = tuple(i for tree in trees for i in tree.sequences)
     micro = select(batch, sequences) if sequences else None
+    assert micro is None or micro.held is None, "a rank lacks tokens of its part"
     row, keys = np.full(plan.n_tokens, PAD_ID, dtype=np.int64), np.zeros(plan.n_tokens, dtype=np.int64)
     before = where = np.empty(0, dtype=np.int64)
     segments: list[Segment] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from areal_lora.checkpoint.checkpoint_store import leftovers_in, looks_whole
 from areal_lora.checkpoint.recover import verify
 from areal_lora.checkpoint.state import MANIFEST_FILE, Disk, Manifest, decode_manifest, files_of, read_files
 from areal_lora.config.models import Config
-from areal_lora.data.collate import HOST
+from areal_lora.data.collate import HOST, scoring_batch
 from areal_lora.distributed.exchange import Exchange, first_problem
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
@@ -85,24 +85,17 @@ def _wrong(datum: Datum, loss: Loss, limits: Limits) -> str:
 
 def batch_of(request: Pass, adapter: str) -> TrainBatch:
     """The data in their order. Entry t of every array refers to token t, so that the arrays start with a 0."""
-    tokens = [np.frombuffer(datum.tokens, "<i4").astype(np.int64) for datum in request.data]
-    lengths = torch.tensor([0, *map(len, tokens)], device=HOST)
+    batch = scoring_batch([np.frombuffer(datum.tokens, "<i4") for datum in request.data], adapter)
     weights = _packed([datum.weights for datum in request.data])
     sampled = request.loss is not Loss.CROSS_ENTROPY
     zeros = torch.zeros_like(weights)
-    n = len(tokens)
     mask = weights != 0
-    return TrainBatch(
-        token_ids=torch.from_numpy(np.concatenate(tokens)),
-        cu_seqlens=lengths.cumsum(0),
+    return replace(
+        batch,
         loss_mask=mask,
         rollout_logprobs=_packed([datum.logprobs for datum in request.data]) if sampled else zeros,
         versions=torch.where(mask, 0, -1).int(),
-        rewards=torch.zeros(n, device=HOST),
-        group_ids=torch.arange(n, device=HOST),
-        sample_ids=torch.arange(n, device=HOST),
-        given=torch.zeros(n, dtype=torch.bool, device=HOST),
-        adapters=(adapter,) * n,
+        group_ids=batch.sample_ids,
         advantages=_packed([datum.advantages for datum in request.data]) if sampled else zeros,
         weights=weights,
     )

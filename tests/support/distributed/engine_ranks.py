@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,6 +16,7 @@ from areal_lora.algorithms.losses import token_weights, value_loss
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.config.sections.run import Recompute
 from areal_lora.data.collate import split_minibatches
+from areal_lora.data.packed_groups import shared_starts
 from areal_lora.engine.base import LossSums
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.arena import Range
@@ -116,7 +118,7 @@ def groups_of(rows: list[list[int]]) -> list[int]:
 
 def make_batch(rows: list[list[int]]) -> TrainBatch:
     """``advantages`` are random token weights; the mask leaves out two thirds of each sequence's start."""
-    tokens = torch.tensor([t for row in rows for t in row])
+    tokens = torch.tensor([t for row in rows for t in row], dtype=torch.int32)
     cu_seqlens = torch.tensor([0, *(len(r) for r in rows)]).cumsum(0)
     mask = torch.cat([torch.arange(len(r)) >= max(1, 2 * len(r) // 3) for r in rows])
     # A seed whose weights do not cancel: losses are compared relative to their size.
@@ -127,6 +129,7 @@ def make_batch(rows: list[list[int]]) -> TrainBatch:
         loss_mask=mask,
         rollout_logprobs=torch.zeros(tokens.numel()),
         versions=torch.zeros(tokens.numel(), dtype=torch.int64),
+        shared_starts=torch.tensor(shared_starts([np.array(row) for row in rows])),
         rewards=torch.zeros(len(rows)),
         group_ids=torch.tensor(groups_of(rows)),
         sample_ids=torch.arange(len(rows)),
