@@ -15,7 +15,7 @@ from areal_lora.algorithms.advantages import explained_variance
 from areal_lora.algorithms.losses import token_weights, value_loss
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.config.sections.run import Recompute
-from areal_lora.data.collate import split_minibatches
+from areal_lora.data.collate import OF_HELD, split_minibatches
 from areal_lora.data.packed_groups import shared_starts
 from areal_lora.engine.base import LossSums
 from areal_lora.engine.common.adapter_engine import AdapterEngine
@@ -139,6 +139,14 @@ def make_batch(rows: list[list[int]]) -> TrainBatch:
     )
 
 
+def own_part(engine: AdapterEngine, batch: TrainBatch) -> TrainBatch:
+    """The batch with the token columns of this rank's part alone."""
+    parts, of_ranks = engine.parts(batch, 1)
+    held = torch.from_numpy(parts[of_ranks[engine.rank]])
+    tokens = held.repeat_interleave(batch.cu_seqlens.diff())
+    return replace(batch, held=held, **{name: getattr(batch, name)[tokens] for name in OF_HELD})
+
+
 def loss_fn(micro: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
     assert entropy is not None
     assert micro.advantages is not None
@@ -210,7 +218,7 @@ def exercise(path: str, case: Case, wire: dict[str, Any]) -> dict[str, Any]:
     """Every claim about one layout, as data for the parent to judge."""
     adapter = {n: torch.from_numpy(v) for n, v in wire.items()}
     engine = build(path, case)
-    batch, seen = make_batch(make_rows()), {}
+    batch, seen = own_part(engine, make_batch(make_rows())), {}
     layout = engine.adapter_layout("a")
     seen["plan"] = {shard.source: [(t.name, t.shape) for t in shard.tensors] for shard in layout.shards}
     seen["aliases"], seen["digest"] = layout.aliases, layout.digest
