@@ -24,15 +24,15 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 766,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; TokenColumns
+    "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
     "algorithms": 1143,
     "checkpoint": 1458,
     "cli": 2156,  # the trainer's speed and memory
     "config": 4226,  # cp, fsdp_shard, max_behind, profile; memory by kind of recompute, of dispatch, loss and packers
-    "data": 616,  # micro-batches whose ranks have equal attention; a batch between ranks as rows and one array
-    "distributed": 360,  # broadcast_array
+    "data": 653,  # micro-batches whose ranks have equal attention; a batch between ranks: rows, columns of parts
+    "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 8582,  # context parallelism, chunked logits, recompute, divided steps, FLOPs and memory of passes
+    "engine": 8603,  # context parallelism, chunked logits, recompute, divided steps, FLOPs and memory of passes, parts
     "families": 1430,  # FLOPs of passes
     "launcher": 3543,
     "library": 470,
@@ -45,7 +45,7 @@ LINES = {
     "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
     "service": 5575,  # refusals of AdamW's values name their field
     "tasks": 3270,
-    "trainer": 3714,  # steps ahead of a slow disk; columns follow the message; metrics of speed and memory
+    "trainer": 3721,  # steps ahead of a slow disk; parts of a batch; metrics of speed and memory
     "weight_sync": 4688,
 }
 """Lines of each room; those of the package's own files are under the empty name."""
