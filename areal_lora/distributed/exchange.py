@@ -106,7 +106,7 @@ class Exchange:
 
 
 def _links(of_ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Who sends to whom, in order: rank 0 to the first rank of each part, from there the part spreads as a tree.
+    """(Source, target) in order: rank 0 sends to the first rank of each part, from there the part spreads as a tree.
 
     The part of rank 0 is last, so that the others spread meanwhile.
     """

@@ -91,7 +91,7 @@ IDLE_S = 60.0
 
 _encode = msgspec.msgpack.Encoder(enc_hook=lambda columns: None).encode
 _decode = msgspec.msgpack.Decoder(Work | Idle, dec_hook=lambda kind, _: np.empty((2, 0), np.int32)).decode
-"""A batch's columns, the only array in a message, are left out: each rank receives its own (`next_work.batch_of`)."""
+"""Without a batch's columns, the only array in a message: each rank receives its own (`next_work.batch_of`)."""
 
 
 def share(work: Work | None, exchange: Exchange) -> Work:

@@ -1,4 +1,4 @@
-"""Who sends a part to whom."""
+"""The order in which parts are sent."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.collective.next_work import batch_of
-from areal_lora.trainer.work import TrainOn, share
+from areal_lora.trainer.work import TrainOn, _encode, share
 from areal_lora.types import AdapterRef, TokenColumns, TrainBatch, Trajectory, TrajectoryGroup
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.support.trainer.recorded import make_adapter
@@ -81,7 +81,7 @@ def on_all(layout: ParallelLayout, adapter: Adapter, packed: PackedGroups) -> li
         trainer: Any = SimpleNamespace(control=exchanges[rank], engine=engine, spans=defaultdict(Spans))
         work = share(None if rank else TrainOn(adapter="a", batch=packed), exchanges[rank])
         assert isinstance(work, TrainOn)
-        assert rank == 0 or not work.batch.columns.size, "no message has columns"
+        assert rank == 0 or not work.batch.columns.size
         return batch_of(trainer, TrainingState(adapter=adapter, version=VERSION), work.batch)
 
     return on_ranks(one, layout.world)
@@ -115,6 +115,7 @@ def test_every_pass_of_a_rank_has_the_tokens_that_it_has_with_the_whole_batch(
 ) -> None:
     packed = PackedGroups.of(groups())
     adapter, whole = make_adapter(minibatches=minibatches), collate(packed)
+    assert len(_encode(TrainOn(adapter="a", batch=packed))) < 100 * len(packed.rows), "a message has no columns"
     found = on_all(layout, adapter, packed)
     want = token_credit(adapter.algorithm.advantage, adapter.algorithm.shaping, whole)
     held = torch.zeros(layout.dp, whole.n_sequences, dtype=torch.int64)
