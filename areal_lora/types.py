@@ -341,23 +341,25 @@ class TrajectoryGroup:
 class TrainBatch:
     """N packed sequences; ``cu_seqlens[i]:cu_seqlens[i+1]`` are the tokens of sequence i.
 
-    There is no padding outside the engines (contract C10). ``adapters[i]`` names the adapter of
-    sequence i, ``group_ids[i]`` its prompt group, ``sample_ids[i]`` its sample. Sequences of one
-    sample share its reward and thus its advantage. ``given[i]``: see `Trajectory`. ``baselines[i]`` is the reward of
-    its group's baseline (`TrajectoryGroup`), NaN where there is none. ``values[t]`` is a critic's value of the state
-    before token t, ``returns[t]`` what it should have been. ``weights[t]`` is what a client gives token t in its loss.
+    There is no padding outside the engines (contract C10). Sequence i is of adapter ``adapters[i]``, prompt group
+    ``group_ids[i]``, sample ``sample_ids[i]``; those of one sample share its reward and thus its advantage. Its first
+    ``shared_starts[i]`` tokens (or more) are those of the one before. ``given[i]``: see `Trajectory`. ``baselines[i]``:
+    see `TrajectoryGroup`, NaN where there is none. ``values[t]`` is a critic's value of the state before token t,
+    ``returns[t]`` what it should have been, ``weights[t]`` a client's weight in the loss. [H]: of sequences ``held``.
     """
 
-    token_ids: torch.Tensor  # [T] int64
+    token_ids: torch.Tensor  # [H] int32
     cu_seqlens: torch.Tensor  # [N+1] int64
     loss_mask: torch.Tensor  # [T] bool
-    rollout_logprobs: torch.Tensor  # [T] fp32
-    versions: torch.Tensor  # [T] int32
+    rollout_logprobs: torch.Tensor  # [H] fp32
+    versions: torch.Tensor  # [H] int32
+    shared_starts: torch.Tensor  # [N] int64
     rewards: torch.Tensor  # [N] fp32
     group_ids: torch.Tensor  # [N] int64
     sample_ids: torch.Tensor  # [N] int64
     given: torch.Tensor  # [N] bool
     adapters: tuple[str, ...]  # [N]
+    held: torch.Tensor | None = None  # [N] bool; None: all
     baselines: torch.Tensor | None = None  # [N] fp32
     prox_logprobs: torch.Tensor | None = None  # [T] fp32
     ref_logprobs: torch.Tensor | None = None  # [T] fp32
@@ -372,7 +374,7 @@ class TrainBatch:
 
     @property
     def n_tokens(self) -> int:
-        return int(self.token_ids.numel())
+        return int(self.loss_mask.numel())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

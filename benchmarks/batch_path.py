@@ -1,6 +1,6 @@
 """The way of a batch from a server's answer to the tensors of a trainer rank: time and bytes a token, stage by stage.
 
-    python benchmarks/batch_path.py [--tokens 2e6] [--length 4096] [--json figures.json]
+    python benchmarks/batch_path.py [--tokens 2e6] [--length 4096] [--ranks 2 4 8] [--json figures.json]
 
 One process, one thread, no server and no socket: every stage is the function that a run calls, on the result of the
 stage before. The answers are groups of 16 of ``--length`` random tokens each, with prompts of 256.
@@ -11,8 +11,10 @@ stage before. The answers are groups of 16 of ``--length`` random tokens each, w
     channel       controller   a step's groups -> bytes of the reply
     decode        rank 0       bytes of the reply -> groups
     pack          rank 0       groups -> rows, and one array
-    share         other ranks  message and array (the time on the wire is not in it)
-    collate       every rank   -> checked batch
+    collate       rank 0       -> checked batch
+
+With ``--ranks`` so many processes each, data-parallel ones, take the batch from rank 0 over gloo, as a training step
+does: seconds of the slowest rank from the message to the batch, and the bytes that reach a rank other than 0.
 
 Times are of the processor. ``bytes`` is what a stage's result holds, ``peak`` what was allocated at once meanwhile
 without its input; both count Python's and NumPy's allocations, not torch's (the masks, a byte a token each).
@@ -23,14 +25,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing as mp
 import resource
+import socket
 import sys
 import time
 import tracemalloc
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -42,16 +48,20 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from areal_lora.data.collate import check_batch, collate
+from areal_lora.data.collate import collate, contradiction
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.data.prompts import Prompt
 from areal_lora.distributed.exchange import Exchange
+from areal_lora.engine.common.arena import ParallelLayout
+from areal_lora.engine.common.micro_batches import parts_of
+from areal_lora.obs.trace import Spans
 from areal_lora.rollout import completion_client as cc
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller import groups as pool
 from areal_lora.rollout.workflow import Episode, single_turn
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.trainer import work as w
+from areal_lora.trainer.collective.next_work import batch_of
 from areal_lora.types import Generation, Outcome, Sample, TokenColumns, TrainBatch, TrajectoryGroup
 
 N_SAMPLES, PROMPT = 16, 256
@@ -129,7 +139,7 @@ def encoded(episodes: list[Episode]) -> list[bytes]:
     return [pool._encode(each) for each in episodes]
 
 
-def stages(bodies: list[bytes], exchange: Exchange) -> Iterator[tuple[str, Stage]]:
+def stages(bodies: list[bytes]) -> Iterator[tuple[str, Stage]]:
     """Each stage is given what the one before made, which is forgotten then."""
     stage, generations = timed(lambda: answers(bodies))
     yield "answer", stage
@@ -149,48 +159,96 @@ def stages(bodies: list[bytes], exchange: Exchange) -> Iterator[tuple[str, Stage
     stage, packed = timed(partial(PackedGroups.of, received.groups))
     yield "pack", stage
     del received
-    # As on the other ranks: the message is decoded, and an array of the size is filled.
-    message = w._encode(w.TrainOn(adapter="a", batch=packed))
-    stage, work = timed(lambda: received_work(message, exchange))
-    yield "share", stage
-    work.batch.columns[:] = packed.columns
-    del packed
 
     def checked() -> TrainBatch:
-        batch = collate(work.batch)
-        check_batch(batch)
+        batch = collate(packed)
+        assert not contradiction(batch)
         return batch
 
-    stage, _ = timed(checked)  # what it holds beside the array of before, which the log-probabilities stay in
+    stage, _ = timed(checked)  # what it holds beside the array of before, which the columns stay in
     yield "collate", stage
 
 
-def received_work(message: bytes, exchange: Exchange) -> w.TrainOn:
-    work = w._decode(exchange.broadcast_bytes(message))
-    work.batch.columns.fill(0)  # touches the pages, as the broadcast does
-    exchange.broadcast_array(work.batch.columns)
-    return work
+def on_rank(rank: int, world: int, port: int, bodies: list[bytes], found: Any) -> None:
+    """Take the batch of rank 0 four times; put the seconds, and the bytes that arrived, of the best into ``found``."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    exchange = Exchange(600.0)
+    layout = ParallelLayout(world=world, tp=1, pp=1, ep=1, etp=1, stage_layers=(1,), experts=0)
+    parts = lambda batch, minibatches: (parts_of(batch, minibatches, layout, 32_768), list(range(world)))  # noqa: E731
+    adapter = SimpleNamespace(run=SimpleNamespace(max_staleness=1), config=SimpleNamespace(minibatches=1))
+    shaping = SimpleNamespace(kl_coef=0.0)
+    tuned = SimpleNamespace(algorithm=SimpleNamespace(shaping=shaping))
+    state: Any = SimpleNamespace(name="a", version=3, adapter=adapter, tuned=tuned)
+    trainer: Any = SimpleNamespace(control=exchange, engine=SimpleNamespace(parts=parts), spans=defaultdict(Spans))
+    work = None
+    if rank == 0:
+        groups = [group.group for group in episodes(answers(bodies))]
+        work = w.TrainOn(adapter="a", batch=PackedGroups.of(groups))
+    runs = []
+    for _ in range(4):
+        dist.barrier()
+        began, used = time.perf_counter(), time.process_time()
+        taken = w.share(work, exchange)
+        assert isinstance(taken, w.TrainOn)
+        batch, _ = batch_of(trainer, state, taken.batch)
+        runs.append((time.perf_counter() - began, time.process_time() - used))
+    nbytes = len(w._encode(taken)) + (batch.token_ids.nbytes + batch.rollout_logprobs.nbytes if rank else 0)
+    found.put((rank, *map(min, zip(*runs, strict=True)), nbytes))
+    dist.barrier()
+
+
+def over_ranks(world: int, bodies: list[bytes], tokens: int) -> dict[str, float]:
+    """Of a token of the batch: ns until the last rank has its batch, of the processor on the slowest rank, and bytes
+    that reach a rank other than 0, the mean."""
+    context = mp.get_context("spawn")
+    found = context.Queue()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ranks = [
+        context.Process(target=on_rank, args=(rank, world, port, bodies if rank == 0 else [], found))
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    rows = [found.get(timeout=600.0) for _ in ranks]
+    for rank in ranks:
+        rank.join()
+    _, wall_s, used_s, nbytes = zip(*sorted(rows), strict=True)
+    return {
+        "ns": 1e9 * max(wall_s) / tokens,
+        "ns_cpu": 1e9 * max(used_s) / tokens,
+        "bytes": sum(nbytes[1:]) / (world - 1) / tokens,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=float, default=1e6, help="answer tokens, about")
     parser.add_argument("--length", type=int, default=4096, help="of an answer")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[], help="numbers of ranks to measure over gloo")
     parser.add_argument("--json", type=Path, help="write the figures here")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    exchange, rng = Exchange(60.0), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     n_groups = max(1, round(chosen.tokens / (N_SAMPLES * chosen.length)))
     tokens = n_groups * N_SAMPLES * (chosen.length + PROMPT)
     figures = {}
+    bodies = [body(rng, chosen.length) for _ in range(n_groups)]
     table = Table("stage", "ns a token", "bytes a token", "peak", title=f"{tokens:,} tokens")
-    for name, stage in stages([body(rng, chosen.length) for _ in range(n_groups)], exchange):
+    for name, stage in stages(bodies):
         row = {"ns": 1e9 * stage.seconds / tokens, "bytes": stage.held / tokens, "peak": stage.peak / tokens}
         table.add_row(name, *(f"{x:,.1f}" for x in row.values()))
         figures |= {f"{name}_{key}": round(x, 2) for key, x in row.items()}
     figures["peak_rss_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     Console(width=120).print(table)
+    table = Table("ranks", "ns a token", "ns of the processor", "bytes a token and rank", title=f"{tokens:,} tokens")
+    for world in chosen.ranks:
+        row = over_ranks(world, bodies, tokens)
+        table.add_row(str(world), *(f"{x:,.2f}" for x in row.values()))
+        figures |= {f"ranks_{world}_{key}": round(x, 2) for key, x in row.items()}
+    if chosen.ranks:
+        Console(width=120).print(table)
     if chosen.json:
         chosen.json.write_text(json.dumps(figures, indent=1))
 

@@ -131,11 +131,12 @@ def make_batch(case: Case) -> tuple[TrainBatch, MicroPlan]:
     tokens = sum(lengths)
     mask = torch.ones(tokens, dtype=torch.bool)
     batch = TrainBatch(
-        token_ids=torch.ones(tokens, dtype=torch.int64),
+        token_ids=torch.ones(tokens, dtype=torch.int32),
         cu_seqlens=torch.tensor([0, *accumulate(lengths)]),
         loss_mask=mask,
         rollout_logprobs=torch.zeros(tokens),
         versions=torch.zeros(tokens, dtype=torch.int64),
+        shared_starts=torch.full((n,), case.prompt),
         rewards=torch.zeros(n),
         group_ids=torch.zeros(n, dtype=torch.int64) if len(case.adapters) == 1 else torch.arange(n),
         sample_ids=torch.arange(n),

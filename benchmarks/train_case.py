@@ -10,11 +10,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from cpu_moe_lora import MODEL
 
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
+from areal_lora.data.packed_groups import shared_starts
 from areal_lora.families.family import TARGETS
 from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import ModelShape
@@ -74,11 +76,12 @@ def make_batch(case: Case, vocabulary: int, adapter: str) -> TrainBatch:
     mask = torch.cat([torch.arange(n) >= prompt for n in lengths])
     signs = torch.tensor([random.choice((-1.0, 1.0)) for _ in lengths])
     return TrainBatch(
-        token_ids=torch.tensor([t for row in rows for t in row]),
+        token_ids=torch.tensor([t for row in rows for t in row], dtype=torch.int32),
         cu_seqlens=torch.tensor([0, *accumulate(lengths)]),
         loss_mask=mask,
         rollout_logprobs=torch.zeros(total),
         versions=torch.where(mask, 0, -1),
+        shared_starts=torch.tensor(shared_starts([np.array(row) for row in rows])),
         rewards=signs,
         group_ids=torch.arange(len(lengths)) // case.samples,
         sample_ids=torch.arange(len(lengths)),

@@ -142,7 +142,7 @@ class Peft:
         for sequences in self._micro_batches(batch):
             micro = select(batch, sequences)
             bounds = micro.cu_seqlens.tolist()
-            rows = [micro.token_ids[a:b] for a, b in pairwise(bounds)]
+            rows = [micro.token_ids[a:b].long() for a, b in pairwise(bounds)]
             token_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [b, s]
             logits = self._model(input_ids=token_ids, use_cache=False).logits[:, :-1]  # [b, s - 1, vocabulary]
             values = nn.functional.pad(

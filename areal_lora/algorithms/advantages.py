@@ -344,7 +344,7 @@ def explained_variance(batch: TrainBatch) -> float | None:
 
 def _kl_cost(shaping: Shaping, batch: TrainBatch, on: Tensor) -> Tensor:
     """The coefficient times the KL divergence of each token, [T] float64, 0 off the mask ``on``."""
-    zeros = torch.zeros_like(batch.rollout_logprobs, dtype=torch.float64)
+    zeros = torch.zeros_like(on, dtype=torch.float64)
     if not shaping.kl_coef:
         return zeros
     assert batch.ref_logprobs is not None, "annotate() scores the reference before advantages are computed"

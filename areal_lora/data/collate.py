@@ -22,17 +22,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_lora.data.packed_groups import PackedGroups, check_rewards
+from areal_lora.data.packed_groups import PackedGroups, check_rewards, shared_starts
 from areal_lora.errors import AlignmentError, StalenessError
-from areal_lora.types import TrainBatch
+from areal_lora.types import ArrayLike, TrainBatch
 
-PER_SEQUENCE = ("rewards", "group_ids", "sample_ids", "given", "baselines")
-"""Tensors [N] of a batch; all others but ``cu_seqlens`` are [T]."""
+PER_SEQUENCE = ("shared_starts", "rewards", "group_ids", "sample_ids", "given", "held", "baselines")
+OF_HELD = ("token_ids", "rollout_logprobs", "versions")
+"""Tensors [N] and [H] of a batch; all others but ``cu_seqlens`` are [T]."""
 HOST = torch.device("cpu")  # named wherever a batch is made: torch's default device may be another one
 
 
-def collate(packed: PackedGroups) -> TrainBatch:
-    """All trajectories, in order, as one batch of N sequences and T tokens. Log-probabilities are not copied.
+def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> TrainBatch:
+    """All trajectories, in order, as one batch of N sequences and T tokens. The columns are not copied.
+
+    ``packed`` has those of the sequences ``held`` [N]; None: of all.
 
     Raises:
         AlignmentError: nothing to train on, entry 0 of a sequence not masked, or different rewards for the
@@ -45,45 +48,48 @@ def collate(packed: PackedGroups) -> TrainBatch:
     samples: dict[tuple[int, int], int] = {}
     for row in rows:
         samples.setdefault((row.group, row.sample), len(samples))
-    cu_seqlens = np.cumsum([0, *(row.n_tokens for row in rows)])
-    n_tokens = int(cu_seqlens[-1])
-    runs = packed.columns[2 * n_tokens :].reshape(-1, 2)
-    versions = torch.from_numpy(runs[:, 0].repeat(runs[:, 1]))
+    lengths = np.array([row.n_tokens for row in rows])
+    cu_seqlens = np.cumsum([0, *lengths])
+    versions = packed.runs[:, 0].repeat(packed.runs[:, 1])
     mask = versions >= 0
     for row, at in zip(rows, cu_seqlens.tolist(), strict=False):
         if not row.n_tokens or mask[at]:
             raise AlignmentError(f"trajectory {row.uid}: entry 0 must exist and be masked")
     baselines = [math.nan if row.baseline is None else row.baseline for row in rows]
     return TrainBatch(
-        token_ids=torch.from_numpy(packed.columns[:n_tokens].astype(np.int64)),
+        token_ids=torch.from_numpy(packed.columns[0]),
         cu_seqlens=torch.from_numpy(cu_seqlens),
-        loss_mask=mask,
-        rollout_logprobs=torch.from_numpy(packed.columns[n_tokens : 2 * n_tokens].view(np.float32)),
-        versions=versions,
+        loss_mask=torch.from_numpy(mask),
+        rollout_logprobs=torch.from_numpy(packed.columns[1].view(np.float32)),
+        versions=torch.from_numpy(versions if held is None else versions[held.repeat(lengths)]),
+        shared_starts=host_tensor([row.shared for row in rows], torch.int64),
         rewards=host_tensor([row.reward for row in rows], torch.float32),
         group_ids=host_tensor([row.group for row in rows], torch.int64),
         sample_ids=host_tensor([samples[row.group, row.sample] for row in rows], torch.int64),
         given=host_tensor([row.given for row in rows], torch.bool),
         adapters=tuple(row.adapter for row in rows),
+        held=None if held is None else torch.from_numpy(held),
         baselines=None if all(map(math.isnan, baselines)) else host_tensor(baselines, torch.float32),
     )
 
 
-def check_batch(batch: TrainBatch) -> None:
-    """Check contract C10 for a packed batch: mask, versions and log-probabilities agree on the model's own tokens.
+def contradiction(batch: TrainBatch) -> str:
+    """How mask, versions and log-probabilities disagree on the model's own tokens (contract C10); empty if they agree.
 
-    Finds a shift of one of these arrays against the others without any model. Raises AlignmentError.
+    Finds a shift of one of these arrays against the others without any model.
     """
     mask = batch.loss_mask
+    first = mask[batch.cu_seqlens[:-1]]
+    if batch.held is not None:
+        mask = mask[batch.held.repeat_interleave(batch.cu_seqlens.diff())]
     wrong = {
-        "tokens 0 of their sequences are trained on": mask[batch.cu_seqlens[:-1]],
+        "tokens 0 of their sequences are trained on": first,
         "tokens have a version or are trained on, but not both": (batch.versions >= 0) != mask,
         "tokens that are not trained on have a log-probability": (batch.rollout_logprobs != 0) & ~mask,
         "trained tokens have a log-probability that is not finite": ~batch.rollout_logprobs.isfinite() & mask,
     }
     found = [f"{int(tokens.sum())} {what}" for what, tokens in wrong.items() if bool(tokens.any())]
-    if found:
-        raise AlignmentError(f"of a batch of {batch.n_tokens} tokens {'; '.join(found)}: per-token arrays are shifted")
+    return f"of {mask.numel()} tokens {'; '.join(found)}: per-token arrays are shifted" if found else ""
 
 
 def host_tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
@@ -91,22 +97,28 @@ def host_tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
 
 
 def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
-    """The given sequences, in the given order, as a batch of their own."""
+    """The given sequences, in the given order, as a batch of their own; ``held`` is None if all of them are."""
     device, chosen = batch.token_ids.device, np.array(sequences, dtype=np.int64)
     bounds = batch.cu_seqlens.cpu().numpy()
     lengths = bounds[chosen + 1] - bounds[chosen]
-    index = torch.from_numpy(runs(bounds[chosen], lengths)).to(device)
+    index = own = torch.from_numpy(runs(bounds[chosen], lengths)).to(device)
     rows = torch.from_numpy(chosen).to(device)
+    if batch.held is not None:
+        held = batch.held.cpu().numpy()
+        starts = np.cumsum([0, *(np.diff(bounds) * held)])[chosen]
+        own = torch.from_numpy(runs(starts[held[chosen]], lengths[held[chosen]])).to(device)
 
-    held = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    chosen_tensors = {
-        name: values[rows if name in PER_SEQUENCE else index]
-        for name, values in held.items()
-        if isinstance(values, Tensor) and name != "cu_seqlens"
+    picked: dict[str, Any] = {
+        f.name: value[rows if f.name in PER_SEQUENCE else own if f.name in OF_HELD else index]
+        for f in fields(batch)
+        if isinstance(value := getattr(batch, f.name), Tensor) and f.name != "cu_seqlens"
     }
+    picked["shared_starts"] *= torch.from_numpy(np.diff(chosen, prepend=-2) == 1).to(device)
+    if "held" in picked and bool(picked["held"].all()):
+        picked["held"] = None
     cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths.tolist()])).to(device)
     adapters = tuple(batch.adapters[i] for i in sequences)
-    return replace(batch, cu_seqlens=cu_seqlens, adapters=adapters, **chosen_tensors)
+    return replace(batch, cu_seqlens=cu_seqlens, adapters=adapters, **picked)
 
 
 def runs(first: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -125,14 +137,18 @@ def split_minibatches(batch: TrainBatch, n: int) -> list[TrainBatch]:
     return [select(batch, range(a, b)) for a, b in pairwise(cuts) if b > a]
 
 
-def assert_staleness(batch: TrainBatch, version: int, max_staleness: int) -> dict[int, int]:
-    """Check contract C7 at consumption; return the number of trained tokens by age in versions.
+def assert_staleness(runs: npt.NDArray[np.int32], version: int, max_staleness: int) -> dict[int, int]:
+    """Check contract C7 at consumption of tokens with the versions ``runs`` [R, 2] (`types.TokenColumns`).
+
+    Returns the number of trained tokens by age in versions.
 
     Raises:
         StalenessError: a trained token is older than the budget, or from the future.
     """
-    values, counts = torch.unique(version - batch.versions[batch.loss_mask], return_counts=True)
-    histogram = {int(v): int(c) for v, c in zip(values, counts)}
+    sampled = runs[runs[:, 0] >= 0]
+    ages, index = np.unique(version - sampled[:, 0], return_inverse=True)
+    counts = np.bincount(index, sampled[:, 1])
+    histogram = {int(age): int(count) for age, count in zip(ages, counts, strict=True)}
     if histogram and (max(histogram) > max_staleness or min(histogram) < 0):
         raise StalenessError(
             f"batch consumed at version {version} holds tokens {histogram} versions old; "
@@ -141,11 +157,11 @@ def assert_staleness(batch: TrainBatch, version: int, max_staleness: int) -> dic
     return histogram
 
 
-def scoring_batch(rows: list[list[int]], adapter: str) -> TrainBatch:
+def scoring_batch(rows: Sequence[ArrayLike], adapter: str) -> TrainBatch:
     """Plain sequences as a batch that is only scored: every token but each first one is on the mask."""
-    lengths = torch.tensor([0, *(len(r) for r in rows)], device=HOST)
-    tokens = torch.tensor([x for r in rows for x in r], dtype=torch.int64, device=HOST)
-    cu_seqlens = lengths.cumsum(0)
+    arrays = [np.array(row, np.int32) for row in rows]
+    tokens = torch.from_numpy(np.concatenate(arrays))
+    cu_seqlens = torch.from_numpy(np.cumsum([0, *map(len, arrays)]))
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[cu_seqlens[:-1]] = False
     return TrainBatch(
@@ -154,6 +170,7 @@ def scoring_batch(rows: list[list[int]], adapter: str) -> TrainBatch:
         loss_mask=mask,
         rollout_logprobs=torch.zeros(tokens.numel(), device=HOST),
         versions=torch.where(mask, 0, -1).int(),
+        shared_starts=host_tensor(shared_starts(arrays), torch.int64),
         rewards=torch.zeros(len(rows), device=HOST),
         group_ids=torch.zeros(len(rows), dtype=torch.int64, device=HOST),
         sample_ids=torch.arange(len(rows), device=HOST),
@@ -193,19 +210,15 @@ class MicroPlan:
     n_tokens: int
 
 
-def find_trees(token_ids: npt.NDArray[np.int64], bounds: Sequence[int], group_ids: Sequence[Hashable]) -> list[Tree]:
-    """Find the common start of each run of sequences of one group.
+def find_trees(lengths: Sequence[int], shared_starts: Sequence[int], group_ids: Sequence[Hashable]) -> list[Tree]:
+    """Find the common start of each run of sequences of one group; each keeps at least one token of its own.
 
-    ``token_ids`` [T] are packed, sequence i is ``bounds[i]:bounds[i + 1]``, ``group_ids`` has N entries. Every
-    sequence keeps at least one token of its own.
+    All have in common what each has in common with the one before (``shared_starts``).
     """
     trees: list[Tree] = []
     for _, run in groupby(range(len(group_ids)), key=lambda i: group_ids[i]):
         members = tuple(run)
-        shortest = min(bounds[i + 1] - bounds[i] for i in members)
-        starts = np.stack([token_ids[bounds[i] : bounds[i] + shortest - 1] for i in members])
-        differs = (starts != starts[0]).any(axis=0)
-        shared = int(differs.argmax()) if differs.any() else shortest - 1
+        shared = min([*(lengths[i] - 1 for i in members), *(shared_starts[i] for i in members[1:])])
         if len(members) > 1 and shared:
             trees.append(Tree(sequences=members, shared=shared))
         else:

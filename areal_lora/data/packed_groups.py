@@ -1,9 +1,10 @@
-"""A step's groups as they travel between trainer ranks: a row per trajectory, and the columns of all in one array.
+"""A step's groups as they travel between trainer ranks: a row per trajectory, and the columns of each rank's part.
 
 And checks of trajectories before that (contract C10). No torch: the rollout controller uses them.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import msgspec
 import numpy as np
@@ -13,11 +14,14 @@ from areal_lora.types import Trajectory, TrajectoryGroup
 
 
 class TrajectoryRow(msgspec.Struct, frozen=True, array_like=True):
-    """A trajectory of group number ``group``, without its columns of ``n_tokens`` tokens and ``n_runs`` runs."""
+    """A trajectory of group number ``group``, without its columns of ``n_tokens`` tokens.
+
+    Its first ``shared`` tokens are those of the trajectory before it.
+    """
 
     uid: str
     n_tokens: int
-    n_runs: int
+    shared: int
     group: int
     sample: int
     reward: float
@@ -27,23 +31,24 @@ class TrajectoryRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedGroups(msgspec.Struct, frozen=True, eq=False):
-    """Trajectories with T tokens and R runs of versions in all (`types.TokenColumns`).
+    """Trajectories with R runs of versions in all (`types.TokenColumns`), and the columns of those that a rank holds.
 
-    ``columns`` are, one after the other, all token ids [T], log-probabilities [T] (the bits of float32) and runs
-    [R, 2]. A message has their size alone: they follow it (`trainer.work.share`).
+    ``columns`` are token ids and log-probabilities (the bits of float32). No message has them.
     """
 
     rows: list[TrajectoryRow]
-    columns: np.ndarray  # [2 T + 2 R] int32
+    versions: bytes  # [R, 2] int32
+    columns: np.ndarray  # [2, H] int32
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup]) -> "PackedGroups":
         each = [(g, group, t) for g, group in enumerate(groups) for t in group.trajectories]
+        columns = [t.columns for _, _, t in each]
         rows = [
             TrajectoryRow(
                 uid=t.uid,
                 n_tokens=len(t.columns),
-                n_runs=len(t.columns.runs),
+                shared=shared,
                 group=g,
                 sample=t.sample,
                 reward=t.reward,
@@ -51,11 +56,30 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
                 adapter=t.adapter.name,
                 baseline=group.baseline,
             )
-            for g, group, t in each
+            for (g, group, t), shared in zip(each, shared_starts([c.ids for c in columns]), strict=True)
         ]
-        columns = [t.columns for _, _, t in each]
-        parts = [c.token_ids for c in columns] + [c.logprobs for c in columns] + [c.versions for c in columns]
-        return cls(rows, np.frombuffer(bytearray().join(parts), "<i4"))
+        joined = bytearray().join([c.token_ids for c in columns] + [c.logprobs for c in columns])
+        return cls(rows, b"".join([c.versions for c in columns]), np.frombuffer(joined, "<i4").reshape(2, -1))
+
+    @property
+    def runs(self) -> np.ndarray:  # [R, 2] int32
+        return np.frombuffer(self.versions, "<i4").reshape(-1, 2)
+
+    def part(self, held: np.ndarray) -> np.ndarray:
+        """A copy of the columns [2, H] of the trajectories ``held`` [N] alone, of the columns of all."""
+        bounds = pairwise(accumulate((row.n_tokens for row in self.rows), initial=0))
+        chosen = [self.columns[:, a:b] for (a, b), own in zip(bounds, held.tolist(), strict=True) if own]
+        return np.concatenate([self.columns[:, :0], *chosen], axis=1)
+
+
+def shared_starts(rows: Sequence[np.ndarray]) -> list[int]:
+    """How many tokens each of ``rows`` has in common with the start of the one before."""
+    found = [0] * len(rows)
+    for i, (before, row) in enumerate(pairwise(rows), 1):
+        n = min(len(before), len(row))
+        differs = before[:n] != row[:n]
+        found[i] = int(differs.argmax()) if differs.any() else n
+    return found
 
 
 def check_alignment(trajectory: Trajectory) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -50,17 +50,27 @@ class Exchange:
             head = self._broadcast(_framed(data or b"", _size(head)), timeout_s)
         return _unframed(head)
 
-    def broadcast_array(self, values: np.ndarray) -> None:
-        """Fill ``values`` (contiguous, of equal shape on all ranks) with those of rank 0. Raises PublishError."""
-        self._broadcast(torch.from_numpy(values), None)
+    def scatter(self, part: Callable[[int], np.ndarray], of_ranks: Sequence[int], room: np.ndarray) -> None:
+        """Fill ``room`` on each other rank with part number ``of_ranks[rank]``, which ``part`` makes on rank 0.
+
+        Both are contiguous. The ranks of one part pass it on (`_links`). Raises PublishError.
+        """
+        made = None
+        for source, target in _links(of_ranks):
+            if target == self.rank:
+                self.receive(room, source)
+            elif source == self.rank:
+                if source == 0 and made != of_ranks[target]:
+                    room, made = part(of_ranks[target]), of_ranks[target]
+                self.send(room, target)
 
     def send(self, data: np.ndarray, to: int) -> None:
-        """Send ``data`` (uint8, contiguous) to rank ``to``, which calls `receive`, alone. Raises PublishError."""
+        """Send ``data`` (contiguous) to rank ``to``, which calls `receive`, alone. Raises PublishError."""
         with self._named():
             self._group.send([torch.from_numpy(data)], to, 0).wait()
 
     def receive(self, room: np.ndarray, source: int) -> None:
-        """Fill ``room`` (uint8, contiguous) with the data of rank ``source``. Raises PublishError."""
+        """Fill ``room`` (contiguous) with the data of rank ``source``. Raises PublishError."""
         with self._named():
             self._group.recv([torch.from_numpy(room)], source, 0).wait()
 
@@ -95,12 +105,25 @@ class Exchange:
             ) from e
 
 
+def _links(of_ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """(Source, target) in order: rank 0 sends to the first rank of each part, from there the part spreads as a tree.
+
+    The part of rank 0 is last, so that the others spread meanwhile.
+    """
+    links = []
+    for part in sorted(set(of_ranks), key=lambda part: part == of_ranks[0]):
+        ranks = [rank for rank, own in enumerate(of_ranks) if own == part]
+        links += [(0, ranks[0])] if ranks[0] else []
+        links += [(ranks[k - (1 << k.bit_length() - 1)], ranks[k]) for k in range(1, len(ranks))]
+    return links
+
+
 def _framed(data: bytes, room: int) -> torch.Tensor:
     """Frame ``data`` as uint8 [8 + room]: its length, then as much of it as fits."""
-    frame = torch.zeros(8 + room, dtype=torch.uint8)
-    head = len(data).to_bytes(8, "little") + data[:room]
-    frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    return frame
+    frame, n = np.zeros(8 + room, np.uint8), min(len(data), room)
+    frame[:8] = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
+    frame[8 : 8 + n] = np.frombuffer(data, np.uint8, n)
+    return torch.from_numpy(frame)
 
 
 def _size(frame: torch.Tensor) -> int:

@@ -8,29 +8,25 @@
     service  <-- Durable(adapter, number) --                   rank 0  a checkpoint has them: the log is cut there
 
 An `OptimStep` ends a window: the passes since the `OptimStep` or `LoadState` before it. A pass that fails, or a
-`Poison` in place of one that could not be sent, poisons its window: the step then fails, changes nothing and makes no
-version. A `Poison` in place of a step ends the window as that step would have: what follows is the next window.
+`Poison` in its place, poisons its window: the step then fails, changes nothing and makes no version. A `Poison` in
+place of a step ends the window as that step would have.
 
 What ends a window (`ends_window`), also where it fails, makes the version of its number: a `Publish` makes no other,
 and a new adapter is version 0. Checkpoints are written behind: a step completes when it is computed. After a restart of
-the trainer an adapter expects the number that follows its newest checkpoint. The service sends from there again, what
-has completed included, and the same comes of it, but for the rounding of passes that are computed together; in place of
-a pass that had failed, or whose step had, it sends a `Poison`. So its file is the log of what is not `Durable`. A
-`LoadState` completes when its checkpoint is durable, because what it loads may be dropped afterwards.
+the trainer an adapter expects the number after its newest checkpoint, and the service sends again from there. The same
+comes of it, but for the rounding of passes that are computed together; a `Poison` replaces a pass that had failed, or
+whose step had. A `LoadState` completes when its checkpoint is durable: what it loads may be dropped afterwards.
 
 Outcomes that were not acknowledged are sent again after `ServiceHello`, and those of the newest checkpoint after a
-restart: the service may receive one twice, and ignores the second. Their tags are in the service's file. Arrays are
-bytes, little-endian, one dimension.
+restart: the service ignores a second one. Arrays are bytes, little-endian, one dimension.
 
-Which operations wait, which windows are poisoned, which outcomes the service has not acknowledged. Pure.
+The trainer's side, pure::
 
-    ServiceHello    -> what was not acknowledged, then `Expects` of every adapter
+    ServiceHello    -> what no Acknowledgement has named, then `Expects` of every adapter
     Operation       -> it waits; one received before is ignored, one that does not follow is answered by `Expects`
-    Acknowledgement -> outcomes are forgotten
 
-The trainer carries out the first operation of an adapter, and calls `complete` with its outcome. Where the outcome has
-to wait, for a disk or for servers, it calls `start`, and `end` or `durable` later; meanwhile the operations that follow
-may be carried out, and their outcomes wait as well: the service receives outcomes in the order of the numbers.
+The trainer carries out an adapter's first operation and calls `complete` with the outcome; where that waits for a disk
+or servers, `start`, later `end` or `durable`. Outcomes of operations that follow wait as well, in order of the numbers.
 """
 
 import math

@@ -11,7 +11,7 @@ from areal_lora.algorithms.advantages import token_credit
 from areal_lora.algorithms.alignment import is_shifted, shift_votes
 from areal_lora.algorithms.losses import denominator, policy_loss, token_weights
 from areal_lora.config.models import OptimizerConfig
-from areal_lora.data.collate import check_batch, split_minibatches
+from areal_lora.data.collate import split_minibatches
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
@@ -143,11 +143,10 @@ def learn(
     A critic takes its own on the same minibatches; a reference may be renewed.
 
     Raises:
-        AlignmentError: the batch's arrays contradict each other, its log-probabilities are shifted by one token, or,
-            before any weight has moved, they differ from those of the same policy by more than rounding (contract
-            C10). No optimizer step uses a minibatch with a fault, and one whose sums are not finite is skipped.
+        AlignmentError: the batch's log-probabilities are shifted by one token, or, before any weight has moved, they
+            differ from those of the same policy by more than rounding (contract C10). No optimizer step uses a
+            minibatch with a fault, and one whose sums are not finite is skipped.
     """
-    check_batch(batch)
     loss_fn = make_loss(adapter, version)
     totals: Counter[str] = Counter()
     skipped: list[float] = []

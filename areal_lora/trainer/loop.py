@@ -1,6 +1,6 @@
 """THE loop. Every trainer rank runs the same straight line; rank 0 talks to the others::
 
-    controller --groups--> rank 0 --broadcast--> all ranks
+    controller --groups--> rank 0 --its part--> each rank
        ^    ^                                       |  collate, assert staleness (C7)
        |    |                                       v
        |  commit <--durable-- disk <--checkpoint-- annotate, learn   (version k -> k + 1)
@@ -112,7 +112,7 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
     """Consume one batch, make the adapter's next version, start its checkpoint and its publish."""
     adapter, spans = state.tuned, trainer.spans[state.name]
     with spans.span("collate"):
-        batch, histogram = batch_of(state, packed)
+        batch, histogram = batch_of(trainer, state, packed)
     reached("trainer.batch_received")
     if trainer.rank_0:
         trainer.rank_0.auditor.start(state.name, batch, state.version, adapter.config.sampling.temperature)

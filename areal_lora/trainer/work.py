@@ -97,9 +97,9 @@ Work: TypeAlias = TrainOn | Finish | RolloutFault | PublishFault | CatchUp | Ope
 IDLE_S = 60.0
 """Between two signals of rank 0 that waits for work: far below the time-out of the ranks that wait for it."""
 
-_encode = msgspec.msgpack.Encoder(enc_hook=len).encode
-_decode = msgspec.msgpack.Decoder(Work | Idle, dec_hook=lambda kind, size: np.empty(size, np.int32)).decode
-"""Of a batch's columns, the only array in a message, the size."""
+_encode = msgspec.msgpack.Encoder(enc_hook=lambda columns: None).encode
+_decode = msgspec.msgpack.Decoder(Work | Idle, dec_hook=lambda kind, _: np.empty((2, 0), np.int32)).decode
+"""Without a batch's columns, the only array in a message: each rank receives its own (`next_work.batch_of`)."""
 
 
 def share(work: Work | None, exchange: Exchange) -> Work:
@@ -107,8 +107,6 @@ def share(work: Work | None, exchange: Exchange) -> Work:
     while True:
         shared = exchange.broadcast_bytes(_encode(work) if exchange.rank == 0 else None)
         decided: Work | Idle = work or _decode(shared)
-        if isinstance(decided, TrainOn):
-            exchange.broadcast_array(decided.batch.columns)
         if not isinstance(decided, Idle):
             return decided
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from batch_path import body, stages
-
-from tests.support.solo_exchange import SoloExchange
 
 LIMITS = {
     "answer": 8.6,
@@ -17,16 +13,14 @@ LIMITS = {
     "channel": 12.9,
     "decode": 9.2,
     "pack": 8.6,
-    "share": 8.6,
-    "collate": 13.0,
+    "collate": 5.1,
 }
 
 
 @pytest.fixture(scope="module")
 def held() -> dict[str, float]:
-    exchange: Any = SoloExchange()
     bodies = [body(np.random.default_rng(0), 4096)]
-    return {name: stage.held / (16 * 4352) for name, stage in stages(bodies, exchange)}
+    return {name: stage.held / (16 * 4352) for name, stage in stages(bodies)}
 
 
 @pytest.mark.parametrize("name", LIMITS)

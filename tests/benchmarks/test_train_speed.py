@@ -8,7 +8,7 @@ import pytest
 from train_case import TINY, make_batch
 from train_speed import Measured, claims, compare
 
-from areal_lora.data.collate import check_batch
+from areal_lora.data.collate import contradiction
 from tests.support.paths import ROOT
 
 
@@ -32,7 +32,7 @@ def test_the_claim_is_the_smaller_model_ratio_of_paired_rounds():
 
 def test_the_batch_is_the_demos_and_a_valid_one():
     batch = make_batch(TINY, 112, "a")
-    check_batch(batch)
+    assert not contradiction(batch)
     assert batch.n_sequences == 64 * 8
     assert 25_000 < batch.n_tokens < 29_000
     assert set(batch.adapters) == {"a"}

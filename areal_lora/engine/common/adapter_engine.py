@@ -8,8 +8,8 @@ One process per rank, all ranks call the same verbs in the same order (SPMD)::
     step = engine.optim_step("math", denominator=n_tokens, lr=1e-4)  # divide, reduce, clip, Adam
     for done in engine.pack_adapter("math", "float32", flat): ...  # this rank's share of the publish
 
-A `TrainBatch` is whole and equal on every rank; the engine picks its data-parallel part, cuts
-it into micro-batches and pads as its layout needs. Callers never see padding (contract C10).
+A `TrainBatch` is equal on every rank, but for token columns: of these a rank needs its part (`parts`). The engine
+cuts the part into micro-batches and pads as its layout needs. Callers never see padding (contract C10).
 
 Adapters have memory, optimizer and clock of their own (contract C1). A `Compute` runs the model.
 """
@@ -136,7 +136,6 @@ class AdapterEngine:
         """Make a trainable adapter resident beside the others: lora_A kaiming-uniform, lora_B zero, all fp32.
 
         Each has gradients, moments, clipping and clock of its own; what is done to one changes no byte of another.
-
         The initial values depend on ``seed`` and the tensor's Hugging Face name only, so they
         are equal for every layout. A value head is zero at first. ``optimizer`` configures Adam and clipping; the
         learning rate is an argument of each step. Raises ConfigError for a target module that matches nothing or a
@@ -149,14 +148,8 @@ class AdapterEngine:
         memory = AdapterMemory(self._sharded, spec, self.rank, self.device, DTYPES[self._base.dtype])
         adam = AdapterOptimizer(optimizer, memory, self._model.attach(memory))
         held_names = set(memory.held_names())
-        shards = memory.layout("float32").shards
-        first = {
-            t.name: adapter_memory.initial_tensor(t, seed)
-            for shard in shards
-            for t in shard.tensors
-            if t.name in held_names
-        }
-        memory.load(memory.weights, first)
+        tensors = [t for shard in memory.layout("float32").shards for t in shard.tensors if t.name in held_names]
+        memory.load(memory.weights, {t.name: adapter_memory.initial_tensor(t, seed) for t in tensors})
         self._residents[spec.name] = Resident(
             spec=spec, sizes=PassSizes.of(self._sharded.shape, spec), memory=memory, optimizer=adam, seed=seed
         )
@@ -164,15 +157,13 @@ class AdapterEngine:
     def freeze_copy(self, adapter: str, name: str) -> None:
         """Hold a copy of the weights of ``adapter`` as the frozen adapter ``name`` (not collective).
 
-        It has neither gradients nor moments, and no later step changes it; a second call replaces its weights. Its
-        state is its weights.
+        It has neither gradients nor moments, and no later step changes it; a second call replaces its weights.
         """
         source = self.resident(adapter)
         if name not in self._residents:
             spec = replace(source.spec, name=name)
-            held = DTYPES[self._base.dtype]
-            memory = AdapterMemory(self._sharded, spec, self.rank, self.device, held, frozen=True)
-            self._model.attach(memory)
+            where = self._sharded, spec, self.rank, self.device, source.memory.cast.dtype
+            self._model.attach(memory := AdapterMemory(*where, frozen=True))
             self._residents[name] = replace(source, spec=spec, memory=memory, optimizer=None)
         copy = self.resident(name)
         if copy.optimizer is not None:
@@ -264,6 +255,15 @@ class AdapterEngine:
         if scores is not None:
             scores.copy_(micro.whole_scores(batch, results, reports=self.rank in reporting))
         return micro.sum_over_ranks(sums, reporting)
+
+    def parts(self, batch: TrainBatch, minibatches: int) -> tuple[np.ndarray, list[int]]:
+        """The sequences [P, N] bool whose token columns passes over ``batch`` need, and each rank's number (below P).
+
+        Not collective, equal on all ranks; the columns are not read.
+        """
+        layout = self._sharded.layout
+        held = micro.parts_of(batch, minibatches, layout, self._trainer.max_tokens_per_microbatch)
+        return held, [layout.dp_rank(rank) for rank in range(self.world_size)]
 
     def _run(self, batch: TrainBatch, losses: Mapping[str, LossFn] | None, readout: Readout) -> list[micro.Result]:
         residents = {name: self.resident(name) for name in dict.fromkeys(batch.adapters) if name}

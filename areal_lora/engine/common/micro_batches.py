@@ -3,14 +3,14 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from areal_lora.config.sections.run import Recompute
-from areal_lora.data.collate import HOST, MicroPlan, find_trees, plan_microbatches
+from areal_lora.data.collate import HOST, MicroPlan, find_trees, plan_microbatches, split_minibatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.arena import ParallelLayout
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences
@@ -27,10 +27,11 @@ Nothing else of a micro-batch outlives its passes: masks and activations of all 
 
 def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> list[MicroPlan]:
     """The micro-batches of ``batch``, equal on every rank."""
-    bounds = batch.cu_seqlens.tolist()
+    lengths = batch.cu_seqlens.diff().tolist()
+    groups = list(zip(batch.group_ids.tolist(), batch.adapters, strict=True))
     return plan_microbatches(
-        find_trees(batch.token_ids.numpy(), bounds, list(zip(batch.group_ids.tolist(), batch.adapters, strict=True))),
-        [b - a for a, b in pairwise(bounds)],
+        find_trees(lengths, batch.shared_starts.tolist(), groups),
+        lengths,
         dp=layout.dp,
         token_budget=token_budget * layout.cp,
         multiple=layout.tp if layout.cp == 1 else layout.tp * 2 * layout.cp,
@@ -49,6 +50,17 @@ def flops_of(
         if recompute not in (None, "none"):
             counts["recomputed_flops"] += of.recompute(tokens, 0 if recompute == "selective" else pairs)
     return counts
+
+
+def parts_of(batch: TrainBatch, minibatches: int, layout: ParallelLayout, token_budget: int) -> np.ndarray:
+    """[dp, N] bool: the sequences that each data-parallel rank computes in passes over batch and minibatches."""
+    held, first = np.zeros((layout.dp, batch.n_sequences), np.bool_), 0
+    for each in split_minibatches(batch, minibatches):
+        for plan in plans_of(each, layout, token_budget):
+            for rank, trees in enumerate(plan.trees):
+                held[rank, [first + i for tree in trees for i in tree.sequences]] = True
+        first += each.n_sequences
+    return held if minibatches == 1 else held | parts_of(batch, 1, layout, token_budget)
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,6 +289,7 @@ def pack(
     trees = sorted(plan.trees[dp_rank], key=lambda tree: adapters[batch.adapters[tree.sequences[0]]])
     sequences = tuple(i for tree in trees for i in tree.sequences)
     micro = select(batch, sequences) if sequences else None
+    assert micro is None or micro.held is None, "a rank lacks tokens of its part"
     row, keys = np.full(plan.n_tokens, PAD_ID, dtype=np.int64), np.zeros(plan.n_tokens, dtype=np.int64)
     owners = np.full(plan.n_tokens, len(adapters) - 1)
     before = where = np.empty(0, dtype=np.int64)
@@ -373,10 +374,11 @@ def _segments(trees: Sequence[Tree], bounds: Sequence[int]) -> tuple[list[Segmen
 
 
 def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    moved = {
-        f.name: upload(value, device) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)
-    }
-    return replace(batch, **moved)
+    """All tensors that a loss reads; common starts are for the plan of micro-batches, which is made on the host."""
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "shared_starts"}
+    return replace(
+        batch, **{name: upload(value, device) for name, value in values.items() if isinstance(value, Tensor)}
+    )
 
 
 def to_sequences(values: Tensor, packed: PackedMicroBatch) -> Tensor:

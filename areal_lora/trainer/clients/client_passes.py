@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from areal_lora.checkpoint.checkpoint_store import leftovers_in, looks_whole
 from areal_lora.checkpoint.recover import verify
 from areal_lora.checkpoint.state import MANIFEST_FILE, Disk, Manifest, decode_manifest, files_of, read_files
 from areal_lora.config.models import Config
-from areal_lora.data.collate import HOST, select
+from areal_lora.data.collate import HOST, scoring_batch, select
 from areal_lora.distributed.exchange import Exchange, first_problem
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
@@ -86,22 +86,16 @@ def _wrong(datum: Datum, loss: Loss, limits: Limits) -> str:
 def batch_of(requests: Mapping[str, Pass]) -> TrainBatch:
     """The data of the passes by adapter, in order. Entry t of every array refers to token t: they start with a 0."""
     every = [(datum, one.loss is not Loss.CROSS_ENTROPY) for one in requests.values() for datum in one.data]
-    tokens = [np.frombuffer(datum.tokens, "<i4").astype(np.int64) for datum, _ in every]
-    lengths = torch.tensor([0, *map(len, tokens)], device=HOST)
+    batch = scoring_batch([np.frombuffer(datum.tokens, "<i4") for datum, _ in every], "")
     weights = _packed([datum.weights for datum, _ in every])
     unused = [bytes(len(datum.weights)) for datum, _ in every]
-    n = len(tokens)
     mask = weights != 0
-    return TrainBatch(
-        token_ids=torch.from_numpy(np.concatenate(tokens)),
-        cu_seqlens=lengths.cumsum(0),
+    return replace(
+        batch,
         loss_mask=mask,
         rollout_logprobs=_packed([x.logprobs if used else zeros for (x, used), zeros in zip(every, unused)]),
         versions=torch.where(mask, 0, -1).int(),
-        rewards=torch.zeros(n, device=HOST),
-        group_ids=torch.arange(n, device=HOST),
-        sample_ids=torch.arange(n, device=HOST),
-        given=torch.zeros(n, dtype=torch.bool, device=HOST),
+        group_ids=batch.sample_ids,
         adapters=tuple(name for name, one in requests.items() for _ in one.data),
         advantages=_packed([x.advantages if used else zeros for (x, used), zeros in zip(every, unused)]),
         weights=weights,

@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 
+import numpy as np
+
 from areal_lora.algorithms.fair_queue import before
 from areal_lora.checkpoint.checkpoint_store import CheckpointSave
-from areal_lora.data.collate import assert_staleness, collate
+from areal_lora.data.collate import assert_staleness, collate, contradiction
 from areal_lora.data.packed_groups import PackedGroups
+from areal_lora.distributed.exchange import first_problem
 from areal_lora.errors import AlignmentError
 from areal_lora.operations.protocol import DropState, Operation, OptimStep, Pass, Poison, Publish
 from areal_lora.rollout.channel.client import SHORT_POLL_S
@@ -119,14 +122,31 @@ def collect_audit(trainer: Trainer, state: TrainingState, *, wait: bool = False)
     return audit
 
 
-def batch_of(state: TrainingState, packed: PackedGroups) -> tuple[TrainBatch, dict[int, int]]:
-    """The batch of the next step, and its staleness histogram in tokens.
+def batch_of(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> tuple[TrainBatch, dict[int, int]]:
+    """The batch of the next step with the token columns of this rank's part, and its staleness histogram in tokens.
+
+    Rank 0, which records the batch, has all columns. With a KL divergence in the reward every rank has:
+    advantages are computed from the log-probabilities of all tokens. Collective.
 
     Raises:
         StalenessError: a token is older than ``max_staleness`` (contract C7).
+        AlignmentError: as `collate` does, or for a `contradiction` on any rank.
     """
-    batch = collate(packed)
-    return batch, assert_staleness(batch, state.version, state.adapter.run.max_staleness)
+    exchange = trainer.control
+    others = exchange.rank != 0
+    histogram = assert_staleness(packed.runs, state.version, state.adapter.run.max_staleness)
+    batch = collate(packed, np.zeros(len(packed.rows), np.bool_) if others else None)
+    held, of_ranks = trainer.engine.parts(batch, state.adapter.config.minibatches)
+    held |= bool(state.tuned.algorithm.shaping.kl_coef)
+    own = held[of_ranks[exchange.rank]] & others
+    columns = np.empty((2, int(batch.cu_seqlens.diff().numpy() @ own)), np.int32)
+    with trainer.spans[state.name].span("exchange"):
+        exchange.scatter(lambda part: packed.part(held[part]), of_ranks, columns)
+    if others:
+        batch = collate(PackedGroups(packed.rows, packed.versions, columns), own)
+    if problem := first_problem(contradiction(batch), exchange):
+        raise AlignmentError(problem)
+    return batch, histogram
 
 
 CLIENT_POLL_S = 0.02
@@ -143,10 +163,7 @@ def next_work(trainer: Trainer, changes: Changes = lambda: None) -> w.Work | Non
     """
     while True:
         decided = _decide(trainer, trainer.rank_0, changes) if trainer.rank_0 else None
-        began_s = time.perf_counter()
         work = w.share(decided, trainer.control)
-        if isinstance(work, w.TrainOn):
-            trainer.spans[work.adapter].add("exchange", time.perf_counter() - began_s)
         if isinstance(work, w.EndRun):
             return None
         if not isinstance(work, w.CatchUp):

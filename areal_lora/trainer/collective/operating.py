@@ -48,12 +48,12 @@ def pass_together(trainer: Trainer, work: JointPass) -> None:
     request was refused before.
     """
     requests = {each.adapter: each.what for each in work.operations if isinstance(each.what, protocol.Pass)}
+    all_spans = [trainer.spans[name] for name in requests]  # they start before the pass
     began_s = time.perf_counter()
     outcomes = carry_out(trainer.engine, requests)
     elapsed_s, total = time.perf_counter() - began_s, sum(request.n_tokens for request in requests.values())
-    for operation in work.operations:
+    for operation, spans in zip(work.operations, all_spans, strict=True):
         state, tokens = trainer.states[operation.adapter], requests[operation.adapter].n_tokens
-        spans = trainer.spans[state.name]
         spans.add("train", elapsed_s * tokens / total)
         spans.add_share(trainer.engine.spans, tokens / total)
         if trainer.rank_0:

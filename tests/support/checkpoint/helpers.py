@@ -43,8 +43,13 @@ class ThreadExchange:
     def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
         return self.all_gather_bytes(data or b"", timeout_s)[0]
 
-    def broadcast_array(self, values: np.ndarray) -> None:
-        values[:] = np.frombuffer(self.all_gather_bytes(values.tobytes())[0], values.dtype)
+    def scatter(self, part: Callable[[int], np.ndarray], of_ranks: Sequence[int], room: np.ndarray) -> None:
+        if self.rank == 0:
+            self._shared["parts"] = [part(number) for number in of_ranks]
+        self._shared["barrier"].wait()
+        if self.rank:
+            room[:] = self._shared["parts"][self.rank]
+        self._shared["barrier"].wait()
 
 
 def state_of(version: int, rank: int) -> AdapterState:

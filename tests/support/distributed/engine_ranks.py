@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -14,7 +15,8 @@ from areal_lora.algorithms.advantages import explained_variance
 from areal_lora.algorithms.losses import token_weights, value_loss
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.config.sections.run import Recompute
-from areal_lora.data.collate import split_minibatches
+from areal_lora.data.collate import OF_HELD, split_minibatches
+from areal_lora.data.packed_groups import shared_starts
 from areal_lora.engine.base import LossSums
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.arena import Range
@@ -116,7 +118,7 @@ def groups_of(rows: list[list[int]]) -> list[int]:
 
 def make_batch(rows: list[list[int]]) -> TrainBatch:
     """``advantages`` are random token weights; the mask leaves out two thirds of each sequence's start."""
-    tokens = torch.tensor([t for row in rows for t in row])
+    tokens = torch.tensor([t for row in rows for t in row], dtype=torch.int32)
     cu_seqlens = torch.tensor([0, *(len(r) for r in rows)]).cumsum(0)
     mask = torch.cat([torch.arange(len(r)) >= max(1, 2 * len(r) // 3) for r in rows])
     # A seed whose weights do not cancel: losses are compared relative to their size.
@@ -127,6 +129,7 @@ def make_batch(rows: list[list[int]]) -> TrainBatch:
         loss_mask=mask,
         rollout_logprobs=torch.zeros(tokens.numel()),
         versions=torch.zeros(tokens.numel(), dtype=torch.int64),
+        shared_starts=torch.tensor(shared_starts([np.array(row) for row in rows])),
         rewards=torch.zeros(len(rows)),
         group_ids=torch.tensor(groups_of(rows)),
         sample_ids=torch.arange(len(rows)),
@@ -134,6 +137,14 @@ def make_batch(rows: list[list[int]]) -> TrainBatch:
         adapters=("a",) * len(rows),
         advantages=weights,
     )
+
+
+def own_part(engine: AdapterEngine, batch: TrainBatch) -> TrainBatch:
+    """The batch with the token columns of this rank's part alone."""
+    parts, of_ranks = engine.parts(batch, 1)
+    held = torch.from_numpy(parts[of_ranks[engine.rank]])
+    tokens = held.repeat_interleave(batch.cu_seqlens.diff())
+    return replace(batch, held=held, **{name: getattr(batch, name)[tokens] for name in OF_HELD})
 
 
 def loss_fn(micro: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
@@ -207,7 +218,7 @@ def exercise(path: str, case: Case, wire: dict[str, Any], neighbours: bool) -> d
     """Every claim about one layout, as data for the parent to judge; with ``neighbours`` those of other adapters."""
     adapter = {n: torch.from_numpy(v) for n, v in wire.items()}
     engine = build(path, case)
-    batch, seen = make_batch(make_rows()), {}
+    batch, seen = own_part(engine, make_batch(make_rows())), {}
     layout = engine.adapter_layout("a")
     seen["plan"] = {shard.source: [(t.name, t.shape) for t in shard.tensors] for shard in layout.shards}
     seen["aliases"], seen["digest"] = layout.aliases, layout.digest

@@ -63,12 +63,13 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
     write = Disk.write
     trained: dict[str, list[int]] = {}  # versions of the tokens of each group
 
-    def collated(packed: Any) -> Any:
-        batch = collate(packed)
+    def collated(packed: Any, *held: Any) -> Any:
+        batch = collate(packed, *held)
+        every = packed.runs[:, 0].repeat(packed.runs[:, 1])
         trained.clear()
         for row, (a, b) in zip(packed.rows, pairwise(batch.cu_seqlens.tolist()), strict=True):
             versions = trained.setdefault(row.uid.rpartition(":")[0], [])
-            versions += batch.versions[a:b][batch.loss_mask[a:b]].tolist()
+            versions += [version for version in every[a:b].tolist() if version >= 0]
         return batch
 
     def learned(*args: Any, version: int, **kwargs: Any) -> Any:

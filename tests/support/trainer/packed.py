@@ -67,11 +67,12 @@ def batch_of(rows: Sequence[Row]) -> TrainBatch:
     """The rows in this order; log-probabilities float64, 0 off the mask where a real batch has 0."""
     mask = torch.tensor([on for row in rows for on in row.mask])
     return TrainBatch(
-        token_ids=torch.arange(mask.numel()),
+        token_ids=torch.arange(mask.numel(), dtype=torch.int32),
         cu_seqlens=bounds(rows),
         loss_mask=mask,
         rollout_logprobs=packed(rows, "rollout") * mask,
         versions=torch.where(mask, 4, -1),
+        shared_starts=torch.zeros(len(rows), dtype=torch.int64),
         rewards=torch.tensor([row.reward for row in rows], dtype=torch.float64),
         group_ids=torch.tensor([row.group for row in rows]),
         sample_ids=torch.tensor([row.sample for row in rows]),

@@ -137,7 +137,7 @@ class Controller:
             return TrainOn(adapter=state.name, batch=PackedGroups.of([]))
         return Finish(adapter=state.name) if state.phase is AdapterPhase.DRAINING else None
 
-    def batch_of(self, state: TrainingState, groups: object) -> tuple[TrainBatch, dict[int, int]]:
+    def batch_of(self, trainer: Trainer, state: TrainingState, groups: object) -> tuple[TrainBatch, dict[int, int]]:
         """Answers depend on prompt, version and the random numbers of torch; called on every rank."""
         asked = [locate(self._position + i, 13, 3) for i in range(PROMPTS)]
         self._position += PROMPTS

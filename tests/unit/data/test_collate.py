@@ -9,8 +9,8 @@ import torch
 
 from areal_lora.data.collate import (
     assert_staleness,
-    check_batch,
     collate,
+    contradiction,
     scoring_batch,
     select,
     split_minibatches,
@@ -64,6 +64,13 @@ def test_select_moves_whole_sequences() -> None:
     assert torch.allclose(batch.rollout_logprobs[batch.loss_mask], -batch.token_ids[batch.loss_mask] / 1000)
 
 
+def test_a_sequence_that_is_moved_shares_nothing_with_the_one_that_is_before_it_then() -> None:
+    batch = scoring_batch([[1, 2, 3], [1, 2, 4, 5], [1, 6], [1, 6]], "a")
+    assert batch.shared_starts.tolist() == [0, 2, 1, 2]
+    assert select(batch, [3, 0, 1]).shared_starts.tolist() == [0, 0, 2]
+    assert [part.shared_starts.tolist() for part in split_minibatches(batch, 2)] == [[0, 2], [0, 2]]
+
+
 def test_trajectories_of_one_sample_have_one_id_and_one_reward() -> None:
     first, second = _trajectory("a", 2, 3, 4, 1.0, 1), _trajectory("b", 2, 1, 5, 1.0, 1)
     third, other = _trajectory("c", 1, 1, 5, 0.0, 0), _trajectory("d", 1, 1, 5, 0.0, 1)
@@ -98,12 +105,12 @@ def test_nothing_to_pack_is_refused() -> None:
 
 
 def test_staleness_is_counted_per_token_and_bounded() -> None:
-    batch = collate(PACKED)
-    assert assert_staleness(batch, version=6, max_staleness=2) == {0: 2, 1: 1, 2: 3}
+    runs = PACKED.runs
+    assert assert_staleness(runs, version=6, max_staleness=2) == {0: 2, 1: 1, 2: 3}
     with pytest.raises(StalenessError):
-        assert_staleness(batch, version=6, max_staleness=1)
+        assert_staleness(runs, version=6, max_staleness=1)
     with pytest.raises(StalenessError):
-        assert_staleness(batch, version=5, max_staleness=2)  # a token from the future
+        assert_staleness(runs, version=5, max_staleness=2)  # a token from the future
 
 
 def test_a_batch_is_made_on_the_host_and_its_parts_where_it_is() -> None:
@@ -125,10 +132,9 @@ def test_a_batch_is_made_on_the_host_and_its_parts_where_it_is() -> None:
 @pytest.mark.parametrize("by", [-1, 1])
 def test_a_shift_of_one_array_in_the_packed_batch_is_found(name: str, by: int) -> None:
     batch = collate(PACKED)
-    check_batch(batch)
+    assert not contradiction(batch)
     names = ["loss_mask", "versions"] if name == "mask and versions" else [name]
-    with pytest.raises(AlignmentError, match="shifted"):
-        check_batch(replace(batch, **{n: getattr(batch, n).roll(by) for n in names}))
+    assert "shifted" in contradiction(replace(batch, **{n: getattr(batch, n).roll(by) for n in names}))
 
 
 def test_scoring_batch_masks_the_first_token_of_every_sequence() -> None:
@@ -141,7 +147,7 @@ def test_a_scoring_batch_is_made_on_the_host_whatever_the_default_device_is() ->
     torch.set_default_device("meta")
     try:
         batch = scoring_batch([[5, 6, 7], [8, 9]], "a")
-        check_batch(batch)
+        assert not contradiction(batch)
         assert split_rows(batch.token_ids, batch.cu_seqlens) == [[5, 6, 7], [8, 9]]
     finally:
         torch.set_default_device(None)

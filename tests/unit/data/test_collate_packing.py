@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from random import Random
 
 import numpy as np
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lora.data.collate import MicroPlan, Tree, find_trees, plan_microbatches
+from areal_lora.data.packed_groups import shared_starts
 from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import ModelShape
 
@@ -22,8 +22,7 @@ def singles(lengths: list[int]) -> list[Tree]:
 
 
 def trees_of(rows: list[list[int]], groups: list[int]) -> list[Tree]:
-    bounds = [0, *accumulate(len(row) for row in rows)]
-    return find_trees(np.array([t for row in rows for t in row]), bounds, groups)
+    return find_trees([len(row) for row in rows], shared_starts([np.array(row) for row in rows]), groups)
 
 
 def loads(plan: MicroPlan, lengths: list[int]) -> list[int]:

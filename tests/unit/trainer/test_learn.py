@@ -89,7 +89,7 @@ def _run(
     trainer: Any = Trainer(engine)
     state.adapter = replace(state.adapter, run=replace(state.adapter.run, steps=total))
 
-    def batch_of(state: TrainingState, groups: object) -> Any:
+    def batch_of(trainer: object, state: TrainingState, groups: object) -> Any:
         batch = make_batch()
         return replace(batch, versions=torch.where(batch.loss_mask, state.version, -1)), {}
 

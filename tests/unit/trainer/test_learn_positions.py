@@ -65,9 +65,8 @@ class PositionEngine:
         self.steps, self.spans, self.memory = 0, Spans(), lambda: None
 
     def _packed(self, batch: TrainBatch) -> list[PackedMicroBatch]:
-        tokens, bounds = batch.token_ids.numpy(), batch.cu_seqlens.tolist()
-        trees = find_trees(tokens, bounds, batch.group_ids.tolist())
         lengths = batch.cu_seqlens.diff().tolist()
+        trees = find_trees(lengths, batch.shared_starts.tolist(), batch.group_ids.tolist())
         plans = plan_microbatches(trees, lengths, dp=self.dp, token_budget=self.budget)
         return [pack(batch, plan, rank, torch.device("cpu")) for plan in plans for rank in range(self.dp)]
 
@@ -134,7 +133,7 @@ def test_a_run_whose_alignment_breaks_is_stopped_in_that_step(
         spans=defaultdict(Spans),
     )
 
-    def batch_of(state: TrainingState, groups: object) -> Any:
+    def batch_of(trainer: object, state: TrainingState, groups: object) -> Any:
         batch = positions(version=state.version - lag, jitter=True)
         if engine.steps == broken_step:
             shifted = batch.rollout_logprobs.clone()

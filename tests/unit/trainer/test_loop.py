@@ -10,19 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from areal_lora.algorithms.fair_queue import FairQueue
-from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import AlignmentError, ArealLoraError, ParityError, PublishError
 from areal_lora.obs.trace import Spans
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.audit import Audit
-from areal_lora.trainer.collective.next_work import batch_of, catch_up, collect_audit, join_checkpoint, next_work
+from areal_lora.trainer.collective.next_work import catch_up, collect_audit, join_checkpoint, next_work
 from areal_lora.trainer.loop import save_and_publish
-from areal_lora.trainer.work import Finish, PublishFault, RolloutFault, SetPhase, TrainOn, Work, _encode, share
+from areal_lora.trainer.work import Finish, PublishFault, RolloutFault, SetPhase, TrainOn, Work
 from areal_lora.types import AdapterPhase
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.support.distributed.spawn import run_ranks
@@ -90,21 +88,6 @@ def test_servers_that_come_or_go_while_a_batch_is_awaited_are_seen_to_before_it(
     assert trainer.log == ["want math@v3", "send math again"] * 2 + ["want math@v3"]
     assert isinstance(work, TrainOn)
     assert (work.adapter, work.batch) == ("math", PACKED)
-    assert [*trainer.spans["math"].seconds] == ["exchange"]
-    batch, histogram = batch_of(trainer.states["math"], PACKED)
-    assert batch.n_sequences == 8
-    assert set(histogram) == {0}
-
-
-def test_every_rank_gets_the_columns_behind_the_message() -> None:
-    exchanges = ThreadExchange.make(3)
-    work = TrainOn(adapter="math", batch=PACKED)
-    assert len(_encode(work)) < 60 * len(PACKED.rows), "the message has the array's size alone"
-    shared: list[Any] = on_ranks(lambda rank: share(None if rank else work, exchanges[rank]), 3)
-    for each in shared:
-        assert each.batch.rows == PACKED.rows
-        assert each.batch.columns.tolist() == PACKED.columns.tolist()
-        assert torch.equal(collate(each.batch).rollout_logprobs, collate(PACKED).rollout_logprobs)
 
 
 def test_a_version_that_was_not_published_is_noticed_while_its_batch_is_awaited() -> None:
