@@ -26,8 +26,8 @@ TOKENS = 33 * 1024
 """An answer of 32 k after a prompt of 1 k: one micro-batch."""
 FLOPS_PER_S, LAUNCH_S, BYTES_PER_S, LINK_BYTES_PER_S = 600e12, 5e-6, 3.35e12, 450e9
 """Of an H100 as in `benchmarks/real_sizes.py`: products, a launch, its memory, NVLink each way."""
-LAUNCHES = {"kept": 155, "again": 60}
-"""Of a layer: `tests/benchmarks/test_real_sizes.py`."""
+LAUNCHES = {"experts": (60, 84), "dense": (33, 56)}
+"""Of a layer, forward and backward, as Megatron launches with tp 2: `tests/benchmarks/test_real_sizes.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +98,15 @@ def times(size: Size) -> dict[str, float]:
     sequence = (4 if shape.experts else 8) * n * h * 2 * (t.tp - 1) / t.tp
     experts = 4 * rows * n / t.tp * h * 2 * (t.ep - 1) / t.ep if shape.experts else 0.0
     weights = size.rank("full").parts[0].device
+    forward, backward = LAUNCHES["experts" if shape.experts else "dense"]
     return {
         "products": (4 * base + 6 * met) * flops_s,
         "attention": 6 * attention * flops_s,
         "again, `full`": (2 * base + 2 * attention) * flops_s,
         "again, `selective`": 2 * base * flops_s,
         "loss chunks": 6 * n * h * shape.vocab / t.tp / FLOPS_PER_S,
-        "launches, without recompute": LAUNCHES["kept"] * layers * LAUNCH_S,
-        "launches, with it": (LAUNCHES["kept"] + LAUNCHES["again"]) * layers * LAUNCH_S,
+        "launches, without recompute": (forward + backward) * layers * LAUNCH_S,
+        "launches, with it": (2 * forward + backward) * layers * LAUNCH_S,
         "weights read three times": 3 * weights / BYTES_PER_S,
         "between ranks over NVLink": layers * (sequence + experts) / LINK_BYTES_PER_S,
     }
