@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from shlex import quote
 
 from tests.support.forks.starter import Starter, starter_of
 from tests.support.paths import ROOT
@@ -30,12 +31,12 @@ def programs(folder: Path) -> None:
     for program in Path(sys.prefix, "bin").iterdir():
         (folder / program.name).symlink_to(program)
     forked = {
-        "python": f'[ "${{2%%.*}}" = areal_lora ] || exec {sys.executable} "$@"',
+        "python": f'[ "${{2%%.*}}" = areal_lora ] || exec {quote(sys.executable)} "$@"',
         "areal-lora": 'set -- -m areal_lora "$@"',
     }
     for name, command in forked.items():
         (folder / name).unlink()
-        (folder / name).write_text(f'#!/bin/sh\n{command}\nexec {forked_python()} "$@"\n')
+        (folder / name).write_text(f'#!/bin/sh\n{command}\nexec {quote(forked_python())} "$@"\n')
         (folder / name).chmod(0o755)
 
 
