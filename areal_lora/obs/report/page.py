@@ -68,8 +68,8 @@ def page_text(data: PageData, *, live: bool = False) -> str:
     """One file without requests to elsewhere; ``live``: the page fetches newer data from the server that sent it."""
     scripts = [(ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS]
     style = "".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
-    # `<` cannot end the script element, whatever a text contains.
-    shown = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    # `<` cannot end the script element, whatever a text contains. The body is there already.
+    shown = msgspec.json.encode(msgspec.structs.replace(data, body="")).decode().replace("<", "\\u003c")
     hashes = " ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in scripts)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
     return f"""<!doctype html>
@@ -258,8 +258,9 @@ def _section(name: str, run: AdapterRun, its: Figures, section: ChartSection) ->
     about = f"{_state(run, its)} after {_made(run, its)} steps{why} · seed {run.seed} · weight {run.weight:g} · "
     about += "driven by a client" if run.endless else f"staleness up to {run.max_staleness}"
     shown = f"<summary>{len(its.early) + len(its.late)} sample rollouts</summary>{samples(its.early, list(its.late))}"
+    place = escape(section.id.replace("plots-", "adapter-", 1))
     return (
-        f'<section id="adapter-{escape(name)}"><h2>{escape(name)}</h2><p class="sub">{escape(about)}</p>'
+        f'<section id="{place}"><h2>{escape(name)}</h2><p class="sub">{escape(about)}</p>'
         f"{boxes(headlines(its))}<h3>Charts</h3>{charts(section)}"
         f"{'' if run.endless else f'<details>{shown}</details>'}</section>"
     )
