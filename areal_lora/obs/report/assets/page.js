@@ -89,7 +89,7 @@ function options(entry, series) {
   const axis = { stroke: () => colour("--soft"), grid: { stroke: () => colour("--grid"), width: 1 }, ticks: { show: false } };
   const values = (u, splits) => splits.map(tick);
   const range = chart.unit ? [0, 1] : (u, low, high) =>
-    low == null ? [0, 1] : uPlot.rangeNum(Math.min(low, 0), Math.max(high, low + 1e-12), 0.05, true);
+    low == null || (!low && !high) ? [0, 1] : uPlot.rangeNum(Math.min(low, 0), Math.max(high, 0), 0.05, true);
   const decades = (u, splits) => splits.map((v) => Math.abs(Math.log10(v) % 1) < 1e-9 ? v : null);
   const vertical = log ? { ...axis, grid: { ...axis.grid, filter: decades }, filter: decades } : axis;
   return {
