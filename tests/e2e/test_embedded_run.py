@@ -32,7 +32,7 @@ from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.weight_sync.manifest import base_digest
 from tests.support.docs import commands
-from tests.support.launcher.command import embedded_run, forked_roles
+from tests.support.launcher.command import embedded_run
 from tests.support.launcher.hub_cache import FIRST, NAME, fill_cache, tiny_files
 from tests.support.paths import EXAMPLES, ROOT, SUPPORT, TINY_MODEL
 
@@ -94,7 +94,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "eval.every_steps=3",
         "adapters.gsm8k.sampling.prompts_per_step=24",
         "adapters.gsm8k.task.n_eval=64",
-        *forked_roles(root, "trainer.python", "cluster.controller_python"),
     )
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
     return Run(folder=root / "short", output=done.stdout + done.stderr, code=done.returncode, snapshot=snapshot)
