@@ -16,9 +16,6 @@ from areal_lora.run_folder.events import count_restarts
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint
 from areal_lora.run_folder.status import last_beats
-from tests.support.engine.vllm_ext import stand_in
-from tests.support.forks.starter import starter_of
-from tests.support.launcher.command import ROLES
 from tests.support.launcher.driven import Run
 from tests.support.paths import EXAMPLES
 
@@ -26,7 +23,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 LIMIT_S = 4.0
 BOTH = ("controller-0", "server-0")
 LATER_S = 12.0  # writing down the stacks, the first restart's wait, a busy machine
-FORK = "import os; os.execv({python!r}, [{python!r}, '-m', {module!r}, '--run-folder', {folder!r}{more}])"
+CONTROLLER = "import sys; from areal_lora.rollout.main import main; sys.exit(main(['--run-folder', {folder!r}]))"
+SERVER = (
+    "import os; from tests.support.engine.vllm_ext.stand_in import main; "
+    "os._exit(main(['--run-folder', {folder!r}, '--index', '0']))"
+)
 TRAINER = "import pathlib, time\nwhile not (pathlib.Path({folder!r}) / 'enough').exists(): time.sleep(0.05)"
 
 
@@ -43,14 +44,9 @@ def test_a_stopped_controller_and_a_stopped_server_are_started_again(
     folder.mkdir()
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     create_secret(RunFolder(folder))
-    python = starter_of(ROLES["trainer.python"]).interpreter(tmp_path / "python")
-
-    def fork(module: str, more: str = "") -> str:
-        return FORK.format(python=str(python), module=module, folder=str(folder), more=more)
-
     run = begin(
-        ("server", 0, fork(stand_in.__name__, ", '--index', '0'")),
-        ("controller", 0, fork("areal_lora.rollout.main")),
+        ("server", 0, SERVER.format(folder=str(folder))),
+        ("controller", 0, CONTROLLER.format(folder=str(folder))),
         ("trainer", 0, TRAINER.format(folder=str(folder))),
         overrides=overrides,
     )

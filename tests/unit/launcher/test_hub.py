@@ -279,8 +279,9 @@ def test_a_gated_model_in_the_cache_is_used(tmp_path: Path, hub: FakeHub) -> Non
 def test_ctrl_c_ends_a_download_and_the_same_command_takes_it_up(tmp_path: Path, hub: FakeHub) -> None:
     hub.models[NAME] = HubModel(commits={FIRST: tiny_files()}, refs={"main": FIRST})
     hub.stalled.add("model.safetensors")
+    command = [sys.executable, *arguments(tmp_path)[1:]]  # no fork: the signal is for this process
     process = subprocess.Popen(
-        arguments(tmp_path), cwd=ROOT, env=environment(tmp_path / "cache", hub), stdout=subprocess.PIPE, text=True
+        command, cwd=ROOT, env=environment(tmp_path / "cache", hub), stdout=subprocess.PIPE, text=True
     )
     try:
         deadline = time.monotonic() + 30
