@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -35,12 +35,12 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
     @contextlib.contextmanager
     def fake(
-        folder: object, made: Config, adapter: AdapterConfig, version: str, port: int
+        folder: object, made: Config, adapter: AdapterConfig, versions: Sequence[str], port: int
     ) -> Iterator[ServingEndpoint]:
         assert adapter.name == "math"
         process = subprocess.Popen(["true"])
         process.wait()
-        yield ServingEndpoint(url=f"{server.url}/v1", model="math@v3", process=process, log=tmp_path / "log")
+        yield ServingEndpoint(url=f"{server.url}/v1", models=("math@v3",), process=process, log=tmp_path / "log")
 
     monkeypatch.setattr("areal_lora.cli.evaluate.served", fake)
     made = config(str(TINY_MODEL)).model_dump(mode="json")
