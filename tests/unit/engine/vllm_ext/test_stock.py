@@ -10,10 +10,11 @@ from tests.support.obs.fake_run import make_config
 
 def test_the_server_gets_the_sizes_of_the_run() -> None:
     config = make_config()
-    words = stock_arguments(config, "toy@v3=/a b/adapter", 8123)
+    words = stock_arguments(config, ["toy@v3=/a b/adapter", "toy@v2=/b"], 8123)
     options = dict(pairwise(words))
     assert (options["--host"], options["--port"]) == ("127.0.0.1", "8123")
     assert options["--lora-modules"] == "toy@v3=/a b/adapter"
+    assert options["toy@v3=/a b/adapter"] == "toy@v2=/b"
     assert options["--served-model-name"] == "base", "no path is a name"
     assert options["--max-lora-rank"] == str(config.rollout.max_lora_rank)
     assert "--enforce-eager" in words
@@ -23,6 +24,6 @@ def test_the_server_gets_the_sizes_of_the_run() -> None:
 def test_on_a_gpu_it_leaves_memory_as_the_run_does() -> None:
     config = make_config()
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cuda"})})
-    words = stock_arguments(config, "toy@v3=/x", 8000)
+    words = stock_arguments(config, ["toy@v3=/x"], 8000)
     assert dict(pairwise(words))["--gpu-memory-utilization"] == "0.85"
     assert "--enforce-eager" not in words
