@@ -55,7 +55,8 @@ class Checkout:
         self.output = (folder / "output").open("w+")
         more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         base = [f"model.path={folder / MODEL}", "rollout.max_model_len=512"]  # the cookbook's prompts are long
-        base += ["rollout.deterministic=true"]  # passes that are computed together have another rounding
+        # Passes that are computed together have another rounding.
+        base += ["rollout.deterministic=true", "rollout.max_staleness=0"]
         self.launcher = subprocess.Popen(
             ["bash", "-c", f"exec {start} {shlex.join([*base, *forked_roles(folder)])}"],
             cwd=folder,
