@@ -61,7 +61,7 @@ def mismatch(steps: Steps) -> str | None:
     gap = _above(steps, "train/mismatch_fresh", 0.05)
     if gap is None:
         return None
-    return f"trainer and servers differ by {gap:.2g} nats a token of one version: compare model.dtype of both sides"
+    return f"trainer and servers differ by {gap:.2g} nats a token of one version: see if model.dtype=float32 ends it"
 
 
 def fast_policy(steps: Steps) -> str | None:

@@ -92,6 +92,9 @@ def test_the_wheel_works_in_another_environment_without_the_checkout(tmp_path: P
     assert planned.returncode == 0, planned.stderr
     assert "embedded" in planned.stdout
     assert (site / "areal_lora" / "py.typed").is_file()
+    assets = {path.name for path in (ROOT / "areal_lora" / "obs" / "report" / "assets").iterdir()}
+    assert {path.name for path in (site / "areal_lora" / "obs" / "report" / "assets").iterdir()} == assets
+    assert {"page.js", "uPlot.iife.min.js", "uPlot.LICENSE"} <= assets
     assert (site / "areal_lora" / "examples" / "math" / "evaluate.py").is_file()
 
     (site / "dependencies.pth").unlink()

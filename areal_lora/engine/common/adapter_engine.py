@@ -10,7 +10,6 @@ One process per rank, all ranks call the same verbs in the same order (SPMD)::
 
 A `TrainBatch` is equal on every rank, but for token columns: of these a rank needs its part (`parts`). The engine
 cuts the part into micro-batches and pads as its layout needs. Callers never see padding (contract C10).
-
 Adapters have memory, optimizer and clock of their own (contract C1). A `Compute` runs the model.
 """
 
@@ -162,8 +161,9 @@ class AdapterEngine:
         source = self.resident(adapter)
         if name not in self._residents:
             spec = replace(source.spec, name=name)
-            where = self._sharded, spec, self.rank, self.device, source.memory.cast.dtype
-            self._model.attach(memory := AdapterMemory(*where, frozen=True))
+            dtype = source.memory.cast.dtype
+            memory = AdapterMemory(self._sharded, spec, self.rank, self.device, dtype, frozen=True)
+            self._model.attach(memory)
             self._residents[name] = replace(source, spec=spec, memory=memory, optimizer=None)
         copy = self.resident(name)
         if copy.optimizer is not None:

@@ -37,7 +37,7 @@ def operate(trainer: Trainer, state: TrainingState, work: Operate) -> None:
         elif outcome is not None and trainer.rank_0:
             trainer.rank_0.clients_of(state.adapter).complete(operation, outcome)
         if trainer.rank_0:
-            trainer.rank_0.turns.trained(state.name, 1)  # a turn costs the tokens that were passed: as good as none
+            trainer.rank_0.turns.trained(state.name, 1)  # passes pay by token, other operations as one token
             trainer.rank_0.recorder.beat()
 
 

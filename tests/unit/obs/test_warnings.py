@@ -51,7 +51,7 @@ STEPS: dict[str, tuple[Trouble, str]] = {
     ),
     "a slow reward": (lambda n: {"wait_batch_s": 1.5, "metrics": {"reward_cost/seconds": 3.0}}, "raise reward.workers"),
     "stale groups": (lambda n: {"dropped": {"stale": 2 + 8 * n}}, "raise max_staleness"),
-    "mismatch": (lambda n: {"mismatch_fresh": 0.2}, "compare model.dtype"),
+    "mismatch": (lambda n: {"mismatch_fresh": 0.2}, "model.dtype=float32"),
     "a policy that moves too fast": (lambda n: {"mismatch_stale": 0.9}, "lower optimizer.lr"),
     "exploding gradients": (lambda n: {"grad_norm": 40.0 * 2**n}, "lower optimizer.lr"),
     "gradients that are not finite": (lambda n: {"metrics": {"extra/skipped": 1.0}}, "not finite: lower optimizer.lr"),
