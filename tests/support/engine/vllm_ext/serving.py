@@ -216,7 +216,7 @@ class Source:
         base: str,
         run: str | None = None,
         damage: Callable[[PackedShard], None] | None = None,
-        timeout_s: float = 10.0,
+        timeout_s: float = 60.0,
     ) -> PublishReply:
         """Announce and broadcast; ``damage`` may change the packed bytes. Raises what the server answers.
 

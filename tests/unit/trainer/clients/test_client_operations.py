@@ -228,7 +228,7 @@ def test_one_that_resumes_has_its_last_outcome_and_expects_the_next(link: Link) 
     kept = link.clients.state("a.1")
     link.client.expects.clear()
     link.join(version=2, kept=kept)
-    assert link.client.expects == {"a.1": 3}
+    link.until(lambda: link.client.expects == {"a.1": 3})  # an earlier one may arrive in between
     assert link.hears(2) == STEPPED
 
 
