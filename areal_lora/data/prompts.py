@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, Protocol
 
 from areal_lora.config.sections.task import PromptFormat
@@ -43,9 +44,11 @@ class TextTokenizer(Protocol):
 
 
 def load_tokenizer(folder: str) -> TextTokenizer:
-    """The tokenizer that transformers finds in ``folder``."""
+    """The tokenizer that transformers finds in ``folder``. Raises ConfigError if that is no longer there."""
     from transformers import AutoTokenizer  # seconds, and much of the command line needs none
 
+    if not Path(folder).is_dir():  # transformers would take it for a name on the hub
+        raise ConfigError("model.path", f"{folder}: no such folder", "restore the model's folder")
     tokenizer: TextTokenizer = AutoTokenizer.from_pretrained(folder)
     return tokenizer
 

@@ -284,13 +284,10 @@ def test_the_printed_evaluation_agrees_with_the_run(run: Run) -> None:
 
 
 def test_the_printed_chat_command_talks_to_the_last_version(run: Run) -> None:
-    """Its greedy answer to a held-out problem is that of the run's last evaluation."""
+    """Its greedy answer to a held-out problem is that of the run's last evaluation, beside an earlier version's."""
     evaluation = read_metrics(run.folder).evals[-1]
     assert evaluation.version == STEPS
     sample = evaluation.samples[0]
-    done = shell(f"{run.printed('chat')} --prompt {shlex.quote(sample.prompt)}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == sample.completion.strip()
     before = versions_in(run.folder / "checkpoints" / "gsm8k")[0]
     both = shell(f"{run.printed('chat')} --against {before} --prompt {shlex.quote(sample.prompt)}")
     assert both.stdout.startswith(f"gsm8k@v{STEPS}:\n{sample.completion.strip()}\ngsm8k@v{before}:\n"), both.stderr

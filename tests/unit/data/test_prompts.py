@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_lora.config.sections.task import DatasetTask, PromptFormat
-from areal_lora.data.prompts import Formatter, PromptStream, prompts_of
+from areal_lora.data.prompts import Formatter, PromptStream, load_tokenizer, prompts_of
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import Sample
@@ -45,6 +45,11 @@ def test_prompts_must_leave_room_for_the_answer() -> None:
     assert (refusals.count("prompt_too_long"), refusals.count(None)) == (1, 10)
     with pytest.raises(ConfigError, match="all 11 prompts are longer than the 3 tokens"):
         PromptStream(samples(11), Formatter(tokenizer=CharTokenizer()), seed=0, max_prompt_tokens=3)
+
+
+def test_a_model_that_was_moved_away_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.path: .*/moved: no such folder \(fix: restore the model's folder\)"):
+        load_tokenizer(str(tmp_path / "moved"))
 
 
 def test_memory_does_not_grow_with_the_tokens_of_a_data_set(tmp_path: Path) -> None:
