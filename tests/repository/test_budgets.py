@@ -29,7 +29,7 @@ LINES = {
     "checkpoint": 1458,
     "cli": 2181,  # the trainer's speed and memory; page; two versions in a chat
     "config": 4235,  # cp, fsdp_shard, max_behind, profile; memory as each engine keeps it, by kind of recompute
-    "data": 656,  # a model that was moved; micro-batches whose ranks have equal attention; a batch between ranks: rows, columns of parts
+    "data": 656,  # micro-batches whose ranks have equal attention; parts of a batch; a model that was moved
     "distributed": 383,  # scatter
     "doctor": 1032,
     "engine": 8908,  # context parallelism, chunked logits, recompute, FLOPs and memory of passes; adapters in one pass
