@@ -42,7 +42,7 @@ STEPS = 6
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 
-def shell(command: str, timeout_s: float = 200) -> subprocess.CompletedProcess[str]:
+def shell(command: str, timeout_s: float = 380) -> subprocess.CompletedProcess[str]:
     """A printed command as pasted, in a folder where nothing is."""
     words = ["bash", "-c", command]
     return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, cwd="/", check=False)
