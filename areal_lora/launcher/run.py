@@ -19,6 +19,7 @@ from areal_lora.launcher.restarts import RunEnd
 from areal_lora.launcher.slurm.script import submit
 from areal_lora.launcher.start import RunStart, check_packages, prompt_findings, recorded_model
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
+from areal_lora.launcher.sweep import Sweep, print_result
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole, print_line
 from areal_lora.obs.report.closing import print_closing
@@ -78,9 +79,13 @@ def start(
     fresh: bool = False,
     needed: HubDownload | None = None,
     code: Mapping[str, str] | None = None,
+    sweep: Sweep | None = None,
 ) -> RunEnd:
-    """Take the run folder with ``code``, download what of the model is ``needed``, run here or submit to Slurm."""
-    with RunStart(config, fresh, code) as run_start:
+    """Take the run folder with ``code``, download what of the model is ``needed``, run here or submit to Slurm.
+
+    ``sweep`` is that of the run, if it has one.
+    """
+    with RunStart(config, fresh, code, sweep) as run_start:
         if run_start.moved is not None:
             print_line(out, f"A previous run was in {plan.run_folder}; it is now {run_start.moved.name}.")
         if run_start.previous is not None and run_start.previous.finished(config):
@@ -110,6 +115,7 @@ def start(
         end = run_local(config, plan, out)
     if plan.run_folder.summary.is_file():  # also where an adapter has failed
         print_closing(plan.run_folder, out)
+        print_result(plan.run_folder, out)
     return end
 
 
