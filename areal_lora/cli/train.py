@@ -14,7 +14,7 @@ from rich.console import Console
 from areal_lora.cli.find_run import Files, OptionalFiles, Overrides, Run, find_run
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import moved_here, read_config_here
+from areal_lora.config.recorded import moved_here, read_config
 from areal_lora.doctor.canary import canary_config
 from areal_lora.doctor.checks import Level
 from areal_lora.doctor.examine import examine
@@ -164,10 +164,12 @@ def doctor(
 
 
 def with_overrides(folder: RunFolder, overrides: Sequence[str]) -> Config:
-    """The configuration of the run with ``a.b=c`` applied and checked like those of a start."""
-    config = read_config_here(folder)
+    """The configuration of the run with ``a.b=c`` applied and checked like those of a start.
+
+    Without adapters that have joined: these join again.
+    """
     if not overrides:
-        return config
+        return moved_here(read_config(folder), folder)
     fixed = [text for text in overrides if text.partition("=")[0] in ("run.name", "run.root")]
     if fixed:
         fix = "leave it out; a copy of the folder is a run of its own"

@@ -175,8 +175,8 @@ def plan_rungs(trials: int, steps: int, parts: Sequence[Fraction] = (), every: i
     if list(parts) != sorted(set(parts)) or not all(0 < part < 1 for part in parts):
         raise ConfigError("--rungs", "its parts do not rise from above 0 to below 1", "give parts such as 1/4,1/2")
     found: dict[int, int] = {}  # of rungs on one step the last one counts
-    for n, part in enumerate(parts, 1):
-        found[every * math.ceil(part * steps / every)] = -(-trials >> n) if n <= halvings else 1
+    for n, part in enumerate(parts[:halvings], 1):
+        found[every * math.ceil(part * steps / every)] = -(-trials >> n)
     return tuple(Rung(step, keep) for step, keep in found.items() if step < steps)
 
 
