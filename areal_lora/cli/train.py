@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +24,7 @@ from areal_lora.launcher.dry_run import explain_resume as resume_lines
 from areal_lora.launcher.dry_run import print_plan
 from areal_lora.launcher.run import prepare
 from areal_lora.launcher.run import run as start
-from areal_lora.launcher.run import start as start_run
 from areal_lora.launcher.slurm.job_steps import SpareJob
-from areal_lora.launcher.sweep import Measure
-from areal_lora.obs.report.summary import read_summary
 from areal_lora.run_folder.paths import RunFolder
 
 
@@ -63,7 +59,7 @@ def sweep(
     ],
     config: OptionalFiles = None,
     rungs: Annotated[str, typer.Option(metavar="PARTS", help="parts of the steps, such as 1/4,1/2")] = "",
-    by: Annotated[Measure, typer.Option(help="what the trials are compared by")] = Measure.REWARD,
+    by: Annotated[sweeps.Measure, typer.Option(help="what the trials are compared by")] = sweeps.Measure.REWARD,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print trials, rungs and plan; start nothing")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="move a previous run aside and start a new one")] = False,
 ) -> None:
@@ -73,25 +69,17 @@ def sweep(
     """
     overrides = [word for word in words if "=" in word and not Path(word).exists()]
     files = [*(word for word in words if word not in overrides), *map(str, config or [])]
-    try:
-        parts = [Fraction(part) for part in rungs.split(",") if part]
-    except (ValueError, ZeroDivisionError):
-        raise ConfigError("--rungs", f"{rungs} are no parts", "give parts such as 1/4,1/2") from None
-    listed, chosen = sweeps.plan_sweep(files, overrides, rungs=parts, by=by)
-    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    listed, chosen = sweeps.plan_sweep(files, overrides, rungs=rungs, by=by)
+    out = Console(highlight=False)
     sweeps.print_plan(chosen, out)
-    folder = listed.run_folder
-    if not fresh and (before := sweeps.read_sweep(folder)) and folder.summary.exists():
-        sweeps.record_sweep(folder, chosen)
-        if before.ended(read_summary(folder)):
-            sweeps.print_result(folder, out)
-            return
-    prepared = prepare(listed, err, fresh=fresh, starts=not dry_run)
-    if dry_run:
-        print_plan(prepared.config, prepared.plan, out)
+    if not fresh and sweeps.has_ended(listed.run_folder):
+        sweeps.record_sweep(listed.run_folder, chosen)
+        sweeps.print_result(listed.run_folder, out)
         return
-    run_config = sweeps.launched(prepared.config, chosen)
-    raise typer.Exit(start_run(run_config, prepared.plan, out, fresh, prepared.download, sweep=chosen).code)
+    if dry_run:
+        print_dry_run(listed, fresh=fresh)
+    else:
+        raise typer.Exit(start(listed, fresh=fresh, sweep=chosen))
 
 
 def plan(

@@ -26,18 +26,11 @@ from areal_lora.config.models import Config, ServiceConfig
 from areal_lora.config.recorded import adapter_run
 from areal_lora.errors import ConfigError
 from areal_lora.obs.console import LiveConsole, number, print_line
+from areal_lora.obs.metrics import records as r
 from areal_lora.obs.metrics.reader import iter_metrics
-from areal_lora.obs.metrics.records import AdapterStateRecord, EvalRecord, Record, ResumeRecord, StepRecord
-from areal_lora.obs.report.summary import Summary, read_summary
+from areal_lora.obs.report.summary import read_summary
+from areal_lora.run_folder import desired as state
 from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.desired import (
-    NAME,
-    DesiredAdapter,
-    DesiredAdapters,
-    DesiredPhase,
-    read_desired,
-    write_desired,
-)
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
 
@@ -60,13 +53,13 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     overrides: tuple[str, ...]
     adapter: dict[str, Any]
 
-    def desired(self, phase: DesiredPhase) -> DesiredAdapter:
-        return DesiredAdapter(name=self.name, incarnation=1, phase=phase, adapter=self.adapter)
+    def desired(self, phase: state.DesiredPhase) -> state.DesiredAdapter:
+        return state.DesiredAdapter(name=self.name, incarnation=1, phase=phase, adapter=self.adapter)
 
     @property
     def key(self) -> str:
         """The name of its adapter in the run."""
-        return self.desired(DesiredPhase.ACTIVE).key
+        return self.desired(state.DesiredPhase.ACTIVE).key
 
 
 class Rung(msgspec.Struct, frozen=True):
@@ -76,7 +69,7 @@ class Rung(msgspec.Struct, frozen=True):
     keep: int
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class RungDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What a rung has decided. ``scores`` are those of the trials that reached it, by key; None: failed or unknown."""
 
     step: int
@@ -96,7 +89,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     by: Measure
     trials: tuple[Trial, ...]
     rungs: tuple[Rung, ...]
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[RungDecision, ...] = ()
 
     @property
     def remaining(self) -> tuple[str, ...]:
@@ -108,25 +101,21 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     def next_rung(self) -> Rung | None:
         return self.rungs[len(self.decisions)] if len(self.decisions) < len(self.rungs) else None
 
-    def with_decision(self, decision: Decision) -> Self:
+    def with_decision(self, decision: RungDecision) -> Self:
         return msgspec.structs.replace(self, decisions=(*self.decisions, decision))
-
-    def ended(self, summary: Summary) -> bool:
-        """Whether all trials have made their steps or have been stopped. One that failed is tried again by a start."""
-        ends = (AdapterPhase.DONE, AdapterPhase.DELETED)
-        return all((part := summary.adapters.get(t.key)) is not None and part.state in ends for t in self.trials)
 
 
 # ---------------------------------------------------------------- the plan
 
 
 def plan_sweep(
-    files: Sequence[str], overrides: Sequence[str], *, rungs: Sequence[Fraction] = (), by: Measure = Measure.REWARD
+    files: Sequence[str], overrides: Sequence[str], *, rungs: str = "", by: Measure = Measure.REWARD
 ) -> tuple[Config, Sweep]:
     """The configuration with a listed adapter per trial, and the sweep.
 
-    Of ``overrides`` those of an adapter's keys with a list have a value per trial. ``rungs`` are parts of the steps; by
-    default each rung costs about the same. Raises ConfigError for trials that could not be compared.
+    Of ``overrides`` those of an adapter's keys with a list have a value per trial. ``rungs`` are parts of the steps,
+    such as ``1/4,1/2``; by default each rung costs about the same. Raises ConfigError for trials that could not be
+    compared.
     """
     swept, shared = dict[str, list[Any]](), []
     for text in overrides:
@@ -159,7 +148,7 @@ def plan_sweep(
         repeats=first.rollout.deterministic,
         by=by,
         trials=tuple(trials),
-        rungs=plan_rungs(len(trials), steps, rungs, every if by is Measure.EVALUATION else 1),
+        rungs=plan_rungs(len(trials), steps, _fractions(rungs), every if by is Measure.EVALUATION else 1),
     )
     listed = [c.adapters[0].model_copy(update={"name": name}) for name, c in zip(names, configs, strict=True)]
     return first.model_copy(update={"adapters": listed}), sweep
@@ -172,19 +161,27 @@ def plan_rungs(trials: int, steps: int, parts: Sequence[Fraction] = (), every: i
     """
     halvings = (trials - 1).bit_length()
     parts = parts or [Fraction(1, 2 << n) for n in range(halvings, 0, -1)]
-    if list(parts) != sorted(set(parts)) or not all(0 < part < 1 for part in parts):
-        raise ConfigError("--rungs", "its parts do not rise from above 0 to below 1", "give parts such as 1/4,1/2")
     found: dict[int, int] = {}  # of rungs on one step the last one counts
     for n, part in enumerate(parts[:halvings], 1):
         found[every * math.ceil(part * steps / every)] = -(-trials >> n)
     return tuple(Rung(step, keep) for step, keep in found.items() if step < steps)
 
 
+def _fractions(text: str) -> list[Fraction]:
+    try:
+        parts = [Fraction(part) for part in text.split(",") if part]
+    except (ValueError, ZeroDivisionError):
+        parts = [Fraction(0)]
+    if parts != sorted(set(parts)) or not all(0 < part < 1 for part in parts):
+        raise ConfigError("--rungs", f"{text!r} does not rise between 0 and 1", "give parts of the steps: 1/4,1/2")
+    return parts
+
+
 def _names(combinations: Sequence[Sequence[str]]) -> list[str]:
     """``lr-3e-4-rank-16``: keys and values, or numbers where these are no names."""
     texts = ["-".join(f"{key.rpartition('.')[2]}-{v}" for key, _, v in map(_parted, own)) for own in combinations]
     names = [re.sub(r"[^a-z0-9_-]+", "_", text.lower()).strip("_") for text in texts]
-    usable = all(map(NAME.fullmatch, names)) and len(set(names)) == len(names)
+    usable = all(map(state.NAME.fullmatch, names)) and len(set(names)) == len(names)
     return names if usable else [f"trial-{n}" for n in range(1, len(names) + 1)]
 
 
@@ -209,7 +206,7 @@ def launched(config: Config, sweep: Sweep) -> Config:
 # ---------------------------------------------------------------- halving
 
 
-def measure(sweep: Sweep, records: Iterable[Record], end: float = math.inf) -> dict[str, float | None]:
+def measure(sweep: Sweep, records: Iterable[r.Record], end: float = math.inf) -> dict[str, float | None]:
     """The score of each remaining trial from the last decision to step ``end``; None: it failed, or nothing is known.
 
     ``records`` are valid (`iter_metrics`).
@@ -220,15 +217,15 @@ def measure(sweep: Sweep, records: Iterable[Record], end: float = math.inf) -> d
     states: dict[str, AdapterPhase] = {}
     for record in records:
         match record:
-            case StepRecord(adapter=key, step=step) if key in rewards and start <= step < end:
+            case r.StepRecord(adapter=key, step=step) if key in rewards and start <= step < end:
                 rewards[key] += [] if record.reward_mean is None else [record.reward_mean]
-            case EvalRecord(adapter=key, version=version, order=0) if version <= end:
+            case r.EvalRecord(adapter=key, version=version, order=0) if version <= end:
                 value = record.reward_mean if record.accuracy is None else record.accuracy
                 if value is not None:
                     evals[key] = max(evals.get(key, (0, value)), (version, value))
-            case AdapterStateRecord(adapter=key, state=state):
-                states[key] = state
-            case ResumeRecord(adapter=key):
+            case r.AdapterStateRecord(adapter=key, state=phase):
+                states[key] = phase
+            case r.ResumeRecord(adapter=key):
                 states.pop(key, None)  # a failed one is tried again
     found: Mapping[str, float | None] = {key: statistics.fmean(values) for key, values in rewards.items() if values}
     if sweep.by is Measure.EVALUATION:
@@ -241,20 +238,20 @@ def ranked(scores: Mapping[str, float | None]) -> list[str]:
     return sorted(scores, key=lambda key: -math.inf if (score := scores[key]) is None else score, reverse=True)
 
 
-def decide(sweep: Sweep, rung: Rung, records: Iterable[Record]) -> Decision:
+def decide(sweep: Sweep, rung: Rung, records: Iterable[r.Record]) -> RungDecision:
     """Which of the remaining trials stop at ``rung``, which all have reached; one continues in any case."""
     scores = measure(sweep, records, rung.step)
     order = ranked(scores)
     kept = [key for key in order[: rung.keep] if scores[key] is not None] or order[:1]
-    return Decision(step=rung.step, scores=scores, stopped=tuple(key for key in order if key not in kept))
+    return RungDecision(step=rung.step, scores=scores, stopped=tuple(key for key in order if key not in kept))
 
 
-def desired(sweep: Sweep) -> DesiredAdapters:
+def desired(sweep: Sweep) -> state.DesiredAdapters:
     """The adapters of the run after the decisions so far. No others come, so it ends with the last one."""
     remaining = sweep.remaining
-    phases = (DesiredPhase.ACTIVE if t.key in remaining else DesiredPhase.DELETED for t in sweep.trials)
+    phases = (state.DesiredPhase.ACTIVE if t.key in remaining else state.DesiredPhase.DELETED for t in sweep.trials)
     adapters = tuple(t.desired(phase) for t, phase in zip(sweep.trials, phases, strict=True))
-    return DesiredAdapters(generation=1 + len(sweep.decisions), adapters=adapters, closed=True)
+    return state.DesiredAdapters(generation=1 + len(sweep.decisions), adapters=adapters, closed=True)
 
 
 # ---------------------------------------------------------------- the run folder
@@ -276,13 +273,21 @@ def write_sweep(folder: RunFolder, sweep: Sweep) -> None:
 
 
 def record_sweep(folder: RunFolder, sweep: Sweep) -> None:
-    """Record a new sweep; one that is there continues. Raises ConfigError for another one."""
+    """r.Record a new sweep; one that is there continues. Raises ConfigError for another one."""
     recorded = read_sweep(folder)
     if recorded is None:
         write_sweep(folder, sweep)
     elif msgspec.structs.replace(recorded, decisions=(), command=sweep.command) != sweep:
         fix = "give its values and options, choose another run.name, or start over with --fresh"
         raise ConfigError("run.name", f"{folder} holds a sweep of other trials or rungs", fix)
+
+
+def has_ended(folder: RunFolder) -> bool:
+    """Whether a sweep is there whose trials have all made their steps or stopped; one that failed is tried again."""
+    if (sweep := read_sweep(folder)) is None or not folder.summary.exists():
+        return False
+    parts, ends = read_summary(folder).adapters, (AdapterPhase.DONE, AdapterPhase.DELETED)
+    return all(trial.key in parts and parts[trial.key].state in ends for trial in sweep.trials)
 
 
 class Halving:
@@ -313,8 +318,8 @@ class Halving:
         return trial.state is AdapterPhase.FAILED or (trial.steps_done >= step and evaluated)
 
     def _follow(self, sweep: Sweep) -> None:
-        if (wanted := desired(sweep)).generation > read_desired(self._folder).generation:
-            write_desired(self._folder, wanted)
+        if (wanted := desired(sweep)).generation > state.read_desired(self._folder).generation:
+            state.write_desired(self._folder, wanted)
 
 
 # ---------------------------------------------------------------- the result
@@ -343,9 +348,9 @@ def print_result(folder: RunFolder, console: Console) -> None:
     order = dict.fromkeys(key for scores in reversed(columns) for key in ranked(scores))
     for key in order:
         part = summary.adapters[key]
-        state = "stopped" if part.state is AdapterPhase.DELETED else str(part.state)
+        phase = "stopped" if part.state is AdapterPhase.DELETED else str(part.state)
         scores = (number(scores.get(key)) for scores in columns)
-        table.add_row(key.removesuffix(".1"), str(part.steps), state, *scores, number(part.eval_last))
+        table.add_row(key.removesuffix(".1"), str(part.steps), phase, *scores, number(part.eval_last))
     console.print(table)
     trials = {trial.key: trial for trial in sweep.trials}
     winner = next((key for key in ranked(final) if final[key] is not None), None)

@@ -52,7 +52,7 @@ def test_trials_and_rungs_are_shown_with_the_plan(tmp_path: Path, capsys: pytest
     [
         (["adapters.0.rank=[4,16]"], "rank 16 is above the servers' rollout.max_lora_rank = 8"),
         (["adapters.0.rank=4"], "give 1 different combinations"),
-        ([RANKS, "--rungs", "1/x"], "1/x are no parts"),
+        ([RANKS, "--rungs", "1/x"], "'1/x' does not rise between 0 and 1"),
         ([RANKS, "--by", "loss"], "'loss' is not one of 'reward', 'evaluation'"),
     ],
 )

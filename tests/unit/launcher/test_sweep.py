@@ -147,9 +147,10 @@ def test_rungs_of_short_runs_are_merged_and_lie_before_the_end() -> None:
     assert plan_rungs(4, 1) == ()
     assert plan_rungs(3, 10, [Fraction(1, 4), Fraction(1, 2), Fraction(3, 4)]) == (Rung(3, 2), Rung(5, 1))
     assert plan_rungs(4, 10, [Fraction(9, 10)], every=4) == ()
-    for wrong in ([Fraction(1, 2), Fraction(1, 4)], [Fraction(1)], [Fraction(0)], [Fraction(1, 4)] * 2):
+    for wrong in ("1/2,1/4", "1", "0", "1/4,0.25", "1/x", "1/0", "-1/4"):
         with pytest.raises(ConfigError, match="--rungs"):
-            plan_rungs(4, 10, wrong)
+            planned(RATES, rungs=wrong)
+    assert planned(RATES, rungs="0.25,1/2")[1].rungs == (Rung(4, 2), Rung(8, 1))
 
 
 # ---------------------------------------------------------------- halving
@@ -278,7 +279,7 @@ def test_a_launcher_that_starts_again_makes_the_same_decisions(launched: Launche
 
 def test_a_kill_between_a_decision_and_its_effect_changes_nothing(launched: Launched) -> None:
     one, two, three, four = [trial.key for trial in launched.sweep.trials]
-    decision = sweeps.Decision(step=2, scores={}, stopped=(one, two))
+    decision = sweeps.RungDecision(step=2, scores={}, stopped=(one, two))
     sweeps.write_sweep(launched.folder, launched.sweep.with_decision(decision))
     assert set(launched.phases.values()) == {"active"}
     launched.start()
@@ -289,7 +290,7 @@ def test_a_kill_between_a_decision_and_its_effect_changes_nothing(launched: Laun
 
 
 def test_the_folder_keeps_its_sweep(launched: Launched) -> None:
-    decided = launched.sweep.with_decision(sweeps.Decision(step=2, scores={}, stopped=()))
+    decided = launched.sweep.with_decision(sweeps.RungDecision(step=2, scores={}, stopped=()))
     sweeps.write_sweep(launched.folder, decided)
     sweeps.record_sweep(launched.folder, planned()[1])
     assert launched.sweep == decided
@@ -346,8 +347,9 @@ def test_the_result_names_the_winner_and_its_overrides(launched: Launched) -> No
 def test_a_sweep_has_ended_when_no_trial_has_steps_to_make(launched: Launched) -> None:
     def ended() -> bool:
         write_summary(launched.folder, wall_s=1.0, adapters={}, report_path=launched.folder.report)
-        return launched.sweep.ended(sweeps.read_summary(launched.folder))
+        return sweeps.has_ended(launched.folder)
 
+    assert not sweeps.has_ended(launched.folder)
     assert not ended()
     finish(launched)
     assert ended()
