@@ -114,8 +114,8 @@ def plan_sweep(
     """The configuration with a listed adapter per trial, and the sweep.
 
     Of ``overrides`` those of an adapter's keys with a list have a value per trial. ``rungs`` are parts of the steps,
-    such as ``1/4,1/2``; by default each rung costs about the same. Raises ConfigError for trials that could not be
-    compared.
+    such as ``1/4,1/2``, if not those of `plan_rungs`. Raises ConfigError for trials that could not
+    be compared.
     """
     swept, shared = dict[str, list[Any]](), []
     for text in overrides:
@@ -157,10 +157,11 @@ def plan_sweep(
 def plan_rungs(trials: int, steps: int, parts: Sequence[Fraction] = (), every: int = 1) -> tuple[Rung, ...]:
     """Half of the trials, rounded up, continue after each of ``parts`` of the steps, in steps of ``every``.
 
-    By default one trial remains after a quarter: with eight trials 1/16, 1/8, 1/4, for 1.75 times the steps of one.
+    By default two trials remain after 1/8 and one after 1/2, because a rate that is too high leads at first: of eight
+    trials half stop at 1/16, 1/8, 1/2 of the steps, which together are twice the steps of one.
     """
     halvings = (trials - 1).bit_length()
-    parts = parts or [Fraction(1, 2 << n) for n in range(halvings, 0, -1)]
+    parts = parts or [*(Fraction(1, 2 << n) for n in range(halvings, 1, -1)), Fraction(1, 2)]
     found: dict[int, int] = {}  # of rungs on one step the last one counts
     for n, part in enumerate(parts[:halvings], 1):
         found[every * math.ceil(part * steps / every)] = -(-trials >> n)
@@ -335,7 +336,8 @@ def print_plan(sweep: Sweep, console: Console) -> None:
 def print_result(folder: RunFolder, console: Console) -> None:
     """A table of the trials, the winner with its overrides, and what a run of its own gives; nothing without a sweep.
 
-    The run must have a summary.
+    The winner has the best newest score, so a trial that declines to the end loses to one that stopped. The run must
+    have a summary.
     """
     if (sweep := read_sweep(folder)) is None:
         return
@@ -353,12 +355,16 @@ def print_result(folder: RunFolder, console: Console) -> None:
         table.add_row(key.removesuffix(".1"), str(part.steps), phase, *scores, number(part.eval_last))
     console.print(table)
     trials = {trial.key: trial for trial in sweep.trials}
-    winner = next((key for key in ranked(final) if final[key] is not None), None)
+    newest = {key: [scores[key] for scores in columns if scores.get(key) is not None] for key in order}
+    failed = {key for key in order if summary.adapters[key].state is AdapterPhase.FAILED}
+    last = {key: scores[-1] for key, scores in newest.items() if scores and key not in failed}
+    winner = next(iter(ranked(last)), None)
     if winner is None:
-        print_line(console, "winner   none: no trial has a score after its last rung")
+        print_line(console, "winner   none: every trial has failed or has no score")
         return
+    early = "" if winner in final else ", stopped: those that continued ended lower"
     others = "in a run of its own it has other rounding, which depends on neighbours (without rollout.deterministic)"
     curve = "a run of its own has the same curve, bit for bit (rollout.deterministic)" if sweep.repeats else others
-    print_line(console, f"winner   {trials[winner].name}: {sweep.by} {number(final[winner])}; {curve}")
+    print_line(console, f"winner   {trials[winner].name}: {sweep.by} {number(last[winner])}{early}; {curve}")
     print_line(console, f"set      {' '.join(trials[winner].overrides)}")
     print_line(console, f"alone    areal-lora {' '.join((*sweep.command, *trials[winner].overrides))}")

@@ -37,7 +37,8 @@ RATES = "adapters.0.optimizer.lr=[1e-4,3e-4,0.001,0.003]"
 
 @cache
 def planned(*overrides: str, **options: Any) -> tuple[Config, Sweep]:
-    return plan_sweep(FILES, ["run.steps=16", *(overrides or [RATES])], **options)
+    """Rungs of four trials: two continue after step 2, one after step 4, of 16."""
+    return plan_sweep(FILES, ["run.steps=16", *(overrides or [RATES])], **{"rungs": "1/8,1/4"} | options)
 
 
 def step(key: str, index: int, reward: float) -> Record:
@@ -129,21 +130,22 @@ def test_evaluations_must_exist_before_the_end() -> None:
     assert planned(RATES, "eval.every_steps=3", by=Measure.EVALUATION)[1].rungs == (Rung(3, 2), Rung(6, 1))
 
 
-def test_default_rungs_cost_about_the_same_and_one_trial_remains() -> None:
-    assert plan_rungs(8, 64) == (Rung(4, 4), Rung(8, 2), Rung(16, 1))
-    for trials in range(2, 40):
-        rungs, steps, before, made, costs = plan_rungs(trials, 1 << 12), 1 << 12, 0, trials, []
-        for rung in rungs:
-            costs.append(made * (rung.step - before))
-            assert made / 2 <= rung.keep < made / 2 + 1
+def test_by_default_two_trials_are_compared_over_half_of_the_steps() -> None:
+    assert plan_rungs(8, 64) == (Rung(4, 4), Rung(8, 2), Rung(32, 1))
+    assert plan_rungs(2, 64) == (Rung(32, 1),)
+    for halvings in range(1, 6):
+        cost, before, made = 0.0, 0, 1 << halvings
+        for rung in plan_rungs(made, 1 << 12):
+            cost += made * (rung.step - before)
+            assert rung.keep == made / 2
             before, made = rung.step, rung.keep
         assert made == 1
-        assert sum(costs) + steps - before <= steps * (1 + 0.3 * len(rungs))
-        assert max(costs[1:], default=0) <= 0.5 * steps
+        assert (cost + (1 << 12) - before) / (1 << 12) == 1.25 + 0.25 * halvings
+    assert [rung.keep for rung in plan_rungs(13, 1 << 12)] == [7, 4, 2, 1]
 
 
 def test_rungs_of_short_runs_are_merged_and_lie_before_the_end() -> None:
-    assert plan_rungs(8, 4) == (Rung(1, 1),)
+    assert plan_rungs(8, 4) == (Rung(1, 2), Rung(2, 1))
     assert plan_rungs(4, 1) == ()
     assert plan_rungs(3, 10, [Fraction(1, 4), Fraction(1, 2), Fraction(3, 4)]) == (Rung(3, 2), Rung(5, 1))
     assert plan_rungs(4, 10, [Fraction(9, 10)], every=4) == ()
@@ -294,7 +296,11 @@ def test_the_folder_keeps_its_sweep(launched: Launched) -> None:
     sweeps.write_sweep(launched.folder, decided)
     sweeps.record_sweep(launched.folder, planned()[1])
     assert launched.sweep == decided
-    for other in (planned("adapters.0.rank=[4,8]")[1], planned(by=Measure.EVALUATION)[1]):
+    for other in (
+        planned("adapters.0.optimizer.lr=[1e-4,3e-4,0.001,0.004]")[1],
+        planned(rungs="1/8,1/2")[1],
+        planned(by=Measure.EVALUATION)[1],
+    ):
         with pytest.raises(ConfigError, match="a sweep of other trials"):
             sweeps.record_sweep(launched.folder, other)
     launched.folder.sweep.write_text("{")
@@ -355,7 +361,16 @@ def test_a_sweep_has_ended_when_no_trial_has_steps_to_make(launched: Launched) -
     assert ended()
     launched.write([state(launched.sweep.trials[1].key, AdapterPhase.FAILED, 15, 9.0)])
     assert not ended()
-    assert "winner   none" in result(launched)
+    assert "winner   lr-0_001: reward 5.000" in result(launched), "of those that have not failed"
+
+
+def test_a_trial_that_declines_loses_to_one_that_stopped(launched: Launched) -> None:
+    finish(launched)
+    launched.write([ResumeRecord(version=4, time_s=10.0, adapter=launched.sweep.trials[1].key)])
+    launched.write(step(launched.sweep.trials[1].key, n, 4.5) for n in range(4, 16))
+    text = result(launched)
+    assert "winner   lr-0_001: reward 5.000, stopped: those that continued ended lower" in text
+    assert "set      adapters.0.optimizer.lr=0.001\n" in text
 
 
 def test_repeats_are_promised_where_the_run_is_deterministic() -> None:
