@@ -34,7 +34,7 @@ LINES = {
     "doctor": 1032,
     "engine": 8908,  # context parallelism, chunked logits, recompute, FLOPs and memory of passes; adapters in one pass
     "families": 1430,  # FLOPs of passes
-    "launcher": 3926,  # sweeps: trials from lists of values, rungs, decisions after a restart, the table of the end
+    "launcher": 3932,  # sweeps: trials from lists of values, rungs, decisions after a restart, the table of the end
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 3313,  # traces and spans; a live page, runs side by side, warnings, in place of drawings of our own
