@@ -19,6 +19,7 @@ from areal_lora.errors import ArealLoraError, ConfigErrors, EnvironmentError_, E
 VERBS: dict[str, tuple[str, str]] = {
     "init": ("init.init", "Write a commented configuration for a model and a data set."),
     "train": ("train.train", "Start a run from configuration files."),
+    "sweep": ("train.sweep", "Compare settings of an adapter in one run, by successive halving."),
     "status": ("status.status", "What a run does now, or how it ended."),
     "logs": ("logs.logs", "Last lines of the logs, or new ones (-f)."),
     "track": ("export.track", "Send a run to Weights & Biases or MLflow, until it ends."),

@@ -13,12 +13,13 @@ from rich.console import Console
 from areal_lora.cli.find_run import Files, OptionalFiles, Overrides, Run, find_run
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import moved_here, read_config_here
+from areal_lora.config.recorded import moved_here, read_config
 from areal_lora.doctor.canary import canary_config
 from areal_lora.doctor.checks import Level
 from areal_lora.doctor.examine import examine
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher import spares
+from areal_lora.launcher import sweep as sweeps
 from areal_lora.launcher.dry_run import explain_resume as resume_lines
 from areal_lora.launcher.dry_run import print_plan
 from areal_lora.launcher.run import prepare
@@ -50,6 +51,35 @@ def train(
         print(*resume_lines(prepared.config), sep="\n")
     else:
         raise typer.Exit(start(chosen, fresh=fresh))
+
+
+def sweep(
+    words: Annotated[
+        list[str], typer.Argument(metavar="[FILE]... a.b=[c,d]...", help="files; overrides, of which lists are swept")
+    ],
+    config: OptionalFiles = None,
+    rungs: Annotated[str, typer.Option(metavar="PARTS", help="parts of the steps, such as 1/4,1/2")] = "",
+    by: Annotated[sweeps.Measure, typer.Option(help="what the trials are compared by")] = sweeps.Measure.REWARD,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print trials, rungs and plan; start nothing")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="move a previous run aside and start a new one")] = False,
+) -> None:
+    """Train an adapter per combination of listed values in one run; half of them stop at each rung.
+
+    At the end the winner is printed with the overrides to set. The same command resumes the sweep in its folder.
+    """
+    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    files = [*(word for word in words if word not in overrides), *map(str, config or [])]
+    listed, chosen = sweeps.plan_sweep(files, overrides, rungs=rungs, by=by)
+    out = Console(highlight=False)
+    sweeps.print_plan(chosen, out)
+    if not fresh and sweeps.has_ended(listed.run_folder):
+        sweeps.record_sweep(listed.run_folder, chosen)
+        sweeps.print_result(listed.run_folder, out)
+        return
+    if dry_run:
+        print_dry_run(listed, fresh=fresh)
+    else:
+        raise typer.Exit(start(listed, fresh=fresh, sweep=chosen))
 
 
 def plan(
@@ -122,10 +152,12 @@ def doctor(
 
 
 def with_overrides(folder: RunFolder, overrides: Sequence[str]) -> Config:
-    """The configuration of the run with ``a.b=c`` applied and checked like those of a start."""
-    config = read_config_here(folder)
+    """The configuration of the run with ``a.b=c`` applied and checked like those of a start.
+
+    Without adapters that have joined: these join again.
+    """
     if not overrides:
-        return config
+        return moved_here(read_config(folder), folder)
     fixed = [text for text in overrides if text.partition("=")[0] in ("run.name", "run.root")]
     if fixed:
         fix = "leave it out; a copy of the folder is a run of its own"

@@ -261,15 +261,20 @@ def _merge_adapters(base: list[Any], overlay: list[Any], label: str) -> list[Any
     return merged
 
 
-def apply_override(data: dict[str, Any], text: str) -> tuple[dict[str, Any], Source]:
-    """``a.b=c``: ``c`` is read as YAML; an adapter is addressed by number or name."""
+def parse_override(text: str) -> tuple[str, Any]:
+    """``a.b=c`` as key and value, which is read as YAML. Raises ConfigError for a text that is none."""
     key, equals, raw = text.partition("=")
     if not equals or not key or not all(key.split(".")):
         raise ConfigError(text, "is not an override", "write it as dotted.key=value")
     try:
-        value = yaml.safe_load(raw)
+        return key, yaml.safe_load(raw)
     except yaml.YAMLError:
         raise ConfigError(key, f"the value {raw!r} is not valid YAML", "quote it") from None
+
+
+def apply_override(data: dict[str, Any], text: str) -> tuple[dict[str, Any], Source]:
+    """The merged tree; an adapter is addressed by number or name. Raises as `parse_override`."""
+    key, value = parse_override(text)
     parts = key.split(".")
     if parts[0] != "adapters" or len(parts) == 1:
         nested = _nest(parts, value)

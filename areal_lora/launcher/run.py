@@ -19,6 +19,7 @@ from areal_lora.launcher.restarts import RunEnd
 from areal_lora.launcher.slurm.script import submit
 from areal_lora.launcher.start import RunStart, check_packages, prompt_findings, recorded_model
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
+from areal_lora.launcher.sweep import Sweep, launched, print_result
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole, print_line
 from areal_lora.obs.report.closing import print_closing
@@ -35,16 +36,18 @@ class PreparedRun:
     download: HubDownload | None
 
 
-def run(config: Config, *, fresh: bool = False) -> int:
+def run(config: Config, *, fresh: bool = False, sweep: Sweep | None = None) -> int:
     """Run ``config`` on this machine, or submit it to Slurm; resume the run in its folder unless ``fresh``.
 
+    With a ``sweep`` its adapters are the trials, which are checked as listed ones and join the run.
     Blocks until a local run ends. Call it in the main thread: Ctrl-C stops the run. Returns an ``ExitCode``: DONE,
     INTERRUPTED, or how the run failed. Raises ArealLoraError for a run that cannot start, ConfigErrors for a
     configuration that the guardrails refuse.
     """
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     prepared = prepare(config, err, fresh=fresh)
-    return start(prepared.config, prepared.plan, out, fresh, prepared.download).code
+    chosen = prepared.config if sweep is None else launched(prepared.config, sweep)
+    return start(chosen, prepared.plan, out, fresh, prepared.download, sweep=sweep).code
 
 
 def prepare(config: Config, err: Console, *, fresh: bool = False, starts: bool = True) -> PreparedRun:
@@ -78,9 +81,13 @@ def start(
     fresh: bool = False,
     needed: HubDownload | None = None,
     code: Mapping[str, str] | None = None,
+    sweep: Sweep | None = None,
 ) -> RunEnd:
-    """Take the run folder with ``code``, download what of the model is ``needed``, run here or submit to Slurm."""
-    with RunStart(config, fresh, code) as run_start:
+    """Take the run folder with ``code``, download what of the model is ``needed``, run here or submit to Slurm.
+
+    ``sweep`` is that of the run, if it has one.
+    """
+    with RunStart(config, fresh, code, sweep) as run_start:
         if run_start.moved is not None:
             print_line(out, f"A previous run was in {plan.run_folder}; it is now {run_start.moved.name}.")
         if run_start.previous is not None and run_start.previous.finished(config):
@@ -110,6 +117,7 @@ def start(
         end = run_local(config, plan, out)
     if plan.run_folder.summary.is_file():  # also where an adapter has failed
         print_closing(plan.run_folder, out)
+        print_result(plan.run_folder, out)
     return end
 
 

@@ -34,6 +34,7 @@ from areal_lora.data.prompts import Formatter, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.launcher.slurm.job_query import look
 from areal_lora.launcher.slurm.states import Phase, explain, is_active
+from areal_lora.launcher.sweep import Sweep, record_sweep
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.events import StartEvent, now_utc, write_event
@@ -234,16 +235,19 @@ class RunStart:
     """The run folder, locked while the launcher runs. ``previous`` is the run to resume.
 
     Entering takes the lock and, with ``fresh``, renames an earlier run to the first free ``<name>.N`` (``moved``).
-    ``prepare`` makes the folder ready for processes to start and puts ``code`` (texts by file name) into it. Raises
-    ConfigError where a launcher or a job uses the folder, it holds something else, or its run cannot be resumed so.
+    ``prepare`` makes the folder ready for processes to start and puts ``code`` (texts by file name) into it. The run is
+    that of ``sweep``, if given. Raises ConfigError where a launcher or a job uses the folder, it holds something else,
+    or its run cannot be resumed so.
     """
 
-    def __init__(self, config: Config, fresh: bool = False, code: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, config: Config, fresh: bool = False, code: Mapping[str, str] | None = None, sweep: Sweep | None = None
+    ) -> None:
         self.config = with_absolute_root(config)
         self.folder = self.config.run_folder
         self.previous: PreviousRun | None = None
         self.moved: Path | None = None
-        self._fresh, self._code = fresh, code or {}
+        self._fresh, self._code, self._sweep = fresh, code or {}, sweep
 
     def __enter__(self) -> RunStart:
         self.folder.path.parent.mkdir(parents=True, exist_ok=True)
@@ -265,6 +269,8 @@ class RunStart:
     def prepare(self) -> None:
         """Write the configuration and the given code; start the session of a run on this machine."""
         self.folder.path.mkdir(exist_ok=True)
+        if self._sweep is not None:
+            record_sweep(self.folder, self._sweep)
         if self.config.cluster.kind == "local":
             begin_session(self.folder)
         else:

@@ -15,6 +15,7 @@ from areal_lora.errors import ExitCode
 from areal_lora.launcher import restarts
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, RestartVerdict
+from areal_lora.launcher.sweep import Halving
 from areal_lora.obs.console import LiveConsole
 from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, now_utc, write_event
 from areal_lora.run_folder.rendezvous import forget_endpoint
@@ -66,6 +67,7 @@ class Watch:
         self._pulse = Pulse({TRAINER: config.run.stall_s, CONTROLLER: beats_s, SERVER: beats_s, SERVICE: beats_s})
         self._early: list[tuple[float, ProcessExit]] = []
         self._next_tick = 0.0
+        self._halving = Halving(plan.run_folder, view)
 
     def until_end(self, asked_to_stop: Callable[[], bool]) -> ProcessExit | None:
         """The failure that ends the run, or None: done, or stopped on request."""
@@ -91,6 +93,7 @@ class Watch:
             self._processes.look_after()
             if now >= self._next_tick:
                 self._view.tick()
+                self._halving.look()
                 self._next_tick = now + TICK_S
             time.sleep(self._poll_s)
         return None

@@ -75,6 +75,8 @@ class RunFolder:
     """Folder of the user code that was given to ``areal_lora.train`` as objects."""
     desired = FolderEntry("desired.json")
     """The adapters that a service wants the run to have (``run_folder.desired``)."""
+    sweep = FolderEntry("sweep.json")
+    """Trials, rungs and decisions of a sweep (``launcher.sweep``)."""
     service_tables = FolderEntry("service.sqlite")
     """Tenants, adapters and operations of the service (`service.queue.queue_store`)."""
     service_key = FolderEntry("service.key")

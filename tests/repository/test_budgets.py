@@ -27,14 +27,14 @@ LINES = {
     "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
     "algorithms": 1143,
     "checkpoint": 1458,
-    "cli": 2181,  # the trainer's speed and memory; page; two versions in a chat
-    "config": 4235,  # cp, fsdp_shard, max_behind, profile; memory as each engine keeps it, by kind of recompute
-    "data": 656,  # micro-batches whose ranks have equal attention; parts of a batch; a model that was moved
+    "cli": 2214,  # the trainer's speed and memory; page; two versions in a chat; sweep
+    "config": 4240,  # parse_override; cp, fsdp_shard, max_behind, profile; memory by engine and recompute
+    "data": 653,  # micro-batches whose ranks have equal attention; a batch between ranks: rows, columns of parts
     "distributed": 383,  # scatter
     "doctor": 1032,
     "engine": 8908,  # context parallelism, chunked logits, recompute, FLOPs and memory of passes; adapters in one pass
     "families": 1430,  # FLOPs of passes
-    "launcher": 3543,
+    "launcher": 3932,  # sweeps: trials from lists of values, rungs, decisions after a restart, the table of the end
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 3313,  # traces and spans; a live page, runs side by side, warnings, in place of drawings of our own
@@ -42,7 +42,7 @@ LINES = {
     "platforms": 141,  # peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
     "rollout": 5926,  # answers in columns, and over a restart of the trainer
-    "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
+    "run_folder": 1038,  # sweep.json; DesiredWatch logs a faulty file; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3278,  # the time of scoring
     "trainer": 3799,  # steps ahead of a slow disk, of clients, too; parts of a batch; which passes join; truncation

@@ -14,7 +14,11 @@ from xdist.workermanage import WorkerController
 
 TOGETHER = {
     "slurm": ("tests/process/launcher/test_real_slurm.py", "tests/process/launcher/test_slurm_states.py"),
-    "three adapters": ("tests/e2e/test_three_adapters.py", "tests/e2e/test_adapters_come_and_go.py"),
+    "three adapters": (
+        "tests/e2e/test_three_adapters.py",
+        "tests/e2e/test_adapters_come_and_go.py",
+        "tests/e2e/test_sweep_run.py",
+    ),
 }
 WHOLE_RUNS = (
     "tests/e2e",

@@ -25,6 +25,7 @@ from areal_lora.launcher.slurm import job_query
 from areal_lora.launcher.slurm.job_query import Allocation, allocation, look
 from areal_lora.launcher.slurm.job_steps import POLL_S, SlurmSteps
 from areal_lora.launcher.slurm.states import RUNNING, JobOutcome, Words, is_active, outcome
+from areal_lora.launcher.sweep import print_result
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.obs.console import LiveConsole
@@ -138,6 +139,7 @@ class SlurmJob:
             self._say(result.text)
         if self._folder.summary.exists():  # also where an adapter has failed
             print_closing(self._folder, self._console)
+            print_result(self._folder, self._console)
         return result.code
 
     def _begin(self) -> Lifetime:
