@@ -21,7 +21,7 @@ from areal_lora.launcher.start import RunStart, check_packages, prompt_findings,
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole, print_line
-from areal_lora.obs.report.closing import print_closing
+from areal_lora.obs.report.closing import print_closing, print_report
 from areal_lora.run_folder.events import EndEvent, now_utc, record_end
 from areal_lora.tasks.check import reward_problems, task_problems
 
@@ -136,10 +136,14 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
     if interrupts.count:
         print_line(console, f"Stopped. The run folder is {plan.run_folder}. The same command resumes the run.")
         event = EndEvent(at=now_utc(), code=ExitCode.INTERRUPTED, process="it", how="was interrupted")
-        record_end(plan.run_folder, event)
-        return RunEnd(code=ExitCode.INTERRUPTED, why="it was interrupted")
-    if failure is None:
+        end = RunEnd(code=ExitCode.INTERRUPTED, why="it was interrupted")
+    elif failure is None:
         return RunEnd(code=ExitCode.DONE)
-    code = ExitCode(failure.code) if failure.code in NON_RETRYABLE else ExitCode.COMPONENT_FAILED
-    record_end(plan.run_folder, end_event(failure, code))
-    return RunEnd(code=code, why=f"{failure.spec.name} {failure.cause}; its log is {failure.log}")
+    else:
+        code = ExitCode(failure.code) if failure.code in NON_RETRYABLE else ExitCode.COMPONENT_FAILED
+        event = end_event(failure, code)
+        end = RunEnd(code=code, why=f"{failure.spec.name} {failure.cause}; its log is {failure.log}")
+    record_end(plan.run_folder, event)
+    if not plan.run_folder.summary.is_file():
+        print_report(plan.run_folder, console)
+    return end

@@ -50,6 +50,8 @@ def test_first_failure_is_reported_with_its_last_lines(begin: Callable[..., Run]
     assert "line 71" in output
     assert "line 70" not in output, "30 lines"
     assert run.alive() == []
+    assert output.splitlines()[-1] == f"report   {run.folder / 'report.html'}"
+    assert "Ended with exit code 70: controller-0 exited with code 1" in (run.folder / "report.html").read_text()
 
 
 def test_process_killed_from_outside_is_named(begin: Callable[..., Run]) -> None:
