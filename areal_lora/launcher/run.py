@@ -22,6 +22,7 @@ from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole, print_line
 from areal_lora.obs.report.closing import print_closing, print_report
+from areal_lora.obs.tracking.main import check_clients
 from areal_lora.run_folder.events import EndEvent, now_utc, record_end
 from areal_lora.tasks.check import reward_problems, task_problems
 
@@ -54,6 +55,8 @@ def prepare(config: Config, err: Console, *, fresh: bool = False, starts: bool =
     facts = gather_facts(config, runs_here=here)
     if here:
         check_packages(config)
+    if starts:
+        check_clients(config.run.trackers)
     findings = check_start(config, facts)
     if errors := [finding.error() for finding in findings if finding.severity is Severity.ERROR]:
         raise ConfigErrors(errors)

@@ -27,7 +27,7 @@ COLUMNS = ["prompt", "completion", "gold", "reward", "correct"]
 class WandbTracker:
     """A run of W&B. The first process makes it, later ones continue it."""
 
-    def __init__(self, run: TrackedRun, project: str, entity: str | None) -> None:
+    def __init__(self, run: TrackedRun, project: str, entity: str | None = None) -> None:
         require("wandb", "wandb", "wandb")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its makers
         folder = run.folder.tracking
