@@ -26,9 +26,13 @@ MODULES = {
     SERVICE: "areal_lora.service.main",
     TRACKER: "areal_lora.obs.tracking.main",
 }
-ROLES: dict[str, Role] = {TRAINER: "trainer", SERVER: "rollout"} | dict.fromkeys(
-    (CONTROLLER, SERVICE, TRACKER), "controller"
-)
+ROLES: dict[str, Role] = {
+    TRAINER: "trainer",
+    SERVER: "rollout",
+    CONTROLLER: "controller",
+    SERVICE: "controller",
+    TRACKER: "controller",
+}
 """Role of a process -> its name in the configuration."""
 
 

@@ -14,26 +14,14 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.config.sections.run import TrackerName
 from areal_lora.errors import ArealLoraError, ConfigError, ExitCode
-from areal_lora.obs.tracking.to_mlflow import MlflowTracker
-from areal_lora.obs.tracking.to_swanlab import SwanlabTracker
-from areal_lora.obs.tracking.to_trackio import TrackioTracker
-from areal_lora.obs.tracking.to_wandb import WandbTracker
-from areal_lora.obs.tracking.tracker import (
-    EXPERIMENT,
-    TrackedRun,
-    Tracker,
-    follow,
-    only_one,
-    public_config,
-    require,
-    tracked_run,
-)
+from areal_lora.obs.tracking import to_mlflow, to_wandb
+from areal_lora.obs.tracking import tracker as tracking
 from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.startup import die_with_parent
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
 
-ROLE = "tracker"
+ROLE, PROJECT = "tracker", "areal_lora"
 
 log = get_logger(__name__)
 
@@ -45,7 +33,7 @@ class Client:
     package: str
     variable: str
     default: str | None
-    make: Callable[[TrackedRun, str, str | None], Tracker]
+    make: Callable[[tracking.TrackedRun, str, str | None], tracking.Tracker]
 
     @property
     def place(self) -> str | None:
@@ -53,10 +41,10 @@ class Client:
 
 
 CLIENTS: dict[str, Client] = {
-    "wandb": Client("wandb", "WANDB_PROJECT", EXPERIMENT, WandbTracker),
-    "mlflow": Client("mlflow-skinny", "MLFLOW_TRACKING_URI", None, MlflowTracker),
-    "trackio": Client("trackio", "TRACKIO_PROJECT", EXPERIMENT, TrackioTracker),
-    "swanlab": Client("swanlab", "SWANLAB_PROJECT", EXPERIMENT, SwanlabTracker),
+    "wandb": Client("wandb", "WANDB_PROJECT", PROJECT, to_wandb.WandbTracker),
+    "mlflow": Client("mlflow-skinny", "MLFLOW_TRACKING_URI", None, to_mlflow.MlflowTracker),
+    "trackio": Client("trackio", "TRACKIO_PROJECT", PROJECT, to_wandb.TrackioTracker),
+    "swanlab": Client("swanlab", "SWANLAB_PROJECT", PROJECT, to_wandb.SwanlabTracker),
 }
 """By the name in ``run.trackers``, which is that of the module and of the extra, too."""
 
@@ -69,7 +57,7 @@ def clients_of(trackers: Iterable[TrackerName]) -> list[str]:
 def check_clients(trackers: Iterable[TrackerName]) -> None:
     """Raise EnvironmentError_ for a package that is missing here, ConfigError for an address; imports no package."""
     for name in clients_of(trackers):
-        require(name, CLIENTS[name].package, name)
+        tracking.require(name, CLIENTS[name].package, name)
         if CLIENTS[name].place is None:
             variable = CLIENTS[name].variable
             raise ConfigError("run.trackers", f"{name} has no address", f"set the variable {variable}")
@@ -92,10 +80,10 @@ def send(
 
     ``place`` is a project or address, ``within`` an entity or experiment, ``shown`` another name of the run.
     """
-    with only_one(folder, name):
-        tracker = CLIENTS[name].make(tracked_run(folder, shown, public_config(config)), place, within)
+    with tracking.only_one(folder, name):
+        tracker = CLIENTS[name].make(tracking.tracked_run(folder, shown, tracking.public_config(config)), place, within)
         announce(tracker.where)
-        return follow(folder, tracker, ended, wait=wait, every_s=every_s)
+        return tracking.follow(folder, tracker, ended, wait=wait, every_s=every_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,16 +17,7 @@ from typing import TYPE_CHECKING
 
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.records import position, scalars
-from areal_lora.obs.tracking.tracker import (
-    EXPERIMENT,
-    Ending,
-    MetricsRow,
-    TrackedRun,
-    flat,
-    masked_text,
-    require,
-    speaking_to,
-)
+from areal_lora.obs.tracking.tracker import Ending, MetricsRow, TrackedRun, flat, masked_text, require, speaking_to
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -54,7 +45,7 @@ class MlflowTracker:
 
             logging.getLogger("mlflow").setLevel(logging.WARNING)  # it reports how it makes a store
             self._client = MlflowClient(tracking_uri=uri)
-            self._run = self._find(run, experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT))
+            self._run = self._find(run, experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "areal_lora"))
             self._client.update_run(self._run.info.run_id, status="RUNNING", name=run.name)
             self._log_parameters()
 

@@ -86,8 +86,6 @@ def _masked(value: Any) -> Any:
     return value
 
 
-EXPERIMENT = "areal_lora"
-"""Project or experiment of a run that names no other."""
 LONGEST = 300
 """Characters of an error of the SDK."""
 _REFUSED = re.compile(r"[^A-Za-z0-9._-]")
