@@ -36,7 +36,7 @@ class RunConfig(Section):
     stuck: the stacks are written and it is restarted."""
     profile: ProfileConfig | None = Field(None, description="Which steps to trace; none if unset.")
     trackers: list[TrackerName] = Field([])
-    """Trackers to send the run to, each from a process of its own. `tensorboard` names the files that every run has."""
+    """Where the run is sent, each by its own process; the files for `tensorboard` are always written."""
 
 
 class ModelConfig(Section):
