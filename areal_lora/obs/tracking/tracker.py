@@ -267,8 +267,8 @@ def follow(
     """Send what ``tracker`` does not hold.
 
     ``ended`` returns how the run has ended, None: it has not. It is called every ``every_s`` seconds at most; its
-    result is returned at the end. Steps that a resume of a stopped run would repeat are left to it. Without ``wait`` it
-    sends what is there once. The tracker learns of an interrupt.
+    result is returned at the end. Steps without a checkpoint are sent once the run is done. Without ``wait`` it sends
+    what is there once. The tracker learns of an interrupt.
     """
     follower, due = MetricsFollower(folder, tracker.held()), 0.0
     try:
