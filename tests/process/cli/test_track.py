@@ -264,9 +264,8 @@ def test_the_process_beside_a_run_is_killed_and_stopped_and_sends_each_line_once
     assert sorted_by_step(single(tracker.curves(folder.path))) == single_run
 
 
-def test_a_run_with_a_tracker_plans_its_process_and_starts_none_without_the_package() -> None:
-    words = ["train", "--config", "examples/math/embedded.yaml"]
-    base = ["--config", "examples/math/gsm8k_grpo_megatron_lora_moe.yaml"]
-    done = areal_lora(*words[:1], *base, *words[1:], "run.trackers=[swanlab]", cwd=ROOT)
+def test_a_missing_package_of_a_tracker_is_one_line_before_anything_starts() -> None:
+    files = (f"--config=examples/math/{name}.yaml" for name in ("gsm8k_grpo_megatron_lora_moe", "embedded"))
+    done = areal_lora("train", *files, "run.trackers=[swanlab]", cwd=ROOT)
     assert (done.returncode, done.stdout) == (69, "")
     assert done.stderr.splitlines()[-1].endswith("(fix: pip install 'areal-lora[swanlab]', or swanlab itself)")

@@ -171,7 +171,10 @@ class Trackio:
         with sqlite3.connect(self.home / "a-project.db") as connection:
             query = "select step, metrics from metrics where run_name like ? order by id"
             try:
-                return [(step, json.loads(values)) for step, values in connection.execute(query, (f"{run.name}-%",))]
+                return [
+                    (step, json.loads(values))
+                    for step, values in connection.execute(query, (f"{run.name.replace(' ', '-')}-%",))
+                ]
             except sqlite3.OperationalError:
                 return []  # no tables yet
 
