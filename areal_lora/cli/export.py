@@ -22,10 +22,7 @@ from areal_lora.families.registry import is_hub_name
 from areal_lora.obs.report.live import serve_pages
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import model_card
-from areal_lora.obs.tracking.to_mlflow import MlflowTracker
-from areal_lora.obs.tracking.to_wandb import WandbTracker
-from areal_lora.obs.tracking.tracker import Tracker, only_one, public_config, tracked_run
-from areal_lora.obs.tracking.tracker import follow as send
+from areal_lora.obs.tracking.main import send
 from areal_lora.types import AdapterSpec
 
 if TYPE_CHECKING:
@@ -36,7 +33,6 @@ TYPES = ("float32", "bfloat16", "float16")
 CARD_FILE = "README.md"
 LOCAL_S, SLURM_S = 5.0, 30.0
 """Seconds between two looks at whether the run has ended; those at a job query Slurm."""
-EXPERIMENT = "areal_lora"
 
 
 def export(
@@ -199,7 +195,9 @@ def track(
     wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="project of Weights & Biases")] = None,
     entity: Annotated[str | None, typer.Option(metavar="E", help="user or team of the project")] = None,
     mlflow: Annotated[str | None, typer.Option(metavar="URI", help="address of an MLflow server or store")] = None,
-    experiment: Annotated[str, typer.Option(metavar="NAME", help="experiment of MLflow")] = EXPERIMENT,
+    experiment: Annotated[str | None, typer.Option(metavar="NAME", help="experiment of MLflow")] = None,
+    trackio: Annotated[str | None, typer.Option(metavar="PROJECT", help="project of Trackio")] = None,
+    swanlab: Annotated[str | None, typer.Option(metavar="PROJECT", help="project of SwanLab")] = None,
     name: Annotated[str | None, typer.Option(metavar="N", help="name that is shown; the run's own if unset")] = None,
     follow: Annotated[bool, typer.Option(help="send what is new until the run ends, or what is there once")] = True,
 ) -> None:
@@ -208,18 +206,20 @@ def track(
     Repeat the command after any interruption: it continues where it stopped. The run does not depend on it. Keys are
     those of the SDKs: WANDB_API_KEY, MLFLOW_TRACKING_TOKEN and others.
     """
-    if (wandb is None) == (mlflow is None):
-        raise ConfigError("track", "it needs one tracker", "give --wandb PROJECT or --mlflow URI")
+    places = {"wandb": wandb, "mlflow": mlflow, "trackio": trackio, "swanlab": swanlab}
+    chosen = [(tracker, place) for tracker, place in places.items() if place is not None]
+    if len(chosen) != 1:
+        raise ConfigError("track", "it needs one tracker", f"give one of {', '.join(f'--{each}' for each in places)}")
     folder, config = open_run(run)
-
-    with only_one(folder, "wandb" if wandb is not None else "mlflow"):
-        tracked = tracked_run(folder, name, public_config(config))
-        tracker: Tracker
-        if wandb is not None:
-            tracker = WandbTracker(tracked, wandb, entity)
-        else:
-            tracker = MlflowTracker(tracked, mlflow or "", experiment)
-        print(f"{folder} is sent to {tracker.where}", flush=True)
-        every_s = SLURM_S if config.cluster.kind == "slurm" else LOCAL_S
-        state = send(folder, tracker, lambda: ended(folder, config), wait=follow, every_s=every_s)
+    state = send(
+        folder,
+        config,
+        *chosen[0],
+        lambda: ended(folder, config),
+        lambda where: print(f"{folder} is sent to {where}", flush=True),
+        within=entity or experiment,
+        shown=name,
+        wait=follow,
+        every_s=SLURM_S if config.cluster.kind == "slurm" else LOCAL_S,
+    )
     print(f"the run is {state}; everything is sent" if state else "what was recorded is sent; the run continues")

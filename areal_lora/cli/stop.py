@@ -70,7 +70,13 @@ def stop_launcher(folder: RunFolder, now: bool) -> None:
         fix = f"areal-lora stop {quote(str(folder))} --now"
         raise ProcessFailed(f"{folder}: launcher {held.pid} is still there (fix: {fix})")
     _wait_for_processes(folder)
-    print(f"Stopped. areal-lora resume {quote(str(folder))} continues from the newest checkpoint.")
+    print_stopped(folder, "Stopped")
+
+
+def print_stopped(folder: RunFolder, what: str) -> None:
+    if folder.report.is_file():
+        print(f"report: {folder.report}")
+    print(f"{what}. areal-lora resume {quote(str(folder))} continues from the newest checkpoint.")
 
 
 def _wait_for_processes(folder: RunFolder) -> None:
@@ -122,4 +128,4 @@ def stop_job(folder: RunFolder, now: bool) -> None:
             shown = text.what
             print(f"waiting: {shown}", flush=True)
         time.sleep(0.5)
-    print(f"Stopped: {text.what}. areal-lora resume {quote(str(folder))} continues from the newest checkpoint.")
+    print_stopped(folder, f"Stopped: {text.what}")

@@ -14,17 +14,25 @@ from areal_lora.config.sizing.memory import JobMemory, job_memory
 from areal_lora.config.sizing.slots import Pool, Seats, has_tenants, pools_of, seats_of
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape
+from areal_lora.obs.tracking.main import clients_of
 from areal_lora.processes.startup import DEVICES_VARIABLE, VISIBLE
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 
-TRAINER, CONTROLLER, SERVER, SERVICE = "trainer", "controller", "server", "service"
+TRAINER, CONTROLLER, SERVER, SERVICE, TRACKER = "trainer", "controller", "server", "service", "tracker"
 MODULES = {
     TRAINER: "areal_lora.trainer.main",
     CONTROLLER: "areal_lora.rollout.main",
     SERVER: "areal_lora.engine.vllm_ext.server.main",
     SERVICE: "areal_lora.service.main",
+    TRACKER: "areal_lora.obs.tracking.main",
 }
-ROLES: dict[str, Role] = {TRAINER: "trainer", SERVER: "rollout", CONTROLLER: "controller", SERVICE: "controller"}
+ROLES: dict[str, Role] = {
+    TRAINER: "trainer",
+    SERVER: "rollout",
+    CONTROLLER: "controller",
+    SERVICE: "controller",
+    TRACKER: "controller",
+}
 """Role of a process -> its name in the configuration."""
 
 
@@ -86,6 +94,7 @@ def make_plan(config: Config, facts: Facts) -> JobPlan:
         processes=(
             *_servers(config, folder, seats),
             *(ProcessSpec(role, 0, _argv(config, role, folder), _common_env(config, 1), here, n) for role, n in beside),
+            *_trackers(config, folder, here),
             *_trainers(config, folder, seats),
         ),
         memory=job_memory(config, shape),
@@ -106,6 +115,15 @@ def _argv(config: Config, role: str, folder: RunFolder, *more: str) -> tuple[str
     python = own.get(role, config.cluster.controller_python)
     words = config.cluster.slurm.wrapper.get(ROLES[role], []) if config.cluster.kind == "slurm" else []
     return (*words, python or sys.executable, "-m", MODULES[role], "--run-folder", str(folder), *more)
+
+
+def _trackers(config: Config, folder: RunFolder, node: int) -> list[ProcessSpec]:
+    """In this interpreter, whose packages were checked, and without the wrapper of a role."""
+    argv = (sys.executable, "-m", MODULES[TRACKER], "--run-folder", str(folder), "--index")
+    names = enumerate(clients_of(config.run.trackers))
+    return [
+        ProcessSpec(TRACKER, i, (*argv, str(i), "--tracker", name), _common_env(config, 1), node) for i, name in names
+    ]
 
 
 def _trainers(config: Config, folder: RunFolder, seats: Seats) -> list[ProcessSpec]:

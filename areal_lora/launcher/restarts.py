@@ -7,6 +7,8 @@ peers' collectives). Each unit has a budget of restarts with exponential back-of
 A service that has worked is restarted for as long as the run trains: it has no budget, and no exit code of it ends the
 run.
 
+A tracker is abandoned when its budget is spent, whatever its exit codes: the run does not depend on it.
+
 A lost node costs no budget: a server on it is abandoned while enough others remain, anything else ends the session. A
 unit that could not be started on its node is tried again until the node is known to be lost.
 """
@@ -21,7 +23,7 @@ from itertools import count
 from pathlib import Path
 
 from areal_lora.errors import NON_RETRYABLE, ExitCode
-from areal_lora.launcher.plan import SERVER, SERVICE, TRAINER, ProcessSpec
+from areal_lora.launcher.plan import SERVER, SERVICE, TRACKER, TRAINER, ProcessSpec
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
 
@@ -108,8 +110,9 @@ class RunEnd:
 
 
 BACK_OFF_S, LONGER = 1.0, 4.0
-SERVICE_STEPS = 3
-"""Times that the delay of a service grows."""
+GROWTHS = 3
+"""Times that the delay of a service or tracker grows."""
+TRACKER_RESTARTS = 8
 HEALTHY_S = 600.0
 LAUNCH_AGAIN_S, LAUNCHES, FIRST_LAUNCHES = 10.0, 60, 3
 """Delay after a start that the node did not take, and the most such starts in a row; of a unit that never worked."""
@@ -150,7 +153,10 @@ class RestartVerdict:
         if self.ends_run:
             return f"{name} {how}"
         if self.abandoned:
-            return f"{name} {how}; it is not restarted, the other servers continue"
+            rest = "the other servers continue"
+            if self.ended.spec.role == TRACKER:
+                rest = "the run continues without it (fix: areal-lora track RUN sends what is missing)"
+            return f"{name} {how}; it is not restarted, {rest}"
         count = f" ({self.times} of {self.most})" if self.times else ""
         return f"{name} {how}; {subject} restarted in {self.wait_s:g} s{count}"
 
@@ -164,6 +170,7 @@ class _Unit:
     due: float | None = None
     over: bool = False
     launches: int = 0
+    restarted_at: float = 0.0
 
 
 class Restarts:
@@ -185,7 +192,8 @@ class Restarts:
         Args:
             worked_s: Seconds from the first heartbeat of the ended session to its last; None before the first.
         """
-        unit = self._units[unit_of(ended.spec)]
+        unit, tracker = self._units[unit_of(ended.spec)], ended.spec.role == TRACKER
+        worked_s = now - unit.restarted_at if tracker else worked_s
         unit.has_worked |= worked_s is not None
         if ended.lost:
             return self._abandon(unit, ended)
@@ -200,16 +208,17 @@ class Restarts:
             unit.times = 0
         if ended.spec.role == SERVICE and unit.has_worked:
             unit.times += 1
-            unit.due = now + BACK_OFF_S * LONGER ** min(unit.times - 1, SERVICE_STEPS)
+            unit.due = now + BACK_OFF_S * LONGER ** min(unit.times - 1, GROWTHS)
             return RestartVerdict(ended=ended, ends_run=False, wait_s=unit.due - now)
-        if ended.code in NON_RETRYABLE or not (unit.has_worked or ended.code < 0):
+        if not tracker and (ended.code in NON_RETRYABLE or not (unit.has_worked or ended.code < 0)):
             # A process that failed before its first heartbeat is likely to fail again.
             return RestartVerdict(ended=ended, ends_run=True)
         temporary = ended.spec.role == SERVER and ended.code == ExitCode.TEMPORARY
         if not temporary and unit.times >= unit.most:
             return self._abandon(unit, ended)
         unit.times += not temporary
-        wait_s = BACK_OFF_S * LONGER ** max(0, unit.times - 1)
+        growths = max(0, unit.times - 1)
+        wait_s = BACK_OFF_S * LONGER ** (min(growths, GROWTHS) if tracker else growths)
         unit.due = now + wait_s
         times = 0 if temporary else unit.times
         return RestartVerdict(ended=ended, ends_run=False, wait_s=wait_s, times=times, most=unit.most)
@@ -218,14 +227,14 @@ class Restarts:
         """Units to restart now; each is returned once."""
         ready = [unit for unit in self._units.values() if unit.due is not None and now >= unit.due]
         for unit in ready:
-            unit.due = None
+            unit.due, unit.restarted_at = None, now
         return [unit.specs for unit in ready]
 
     def _abandon(self, unit: _Unit, ended: ProcessExit) -> RestartVerdict:
-        unit.over = True
+        unit.over, role = True, ended.spec.role
         servers = [u for u in self._units.values() if u.specs[0].role == SERVER]
         enough = sum(not u.over for u in servers) >= min(self.min_servers, len(servers))
-        return RestartVerdict(ended=ended, ends_run=ended.spec.role != SERVER or not enough)
+        return RestartVerdict(ended=ended, ends_run=role != TRACKER and (role != SERVER or not enough))
 
 
 WRITE_S, SETTLE_S = 3.0, 0.3

@@ -22,7 +22,8 @@ from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
 from areal_lora.launcher.sweep import Sweep, launched, print_result
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole, print_line
-from areal_lora.obs.report.closing import print_closing
+from areal_lora.obs.report.closing import print_closing, print_report
+from areal_lora.obs.tracking.main import check_clients
 from areal_lora.run_folder.events import EndEvent, now_utc, record_end
 from areal_lora.tasks.check import reward_problems, task_problems
 
@@ -57,6 +58,8 @@ def prepare(config: Config, err: Console, *, fresh: bool = False, starts: bool =
     facts = gather_facts(config, runs_here=here)
     if here:
         check_packages(config)
+    if starts:
+        check_clients(config.run.trackers)
     findings = check_start(config, facts)
     if errors := [finding.error() for finding in findings if finding.severity is Severity.ERROR]:
         raise ConfigErrors(errors)
@@ -144,10 +147,14 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
     if interrupts.count:
         print_line(console, f"Stopped. The run folder is {plan.run_folder}. The same command resumes the run.")
         event = EndEvent(at=now_utc(), code=ExitCode.INTERRUPTED, process="it", how="was interrupted")
-        record_end(plan.run_folder, event)
-        return RunEnd(code=ExitCode.INTERRUPTED, why="it was interrupted")
-    if failure is None:
+        end = RunEnd(code=ExitCode.INTERRUPTED, why="it was interrupted")
+    elif failure is None:
         return RunEnd(code=ExitCode.DONE)
-    code = ExitCode(failure.code) if failure.code in NON_RETRYABLE else ExitCode.COMPONENT_FAILED
-    record_end(plan.run_folder, end_event(failure, code))
-    return RunEnd(code=code, why=f"{failure.spec.name} {failure.cause}; its log is {failure.log}")
+    else:
+        code = ExitCode(failure.code) if failure.code in NON_RETRYABLE else ExitCode.COMPONENT_FAILED
+        event = end_event(failure, code)
+        end = RunEnd(code=code, why=f"{failure.spec.name} {failure.cause}; its log is {failure.log}")
+    record_end(plan.run_folder, event)
+    if not plan.run_folder.summary.is_file():
+        print_report(plan.run_folder, console)
+    return end

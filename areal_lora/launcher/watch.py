@@ -13,7 +13,7 @@ from rich.console import Console
 from areal_lora.config.models import Config
 from areal_lora.errors import ExitCode
 from areal_lora.launcher import restarts
-from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
+from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRACKER, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, RestartVerdict
 from areal_lora.launcher.sweep import Halving
 from areal_lora.obs.console import LiveConsole
@@ -28,6 +28,10 @@ PEER_GRACE_S = 1.5
 """Time that the other trainer ranks get to log what they saw after one rank ended; then they are killed."""
 EARLY_END_S = 30.0
 """A process may end well so long before trainer rank 0 does; longer is a failure."""
+
+
+TRACKERS_S = 30.0
+"""Time that trackers get after a run is done."""
 
 
 class Processes(Protocol):
@@ -62,7 +66,7 @@ class Watch:
     ) -> None:
         self._folder, self._processes, self._view, self._poll_s = plan.run_folder, processes, view, poll_s
         budget, beats_s = config.run.max_restarts, HEARTBEAT_TIMEOUT_S
-        budgets = {TRAINER: budget, CONTROLLER: budget, SERVER: budget}
+        budgets = {TRAINER: budget, CONTROLLER: budget, SERVER: budget, TRACKER: restarts.TRACKER_RESTARTS}
         self._restarts = Restarts(plan.processes, budgets, min_servers=config.cluster.min_servers)
         self._pulse = Pulse({TRAINER: config.run.stall_s, CONTROLLER: beats_s, SERVER: beats_s, SERVICE: beats_s})
         self._early: list[tuple[float, ProcessExit]] = []
@@ -74,6 +78,7 @@ class Watch:
         while not asked_to_stop():
             ended, now = self._processes.poll(), time.monotonic()
             if any(e.spec.role == TRAINER and e.spec.index == 0 and e.code == ExitCode.DONE for e in ended):
+                self._wait_for_trackers(asked_to_stop)
                 return None
             # The other ranks and the controller may end well shortly before rank 0 does.
             early = [e for e in ended if e.code == ExitCode.DONE and e.spec.role != SERVER]
@@ -97,6 +102,15 @@ class Watch:
                 self._next_tick = now + TICK_S
             time.sleep(self._poll_s)
         return None
+
+    def _wait_for_trackers(self, asked_to_stop: Callable[[], bool]) -> None:
+        """Let the trackers of a run that is done send the rest; a stop kills those that need longer."""
+        deadline = time.monotonic() + TRACKERS_S
+        while any(spec.role == TRACKER for spec in self._processes.running()) and time.monotonic() < deadline:
+            if asked_to_stop():
+                return
+            self._processes.poll()
+            time.sleep(self._poll_s)
 
     def _settle(self, ended: list[ProcessExit], now: float) -> ProcessExit | None:
         """Decide about each unit of which something ended. Returns the failure that ends the run."""

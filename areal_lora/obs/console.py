@@ -5,7 +5,7 @@ All data comes from the run folder, without a connection to any process.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -25,6 +25,8 @@ from areal_lora.types import AdapterPhase
 
 QUIET_S = 15.0
 """Time without a record after which process statuses are shown again."""
+WIDTH, NAME_WIDTH = 100, 16
+"""Columns of a step's line with its time, and of the adapter's name in it."""
 
 
 def duration(seconds: float) -> str:
@@ -53,13 +55,50 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}g}" if abs(value) < 1e-3 and value else f"{value:.{digits}f}"
 
 
-def sampling_rate(record: records.StepRecord) -> str:
-    """Sampled tokens per second since the step before, e.g. ``4321 tok/s``.
+def label(value: float, digits: int = 6) -> str:
+    """``0.25``, ``15k``, ``2M``, with so many significant ``digits``."""
+    value = float(f"{value:.{digits}g}")
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e3 if suffix == 'k' else limit):.4g}{suffix}"
+    return f"{value:.6g}"
 
-    The batches of the last steps are sampled earlier, so nothing is sampled then.
-    """
-    rate = record.metrics.get("train/rollout_tokens_per_s")
-    return "no sampling" if rate == 0.0 else f"{number(rate, 0)} tok/s"
+
+def brief(value: float | None) -> str:
+    """`number` in at most 9 characters."""
+    return number(value) if value is None or abs(value) < 1e4 else f"{value:.2e}"
+
+
+def cut(text: str, width: int) -> str:
+    """``text`` in one line without control characters, without its middle where it is longer than ``width``."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return text if len(text) <= width else f"{text[: width // 2 - 2]}...{text[width // 2 + 1 - width :]}"
+
+
+def fitted(parts: Sequence[str], width: int) -> str:
+    """One line of the first parts that fit ``width`` columns."""
+    line, *rest = parts
+    for part in rest:
+        if len(line) + 2 + len(part) > width:
+            break
+        line += f"  {part}"
+    return line
+
+
+def token_rates(record: records.StepRecord) -> str:
+    """Answer tokens per second of the step, sampled and trained: ``4300/4100 tok/s``."""
+    sampled, trained = record.metrics.get("train/rollout_tokens_per_s"), record.trained_tokens
+    rates = (sampled, trained / record.step_s if record.step_s else None)
+    return f"{'/'.join('-' if rate is None else label(rate, 2) for rate in rates)} tok/s"
+
+
+def sample_line(record: records.EvalRecord) -> str | None:
+    """One of the answers of an evaluation, another one at each version; None where it has none."""
+    if not record.samples:
+        return None
+    sample = record.samples[record.version % len(record.samples)]
+    start = f"  answer of v{record.version}, reward {brief(sample.reward)}: {cut(sample.prompt, 30)} -> "
+    return start + cut(sample.completion, WIDTH - len(start))
 
 
 def training_speed(metrics: Mapping[str, float | None]) -> list[str]:
@@ -97,7 +136,7 @@ class LiveConsole:
         self._tail = MetricsTail(run_folder)
         self._live: Live | None = None
         self._statuses: dict[str, str] = {}
-        self._unreadable = ""
+        self._unreadable = self._sample = ""
         self._started = self._changed = clock()
         self.view = RunView(steps)
 
@@ -118,6 +157,8 @@ class LiveConsole:
         if new:
             self._changed = self._clock()
         problems = [self.view.add(record) for record in new]
+        samples = [sample_line(record) for record in new if isinstance(record, records.EvalRecord)]
+        self._sample = next((line for line in reversed(samples) if line), self._sample)
         if self._live is not None:
             self._statuses = statuses
             self._live.update(self.render(), refresh=True)
@@ -154,17 +195,22 @@ class LiveConsole:
             line = self._plain_line(record)
             for text in [*([line] if line else []), *found]:
                 self.note(text)
+            if isinstance(record, records.EvalRecord) and (sample := sample_line(record)):
+                print_line(self._console, sample)
 
     def note(self, text: str) -> None:
         """Print one line about an event."""
         # Wrapping would split one event over several lines of a log file.
-        self._console.print(f"[{duration(self._clock() - self._started)}] {text}", markup=False, soft_wrap=True)
+        print_line(self._console, f"{self._time()}{text}")
+
+    def _time(self) -> str:
+        return f"[{duration(self._clock() - self._started)}] "
 
     def _plain_line(self, record: records.Record) -> str | None:
         name = self.view.prefix(record.adapter)
         match record:
             case records.StepRecord():
-                return name + self._step_line(record)
+                return self._step_line(record)
             case records.EvalRecord():
                 which = "" if record.name == DEFAULT_SET else f", {record.name}"
                 return f"{name}eval of v{record.version}{which}: {record.figures()}"
@@ -180,16 +226,21 @@ class LiveConsole:
                 return f"{name}{record.state} at v{record.version}{reason}" if shown else None
 
     def _step_line(self, record: records.StepRecord) -> str:
-        view, adapter, get = self.view, self.view.adapter(record.adapter), record.metrics.get
-        sync, left = view.sync_p50(), view.remaining_s()
-        if record.by_client:
-            return client_line(record, view)
-        parts = [f"step {counted(record.step + 1, adapter.total)}", f"reward {number(record.reward_mean)}"]
-        parts += [f"loss {number(get('train/loss'))}", f"grad {number(get('train/grad_norm'))}"]
-        parts += [f"staleness {histogram(record.staleness)}", f"sync {number(sync, 1)} ms"]
-        parts += [] if view.only else [f"share {percent(view.shares()[record.adapter])}"]
-        parts += [sampling_rate(record), *training_speed(record.metrics), f"{record.step_s:.2f} s"]
-        return "  ".join([*parts, f"ETA {duration(left)}" if left is not None else "ETA -"])
+        """The figures that matter most, as many as fit; the page has all."""
+        view, get, left = self.view, record.metrics.get, self.view.remaining_s()
+        kl = "" if get("train/kl") is None else f" kl {brief(get('train/kl'))}"
+        parts = [
+            f"step {counted(record.step + 1, view.adapter(record.adapter).total)}",
+            f"reward {brief(record.reward_mean)}",
+            f"loss {brief(get('train/loss'))}{kl}",
+            f"lag {number(record.mean_lag, 2)}",
+            f"{label(record.step_s, 3)} s",
+            token_rates(record),
+            f"ETA {'-' if left is None else duration(left)}",
+        ]
+        name = "" if view.only else f"{cut(record.adapter, NAME_WIDTH)}: "
+        first, *rest = client_parts(record, view) if record.by_client else parts
+        return fitted([name + first, *rest], WIDTH - len(self._time()))
 
     def render(self) -> RenderableType:
         """The panel for a terminal: progress, the newest lines of each adapter, and what is wrong or waited for."""
@@ -205,6 +256,7 @@ class LiveConsole:
             parts += [Text(self._plain_line(record) or "") for record in newest if record is not None]
             if one.state is AdapterPhase.FAILED:
                 problems.append(f"{view.prefix(name)}failed at v{one.steps_done}: {one.reason}")
+        parts += [Text(self._sample, style="dim")] if self._sample else []
         parts += [Text(problem, style="bold red") for problem in problems]
         if not view.steps or self._clock() - self._changed > QUIET_S:
             parts += [Text(f"{process}: {text}", style="dim") for process, text in self._statuses.items()]
@@ -212,14 +264,14 @@ class LiveConsole:
         return Panel(Group(*parts), title=self._folder.name, title_align="left", border_style="dim")
 
 
-def client_line(record: records.StepRecord, view: RunView) -> str:
-    """A client's step: what is known of it. ``step 12  loss 0.310  grad 0.120  lr 0.004  48 tokens ...``."""
+def client_parts(record: records.StepRecord, view: RunView) -> list[str]:
+    """What is known of a client's step: ``step 12``, ``loss 0.310``, ``grad 0.120``, ``lr 0.004``, ..."""
     taken = "" if record.taken else " skipped: its gradient is not finite"
-    loss, grad, lr = (number(record.metrics.get(f"train/{name}")) for name in ("loss", "grad_norm", "lr"))
+    loss, grad, lr = (brief(record.metrics.get(f"train/{name}")) for name in ("loss", "grad_norm", "lr"))
     parts = [f"step {record.step + 1}{taken}", f"loss {loss}", f"grad {grad}", f"lr {lr}"]
     parts += [f"{record.metrics.get('train/n_tokens') or 0:.0f} tokens"]
     parts += [] if view.only else [f"share {percent(view.shares()[record.adapter])}"]
-    return "  ".join([*parts, f"train {record.spans.get('train', 0.0):.2f} of {record.step_s:.2f} s"])
+    return [*parts, f"train {record.spans.get('train', 0.0):.2f} of {record.step_s:.2f} s"]
 
 
 def histogram(counts: dict[int, int]) -> str:

@@ -1,6 +1,5 @@
 """The state of a run from the records seen so far, of the run and of each adapter, for consoles and commands."""
 
-import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
 
@@ -12,17 +11,9 @@ from areal_lora.types import AdapterPhase
 
 PROBLEMS_SHOWN = 3
 WINDOW = 20
-"""Steps and publishes that medians and the remaining time are computed over."""
+"""Steps that warnings and the remaining time are computed over."""
 KEPT = 512
 """The number of newest steps and publishes in memory; staleness and shares are shown over these steps."""
-
-
-def flat_problem(steps: int) -> str | None:
-    """A warning after ``steps`` flat steps in a row: at 1, 2, 4, 8 and so on."""
-    if steps < 1 or steps & (steps - 1):
-        return None
-    last = f"the last {steps} steps" if steps > 1 else "the last step"
-    return f"no gradient: all groups of {last} had equal rewards"
 
 
 def publish_problem(record: records.PublishRecord) -> str | None:
@@ -55,7 +46,7 @@ class AdapterView:
         self.total = total
         self.steps: deque[records.StepRecord] = deque(maxlen=KEPT)
         self.resumed_at = 0
-        self.flat_steps = 0
+        self.is_flat = False
         self._faults_shown = 0
         self._warnings = Warnings()
         self._evals: deque[records.EvalRecord] = deque(maxlen=KEPT)
@@ -67,11 +58,11 @@ class AdapterView:
         match record:
             case records.StepRecord():
                 self.steps.append(record)
-                self.flat_steps = self.flat_steps + 1 if record.flat else 0
+                self.is_flat = record.flat
             case records.EvalRecord(order=0):
                 self._evals.append(msgspec.structs.replace(record, samples=[]))
             case records.ResumeRecord(version=version):
-                self.resumed_at, self._recorded, self.flat_steps, self._faults_shown = version, None, 0, 0
+                self.resumed_at, self._recorded, self.is_flat, self._faults_shown = version, None, False, 0
                 self._warnings = Warnings()
                 self.steps = deque((s for s in self.steps if s.version < version), maxlen=KEPT)
                 self._evals = deque((e for e in self._evals if e.version <= version), maxlen=KEPT)
@@ -163,13 +154,13 @@ class RunView:
                 adapter = self.adapter(record.adapter)
                 adapter.add(record)
                 self.steps.append(record)
-                found = [flat_problem(adapter.flat_steps), adapter.new_faults(record), *adapter.new_warnings()]
+                found = [adapter.new_faults(record), *adapter.new_warnings()]
             case records.EvalRecord() | records.AdapterStateRecord():
                 self.adapter(record.adapter).add(record)
             case records.PublishRecord():
                 self.publishes.append(record)
                 # Without a gradient it equals the base because it has not moved.
-                flat = self.adapter(record.adapter).flat_steps
+                flat = self.adapter(record.adapter).is_flat
                 found = [None if flat else publish_problem(record), *self._lost(record)]
             case records.MembersRecord():
                 found = [*self._lost(record)]
@@ -231,8 +222,3 @@ class RunView:
             return None
         pace = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
         return sum(adapter.steps_left for adapter in self.adapters.values()) * max(0.0, pace)
-
-    def sync_p50(self) -> float | None:
-        """Median total of the last publishes, in ms."""
-        totals = [p.total_ms for p in list(self.publishes)[-WINDOW:] if p.total_ms is not None]
-        return statistics.median(totals) if totals else None

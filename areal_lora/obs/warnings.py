@@ -41,6 +41,12 @@ def constant_reward(steps: Steps) -> str | None:
     return f"every answer has the reward {means.pop():g}: check the reward and the answers (areal-lora samples RUN)"
 
 
+def no_gradient(steps: Steps) -> str | None:
+    if constant_reward(steps) or not all(step.flat for step in steps[-NEEDED:]):
+        return None
+    return "no gradient: the rewards of each group are equal: raise sampling.n_samples, or change the problems"
+
+
 def cut_answers(steps: Steps) -> str | None:
     share = _above(steps, "train/truncated", 0.5)
     if share is None:
@@ -92,24 +98,21 @@ def slow_reward(steps: Steps) -> str | None:
     return f"the trainer waits, and scoring a group takes {took:.1f} s: raise reward.workers, or make the reward faster"
 
 
-RULES = tuple(
-    Rule(name=rule.__name__, finds=rule)
-    for rule in (constant_reward, cut_answers, stale_groups, mismatch, fast_policy, not_finite, slow_reward)
-)
+_FINDS = (constant_reward, no_gradient, cut_answers, stale_groups, mismatch, fast_policy, not_finite, slow_reward)
+RULES = tuple(Rule(name=finds.__name__, finds=finds) for finds in _FINDS)
 
 
 class Warnings:
-    """The warnings of one adapter: each at its first step and whenever it has lasted twice as long."""
+    """The warnings of one adapter, each once."""
 
     def __init__(self) -> None:
-        self._lasted: dict[str, int] = {}
+        self._known: set[str] = set()
 
     def of(self, steps: Iterable[StepRecord]) -> list[str]:
         """Call after each step, with the newest steps in order."""
         found, known = [], [step for step in steps if not step.by_client]
         for rule in RULES if len(known) >= NEEDED else ():
-            text = rule.finds(known)
-            lasted = self._lasted[rule.name] = self._lasted.get(rule.name, 0) + 1 if text else 0
-            if text and lasted & (lasted - 1) == 0:
+            if rule.name not in self._known and (text := rule.finds(known)):
+                self._known.add(rule.name)
                 found.append(text)
         return found

@@ -114,7 +114,7 @@ class StallEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 class AbandonEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="abandoned"):
-    """The run continues without ``process``, a server: its node was lost, or it has no restarts left."""
+    """The run continues without ``process``, a server or tracker: its node was lost, or it has no restarts left."""
 
     at: str
     process: str

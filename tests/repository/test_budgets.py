@@ -27,17 +27,17 @@ LINES = {
     "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
     "algorithms": 1143,
     "checkpoint": 1458,
-    "cli": 2214,  # the trainer's speed and memory; page; two versions in a chat; sweep
-    "config": 4240,  # parse_override; cp, fsdp_shard, max_behind, profile; memory by engine and recompute
+    "cli": 2188,  # the trainer's speed and memory; page; two versions in a chat; where the report of a stopped run is
+    "config": 4240,  # run.trackers, cp, fsdp_shard, max_behind, profile; memory as each engine keeps it, by recompute
     "data": 653,  # micro-batches whose ranks have equal attention; a batch between ranks: rows, columns of parts
     "distributed": 383,  # scatter
     "doctor": 1032,
     "engine": 8908,  # context parallelism, chunked logits, recompute, FLOPs and memory of passes; adapters in one pass
     "families": 1430,  # FLOPs of passes
-    "launcher": 3932,  # sweeps: trials from lists of values, rungs, decisions after a restart, the table of the end
+    "launcher": 3593,  # trackers as processes that a run can do without; reports of runs that are stopped or fail
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 3313,  # traces and spans; a live page, runs side by side, warnings, in place of drawings of our own
+    "obs": 3571,  # run.trackers, Trackio, SwanLab; lines that fit a console; traces; a live page, warnings
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 141,  # peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher

@@ -20,6 +20,9 @@ class ProfileConfig(Section):
     ranks: list[NonNegInt] = Field([0], min_length=1, description="Trainer ranks that write a trace.")
 
 
+TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "tensorboard"]
+
+
 class RunConfig(Section):
     name: str = Field(pattern=NAME, description="Run name; also the folder below `root`.")
     root: Path = Field(Path("runs"), description="Folder that holds run folders.")
@@ -32,6 +35,8 @@ class RunConfig(Section):
     """Seconds without progress after which trainer rank 0, the controller's event loop or a server's engine counts as
     stuck: the stacks are written and it is restarted."""
     profile: ProfileConfig | None = Field(None, description="Which steps to trace; none if unset.")
+    trackers: list[TrackerName] = Field([])
+    """Where the run is sent, each by its own process; the files for `tensorboard` are always written."""
 
 
 class ModelConfig(Section):

@@ -29,7 +29,7 @@ from areal_lora.launcher.sweep import print_result
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.obs.console import LiveConsole
-from areal_lora.obs.report.closing import print_closing
+from areal_lora.obs.report.closing import print_closing, print_report
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.events import RequeueEvent, now_utc, record_end, write_event
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
@@ -140,6 +140,8 @@ class SlurmJob:
         if self._folder.summary.exists():  # also where an adapter has failed
             print_closing(self._folder, self._console)
             print_result(self._folder, self._console)
+        else:
+            print_report(self._folder, self._console)
         return result.code
 
     def _begin(self) -> Lifetime:

@@ -8,7 +8,9 @@ from rich.console import Console
 
 from areal_lora.config.load import examples
 from areal_lora.config.recorded import more_steps, read_config, with_joined
-from areal_lora.obs.console import duration, number, percent
+from areal_lora.errors import ArealLoraError
+from areal_lora.obs.console import duration, number, percent, print_line
+from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import AdapterSummary, read_summary
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
@@ -21,6 +23,15 @@ def print_closing(run_folder: RunFolder, console: Console) -> None:
     for line in closing_lines(run_folder):
         # Wrapped or coloured lines cannot be copied or parsed.
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_report(run_folder: RunFolder, console: Console) -> None:
+    """Write the report of a run that ended before its last step and print its path, or why there is none."""
+    try:
+        line = str(write_report(run_folder))
+    except (ArealLoraError, OSError) as error:
+        line = f"not written: {error}"
+    print_line(console, f"report   {line}")
 
 
 def closing_lines(run_folder: RunFolder) -> list[str]:

@@ -15,7 +15,7 @@ import msgspec
 
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import AdapterRun, adapter_runs, config_digest, ends_of, read_config, with_joined
-from areal_lora.obs.console import duration, eval_text, number, percent
+from areal_lora.obs.console import duration, eval_text, label, number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import Record, RolloutSampleRecord, StepRecord
 from areal_lora.obs.metrics.writer import cut_middle
@@ -306,14 +306,6 @@ def charts(section: ChartSection) -> str:
         for chart in section.charts
     ]
     return f'<div class="plots" id="{escape(section.id)}">{"".join(figures)}</div>'
-
-
-def label(value: float) -> str:
-    """``0.25``, ``15k``, ``2M``."""
-    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / (1e3 if suffix == 'k' else limit):.4g}{suffix}"
-    return f"{value:.6g}"
 
 
 def headlines(metrics: Figures) -> list[tuple[str, str]]:

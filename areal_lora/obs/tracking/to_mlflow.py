@@ -33,10 +33,10 @@ _REFUSED = re.compile(r"[^\w/. -]")
 class MlflowTracker:
     """A run of MLflow. The first process makes it, later ones continue it."""
 
-    def __init__(self, run: TrackedRun, uri: str, experiment: str) -> None:
+    def __init__(self, run: TrackedRun, uri: str, experiment: str | None = None) -> None:
         if masked_text(uri) != uri:
             fix = "give them as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-            raise ConfigError("--mlflow", "the address has credentials", fix)
+            raise ConfigError("mlflow", "the address has credentials", fix)
         require("mlflow", "mlflow-skinny", "mlflow")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # else it reports its use, and waits for that at exit
         self._folder, self._config, self._uri = run.folder, run.config, uri
@@ -45,7 +45,7 @@ class MlflowTracker:
 
             logging.getLogger("mlflow").setLevel(logging.WARNING)  # it reports how it makes a store
             self._client = MlflowClient(tracking_uri=uri)
-            self._run = self._find(run, experiment)
+            self._run = self._find(run, experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "areal_lora"))
             self._client.update_run(self._run.info.run_id, status="RUNNING", name=run.name)
             self._log_parameters()
 

@@ -186,12 +186,17 @@ HOLD_S = 120.0
 
 
 class _UnsavedSteps:
-    """The steps of each adapter that no checkpoint contains yet, oldest first: (line, step, time of reading)."""
+    """The steps of each adapter that no checkpoint contains yet, oldest first: (line, step, time of reading).
+
+    The wait ends at a record ``HOLD_S`` younger than the step: a run that starts again reports first what is undone.
+    """
 
     def __init__(self) -> None:
         self._steps: dict[str, deque[tuple[int, int, float]]] = {}
+        self._newest_s = 0.0
 
     def see(self, line: int, record: records.Record, now_s: float) -> None:
+        self._newest_s = now_s
         unsaved = self._steps.setdefault(record.adapter, deque())
         match record:
             case records.StepRecord(step=step):
@@ -202,10 +207,10 @@ class _UnsavedSteps:
             case records.ResumeRecord():
                 unsaved.clear()  # each step before it is in its checkpoint, or void
 
-    def first(self, now_s: float) -> int | None:
+    def first(self) -> int | None:
         """The line of the first step that is still to wait; None if none is."""
         for unsaved in self._steps.values():
-            while unsaved and now_s - unsaved[0][2] >= HOLD_S:
+            while unsaved and self._newest_s - unsaved[0][2] >= HOLD_S:
                 unsaved.popleft()
         return min((unsaved[0][0] for unsaved in self._steps.values() if unsaved), default=None)
 
@@ -237,7 +242,7 @@ class MetricsFollower:
                 self._known += 1
                 self._undone.note(self._known, mark_of(record))
                 self._held.see(self._known, record, now_s)
-        first = None if everything else self._held.first(now_s)
+        first = None if everything else self._held.first()
         end = self._known if first is None else first - 1
         while self._line < end:
             if not self._waiting:
@@ -262,7 +267,8 @@ def follow(
     """Send what ``tracker`` does not hold.
 
     ``ended`` returns how the run has ended, None: it has not. It is called every ``every_s`` seconds at most; its
-    result is returned at the end. Without ``wait`` it sends what is there once. The tracker learns of an interrupt.
+    result is returned at the end. Steps without a checkpoint are sent once the run is done. Without ``wait`` it sends
+    what is there once. The tracker learns of an interrupt.
     """
     follower, due = MetricsFollower(folder, tracker.held()), 0.0
     try:
@@ -270,7 +276,7 @@ def follow(
             state = None
             if (now := time.monotonic()) >= due:
                 state, due = ended(), now + every_s  # before reading: nothing is written after the end
-            rows = follower.read_new(everything=state is not None)
+            rows = follower.read_new(everything=state == "done")  # a resume repeats steps without a checkpoint
             while some := list(islice(rows, ROWS)):
                 tracker.send(some)
             if state is not None or not wait:

@@ -63,6 +63,9 @@ def test_a_run_is_seen_refused_a_second_start_and_stopped(tmp_path: Path, now: b
             assert program == "areal-lora"
             assert ("waiting for " in stopped.stdout) is not now, stopped.stdout
             assert process.wait(1.0) == 130
+            assert f"report: {folder / 'report.html'}\n" in stopped.stdout
+            assert "Ended with exit code 130" in (folder / "report.html").read_text()
+            assert f"report   {folder / 'report.html'}\n" in (root / "x.out").read_text()
         finally:
             process.kill()
     seen = status(folder)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
+from areal_lora.cli.find_run import local_processes
 from areal_lora.config.recorded import write_config
 from areal_lora.obs.metrics.records import CheckpointRecord, Record, ResumeRecord, StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
@@ -24,9 +27,11 @@ from areal_lora.run_folder.paths import RunFolder
 from tests.support.cli.command import COMMAND, areal_lora
 from tests.support.clocks import wait_until
 from tests.support.obs.fake_run import make_config, make_run
+from tests.support.obs.records import step_record
 from tests.support.obs.three_adapters import records, three_config
+from tests.support.paths import ROOT
 from tests.support.sizes import sample
-from tests.support.tracking.trackers import Curves, Mlflow, Wandb, WandbOnline
+from tests.support.tracking.trackers import Curves, Mlflow, Swanlab, Trackio, Wandb, WandbOnline
 from tests.support.tracking.wandb_server import Runs, wandb_server
 
 pytestmark = pytest.mark.slow
@@ -44,9 +49,10 @@ def server() -> Iterator[tuple[str, Runs]]:
         yield both
 
 
-@pytest.fixture(params=["wandb", "mlflow"])
-def tracker(request: pytest.FixtureRequest, home: Path) -> Wandb | Mlflow:
-    return Wandb(home=home) if request.param == "wandb" else Mlflow(home=home)
+@pytest.fixture(params=[Wandb, Mlflow, Trackio, Swanlab])
+def tracker(request: pytest.FixtureRequest, home: Path) -> Wandb | Mlflow | Trackio | Swanlab:
+    made: Wandb | Mlflow | Trackio | Swanlab = request.param(home=home)
+    return made
 
 
 @pytest.fixture(params=sample(["wandb-online", "mlflow", "wandb"], 1))
@@ -78,7 +84,7 @@ def begin(folder: RunFolder) -> None:
 
 
 def test_a_finished_run_has_the_curves_of_tensorboard_its_configuration_and_its_end(
-    tracker: Wandb | Mlflow, tmp_path: Path
+    tracker: Wandb | Mlflow | Trackio | Swanlab, tmp_path: Path
 ) -> None:
     folder = RunFolder(tmp_path / "a run")
     folder.path.mkdir()
@@ -90,20 +96,21 @@ def test_a_finished_run_has_the_curves_of_tensorboard_its_configuration_and_its_
     write_config(folder, config)
     write_summary(folder, wall_s=80.0, adapters={}, report_path=folder.report)
     done = areal_lora("track", folder, *tracker.options, cwd=tmp_path, env=tracker.env, timeout_s=120)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert [line.partition(" is ")[2] for line in done.stdout.splitlines()][1] == "done; everything is sent"
-    assert len(done.stdout.splitlines()) == 2
+    assert done.returncode == 0, done.stderr
+    assert "\nthe run is done; everything is sent\n" in done.stdout
+    if isinstance(tracker, Wandb | Mlflow):
+        assert (done.stderr, len(done.stdout.splitlines())) == ("", 2)
 
     expected = as_tensorboard(folder, tracker)
     assert len(expected) > 50
     assert sorted_by_step(single(tracker.curves(folder.path))) == expected
     if isinstance(tracker, Wandb):
         of_wandb(folder, tracker.read(folder.path))
-    else:
+    elif isinstance(tracker, Mlflow):
         of_mlflow(folder, tracker, tmp_path)
     secrets = (SECRET.encode(), b"0123456789" * 4)
     files = [path for place in (folder.tracking, tmp_path / "mlruns") for path in place.rglob("*") if path.is_file()]
-    assert len(files) > 2
+    assert files
     assert not [path for path in files if any(secret in path.read_bytes() for secret in secrets)]
 
 
@@ -214,3 +221,51 @@ def test_a_dead_tracker_is_one_line(home: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (69, "")
     assert done.stderr.startswith("error: MLflow: "), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_the_process_beside_a_run_is_killed_and_stopped_and_sends_each_line_once(home: Path, tmp_path: Path) -> None:
+    """As ``run.trackers`` starts it, with the real Trackio; a stop keeps the step that the resume repeats."""
+    tracker, folder = Trackio(home=home), RunFolder(tmp_path / "beside")
+    make_run(tmp_path / "other", steps=20)
+    lines = RunFolder(tmp_path / "other").metrics.read_bytes().splitlines(keepends=True)
+    folder.path.mkdir()
+    write_config(folder, make_config())
+    words = [sys.executable, "-m", "areal_lora.obs.tracking.main", "--run-folder", folder.path]
+    words += ["--index", "0", "--tracker", "trackio"]
+
+    def process() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            words, cwd=ROOT, env=tracker.env | {"PYTHONPATH": f"{tracker.env['PYTHONPATH']}:{ROOT}"}
+        )
+
+    folder.metrics.write_bytes(b"".join(lines[:30]))
+    with process() as first:
+        try:
+            wait_until(lambda: tracker.arrived(folder.path) > 5, 120)
+            assert local_processes(folder) == {"tracker-0": first.pid}
+        finally:
+            first.kill()
+    last = msgspec.json.encode(step_record(step=40, version=40, time_s=99.0, adapter="toy", loss=99.0)) + b"\n"
+    folder.metrics.write_bytes(b"".join(lines[:60]) + last)
+    with process() as second:
+        try:
+            wait_until(lambda: tracker.rows(folder.path)[-1][0] >= 55, 120)
+            second.send_signal(signal.SIGTERM)
+            assert second.wait(60) == 0
+        finally:
+            second.kill()
+    folder.metrics.write_bytes(b"".join(lines))
+    write_summary(folder, wall_s=1.0, adapters={}, report_path=folder.report)
+    with process() as third:
+        assert third.wait(120) == 0
+    rows = [step for step, _ in tracker.rows(folder.path)]
+    assert rows == sorted(set(rows))
+    single_run = as_tensorboard(RunFolder(tmp_path / "other"), tracker)
+    assert sorted_by_step(single(tracker.curves(folder.path))) == single_run
+
+
+def test_a_missing_package_of_a_tracker_is_one_line_before_anything_starts() -> None:
+    files = (f"--config=examples/math/{name}.yaml" for name in ("gsm8k_grpo_megatron_lora_moe", "embedded"))
+    done = areal_lora("train", *files, "run.trackers=[swanlab]", cwd=ROOT)
+    assert (done.returncode, done.stdout) == (69, "")
+    assert done.stderr.splitlines()[-1].endswith("(fix: pip install 'areal-lora[swanlab]', or swanlab itself)")

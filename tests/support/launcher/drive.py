@@ -15,6 +15,7 @@ from rich.console import Console
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
+from areal_lora.config.recorded import write_config
 from areal_lora.families.registry import known_config
 from areal_lora.launcher import run, watch
 from areal_lora.launcher.plan import ProcessSpec, make_plan
@@ -34,6 +35,7 @@ def main() -> int:
         for role, index, code in processes
     )
     (folder / "logs").mkdir(parents=True, exist_ok=True)
+    write_config(RunFolder(folder), config)
     dummy = replace(plan, run_folder=RunFolder(folder), processes=specs)
     run.STOP_GRACE_S = float(sys.argv[2])
     watch.HEARTBEAT_TIMEOUT_S = float(os.environ.get("HEARTBEAT_TIMEOUT_S", watch.HEARTBEAT_TIMEOUT_S))

@@ -19,14 +19,20 @@ from tests.support.wheels import installed
 
 WANDB = ("wandb", "platformdirs", "sentry-sdk", "gitpython", "gitdb", "smmap")
 MLFLOW = ("mlflow-skinny", "databricks-sdk", "gitpython", "gitdb", "smmap", "importlib_metadata<10", "zipp", "sqlparse")
+TRACKIO = ("trackio", "gradio-client", "orjson", "brotli")
+SWANLAB = (
+    *("swanlab", "orjson", "platformdirs", "prettytable", "pwinput", "pydantic-settings", "python-dotenv", "pyecharts"),
+    *("simplejson", "pyroaring", "watchdog", "wrapt", "nvidia-ml-py"),
+)
 SQL = ("python-dotenv", "google-auth", "pyasn1", "pyasn1-modules", "sqlalchemy", "alembic", "mako")
+SETTINGS = ("WANDB_", "MLFLOW_", "TRACKIO_", "SWANLAB_", "GIT_")
 Curves = dict[str, list[tuple[int, float]]]
 """``{tag: [(step, value), ...]}`` in the order of arrival."""
 
 
 def environment(folder: Path, home: Path, **more: str) -> dict[str, str]:
     """Of a program that uses an SDK in ``folder``; nothing of the user's own settings reaches it."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "MLFLOW_", "GIT_"))}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
     return own | {"PYTHONPATH": str(folder), "HOME": str(home), "OMP_NUM_THREADS": "1", **more}
 
 
@@ -144,3 +150,55 @@ class Mlflow:
             if not key.startswith("summary/"):
                 found[key].append((step, value))
         return dict(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trackio:
+    """Trackio with its store in ``home``. The test reads its tables."""
+
+    home: Path
+    env: dict[str, str] = field(init=False)
+    options = ("--trackio", "a-project")
+
+    def __post_init__(self) -> None:
+        env = environment(installed(*TRACKIO), self.home, TRACKIO_DIR=str(self.home), TRACKIO_PROJECT="a-project")
+        object.__setattr__(self, "env", env)
+
+    def rows(self, run: Path) -> list[tuple[int, dict[str, float]]]:
+        """Step and values of each row, in the order of arrival."""
+        if not (self.home / "a-project.db").exists():
+            return []
+        with sqlite3.connect(self.home / "a-project.db") as connection:
+            query = "select step, metrics from metrics where run_name like ? order by id"
+            try:
+                return [
+                    (step, json.loads(values))
+                    for step, values in connection.execute(query, (f"{run.name.replace(' ', '-')}-%",))
+                ]
+            except sqlite3.OperationalError:
+                return []  # no tables yet
+
+    def arrived(self, run: Path) -> int:
+        return len(self.rows(run))
+
+    def curves(self, run: Path) -> Curves:
+        return of_rows([values for _, values in self.rows(run)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swanlab:
+    """SwanLab without a network; its file has W&B's form."""
+
+    home: Path
+    env: dict[str, str] = field(init=False)
+    options = ("--swanlab", "a-project")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "env", environment(installed(*SWANLAB), self.home, SWANLAB_MODE="offline"))
+
+    def curves(self, run: Path) -> Curves:
+        [file] = (run / "tracking").glob("run-*/*.swanlab")
+        script = ROOT / "tests" / "support" / "tracking" / "wandb_file.py"
+        done = subprocess.run([sys.executable, script, file], env=self.env, capture_output=True, text=True, check=True)
+        found: Curves = json.loads(done.stdout)
+        return {tag: [(step, value) for step, value in curve] for tag, curve in found.items()}

@@ -1,7 +1,9 @@
-"""What W&B wrote offline, from its own file: ``python wandb_file.py FILE`` prints it as JSON. Needs the package wandb.
+"""What W&B or SwanLab wrote offline, from its own file: ``python wandb_file.py FILE`` prints it as JSON.
 
-The file is a LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md) of W&B's own messages after a
-head of seven bytes.
+Needs the package wandb or swanlab.
+
+The file is a LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md) of the SDK's own messages,
+after a head of seven bytes.
 """
 
 from __future__ import annotations
@@ -71,5 +73,17 @@ def read(path: Path) -> dict[str, object]:
     return found
 
 
+def read_swanlab(path: Path) -> dict[str, list[tuple[int, float]]]:
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for message in payloads(path.read_bytes()):
+        record = Record.FromString(message)
+        if record.WhichOneof("record_type") == "scalar":
+            found.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps(read(Path(sys.argv[1]))))
+    file = Path(sys.argv[1])
+    print(json.dumps(read_swanlab(file) if file.suffix == ".swanlab" else read(file)))

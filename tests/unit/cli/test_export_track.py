@@ -28,6 +28,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
         (["--mlflow", "https://me:pass-word@127.0.0.1:1"], 64, "MLFLOW_TRACKING_PASSWORD"),
         (["--wandb", "p"], 69, "pip install 'areal-lora[wandb]'"),
         (["--mlflow", "http://127.0.0.1:1"], 69, "pip install 'areal-lora[mlflow]'"),
+        (["--trackio", "p"], 69, "pip install 'areal-lora[trackio]'"),
+        (["--swanlab", "p"], 69, "pip install 'areal-lora[swanlab]'"),
     ],
 )
 def test_a_refusal_is_one_line(
@@ -38,7 +40,7 @@ def test_a_refusal_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for package in ("wandb", "mlflow"):
+    for package in ("wandb", "mlflow", "trackio", "swanlab"):
         monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     assert app.main(["track", str(run), *words]) == code
     out, err = capsys.readouterr()

@@ -58,6 +58,15 @@ def test_embedded_processes() -> None:
         ("trainer-1", (sys.executable, "-m", "areal_lora.trainer.main", *run), trainer(1)),
     ]
     assert {p.node for p in plan.processes} == {0}
+
+
+def test_each_tracker_is_a_process_of_the_launchers_interpreter_beside_the_controller() -> None:
+    words = ["run.trackers=[mlflow,tensorboard,wandb]", "cluster.slurm.wrapper.controller=[apptainer]"]
+    plan = plan_of(MOE, *words, "cluster.controller_python=python3")
+    own = (sys.executable, "-m", "areal_lora.obs.tracking.main", "--run-folder", str(plan.run_folder), "--index")
+    found = plan.role("tracker")
+    assert [p.argv[len(own) :] for p in found] == [("0", "--tracker", "mlflow"), ("1", "--tracker", "wandb")]
+    assert {(p.argv[:3], p.node, p.devices) for p in found} == {(own[:3], plan.role("controller")[0].node, ())}
     assert ports(config_of(EMBEDDED)) == [
         (process, plane, "127.0.0.1", "chosen by the system")
         for process, plane in (

@@ -16,8 +16,8 @@ from areal_lora.errors import (
     RolloutError,
     StalenessError,
 )
-from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, ProcessSpec
-from areal_lora.launcher.restarts import HEALTHY_S, LAUNCHES, ProcessExit, Pulse, Restarts, to_blame
+from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRACKER, TRAINER, ProcessSpec
+from areal_lora.launcher.restarts import HEALTHY_S, LAUNCHES, TRACKER_RESTARTS, ProcessExit, Pulse, Restarts, to_blame
 
 
 def spec(role: str = SERVER, index: int = 0) -> ProcessSpec:
@@ -252,3 +252,30 @@ def test_a_unit_that_never_started_at_all_fails_soon_and_is_not_lost() -> None:
     never = ProcessExit(spec=spec(TRAINER), code=1, log=Path("log"), node="n4", never_started=True)
     assert [made.take(never, 0.0, None).ends_run for _ in range(3)] == [False, False, True]
     assert not made.take(never, 0.0, None).ended.lost
+
+
+@pytest.mark.parametrize("code", [-9, 0, 1, 64, 69, 74])
+def test_a_tracker_is_given_up_after_so_many_failures_and_never_ends_the_run(code: int) -> None:
+    made, now, waits = Restarts([spec(TRACKER)], {TRACKER: TRACKER_RESTARTS}), 1000.0, []
+    dead = ended(code, TRACKER)
+    while not (verdict := made.take(dead, now, worked_s=None)).abandoned:
+        assert not verdict.ends_run
+        assert verdict.wait_s is not None
+        waits.append(verdict.wait_s)
+        now += verdict.wait_s
+        assert names(made.due(now)) == [["tracker-0"]]
+        now += HEALTHY_S - 1
+    assert waits == [1.0, 4.0, 16.0, 64.0, 64.0, 64.0, 64.0, 64.0]
+    assert not verdict.ends_run
+    assert str(verdict).endswith("the run continues without it (fix: areal-lora track RUN sends what is missing)")
+
+
+def test_a_tracker_that_worked_for_long_has_its_whole_budget() -> None:
+    made, now = Restarts([spec(TRACKER)], {TRACKER: TRACKER_RESTARTS}), 1000.0
+    for _ in range(3 * TRACKER_RESTARTS):
+        verdict = made.take(ended(69, TRACKER), now, worked_s=None)
+        assert (verdict.wait_s, verdict.times) == (1.0, 1)
+        assert made.due(now + 1.0)
+        now += 1.0 + HEALTHY_S
+    lost = ProcessExit(spec=spec(TRACKER), code=1, log=Path("log"), lost=True)
+    assert made.take(lost, now, worked_s=None).abandoned

@@ -50,6 +50,26 @@ def test_first_failure_is_reported_with_its_last_lines(begin: Callable[..., Run]
     assert "line 71" in output
     assert "line 70" not in output, "30 lines"
     assert run.alive() == []
+    assert output.splitlines()[-1] == f"report   {run.folder / 'report.html'}"
+    assert "Ended with exit code 70: controller-0 exited with code 1" in (run.folder / "report.html").read_text()
+
+
+def test_a_tracker_that_fails_does_not_end_the_run_and_one_that_works_gets_time_at_the_end(
+    begin: Callable[..., Run], tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    trainer = f"import time, os\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)"
+    slow = f"{trainer}\ntime.sleep(2)\nprint('sent')"
+    refused = "print('areal_lora.errors.EnvironmentError_: MLflow: refused (fix: x)'); raise SystemExit(69)"
+    run = begin(("tracker", 0, refused), ("tracker", 1, slow), ("trainer", 0, trainer))
+    run.wait_for(lambda: run.log("tracker-0").count("refused") == 2, timeout_s=60)
+    go.touch()
+    code, output = run.end(timeout_s=60)
+    assert code == 0, output
+    assert "tracker-0 exited with code 69: areal_lora.errors.EnvironmentError_: MLflow: refused (fix: x); " in output
+    assert "it is restarted in 1 s (1 of 8)" in output
+    assert run.log("tracker-1") == "sent\n"
+    assert run.alive() == []
 
 
 def test_process_killed_from_outside_is_named(begin: Callable[..., Run]) -> None:

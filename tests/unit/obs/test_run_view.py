@@ -114,7 +114,7 @@ def test_the_lines_of_adapters_that_joined_have_their_steps(tmp_path: Path) -> N
     assert "1/0" not in drawn.getvalue()
 
 
-def test_plain_lines_name_the_adapter_its_own_steps_and_its_share(tmp_path: Path) -> None:
+def test_plain_lines_name_the_adapter_and_its_own_steps(tmp_path: Path) -> None:
     out, folder = io.StringIO(), RunFolder(tmp_path)
     console = LiveConsole(folder, steps_of(three_config()), console=Console(file=out, width=40), clock=Clock())
     console.start()
@@ -131,8 +131,7 @@ def test_plain_lines_name_the_adapter_its_own_steps_and_its_share(tmp_path: Path
         "alpha: active at v0",
     ]
     assert lines[-3:] == [
-        "beta: step 3/8  reward 0.375  loss 0.010  grad 0.500  staleness 0:50% 1:50%  sync 10.0 ms  share 30%  "
-        "4000 tok/s  2.00 s  ETA 0:24",
+        "beta: step 3/8  reward 0.375  loss 0.010  lag 0.50  2 s  4000/50 tok/s  ETA 0:24",
         f"beta: failed at v3: {REASON}",
         "beta: resumed from checkpoint v2",
     ]

@@ -43,7 +43,7 @@ def flat(n: int) -> dict[str, Any]:
 
 STEPS: dict[str, tuple[Trouble, str]] = {
     "flat reward": (lambda n: {"reward_mean": 0.5, "reward_std": 0.0}, "every answer has the reward 0.5"),
-    "all groups equal": (flat, "all groups of the last step had equal rewards"),
+    "all groups equal": (flat, "raise sampling.n_samples"),
     "truncated answers": (lambda n: {"truncated": 0.9}, "raise sampling.max_new_tokens"),
     "a reward that raises": (
         lambda n: {"retried": {"scorer": n}, "faults": {"scorer": "TypeError: no (reward.py:9)"}},
@@ -107,10 +107,14 @@ def test_one_bad_step_is_not_a_trouble() -> None:
     assert warnings_of(iter(records)) == {}
 
 
-def test_a_warning_that_lasts_is_repeated_at_1_2_4_8_steps() -> None:
-    found = warnings_of(run_of(random.Random(7), STEPS["truncated answers"][0], steps=BEFORE + 12))
-    begun = BEFORE + NEEDED - 1
-    assert list(found) == [begun, begun + 1, begun + 3, begun + 7]
+@pytest.mark.parametrize("name", STEPS.keys() - {"a reward that raises"})
+def test_a_warning_that_lasts_and_returns_is_shown_once(name: str) -> None:
+    trouble, words = STEPS[name]
+    rng = random.Random(7)
+    records = [*run_of(rng, trouble, steps=BEFORE + 12)]
+    records += [healthy(rng, len(records) + i, **(trouble(12 + i) if i > 5 else {})) for i in range(12)]
+    found = [text for texts in warnings_of(iter(records)).values() for text in texts]
+    assert sum(words in text for text in found) == 1, found
 
 
 def test_before_three_steps_nothing_is_known() -> None:

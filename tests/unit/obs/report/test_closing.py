@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from areal_lora.obs.report.closing import closing_lines, detail_lines
+from areal_lora.obs.report.closing import closing_lines, detail_lines, print_report
 from areal_lora.obs.report.summary import read_summary, write_summary
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
@@ -90,3 +92,15 @@ def test_an_early_end_has_lines_too(tmp_path: Path, turns: int) -> None:
     result, *adapters = closing_lines(ended(tmp_path, turns))[:4]
     assert result == f"result   {turns} steps of 3 adapters in 0:31"
     assert [line.split()[2:4] for line in adapters] == [["active", "after"]] * 3
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    folder, out = make_three(tmp_path / "a run", 4), io.StringIO()
+    print_report(folder, Console(file=out, width=20))
+    assert folder.report.read_text().startswith("<!doctype html>")
+    with folder.metrics.open("a") as file:
+        file.write('{"kind": "step"}\n')
+    print_report(folder, Console(file=out, width=20))
+    written, refused = out.getvalue().splitlines()
+    assert written == f"report   {folder.report}"
+    assert refused.startswith(f"report   not written: {folder.metrics}:")

@@ -76,6 +76,19 @@ def test_it_follows_until_the_run_has_ended_and_sends_the_last_lines(folder: Run
     assert ending.report.startswith("<!doctype html>")
 
 
+def test_a_stopped_run_keeps_what_its_resume_would_repeat(folder: RunFolder) -> None:
+    write(folder, range(1, 3))
+    sink = JsonlSink(folder.metrics)
+    sink.write(msgspec.json.encode(StepRecord(step=6, version=6, time_s=1.0, adapter="toy")))
+    sink.close()
+    tracker = Recorder()
+    assert follow(folder, tracker, lambda: "stopped") == "stopped"
+    assert tracker.rows == [1, 2]
+    [ending] = tracker.endings
+    assert ending is not None
+    assert ending.state == "stopped"
+
+
 def test_without_following_it_ends_and_the_run_continues(folder: RunFolder) -> None:
     tracker = Recorder(holds=2)
     write(folder, range(1, 5))
