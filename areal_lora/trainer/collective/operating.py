@@ -108,6 +108,7 @@ def _step(trainer: Trainer, state: TrainingState, step: protocol.OptimStep) -> p
         weight_decay=step.weight_decay,
         max_grad_norm=step.grad_clip_norm or None,
     )
+    trainer.checkpointing.give_way(state.name)
     stats = trainer.engine.optim_step(state.name, 1.0, step.lr, adam).values
     skipped, number = stats["skipped"] == 1.0, trainer.engine.resident(state.name).trained().step_count
     reached("trainer.operation.stepped")
