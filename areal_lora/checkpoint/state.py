@@ -265,6 +265,8 @@ def read_files(paths: Sequence[Path]) -> dict[str, dict[str, np.ndarray]]:
 
 
 CHUNK_BYTES = 8 << 20
+SYNCED_BYTES = 32 << 20
+"""What other writers to the same disk may have to wait for: the queue of clients' requests commits beside a write."""
 
 
 class Disk:
@@ -283,7 +285,7 @@ class Disk:
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> FileEntry:
         """A new file that is on the disk when this returns, its entry in the folder aside (see ``fsync``)."""
-        sum_, size = hashlib.blake2b(digest_size=16), 0
+        sum_, size, synced = hashlib.blake2b(digest_size=16), 0, 0
         self.about_to("open", path)
         with path.open("xb", buffering=0) as file:
             for part in parts:
@@ -293,6 +295,9 @@ class Disk:
                     sum_.update(chunk)
                     self.about_to("write", path)
                     size += self._write_all(file.fileno(), chunk)
+                    if size >= synced + SYNCED_BYTES:
+                        os.fdatasync(file.fileno())
+                        synced = size
             self.about_to("fsync", path)
             os.fsync(file.fileno())
         return FileEntry(name=path.name, nbytes=size, blake2b=sum_.hexdigest())
