@@ -12,6 +12,7 @@ number of micro-batches of the same sizes, as the collectives inside a layer req
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
@@ -22,13 +23,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_lora.data.packed_groups import PackedGroups, check_rewards, shared_starts
+from areal_lora.data.packed_groups import PackedGroups, check_rewards, part_of, shared_starts
 from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import ArrayLike, TrainBatch
 
 PER_SEQUENCE = ("shared_starts", "rewards", "group_ids", "sample_ids", "given", "held", "baselines")
 OF_HELD = ("token_ids", "rollout_logprobs", "versions")
 """Tensors [N] and [H] of a batch; all others but ``cu_seqlens`` are [T]."""
+CHECKED = 1 << 16
+"""Tokens that `contradiction` looks at together: what it makes of them stays in a processor's cache."""
 HOST = torch.device("cpu")  # named wherever a batch is made: torch's default device may be another one
 
 
@@ -61,7 +64,7 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
         cu_seqlens=torch.from_numpy(cu_seqlens),
         loss_mask=torch.from_numpy(mask),
         rollout_logprobs=torch.from_numpy(packed.columns[1].view(np.float32)),
-        versions=torch.from_numpy(versions if held is None else versions[held.repeat(lengths)]),
+        versions=torch.from_numpy(versions if held is None else part_of(versions, lengths.tolist(), held)),
         shared_starts=host_tensor([row.shared for row in rows], torch.int64),
         rewards=host_tensor([row.reward for row in rows], torch.float32),
         group_ids=host_tensor([row.group for row in rows], torch.int64),
@@ -78,18 +81,21 @@ def contradiction(batch: TrainBatch) -> str:
 
     Finds a shift of one of these arrays against the others without any model.
     """
-    mask = batch.loss_mask
-    first = mask[batch.cu_seqlens[:-1]]
+    mask, versions, logprobs = (x.numpy() for x in (batch.loss_mask, batch.versions, batch.rollout_logprobs))
+    first = mask[batch.cu_seqlens[:-1].numpy()]
     if batch.held is not None:
-        mask = mask[batch.held.repeat_interleave(batch.cu_seqlens.diff())]
-    wrong = {
-        "tokens 0 of their sequences are trained on": first,
-        "tokens have a version or are trained on, but not both": (batch.versions >= 0) != mask,
-        "tokens that are not trained on have a log-probability": (batch.rollout_logprobs != 0) & ~mask,
-        "trained tokens have a log-probability that is not finite": ~batch.rollout_logprobs.isfinite() & mask,
-    }
-    found = [f"{int(tokens.sum())} {what}" for what, tokens in wrong.items() if bool(tokens.any())]
-    return f"of {mask.numel()} tokens {'; '.join(found)}: per-token arrays are shifted" if found else ""
+        mask = part_of(mask, batch.cu_seqlens.diff().tolist(), batch.held.numpy())
+    wrong = Counter({"tokens 0 of their sequences are trained on": np.count_nonzero(first)})
+    for at in range(0, len(mask), CHECKED):
+        own, version, logprob = (x[at : at + CHECKED] for x in (mask, versions, logprobs))
+        for what, tokens in (
+            ("tokens have a version or are trained on, but not both", (version >= 0) != own),
+            ("tokens that are not trained on have a log-probability", (logprob != 0) > own),
+            ("trained tokens have a log-probability that is not finite", np.isfinite(logprob) < own),
+        ):
+            wrong[what] += np.count_nonzero(tokens)
+    found = [f"{count} {what}" for what, count in wrong.items() if count]
+    return f"of {len(mask)} tokens {'; '.join(found)}: per-token arrays are shifted" if found else ""
 
 
 def host_tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
@@ -251,6 +257,11 @@ def plan_microbatches(
     while True:
         share = max(1, -(-total // (dp * count)))
         parts = [part for tree in trees for part in _split(tree, lengths, share, token_budget)]
+        # More micro-batches never need fewer tokens: the parts that repeat a shared start become more.
+        sizes = [part.size(lengths) for part in parts]
+        if (needed := -(-sum(sizes) // (dp * token_budget))) > count and max(sizes) <= token_budget:
+            count = needed
+            continue
         bins = _balance(parts, lengths, dp * count)
         # A lone part beyond the budget cannot be cut further.
         if count >= len(parts) or all(len(held) < 2 or _load(held, lengths) <= token_budget for held in bins):

@@ -67,9 +67,14 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
 
     def part(self, held: np.ndarray) -> np.ndarray:
         """A copy of the columns [2, H] of the trajectories ``held`` [N] alone, of the columns of all."""
-        bounds = pairwise(accumulate((row.n_tokens for row in self.rows), initial=0))
-        chosen = [self.columns[:, a:b] for (a, b), own in zip(bounds, held.tolist(), strict=True) if own]
-        return np.concatenate([self.columns[:, :0], *chosen], axis=1)
+        return part_of(self.columns, [row.n_tokens for row in self.rows], held)
+
+
+def part_of(flat: np.ndarray, lengths: Sequence[int], held: np.ndarray) -> np.ndarray:
+    """A copy of ``flat`` [..., T] of the sequences ``held`` [N] alone."""
+    bounds = pairwise(accumulate(lengths, initial=0))
+    chosen = [flat[..., a:b] for (a, b), own in zip(bounds, held.tolist(), strict=True) if own]
+    return np.concatenate([flat[..., :0], *chosen], axis=-1)
 
 
 def shared_starts(rows: Sequence[np.ndarray]) -> list[int]:
