@@ -31,6 +31,8 @@ class RunConfig(Section):
     stall_s: PositiveFloat = 900.0
     """Seconds without progress after which trainer rank 0, the controller's event loop or a server's engine counts as
     stuck: the stacks are written and it is restarted."""
+    keep_rollouts_mib: NonNegInt = 1024
+    """Largest size of `rollouts/`, which has every rollout with its tokens; the oldest are removed. 0: none is kept."""
     profile: ProfileConfig | None = Field(None, description="Which steps to trace; none if unset.")
 
 
