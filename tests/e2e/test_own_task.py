@@ -92,9 +92,9 @@ def test_the_page_trains_in_two_commands(own: Path, parts: list[Block]) -> None:
     assert several.pass_at[1] <= several.pass_at[2] <= several.pass_at[4]
     assert several.majority is not None
     assert all(p.probe_mean_abs is not None and p.probe_mean_abs < 1e-4 for p in run.metrics.publishes)
-    [sample, *_] = run.metrics.samples
-    assert sample.prompt.startswith("Q: ")
-    assert sample.prompt.endswith(" How many now?\nA:")
+    [rollout, *_] = RolloutIndex(RunFolder.of(run.folder)).page(RolloutFilter()).rows
+    assert rollout.prompt.startswith("Q: ")
+    assert rollout.prompt.endswith(" How many now?\nA:")
     (run.folder / "report.html").unlink()
     take(report, own)
     assert "Reward by part" in (run.folder / "report.html").read_text()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from areal_lora.errors import BackgroundFailed
 
-ROWS = 2048
+ROWS = 512
 """Rollouts of a row group: what a reader of one of them reads."""
 MERGED_FILES = 64
 SEGMENT_BYTES = 16 << 20
@@ -195,11 +195,15 @@ class RolloutWriter:
 
     def write(self, step: StepRollouts) -> None:
         """Keep the rollouts of a step, or count them as left out where ``WAITING_BYTES`` wait."""
-        if self._taken - self._written > WAITING_BYTES:
+        if self.waiting_bytes > WAITING_BYTES:
             self._leave_out(step, "the disk takes them slower than they come")
         elif self._thread.is_alive():
             self._taken += TOKEN_BYTES * len(step.advantages)
             self._queue.put(step)
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._taken - self._written
 
     def drop(self, adapter: str, step: int) -> None:
         """Remove rollouts of ``adapter`` from ``step`` onwards; a resumed run repeats these steps."""

@@ -4,13 +4,7 @@ import random
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.obs.metrics.records import (
-    CheckpointRecord,
-    EvalRecord,
-    PublishRecord,
-    ResumeRecord,
-    SampleRecord,
-)
+from areal_lora.obs.metrics.records import CheckpointRecord, EvalRecord, PublishRecord, ResumeRecord, SampleRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.events import RestartEvent, write_event
 from areal_lora.run_folder.paths import RunFolder

@@ -74,8 +74,8 @@ def step_rollouts(
     )
 
 
-def keep(folder: RunFolder, steps: Iterable[StepRollouts], limit_bytes: int = 64 << 20) -> None:
-    writer = RolloutWriter(folder, limit_bytes, lambda: VOCABULARY)
+def keep(folder: RunFolder, steps: Iterable[StepRollouts], vocabulary: Sequence[str] = VOCABULARY) -> None:
+    writer = RolloutWriter(folder, 64 << 20, lambda: vocabulary)
     for step in steps:
         writer.write(step)
     writer.close()

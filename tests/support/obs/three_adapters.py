@@ -6,13 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.obs.metrics.records import (
-    AdapterStateRecord,
-    EvalRecord,
-    PublishRecord,
-    Record,
-    StepRecord,
-)
+from areal_lora.obs.metrics.records import AdapterStateRecord, EvalRecord, PublishRecord, Record, StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase

@@ -15,13 +15,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.obs.console import LiveConsole
-from areal_lora.obs.metrics.records import (
-    CheckpointRecord,
-    EvalRecord,
-    PublishRecord,
-    Record,
-    SampleRecord,
-)
+from areal_lora.obs.metrics.records import CheckpointRecord, EvalRecord, PublishRecord, Record, SampleRecord
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.recording import Recorder
 from tests.support.obs.fake_run import ADAPTER, make_config

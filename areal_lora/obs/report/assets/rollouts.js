@@ -19,7 +19,7 @@ const button = (text, press, attributes = {}) => {
   return made;
 };
 
-const step = element("input", { type: "range" }), stepText = element("output", {});
+const step = element("input", { type: "range", min: -1, max: 0, value: -1 }), stepText = element("output", {});
 const form = element("form", { id: "filter", "aria-label": "filter of rollouts" },
   field("run", "run", element("select", {})), field("adapter", "adapter", element("select", {})),
   field("outcome", "outcome", element("select", {}, option("", "any"), ...OUTCOMES.map((name) => option(name)))),
