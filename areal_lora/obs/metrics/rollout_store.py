@@ -1,6 +1,7 @@
 """Keep the rollouts of a run in columns: Parquet files below ``rollouts/`` of the run folder, written by a thread.
 
     000000000-000004096.parquet ...   the rollouts with these numbers, the second one excluded
+    000000000-000004096.npz ...       what queries compare of these
     vocabulary.parquet                the text of each token id
 
 A file is written whole or not at all. Small files are merged: a file replaces all whose numbers lie within its own.
@@ -9,6 +10,7 @@ Where the limit is reached, the oldest files are removed, the first one last: it
 
 from __future__ import annotations
 
+import io
 import queue
 import re
 from collections.abc import Callable, Sequence
@@ -44,6 +46,8 @@ TOKEN_BYTES = 24
 CLOSE_S = 120.0
 FLOATS = ("logprobs", "trainer_logprobs")
 DICTIONARIES = ("adapter", "uid", "prompt", "messages", "gold", "finish_reason")
+_WIDTHS = "rollout:<i8 prompt_key:<i8 step:<i4 group:<i4 reward:<f4 adapter:<i2 solved:i1 truncated:? stale:? retried:?"
+INDEX = np.dtype([(name, width) for name, _, width in (each.partition(":") for each in _WIDTHS.split())])
 _NAME = re.compile(r"(\d{9,})-(\d{9,})\.parquet")
 
 log = get_logger(__name__)
@@ -70,6 +74,19 @@ class RolloutFile(NamedTuple):
     first: int
     end: int
     path: Path
+
+    @property
+    def index(self) -> Path:
+        """Its `rollout_index`; absent after a crash, and while the file is replaced."""
+        return self.path.with_suffix(".npz")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(path.stat().st_size for path in (self.path, self.index) if path.exists())
+
+    def unlink(self) -> None:
+        for path in (self.path, self.index):
+            path.unlink(missing_ok=True)
 
 
 def segments(folder: Path) -> list[RolloutFile]:
@@ -155,6 +172,22 @@ def rollout_table(step: StepRollouts, first: int) -> pa.Table:
     )
 
 
+def rollout_index(table: pa.Table) -> tuple[np.ndarray, list[str]]:
+    """The columns of ``INDEX`` of a table, and the names of its adapters by their number there. ``solved``: -1 is null.
+
+    They are also in the table: this is what takes no second to read of a million rollouts.
+    """
+    adapters = table["adapter"].combine_chunks().dictionary_encode()
+    found = np.empty(len(table), INDEX)
+    for name in INDEX.names or ():
+        column = table[name]
+        if name == "adapter":
+            found[name] = adapters.indices.to_numpy()
+        else:
+            found[name] = (column.cast("int8").fill_null(-1) if name == "solved" else column).to_numpy()
+    return found, adapters.dictionary.to_pylist()
+
+
 def _offsets(sizes: Sequence[int]) -> np.ndarray:
     return np.cumsum([0, *sizes], dtype=np.int64)
 
@@ -174,6 +207,13 @@ def encoded(table: pa.Table) -> Any:
         use_byte_stream_split=floats,
     ) as writer:
         writer.write_table(table, row_group_size=ROWS)
+    return sink.getvalue()
+
+
+def _encoded_index(table: pa.Table) -> bytes:
+    rows, adapters = rollout_index(table)
+    sink = io.BytesIO()
+    np.savez(sink, rows=rows, adapters=np.array(adapters))
     return sink.getvalue()
 
 
@@ -226,10 +266,9 @@ class RolloutWriter:
 
     def _work(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        used = {segment.path for segment in segments(self._folder)}
-        for path in [*self._folder.glob(".*.tmp"), *self._folder.glob("*-*.parquet")]:
-            if path not in used:
-                path.unlink()  # of a process that was killed
+        used = {path for each in segments(self._folder) for path in (each.path, each.index)}
+        for path in {*self._folder.glob(".*.tmp"), *self._folder.glob("*-*.*")} - used:
+            path.unlink()  # of a process that was killed
         while (work := self._queue.get()) is not None:
             if isinstance(work, StepRollouts):
                 self._append(work)
@@ -249,28 +288,30 @@ class RolloutWriter:
         table = rollout_table(step, first)
         if len(table) and not self._place(table, first, first + len(table)):
             self._leave_out(step, f"a step of them exceeds run.keep_rollouts_mib, {self._limit >> 20} MiB")
-        small = lambda each: each.path.stat().st_size < self._segment_bytes  # noqa: E731
+        small = lambda each: each.nbytes < self._segment_bytes  # noqa: E731
         tail = [*takewhile(small, reversed(segments(self._folder)))][::-1]
-        nbytes = sum(each.path.stat().st_size for each in tail)
+        nbytes = sum(each.nbytes for each in tail)
         if len(tail) >= MERGED_FILES or (len(tail) > 1 and nbytes >= self._segment_bytes):
             merged = pa.concat_tables([pq.ParquetFile(each.path).read() for each in tail])
             if self._place(merged, tail[0].first, tail[-1].end):
                 for each in tail:
-                    each.path.unlink(missing_ok=True)
+                    each.unlink()
 
     def _place(self, table: pa.Table, first: int, end: int) -> bool:
         """Write a file after making room for it; False if it exceeds the limit alone."""
-        content = encoded(table)
-        sizes = {path: path.stat().st_size for path in self._folder.glob("*.parquet")}
+        content, index = encoded(table), _encoded_index(table)
         files = segments(self._folder)
-        spare = self._limit - sum(sizes.values()) - len(content)
-        if spare + sum(sizes[each.path] for each in files) < 0:
+        spare = self._limit - len(content) - len(index)
+        spare -= sum(path.stat().st_size for path in self._folder.iterdir())
+        if spare + sum(each.nbytes for each in files) < 0:
             return False
         while spare < 0:
             oldest = files.pop(1 if len(files) > 1 else 0)
-            spare += sizes[oldest.path]
-            oldest.path.unlink()
-        write_file(self._folder / f"{first:09d}-{end:09d}.parquet", content)
+            spare += oldest.nbytes
+            oldest.unlink()
+        made = RolloutFile(first, end, self._folder / f"{first:09d}-{end:09d}.parquet")
+        write_file(made.index, index)
+        write_file(made.path, content)
         return True
 
     def _drop(self, adapter: str, step: int) -> None:
@@ -283,7 +324,9 @@ class RolloutWriter:
             if not len(file.read(["adapter", "step"]).filter(void)):
                 continue
             table = file.read().filter(~void)
-            if len(table):
-                write_file(each.path, encoded(table))
-            else:
-                each.path.unlink()
+            if not len(table):
+                each.unlink()
+                continue
+            each.index.unlink(missing_ok=True)
+            write_file(each.path, encoded(table))
+            write_file(each.index, _encoded_index(table))

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from zipfile import BadZipFile
 
 import msgspec
 import numpy as np
 
-from areal_lora.obs.metrics.rollout_store import ROWS, RolloutFile, segments
+from areal_lora.obs.metrics.rollout_store import INDEX, ROWS, RolloutFile, rollout_index, segments
 from areal_lora.run_folder.paths import RunFolder
 
 if TYPE_CHECKING:
@@ -26,10 +27,9 @@ SEARCH_S = 0.6
 EXCERPT = 240
 OTHERS = 200
 EMBEDDED_TOKENS = 60_000
-SCALARS = ("rollout", "adapter", "step", "group", "prompt_key", "reward", "solved", "truncated", "stale", "retried")
 TOKENS = ("messages", "versions", "token_ids", "logprobs", "trainer_logprobs", "advantages")
 TEXTS = ("uid", "prompt", "gold", "answer", "finish_reason", "components")
-HEAD = (*SCALARS, *TEXTS, "sample", "advantage", "mismatch", "oldest", "newest")
+HEAD = (*(INDEX.names or ()), *TEXTS, "sample", "advantage", "mismatch", "oldest", "newest")
 
 
 class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,7 +122,7 @@ T = TypeVar("T")
 class _Loaded:
     file: RolloutFile
     mark: tuple[int, int]
-    columns: dict[str, np.ndarray]
+    rows: np.ndarray  # of INDEX
 
 
 class RolloutIndex:
@@ -132,7 +132,7 @@ class RolloutIndex:
         self._folder, self._run = folder.rollouts, folder.name
         self._loaded: list[_Loaded] = []
         self._starts = np.zeros(1, np.int64)  # of each file among all rows
-        self._columns: dict[str, np.ndarray] = {}
+        self._columns = np.empty(0, INDEX)
         self._adapters: list[str] = []
         self._words: list[str] = []
 
@@ -184,25 +184,21 @@ class RolloutIndex:
                 continue  # merged or removed meanwhile
         if [each.mark for each in found] != [each.mark for each in self._loaded]:
             self._loaded = found
-            self._starts = np.cumsum([0, *(len(each.columns["step"]) for each in found)])
-            self._columns = {
-                name: np.concatenate([each.columns[name] for each in found] or [np.empty(0)]) for name in SCALARS
-            }
+            self._starts = np.cumsum([0, *(len(each.rows) for each in found)])
+            self._columns = np.concatenate([np.empty(0, INDEX), *(each.rows for each in found)])
 
-    def _scalars(self, file: RolloutFile) -> dict[str, np.ndarray]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+    def _scalars(self, file: RolloutFile) -> np.ndarray:
+        try:
+            with np.load(file.index) as found:
+                rows, names = found["rows"], found["adapters"].tolist()
+        except (OSError, ValueError, BadZipFile):  # after a crash
+            import pyarrow.parquet as pq
 
-        table = pq.read_table(file.path, columns=list(SCALARS), read_dictionary=["adapter"], partitioning=None)
-        adapters = table["adapter"].combine_chunks()
-        if isinstance(adapters, pa.ChunkedArray):
-            adapters = adapters.unify_dictionaries().combine_chunks()
-        names = adapters.dictionary.to_pylist()
+            with pq.ParquetFile(file.path) as table:
+                rows, names = rollout_index(table.read(INDEX.names))
         self._adapters += [name for name in names if name not in self._adapters]
-        codes = np.array([self._adapters.index(name) for name in names] or [0], np.int32)
-        solved = table["solved"].cast("int8").fill_null(-1).to_numpy()
-        columns = {name: table[name].to_numpy() for name in SCALARS if name not in ("adapter", "solved")}
-        return columns | {"adapter": codes[adapters.indices.to_numpy(zero_copy_only=False)], "solved": solved}
+        rows["adapter"] = np.array([self._adapters.index(name) for name in names], "<i2")[rows["adapter"]]
+        return rows
 
     def _read(self, number: int, row_group: int, columns: Sequence[str] | None) -> pa.Table:
         import pyarrow.parquet as pq
@@ -236,14 +232,12 @@ class RolloutIndex:
     # ------------------------------------------------------------ queries
 
     def _overview(self) -> RolloutOverview:
-        steps = self._columns["step"] if self._columns else np.empty(0)
+        steps = self._columns["step"]
         first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
         return RolloutOverview(run=self._run, kept=len(steps), steps=(first, last), adapters=self._adapters)
 
     def _places(self, chosen: RolloutFilter) -> np.ndarray:
         """Rows of the index, in order; the text does not count."""
-        if not self._columns:
-            return np.empty(0, np.int64)
         of, wanted = self._columns, []
         if chosen.adapter:
             code = self._adapters.index(chosen.adapter) if chosen.adapter in self._adapters else -1
