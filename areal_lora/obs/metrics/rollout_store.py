@@ -76,16 +76,16 @@ class RolloutFile(NamedTuple):
     path: Path
 
     @property
-    def index(self) -> Path:
+    def scalars(self) -> Path:
         """Its `rollout_index`; absent after a crash, and while the file is replaced."""
         return self.path.with_suffix(".npz")
 
     @property
     def nbytes(self) -> int:
-        return sum(path.stat().st_size for path in (self.path, self.index) if path.exists())
+        return sum(path.stat().st_size for path in (self.path, self.scalars) if path.exists())
 
     def unlink(self) -> None:
-        for path in (self.path, self.index):
+        for path in (self.path, self.scalars):
             path.unlink(missing_ok=True)
 
 
@@ -266,7 +266,7 @@ class RolloutWriter:
 
     def _work(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        used = {path for each in segments(self._folder) for path in (each.path, each.index)}
+        used = {path for each in segments(self._folder) for path in (each.path, each.scalars)}
         for path in {*self._folder.glob(".*.tmp"), *self._folder.glob("*-*.*")} - used:
             path.unlink()  # of a process that was killed
         while (work := self._queue.get()) is not None:
@@ -310,7 +310,7 @@ class RolloutWriter:
             spare += oldest.nbytes
             oldest.unlink()
         made = RolloutFile(first, end, self._folder / f"{first:09d}-{end:09d}.parquet")
-        write_file(made.index, index)
+        write_file(made.scalars, index)
         write_file(made.path, content)
         return True
 
@@ -327,6 +327,6 @@ class RolloutWriter:
             if not len(table):
                 each.unlink()
                 continue
-            each.index.unlink(missing_ok=True)
+            each.scalars.unlink(missing_ok=True)
             write_file(each.path, encoded(table))
-            write_file(each.index, _encoded_index(table))
+            write_file(each.scalars, _encoded_index(table))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from zipfile import BadZipFile
 
@@ -29,7 +30,8 @@ OTHERS = 200
 EMBEDDED_TOKENS = 60_000
 TOKENS = ("messages", "versions", "token_ids", "logprobs", "trainer_logprobs", "advantages")
 TEXTS = ("uid", "prompt", "gold", "answer", "finish_reason", "components")
-HEAD = (*(INDEX.names or ()), *TEXTS, "sample", "advantage", "mismatch", "oldest", "newest")
+SCALARS = ("rollout", "adapter", "step", "group", "reward", "solved", "truncated", "stale", "retried")
+HEAD = (*SCALARS, *TEXTS, "sample", "advantage", "mismatch", "oldest", "newest")
 
 
 class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,7 +43,6 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     adapter: str = ""
     step: int | None = None
     group: int | None = None
-    prompt_key: str = ""
     outcome: Literal["", "solved", "failed", "truncated", "stale", "retried"] = ""
     lowest: float | None = None
     highest: float | None = None
@@ -50,7 +51,8 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class RolloutHead(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout without its tokens; columns as in `rollout_store.rollout_table`. ``prompt_key`` is text for scripts."""
+    """A rollout without its tokens;
+    columns as in `rollout_store.rollout_table`."""
 
     rollout: int
     adapter: str
@@ -58,7 +60,6 @@ class RolloutHead(msgspec.Struct, frozen=True, kw_only=True):
     group: int
     sample: int
     uid: str
-    prompt_key: str
     prompt: str
     answer: str
     gold: str
@@ -119,10 +120,79 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class _FileRows:
     file: RolloutFile
     mark: tuple[int, int]
     rows: np.ndarray  # of INDEX
+
+
+class RolloutRows:
+    """The rows of all files of a folder, oldest first; ``index`` has their scalars. A place is a row's number there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._loaded: list[_FileRows] = []
+        self._starts = np.zeros(1, np.int64)  # of each file among all rows
+        self.index = np.empty(0, INDEX)
+        self.adapters: list[str] = []
+
+    def refresh(self) -> None:
+        known = {(each.file.path, each.mark): each for each in self._loaded}
+        found: list[_FileRows] = []
+        for file in segments(self._folder):
+            try:
+                stat = file.path.stat()
+                mark = (stat.st_mtime_ns, stat.st_size)
+                found.append(known.get((file.path, mark)) or _FileRows(file, mark, self._scalars(file)))
+            except FileNotFoundError:
+                continue  # merged or removed meanwhile
+        if [each.mark for each in found] != [each.mark for each in self._loaded]:
+            self._loaded = found
+            self._starts = np.cumsum([0, *(len(each.rows) for each in found)])
+            self.index = np.concatenate([np.empty(0, INDEX), *(each.rows for each in found)])
+
+    def _scalars(self, file: RolloutFile) -> np.ndarray:
+        try:
+            with np.load(file.scalars) as found:
+                rows: np.ndarray = found["rows"]
+                names: list[str] = found["adapters"].tolist()
+        except (OSError, ValueError, BadZipFile):  # after a crash
+            import pyarrow.parquet as pq
+
+            with pq.ParquetFile(file.path) as table:
+                rows, names = rollout_index(table.read(INDEX.names))
+        self.adapters += [name for name in names if name not in self.adapters]
+        rows["adapter"] = np.array([self.adapters.index(name) for name in names], "<i2")[rows["adapter"]]
+        return rows
+
+    def read(self, number: int, row_group: int, columns: Sequence[str] | None) -> pa.Table:
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(self._loaded[number].file.path) as file:
+            return file.read_row_group(row_group, columns)
+
+    def by_row_group(self, places: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """``(number of a file, rows in it)`` for each row group with some of the ``places``, in their order."""
+        numbers = np.searchsorted(self._starts, places, "right") - 1
+        rows = places - self._starts[numbers]
+        changes = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(rows // ROWS) != 0)) + 1
+        for part in np.split(np.arange(len(places)), changes):
+            if len(part):
+                yield int(numbers[part[0]]), rows[part]
+
+    def opened(self, places: np.ndarray) -> list[tuple[pq.ParquetFile, np.ndarray]]:
+        """Files that stay readable when they are merged, and the rows of a row group that are meant."""
+        import pyarrow.parquet as pq
+
+        files = dict[int, pq.ParquetFile]()
+        return [
+            (files.get(number) or files.setdefault(number, pq.ParquetFile(self._loaded[number].file.path)), rows)
+            for number, rows in self.by_row_group(places)
+        ]
+
+    def dicts(self, places: np.ndarray, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        for number, rows in self.by_row_group(places):
+            yield from self.read(number, rows[0] // ROWS, columns).take(rows % ROWS).to_pylist()
 
 
 class RolloutIndex:
@@ -130,10 +200,7 @@ class RolloutIndex:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._run = folder.rollouts, folder.name
-        self._loaded: list[_Loaded] = []
-        self._starts = np.zeros(1, np.int64)  # of each file among all rows
-        self._columns = np.empty(0, INDEX)
-        self._adapters: list[str] = []
+        self._rows = RolloutRows(self._folder)
         self._words: list[str] = []
 
     def overview(self) -> RolloutOverview:
@@ -145,7 +212,7 @@ class RolloutIndex:
 
     def rollouts(self, chosen: RolloutFilter) -> list[RolloutHead]:
         """All that match, oldest first, with whole texts; ``text`` does not count."""
-        return self._settled(lambda: list(map(_head, self._rows(self._places(chosen), HEAD))))
+        return self._settled(lambda: list(map(_head, self._rows.dicts(self._places(chosen), HEAD))))
 
     def group(self, place: GroupPlace) -> GroupView:
         """The group there; empty if it is not kept."""
@@ -157,96 +224,33 @@ class RolloutIndex:
 
     def tables(self, chosen: RolloutFilter) -> Iterator[pa.Table]:
         """All columns of what matches, a row group at a time; ``text`` counts."""
-        for file, rows in self._settled(lambda: self._opened(chosen)):
+        for file, rows in self._settled(lambda: self._rows.opened(self._places(chosen))):
             table = file.read_row_group(rows[0] // ROWS).take(rows % ROWS)
             yield table.filter(_has_text(table, chosen.text)) if chosen.text else table
 
-    # ------------------------------------------------------------ files
-
     def _settled(self, read: Callable[[], T]) -> T:
         for _ in range(10):
-            self._refresh()
+            self._rows.refresh()
             try:
                 return read()
             except FileNotFoundError:
                 continue
         raise OSError(f"{self._folder}: its files change faster than they can be read")
 
-    def _refresh(self) -> None:
-        known = {(each.file.path, each.mark): each for each in self._loaded}
-        found: list[_Loaded] = []
-        for file in segments(self._folder):
-            try:
-                stat = file.path.stat()
-                mark = (stat.st_mtime_ns, stat.st_size)
-                found.append(known.get((file.path, mark)) or _Loaded(file, mark, self._scalars(file)))
-            except FileNotFoundError:
-                continue  # merged or removed meanwhile
-        if [each.mark for each in found] != [each.mark for each in self._loaded]:
-            self._loaded = found
-            self._starts = np.cumsum([0, *(len(each.rows) for each in found)])
-            self._columns = np.concatenate([np.empty(0, INDEX), *(each.rows for each in found)])
-
-    def _scalars(self, file: RolloutFile) -> np.ndarray:
-        try:
-            with np.load(file.index) as found:
-                rows, names = found["rows"], found["adapters"].tolist()
-        except (OSError, ValueError, BadZipFile):  # after a crash
-            import pyarrow.parquet as pq
-
-            with pq.ParquetFile(file.path) as table:
-                rows, names = rollout_index(table.read(INDEX.names))
-        self._adapters += [name for name in names if name not in self._adapters]
-        rows["adapter"] = np.array([self._adapters.index(name) for name in names], "<i2")[rows["adapter"]]
-        return rows
-
-    def _read(self, number: int, row_group: int, columns: Sequence[str] | None) -> pa.Table:
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(self._loaded[number].file.path) as file:
-            return file.read_row_group(row_group, columns)
-
-    def _by_group(self, places: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """``(number of a file, rows in it)`` for each row group with some of the ``places``, in their order."""
-        numbers = np.searchsorted(self._starts, places, "right") - 1
-        rows = places - self._starts[numbers]
-        changes = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(rows // ROWS) != 0)) + 1
-        for part in np.split(np.arange(len(places)), changes):
-            if len(part):
-                yield int(numbers[part[0]]), rows[part]
-
-    def _opened(self, chosen: RolloutFilter) -> list[tuple[pq.ParquetFile, np.ndarray]]:
-        """Files that stay readable when they are merged, and the rows of a row group that match."""
-        import pyarrow.parquet as pq
-
-        files = dict[int, pq.ParquetFile]()
-        return [
-            (files.get(number) or files.setdefault(number, pq.ParquetFile(self._loaded[number].file.path)), rows)
-            for number, rows in self._by_group(self._places(chosen))
-        ]
-
-    def _rows(self, places: np.ndarray, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        for number, rows in self._by_group(places):
-            yield from self._read(number, rows[0] // ROWS, columns).take(rows % ROWS).to_pylist()
-
-    # ------------------------------------------------------------ queries
-
     def _overview(self) -> RolloutOverview:
-        steps = self._columns["step"]
+        steps = self._rows.index["step"]
         first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
-        return RolloutOverview(run=self._run, kept=len(steps), steps=(first, last), adapters=self._adapters)
+        return RolloutOverview(run=self._run, kept=len(steps), steps=(first, last), adapters=self._rows.adapters)
 
     def _places(self, chosen: RolloutFilter) -> np.ndarray:
         """Rows of the index, in order; the text does not count."""
-        of, wanted = self._columns, []
+        of, wanted = self._rows.index, []
         if chosen.adapter:
-            code = self._adapters.index(chosen.adapter) if chosen.adapter in self._adapters else -1
+            code = self._rows.adapters.index(chosen.adapter) if chosen.adapter in self._rows.adapters else -1
             wanted.append(of["adapter"] == code)
         for name in ("step", "group"):
             if (value := getattr(chosen, name)) is not None:
                 wanted.append(of[name] == value)
-        if chosen.prompt_key:
-            wanted.append(of["prompt_key"] == int(chosen.prompt_key))
         if chosen.outcome in ("solved", "failed"):
             wanted.append(of["solved"] == (chosen.outcome == "solved"))
         elif chosen.outcome:
@@ -263,15 +267,15 @@ class RolloutIndex:
             places, below = self._search(places, chosen.text, limit)
         elif matches > limit:
             places = places[:limit]
-            below = int(self._columns["rollout"][places[-1]])
-        rows = [_head(row, EXCERPT) for row in self._rows(places, HEAD)]
+            below = int(self._rows.index["rollout"][places[-1]])
+        rows = [_head(row, EXCERPT) for row in self._rows.dicts(places, HEAD)]
         return RolloutPage(rows=rows, matches=None if chosen.text else matches, below=below)
 
     def _search(self, places: np.ndarray, text: str, limit: int) -> tuple[np.ndarray, int | None]:
         """The first ``limit`` of ``places`` with ``text``, and the number below which the search continues."""
         end_s, found, seen = time.monotonic() + SEARCH_S, list[np.ndarray](), 0
-        for number, rows in self._by_group(places):
-            table = self._read(number, rows[0] // ROWS, ["prompt", "answer"]).take(rows % ROWS)
+        for number, rows in self._rows.by_row_group(places):
+            table = self._rows.read(number, rows[0] // ROWS, ["prompt", "answer"]).take(rows % ROWS)
             hits = np.flatnonzero(_has_text(table, text).to_numpy(zero_copy_only=False))
             found.append(places[seen + hits])
             seen += len(rows)
@@ -279,28 +283,29 @@ class RolloutIndex:
                 break
         chosen = np.concatenate([places[:0], *found])
         if len(chosen) > limit:
-            return chosen[:limit], int(self._columns["rollout"][chosen[limit - 1]])
-        return chosen, int(self._columns["rollout"][places[seen - 1]]) if seen < len(places) else None
+            return chosen[:limit], int(self._rows.index["rollout"][chosen[limit - 1]])
+        return chosen, int(self._rows.index["rollout"][places[seen - 1]]) if seen < len(places) else None
 
     def _group(self, place: GroupPlace) -> GroupView:
         where = self._places(RolloutFilter(adapter=place.adapter, step=place.step, group=place.group))
         if not len(where):
             return GroupView(rollouts=[], others=[])
-        rollouts = [self._tokens(row) for row in self._rows(where, [*HEAD, *TOKENS])]
-        same = self._places(RolloutFilter(prompt_key=rollouts[0].head.prompt_key))
-        keys = {(self._columns["adapter"][i], self._columns["step"][i], self._columns["group"][i]): None for i in same}
-        others = [GroupPlace(adapter=self._adapters[a], step=int(s), group=int(g)) for a, s, g in keys]
+        rollouts = [self._tokens(row) for row in self._rows.dicts(where, [*HEAD, *TOKENS])]
+        index = self._rows.index
+        same = index[index["prompt_key"] == index["prompt_key"][where[0]]]
+        keys = dict.fromkeys(same[["adapter", "step", "group"]].tolist())
+        others = [GroupPlace(adapter=self._rows.adapters[a], step=s, group=g) for a, s, g in keys]
         return GroupView(rollouts=rollouts, others=[other for other in others if other != place][-OTHERS:])
 
     def _ends(self) -> RolloutOverview:
         found, left = dict[GroupPlace, GroupView](), EMBEDDED_TOKENS
         overview = self._overview()
         for at in (0, -1):
-            for code, name in enumerate(self._adapters):
-                where = np.flatnonzero(self._columns["adapter"] == code)
+            for code, name in enumerate(self._rows.adapters):
+                where = np.flatnonzero(self._rows.index["adapter"] == code)
                 if not len(where):
                     continue
-                step, group = (int(self._columns[column][where[at]]) for column in ("step", "group"))
+                step, group = (int(self._rows.index[column][where[at]]) for column in ("step", "group"))
                 place = GroupPlace(adapter=name, step=step, group=group)
                 view = self._group(place)
                 left -= sum(len(one.tokens) for one in view.rollouts)
@@ -335,7 +340,6 @@ def _head(row: dict[str, Any], limit: int | None = None) -> RolloutHead:
     return RolloutHead(
         **fields
         | {
-            "prompt_key": str(row["prompt_key"]),
             "components": dict(row["components"]),
             "outcomes": solved + [name for name in ("truncated", "stale", "retried") if row[name]],
         }

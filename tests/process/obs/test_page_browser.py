@@ -79,6 +79,7 @@ def test_what_models_write_is_text(browser: Browser, tmp_path: Path) -> None:
     texts = [attack, "</pre></main></body>" + attack, "\u202eright to left\u202c", "\x00\x1b[31mred\x07", "x" * 10**6]
     hostile = step_rollouts(2, n=5, texts=texts * 2)
     group = msgspec.structs.replace(hostile.texts[1], prompt=attack, gold=attack, messages=json.dumps([attack]))
+    (RunFolder(tmp_path).rollouts / "vocabulary.parquet").unlink()
     keep(RunFolder(tmp_path), [replace(hostile, texts=(hostile.texts[0], group))], vocabulary=[attack] * 1000)
     set_status(RunFolder(tmp_path), "trainer", 0, attack)
     report = write_report(tmp_path)
@@ -185,7 +186,7 @@ def test_a_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
             assert len(pq.read_table(download.value.path())) == 24
             assert visit.page.inner_text("#state") == "live"
             paths = {url.removeprefix(address).partition("?")[0] for url in visit.requests}
-            assert paths == {"", "data", "rollouts", "group", "rollouts.parquet"}
+            assert paths == {"", "data", "rollouts", "group"}
             assert visit.problems == []
         finally:
             server.terminate()
