@@ -31,6 +31,7 @@ from areal_lora.types import TrajectoryGroup
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
     from areal_lora.errors import BackgroundFailed
 
@@ -98,6 +99,13 @@ def segments(folder: Path) -> list[RolloutFile]:
         if not kept or segment.end > kept[-1].end:
             kept.append(segment)
     return kept
+
+
+def parquet_file(path: Path) -> pq.ParquetFile:
+    """An open file, which stays readable when it is merged or removed. Raises FileNotFoundError."""
+    import pyarrow.parquet as pq  # takes a moment, and much of the command line needs none
+
+    return pq.ParquetFile(path)
 
 
 def prompt_key(uid: str) -> int:
@@ -278,7 +286,6 @@ class RolloutWriter:
 
     def _append(self, step: StepRollouts) -> None:
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         words = self._folder / "vocabulary.parquet"
         if not words.exists() and len(made := encoded(pa.table({"text": list(self._vocabulary())}))) < self._limit // 4:
@@ -292,7 +299,7 @@ class RolloutWriter:
         tail = [*takewhile(small, reversed(segments(self._folder)))][::-1]
         nbytes = sum(each.nbytes for each in tail)
         if len(tail) >= MERGED_FILES or (len(tail) > 1 and nbytes >= self._segment_bytes):
-            merged = pa.concat_tables([pq.ParquetFile(each.path).read() for each in tail])
+            merged = pa.concat_tables([parquet_file(each.path).read() for each in tail])
             if self._place(merged, tail[0].first, tail[-1].end):
                 for each in tail:
                     each.unlink()
@@ -316,10 +323,9 @@ class RolloutWriter:
 
     def _drop(self, adapter: str, step: int) -> None:
         import pyarrow.compute as pc
-        import pyarrow.parquet as pq
 
         for each in segments(self._folder):
-            file = pq.ParquetFile(each.path)
+            file = parquet_file(each.path)
             void = (pc.field("adapter") == adapter) & (pc.field("step") >= step)
             if not len(file.read(["adapter", "step"]).filter(void)):
                 continue

@@ -16,7 +16,7 @@ from zipfile import BadZipFile
 import msgspec
 import numpy as np
 
-from areal_lora.obs.metrics.rollout_store import INDEX, ROWS, RolloutFile, rollout_index, segments
+from areal_lora.obs.metrics.rollout_store import INDEX, ROWS, RolloutFile, parquet_file, rollout_index, segments
 from areal_lora.run_folder.paths import RunFolder
 
 if TYPE_CHECKING:
@@ -157,18 +157,14 @@ class RolloutRows:
                 rows: np.ndarray = found["rows"]
                 names: list[str] = found["adapters"].tolist()
         except (OSError, ValueError, BadZipFile):  # after a crash
-            import pyarrow.parquet as pq
-
-            with pq.ParquetFile(file.path) as table:
+            with parquet_file(file.path) as table:
                 rows, names = rollout_index(table.read(INDEX.names))
         self.adapters += [name for name in names if name not in self.adapters]
         rows["adapter"] = np.array([self.adapters.index(name) for name in names], "<i2")[rows["adapter"]]
         return rows
 
     def read(self, number: int, row_group: int, columns: Sequence[str] | None) -> pa.Table:
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(self._loaded[number].file.path) as file:
+        with parquet_file(self._loaded[number].file.path) as file:
             return file.read_row_group(row_group, columns)
 
     def by_row_group(self, places: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -182,11 +178,9 @@ class RolloutRows:
 
     def opened(self, places: np.ndarray) -> list[tuple[pq.ParquetFile, np.ndarray]]:
         """Files that stay readable when they are merged, and the rows of a row group that are meant."""
-        import pyarrow.parquet as pq
-
         files = dict[int, pq.ParquetFile]()
         return [
-            (files.get(number) or files.setdefault(number, pq.ParquetFile(self._loaded[number].file.path)), rows)
+            (files.get(number) or files.setdefault(number, parquet_file(self._loaded[number].file.path)), rows)
             for number, rows in self.by_row_group(places)
         ]
 
@@ -316,9 +310,7 @@ class RolloutIndex:
 
     def _tokens(self, row: dict[str, Any]) -> RolloutTokens:
         if not self._words and (path := self._folder / "vocabulary.parquet").exists():
-            import pyarrow.parquet as pq
-
-            self._words = pq.read_table(path, partitioning=None)["text"].to_pylist()
+            self._words = parquet_file(path).read()["text"].to_pylist()
         words = self._words
         tokens = [words[token] if token < len(words) else f"<{token}>" for token in row["token_ids"]]
         return RolloutTokens(
