@@ -28,7 +28,7 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1458,
     "cli": 2179,  # the trainer's speed and memory; page; two versions in a chat
-    "config": 4237,  # cp, fsdp_shard, max_behind, profile, keep_rollouts_mib; memory as each engine keeps it, by recompute
+    "config": 4237,  # cp, fsdp_shard, max_behind, profile, keep_rollouts_mib; memory by kind of recompute
     "data": 661,  # micro-batches whose ranks have equal attention; a batch between ranks; the vocabulary as texts
     "distributed": 383,  # scatter
     "doctor": 1032,
@@ -37,7 +37,7 @@ LINES = {
     "launcher": 3543,
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 3894,  # a live page, runs side by side, warnings; every rollout in columns, and queries of a million of them
+    "obs": 3895,  # a live page, runs side by side, warnings; every rollout in columns, and queries of them
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 141,  # peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
@@ -45,7 +45,7 @@ LINES = {
     "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
-    "trainer": 3820,  # steps ahead of a slow disk, of clients, too; parts of a batch; which passes join; rollouts of a step
+    "trainer": 3820,  # steps ahead of a slow disk; parts of a batch; which passes join; rollouts of a step
     "weight_sync": 4688,
 }
 """Lines of each room; those of the package's own files are under the empty name."""

@@ -178,7 +178,7 @@ class RolloutRows:
 
     def opened(self, places: np.ndarray) -> list[tuple[pq.ParquetFile, np.ndarray]]:
         """Files that stay readable when they are merged, and the rows of a row group that are meant."""
-        files = dict[int, pq.ParquetFile]()
+        files: dict[int, pq.ParquetFile] = {}
         return [
             (files.get(number) or files.setdefault(number, parquet_file(self._loaded[number].file.path)), rows)
             for number, rows in self.by_row_group(places)

@@ -354,4 +354,5 @@ def table(title: str, rows: Sequence[Mapping[str, str]]) -> str:
     lines = ["".join(f"<td>{escape(row.get(head, '-'))}</td>" for head in heads) for row in rows]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     head = f"<h2>{title}</h2>" if title else ""
-    return f"{head}<div class='table' tabindex='0'><table><tr>{''.join(f'<th>{name}</th>' for name in heads)}</tr>{body}</table></div>"
+    names = "".join(f"<th>{name}</th>" for name in heads)
+    return f"{head}<div class='table' tabindex='0'><table><tr>{names}</tr>{body}</table></div>"
