@@ -149,7 +149,7 @@ def stages(bodies: list[bytes]) -> Iterator[tuple[str, Stage]]:
     stage, _ = timed(partial(encoded, made))
     yield "ledger", stage
     groups = tuple(each.group for each in made)
-    batch = m.Batch(adapter="a", step=3, groups=groups, stats=STATS, samples=(), events=(), snapshot=b"")
+    batch = m.Batch(adapter="a", step=3, groups=groups, stats=STATS, texts=(), events=(), snapshot=b"")
     stage, payload = timed(partial(m.encode, batch))
     yield "channel", stage
     del batch, groups, made

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from areal_lora.cli.find_run import Adapter, Run, find_run
@@ -16,7 +17,8 @@ from areal_lora.data.prompts import TextTokenizer, load_tokenizer
 from areal_lora.errors import ConfigError
 from areal_lora.obs.console import number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
-from areal_lora.obs.metrics.records import RolloutSampleRecord, StepRecord
+from areal_lora.obs.metrics.records import StepRecord
+from areal_lora.obs.report.inspector import RolloutFilter, RolloutHead, RolloutIndex
 from areal_lora.rollout.agent_api.chat import Turn
 from areal_lora.rollout.conversations import ConversationRecord, read_conversations
 
@@ -96,28 +98,24 @@ def samples(
     adapter: Adapter = None,
     count: Annotated[int, typer.Option("-n", "--last", min=1, help="at most so many answers")] = 4,
 ) -> None:
-    """Show the answers that were recorded for a step, its groups, drops and errors.
-
-    `samples/` keeps a few answers of the first and the newest steps.
-    """
+    """Show the answers that are kept of a step, its groups, drops and errors."""
     folder = find_run(run)
-    found: dict[int, list[RolloutSampleRecord]] = {}
-    steps: dict[tuple[int, str], StepRecord] = {}
-    for record in iter_metrics(folder):
-        if adapter is not None and record.adapter != adapter:
-            continue
-        if isinstance(record, RolloutSampleRecord):
-            found.setdefault(record.step, []).append(record)
-        elif isinstance(record, StepRecord):
-            steps[record.step, record.adapter] = record
+    index, wanted = RolloutIndex(folder), RolloutFilter(adapter=adapter or "")
+    newest = index.page(wanted, limit=1).rows
+    if not newest:
+        raise ConfigError(str(folder.rollouts), "there is no answer of a trained step", "wait for the end of a step")
+    chosen = newest[0].step if step is None else step
+    found = index.rollouts(msgspec.structs.replace(wanted, step=chosen))
     if not found:
-        raise ConfigError(str(folder.samples), "there is no answer of a trained step", "wait for the end of a step")
-    chosen = max(found) if step is None else step
-    if chosen not in found:
-        kept = f"{min(found)} to {max(found)}" if len(found) > 1 else str(max(found))
+        kept = "{} to {}".format(*index.overview().steps)
         raise ConfigError(f"--step {chosen}", "no answer of it is kept", f"choose among steps {kept}")
-    answers = sorted(found[chosen], key=lambda s: s.reward) if worst else found[chosen]
-    figures = [_step(steps[key]) for key in sorted(steps) if key[0] == chosen]
+    steps = [
+        record
+        for record in iter_metrics(folder)
+        if isinstance(record, StepRecord) and record.step == chosen and adapter in (None, record.adapter)
+    ]
+    answers = sorted(found, key=lambda head: head.reward) if worst else found
+    figures = map(_step, sorted(steps, key=lambda record: record.adapter))
     print("\n\n".join([*figures, *(_answer(answer) for answer in answers[:count])]))
 
 
@@ -130,11 +128,11 @@ def _step(record: StepRecord) -> str:
     return "\n".join([*lines, f"faults: {record.faults_text}"] if record.faults else lines)
 
 
-def _answer(sample: RolloutSampleRecord) -> str:
-    gold = "" if sample.gold is None else f", gold {sample.gold}"
-    versions = ", ".join(f"v{version}" for version in sample.versions)
-    head = f"== {sample.adapter}, step {sample.step}, {versions}: reward {sample.reward:g}{gold}"
-    return f"{head}\n-- prompt\n{sample.prompt}\n-- answer\n{sample.completion}"
+def _answer(head: RolloutHead) -> str:
+    versions = ", ".join(f"v{version}" for version in sorted({head.oldest, head.newest}))
+    gold = f", gold {head.gold}" if head.gold else ""
+    title = f"== {head.adapter}, step {head.step}, {versions}: reward {head.reward:g}{gold}"
+    return f"{title}\n-- prompt\n{head.prompt}\n-- answer\n{head.answer}"
 
 
 def conversations(

@@ -32,6 +32,8 @@ class TextTokenizer(Protocol):
     chat_template: Any
     eos_token_id: int
 
+    def __len__(self) -> int: ...
+
     def __call__(self, text: list[str]) -> dict[str, list[list[int]]]: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
@@ -51,6 +53,12 @@ def load_tokenizer(folder: str) -> TextTokenizer:
         raise ConfigError("model.path", f"{folder}: no such folder", "restore the model's folder")
     tokenizer: TextTokenizer = AutoTokenizer.from_pretrained(folder)
     return tokenizer
+
+
+def vocabulary(folder: str) -> list[str]:
+    """The text of each token id; a part of a character is U+FFFD."""
+    tokenizer = load_tokenizer(folder)
+    return [tokenizer.decode([token], skip_special_tokens=False) for token in range(len(tokenizer))]
 
 
 _ROUNDS = 6  # of the Feistel network

@@ -301,7 +301,7 @@ def file_names(config: Config, run: RunFolder) -> list[str]:
     """What a run writes into its folder, of a process once."""
     process = "<role>-<index>"
     files = [run.config, run.secret, run.endpoint(process), run.status(process), run.log(process), run.metrics]
-    folders = [run.samples, run.tensorboard, run.adapter_export("<name>")]
+    folders = [run.rollouts, run.tensorboard, run.adapter_export("<name>")]
     keys = [run.ca, run.data_key] if not on_loopback(config.cluster.bind) or has_tenants(config) else []
     names = [*map(str, files), *(f"{path}/" for path in folders), *map(str, [run.report, run.summary, *keys])]
     return [name.removeprefix(f"{run}/") for name in names]

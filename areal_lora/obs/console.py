@@ -214,7 +214,7 @@ class LiveConsole:
             case records.EvalRecord():
                 which = "" if record.name == DEFAULT_SET else f", {record.name}"
                 return f"{name}eval of v{record.version}{which}: {record.figures()}"
-            case records.RolloutSampleRecord() | records.CheckpointRecord() | records.PublishRecord():
+            case records.CheckpointRecord() | records.PublishRecord():
                 return None
             case records.MembersRecord():
                 return members_line(record)

@@ -166,7 +166,7 @@ class RunView:
                 found = [*self._lost(record)]
             case records.CheckpointRecord(failed=True, version=version):
                 found = [f"checkpoint v{version} was not written: see the trainer's log, and the room on the disk"]
-            case records.RolloutSampleRecord() | records.CheckpointRecord():
+            case records.CheckpointRecord():
                 pass
             case records.ResumeRecord(adapter=name, version=version):
                 self.adapter(name).add(record)

@@ -86,8 +86,8 @@ class RunFolder:
     inbox = FolderEntry("inbox")
     """Folder from which the service takes YAML files with an adapter each (`service.acceptance`)."""
     metrics = FolderEntry("metrics.jsonl")
-    samples = FolderEntry("samples")
-    """Folder of the rollout samples (``obs.samples``)."""
+    rollouts = FolderEntry("rollouts")
+    """Folder of the rollouts in columns (``obs.metrics.rollout_store``)."""
     conversations = FolderEntry("conversations.jsonl")
     """Requests of agents and the answers (``rollout.conversations``)."""
     conversations_before = FolderEntry("conversations.1.jsonl")

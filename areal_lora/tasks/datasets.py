@@ -137,11 +137,9 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise _missing(path, "pyarrow") from error
+    import pyarrow
+    import pyarrow.parquet as parquet
+
     try:
         file = parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:

@@ -16,11 +16,12 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import probe_tolerance
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import broadcast_backend
-from areal_lora.data.prompts import load_tokenizer
+from areal_lora.data.prompts import load_tokenizer, vocabulary
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.families.shape import read_shape
+from areal_lora.obs.metrics.rollout_store import RolloutWriter
 from areal_lora.operations.link import TrainerEnd
 from areal_lora.platforms.device import own_device, peak_flops
 from areal_lora.processes.watched import reached
@@ -168,7 +169,9 @@ def _rank_0(
     only = config.adapters[0].name if len(config.adapters) == 1 and config.service is None else None
     versions = {name: found.version for name, found in restored.items()}
     devices = Devices(count=config.trainer.world_size, peak_flops=peak_flops(config.cluster.device))
-    recorder = Recorder(run_folder, list(states), versions, started_s, only=only, devices=devices)
+    limit, words = config.run.keep_rollouts_mib << 20, partial(vocabulary, config.model.folder)
+    rollouts = RolloutWriter(run_folder, limit, words) if limit else None
+    recorder = Recorder(run_folder, list(states), versions, started_s, only=only, devices=devices, rollouts=rollouts)
     kept = {name: restored[name].controller if name in restored else ControllerState() for name in states}
     auditor = Auditor(
         read_secret(run_folder),

@@ -9,12 +9,13 @@ from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import recorded_s
+from areal_lora.obs.metrics.rollout_store import RolloutWriter, StepRollouts
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import OptimStep, StepResult
-from areal_lora.rollout.channel.channel_messages import Batch, EvalResult, Stats
+from areal_lora.rollout.channel.channel_messages import Batch, EvalResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import beat, set_status
 from areal_lora.trainer import step_metrics
@@ -59,7 +60,7 @@ class Recorder:
     """Rank 0's metrics writer and status line; times count from the start of the run, over all its sessions.
 
     ``resumed`` are the versions that adapters resume from: records of later versions are superseded.
-    ``only`` is as in `MetricsWriter`.
+    ``only`` is as in `MetricsWriter`. Without ``rollouts`` none is kept.
     """
 
     def __init__(
@@ -71,24 +72,29 @@ class Recorder:
         *,
         only: str | None = None,
         devices: Devices | None = None,
+        rollouts: RolloutWriter | None = None,
     ) -> None:
-        self._run_folder, self._devices = run_folder, devices or Devices()
+        self._run_folder, self._devices, self._rollouts = run_folder, devices or Devices(), rollouts
         before_s = recorded_s(run_folder)
         self._started_s = started_s - before_s
         self._writer = MetricsWriter(run_folder, only)
         for name, version in resumed.items():
-            self._writer.write(records.ResumeRecord(adapter=name, version=version, time_s=before_s))
-        self._batches: dict[str, tuple[Stats, Metrics]] = {}
+            self._resume(name, version, before_s)
+        self._batches: dict[str, tuple[Batch, Metrics]] = {}
         self._meter = RateMeter([name for name in adapters if name not in resumed], time.monotonic())
 
     def joined(self, ref: AdapterRef, *, steps: int | None, resumed: bool) -> None:
         """An adapter of ``steps`` (None: its client decides) has joined at ``ref``; see `Recorder` for ``resumed``."""
         if resumed:
-            now_s = time.monotonic() - self._started_s
-            self._writer.write(records.ResumeRecord(adapter=ref.name, version=ref.version, time_s=now_s))
+            self._resume(ref.name, ref.version, time.monotonic() - self._started_s)
         else:
             self._meter.start(ref.name, time.monotonic())
         self.phase(ref, AdapterPhase.PENDING, "", steps)
+
+    def _resume(self, adapter: str, version: int, time_s: float) -> None:
+        self._writer.write(records.ResumeRecord(adapter=adapter, version=version, time_s=time_s))
+        if self._rollouts:
+            self._rollouts.drop(adapter, version)
 
     def status(self, text: str) -> None:
         set_status(self._run_folder, "trainer", 0, text)
@@ -98,10 +104,8 @@ class Recorder:
         beat(self._run_folder, "trainer", 0)
 
     def batch(self, batch: Batch) -> None:
-        """Record samples of the batch that is consumed; the rest goes into the record of its step."""
-        self._batches[batch.adapter] = batch.stats, step_metrics.of_rollouts(batch)
-        for sample in batch.samples:
-            self._writer.write(sample)
+        """Take a batch that is consumed; it goes into the record of its step."""
+        self._batches[batch.adapter] = batch, step_metrics.of_rollouts(batch)
 
     def evaluation(self, result: EvalResult, order: int) -> None:
         """Record set number ``order`` of an evaluation."""
@@ -179,8 +183,8 @@ class Recorder:
         """Record the training step that made ``ref``; ``audit`` is of its batch or the previous one."""
         self.beat()
         now = time.monotonic()
-        stats, of_rollouts = self._batches.get(ref.name, (None, {}))
-        metrics = dict(of_rollouts)
+        received, of_rollouts = self._batches.pop(ref.name, (None, {}))
+        stats, metrics = received.stats if received else None, dict(of_rollouts)
         if stats:
             metrics |= self._meter.step(ref.name, tokens=stats.tokens_generated, idle_s=stats.idle_s, now_s=now)
         metrics |= step_metrics.of_batch(batch) | step_metrics.of_learning(report) | step_metrics.of_memory(memory)
@@ -200,6 +204,18 @@ class Recorder:
                 metrics=measured(metrics | step_metrics.of_audit(audit or Audit())),
             )
         )
+        if received and self._rollouts and batch.advantages is not None:
+            own = batch.prox_logprobs
+            self._rollouts.write(
+                StepRollouts(
+                    adapter=ref.name,
+                    step=ref.version - 1,
+                    groups=received.groups,
+                    texts=received.texts,
+                    advantages=batch.advantages.float().cpu().numpy(),
+                    trainer_logprobs=None if own is None else own.float().cpu().numpy(),
+                )
+            )
 
     def client_step(
         self, before: AdapterRef, window: Window, step: OptimStep, outcome: StepResult, spans: Spans
@@ -226,7 +242,7 @@ class Recorder:
     def finish(self, adapters: Mapping[str, Path]) -> None:
         """Write the report and, last, the summary, which names the exported folder of each of ``adapters``."""
         self.status("writing the report")
-        self._writer.close()
+        self.close()
         report = write_report(self._run_folder)
         wall_s = time.monotonic() - self._started_s
         write_summary(self._run_folder, wall_s=wall_s, adapters=adapters, report_path=report)
@@ -234,3 +250,5 @@ class Recorder:
 
     def close(self) -> None:
         self._writer.close()
+        if self._rollouts:
+            self._rollouts.close()

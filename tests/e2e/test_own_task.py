@@ -16,6 +16,8 @@ import pytest
 
 from areal_lora.library.runs import load_run
 from areal_lora.obs.metrics.records import EvalRecord
+from areal_lora.obs.report.inspector import RolloutFilter, RolloutIndex
+from areal_lora.run_folder.paths import RunFolder
 from tests.support.docs import Block, blocks
 from tests.support.launcher.command import forked_roles
 from tests.support.paths import ROOT
@@ -92,9 +94,9 @@ def test_the_page_trains_in_two_commands(own: Path, parts: list[Block]) -> None:
     assert several.pass_at[1] <= several.pass_at[2] <= several.pass_at[4]
     assert several.majority is not None
     assert all(p.probe_mean_abs is not None and p.probe_mean_abs < 1e-4 for p in run.metrics.publishes)
-    [sample, *_] = run.metrics.samples
-    assert sample.prompt.startswith("Q: ")
-    assert sample.prompt.endswith(" How many now?\nA:")
+    [rollout, *_] = RolloutIndex(RunFolder.of(run.folder)).rollouts(RolloutFilter(adapter=run.evals[0].adapter))
+    assert rollout.prompt.startswith("Q: ")
+    assert rollout.prompt.endswith(" How many now?\nA:")
     (run.folder / "report.html").unlink()
     take(report, own)
     assert "Reward by part" in (run.folder / "report.html").read_text()

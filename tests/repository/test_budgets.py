@@ -27,9 +27,9 @@ LINES = {
     "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
     "algorithms": 1143,
     "checkpoint": 1458,
-    "cli": 2188,  # the trainer's speed and memory; page; two versions in a chat; where the report of a stopped run is
-    "config": 4240,  # run.trackers, cp, fsdp_shard, max_behind, profile; memory as each engine keeps it, by recompute
-    "data": 653,  # micro-batches whose ranks have equal attention; a batch between ranks: rows, columns of parts
+    "cli": 2179,  # the trainer's speed and memory; page; two versions in a chat
+    "config": 4237,  # cp, fsdp_shard, max_behind, profile, keep_rollouts_mib; memory by kind of recompute
+    "data": 661,  # micro-batches whose ranks have equal attention; a batch between ranks; the vocabulary as texts
     "distributed": 383,  # scatter
     "doctor": 1032,
     "engine": 8908,  # context parallelism, chunked logits, recompute, FLOPs and memory of passes; adapters in one pass
@@ -37,15 +37,15 @@ LINES = {
     "launcher": 3593,  # trackers as processes that a run can do without; reports of runs that are stopped or fail
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 3571,  # run.trackers, Trackio, SwanLab; lines that fit a console; traces; a live page, warnings
+    "obs": 3895,  # a live page, runs side by side, warnings; every rollout in columns, and queries of them
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 141,  # peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 5926,  # answers in columns, and over a restart of the trainer
-    "run_folder": 1038,  # sweep.json; DesiredWatch logs a faulty file; the counter of trainer sessions; traces
+    "rollout": 5923,  # answers in columns, and over a restart of the trainer
+    "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
-    "tasks": 3278,  # the time of scoring
-    "trainer": 3799,  # steps ahead of a slow disk, of clients, too; parts of a batch; which passes join; truncation
+    "tasks": 3276,  # the time of scoring
+    "trainer": 3820,  # steps ahead of a slow disk; parts of a batch; which passes join; rollouts of a step
     "weight_sync": 4688,
 }
 """Lines of each room; those of the package's own files are under the empty name."""

@@ -34,6 +34,8 @@ class RunConfig(Section):
     stall_s: PositiveFloat = 900.0
     """Seconds without progress after which trainer rank 0, the controller's event loop or a server's engine counts as
     stuck: the stacks are written and it is restarted."""
+    keep_rollouts_mib: NonNegInt = 1024
+    """Largest size of `rollouts/`, which has every rollout; the oldest are removed. 0: none."""
     profile: ProfileConfig | None = Field(None, description="Which steps to trace; none if unset.")
     trackers: list[TrackerName] = Field([])
     """Where the run is sent, each by its own process; the files for `tensorboard` are always written."""

@@ -24,16 +24,14 @@ from areal_lora.obs.metrics.records import (
     PublishRecord,
     Record,
     ResumeRecord,
-    RolloutSampleRecord,
     RunMetrics,
     StepRecord,
     position,
 )
-from areal_lora.obs.metrics.writer import sample_lines
 from areal_lora.run_folder.events import whole_lines
 from areal_lora.run_folder.paths import RunFolder
 
-BEFORE = frozenset({"step", "sample"})
+BEFORE = frozenset({"step"})
 """Kinds whose ``index`` is the version that they start from; the ``index`` of every other kind is one that was made."""
 RESUME = "resume"
 
@@ -174,7 +172,7 @@ def recorded_s(run_folder: RunFolder) -> float:
 
 
 def iter_metrics(run_folder: RunFolder | Path | str) -> Iterator[Record]:
-    """Iterate over all valid records: those of ``metrics.jsonl`` in the order written, then samples.
+    """Iterate over all valid records of ``metrics.jsonl`` in the order written.
 
     Records that a resume made void are skipped, which takes two passes over the file; records appended meanwhile are
     returned by the next call. Raises ConfigError with file and line for a line that is not a record.
@@ -189,14 +187,11 @@ def iter_metrics(run_folder: RunFolder | Path | str) -> Iterator[Record]:
             record = _decode(_RECORD, line, path, number)
             if undone.nothing or undone.holds(number, mark_of(record)):
                 yield record
-    for sample_path, number, line in sample_lines(folder):
-        yield _decode(_RECORD, line, sample_path, number)
 
 
 def read_metrics(run_folder: RunFolder | Path | str) -> RunMetrics:
     """Load all records of `iter_metrics` into memory; empty if nothing was recorded."""
     found = RunMetrics()
-    samples: dict[tuple[str, int, str, str], RolloutSampleRecord] = {}
     lists: dict[type[Record], list[Any]] = {
         StepRecord: found.steps,
         PublishRecord: found.publishes,
@@ -207,14 +202,10 @@ def read_metrics(run_folder: RunFolder | Path | str) -> RunMetrics:
         AdapterStateRecord: found.states,
     }
     for record in iter_metrics(run_folder):
-        if isinstance(record, RolloutSampleRecord):
-            samples[record.adapter, record.step, record.prompt, record.completion] = record
-        else:
-            lists[type(record)].append(record)
+        lists[type(record)].append(record)
     found.steps.sort(key=position)
     found.publishes.sort(key=position)
     found.evals.sort(key=lambda e: (e.version, e.step, e.order))
-    found.samples.extend(sorted(samples.values(), key=position))
     found.checkpoints.sort(key=position)
     return found
 
@@ -234,13 +225,13 @@ class _Head(msgspec.Struct, frozen=True):
 def mark_of(record: Any) -> Mark:
     """The identity of a `Record`, or of the `_Head` of one.
 
-    A step has several samples and changes of members, a version several states and an evaluation per tag and set; of
-    every other kind there is one.
+    A version has several changes of members, states, and an evaluation per tag and set; of every other kind there is
+    one.
     """
     kind = record.kind if isinstance(record, _Head) else str(record.__struct_config__.tag)
-    repeats = kind not in ("sample", "members", "state")
+    repeats = kind not in ("members", "state")
     what = f"{record.tag}/{record.name}" if kind == "eval" else "" if repeats else None
-    return Mark(kind=kind, adapter=record.adapter, index=record.step if kind == "sample" else record.version, what=what)
+    return Mark(kind=kind, adapter=record.adapter, index=record.version, what=what)
 
 
 _RECORD = msgspec.json.Decoder(Record)

@@ -1,8 +1,8 @@
 """Record types of a run. `writer` appends records to the run folder, `reader` returns them.
 
-``metrics.jsonl`` holds one JSON object per line; ``kind`` names the record type. Rollout samples have
-files of their own (`samples`). Every record names its adapter. A float that is not finite is stored as ``null`` and
-read as None.
+``metrics.jsonl`` holds one JSON object per line; ``kind`` names the record type. Rollouts have
+files of their own (`rollout_store`). Every record names its adapter. A float that is not finite is stored as ``null``
+and read as None.
 """
 
 import math
@@ -205,16 +205,18 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
         return values
 
 
-class RolloutSampleRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="sample"):
-    """One trained answer for human readers. ``versions`` are the sorted policy versions that sampled the answer."""
+class GroupText(msgspec.Struct, frozen=True, kw_only=True):
+    """What people read of a group of rollouts: the whole prompt as the model got it, its messages as JSON, the answers.
 
-    step: int
+    ``answers`` are those of the group's trajectories. ``tries`` counts the requests for answers to this prompt, those
+    that failed or whose answers came too late among them.
+    """
+
     prompt: str
-    completion: str
-    reward: float
-    adapter: str = ""
-    gold: str | None = None
-    versions: list[int] = []
+    answers: tuple[str, ...]
+    messages: str = ""
+    gold: str = ""
+    tries: int = 1
 
 
 class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="resume"):
@@ -258,16 +260,7 @@ class AdapterStateRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="k
     steps: int | None = None
 
 
-Record = (
-    StepRecord
-    | PublishRecord
-    | CheckpointRecord
-    | EvalRecord
-    | RolloutSampleRecord
-    | ResumeRecord
-    | MembersRecord
-    | AdapterStateRecord
-)
+Record = StepRecord | PublishRecord | CheckpointRecord | EvalRecord | ResumeRecord | MembersRecord | AdapterStateRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +270,6 @@ class RunMetrics:
     steps: list[StepRecord] = field(default_factory=list)
     publishes: list[PublishRecord] = field(default_factory=list)
     evals: list[EvalRecord] = field(default_factory=list)
-    samples: list[RolloutSampleRecord] = field(default_factory=list)
     checkpoints: list[CheckpointRecord] = field(default_factory=list)
     resumes: list[ResumeRecord] = field(default_factory=list)
     members: list[MembersRecord] = field(default_factory=list)
@@ -285,8 +277,8 @@ class RunMetrics:
 
 
 def position(record: Record) -> int:
-    """The x axis of a record: the step of steps, evaluations and samples, the version of every other record."""
-    return record.step if isinstance(record, StepRecord | EvalRecord | RolloutSampleRecord) else record.version
+    """The x axis of a record: the step of steps and evaluations, the version of every other record."""
+    return record.step if isinstance(record, StepRecord | EvalRecord) else record.version
 
 
 def scalars(record: Record) -> dict[str, float]:
@@ -326,5 +318,5 @@ def _values(record: Record) -> dict[str, float | None]:
             return {"servers/members": record.servers}
         case AdapterStateRecord():
             return {"state": float(list(AdapterPhase).index(record.state))}  # trackers have numbers only
-        case RolloutSampleRecord() | ResumeRecord():
+        case ResumeRecord():
             return {}

@@ -1,26 +1,39 @@
 """Serve the page of runs in progress on this machine: ``areal-lora page``.
 
     browser --GET /TOKEN/ (page), /TOKEN/data (PageData; 304 if nothing changed)--> this process --reads--> run folders
+              /TOKEN/rollouts, /TOKEN/group (of inspector), /TOKEN/rollouts.parquet, with the run's number as ``run``
 
 The token in the path keeps other users of the machine, and other pages of the browser, out.
 """
 
+from __future__ import annotations
+
 import hashlib
+import io
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from areal_lora.obs.metrics.reader import MetricsTail, iter_metrics
 from areal_lora.obs.metrics.records import ResumeRecord
+from areal_lora.obs.report.inspector import GroupPlace, RolloutFilter, RolloutIndex
 from areal_lora.obs.report.page import PageData, RunPage, page_text
 from areal_lora.obs.report.side_by_side import pages_of
 from areal_lora.run_folder.paths import RunFolder
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+NOT_STORED = {"Cache-Control": "no-store"}
+T = TypeVar("T")
 
 
 class LiveRun:
@@ -62,9 +75,65 @@ def application(folders: Sequence[RunFolder], token: str) -> Starlette:
         tag = f'"{hashlib.blake2b(body, digest_size=16).hexdigest()}"'
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304)
-        return Response(body, media_type="application/json", headers={"ETag": tag, "Cache-Control": "no-store"})
+        return Response(body, media_type="application/json", headers=NOT_STORED | {"ETag": tag})
 
-    return Starlette(routes=[Route(f"/{token}/", page), Route(f"/{token}/data", data)])
+    def query_of(request: Request, kind: type[T]) -> tuple[RolloutIndex, T]:
+        """The run and the query of an address. Raises HTTPException for one that is not understood."""
+        values = dict(request.query_params)
+        try:
+            index = runs[int(values.pop("run", "0"))].page.rollouts
+            return index, msgspec.convert(values, kind, strict=False)
+        except (ValueError, IndexError) as error:
+            raise HTTPException(400, str(error)) from error
+
+    async def rollouts(request: Request) -> Response:
+        index, chosen = query_of(request, RolloutFilter)
+        return Response(msgspec.json.encode(index.page(chosen)), media_type="application/json", headers=NOT_STORED)
+
+    async def group(request: Request) -> Response:
+        index, place = query_of(request, GroupPlace)
+        return Response(msgspec.json.encode(index.group(place)), media_type="application/json", headers=NOT_STORED)
+
+    async def parquet(request: Request) -> Response:
+        index, chosen = query_of(request, RolloutFilter)
+        disposition = {"Content-Disposition": 'attachment; filename="rollouts.parquet"'}
+        return StreamingResponse(parquet_bytes(index.tables(chosen)), headers=NOT_STORED | disposition)
+
+    found = {"": page, "data": data, "rollouts": rollouts, "group": group, "rollouts.parquet": parquet}
+    return Starlette(routes=[Route(f"/{token}/{path}", endpoint) for path, endpoint in found.items()])
+
+
+class ByteSink(io.RawIOBase):
+    """Holds what was written since the last ``take``."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._parts.append(bytes(data))
+        return len(self._parts[-1])
+
+    def take(self) -> bytes:
+        taken = b"".join(self._parts)
+        self._parts.clear()
+        return taken
+
+
+def parquet_bytes(tables: Iterator[pa.Table]) -> Iterator[bytes]:
+    """One Parquet file of all ``tables``; nothing without any."""
+    import pyarrow.parquet as pq
+
+    sink, writer = ByteSink(), None
+    for table in tables:
+        writer = writer or pq.ParquetWriter(sink, table.schema, compression="zstd")
+        writer.write_table(table)
+        yield sink.take()
+    if writer:
+        writer.close()
+        yield sink.take()
 
 
 def serve_pages(folders: Sequence[RunFolder], port: int, announce: Callable[[str], None]) -> None:

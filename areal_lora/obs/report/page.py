@@ -1,4 +1,4 @@
-"""The page of a run: figures, charts and samples in one file without external resources; ``report.html`` is one.
+"""The page of a run: figures, charts and rollouts in one file without external resources; ``report.html`` is one.
 
 What a model, a user or a process wrote is escaped here.
 """
@@ -17,9 +17,9 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import AdapterRun, adapter_runs, config_digest, ends_of, read_config, with_joined
 from areal_lora.obs.console import duration, eval_text, label, number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
-from areal_lora.obs.metrics.records import Record, RolloutSampleRecord, StepRecord
-from areal_lora.obs.metrics.writer import cut_middle
+from areal_lora.obs.metrics.records import Record, StepRecord
 from areal_lora.obs.report.charts import ChartData, ClockData, RunCharts
+from areal_lora.obs.report.inspector import RolloutIndex, RolloutOverview
 from areal_lora.obs.report.summary import Figures, RunFigures
 from areal_lora.obs.run_view import RunView, counted, newest_state
 from areal_lora.run_folder import events
@@ -28,7 +28,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("uPlot.iife.min.js", "page.js")
+SCRIPTS = ("uPlot.iife.min.js", "page.js", "rollouts.js")
 STYLES = ("uPlot.min.css", "page.css")
 
 
@@ -46,6 +46,7 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     body: str
     sections: list[ChartSection]
+    rollouts: list[RolloutOverview]
 
 
 def write_report(run_folder: RunFolder | Path | str) -> Path:
@@ -61,7 +62,7 @@ def report_page(folder: RunFolder, shown: Callable[[Config], str]) -> str:
     run = RunPage(folder, shown)
     for record in iter_metrics(folder):
         run.add(record)
-    return page_text(run.data())
+    return page_text(msgspec.structs.replace(run.data(), rollouts=[run.rollouts.ends()]))
 
 
 def page_text(data: PageData, *, live: bool = False) -> str:
@@ -76,7 +77,8 @@ def page_text(data: PageData, *, live: bool = False) -> str:
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <title>{escape(data.title)}</title><style>{style}</style></head><body data-live="{"1" if live else ""}">
-<main id="main">{data.body}</main>
+<main><div id="main">{data.body}</div><section id="rollouts" aria-labelledby="rollouts-title">
+<h2 id="rollouts-title">Rollouts</h2></section></main>
 <script type="application/json" id="data">{shown}</script>
 {"".join(f"<script>{text}</script>" for text in scripts)}
 </body></html>
@@ -93,6 +95,7 @@ class RunPage:
         self.runs = adapter_runs(self.config)
         self.figures, self.charts = RunFigures(list(self.runs)), RunCharts(list(self.runs))
         self.view = RunView(ends_of(self.config))
+        self.rollouts = RolloutIndex(folder)
 
     def add(self, record: Record) -> None:
         self.figures.add(record)
@@ -121,26 +124,27 @@ class RunPage:
 
     def data(self, prefix: str = "") -> PageData:
         sections = self.sections(prefix)
-        return PageData(title=self.config.run.name, body=self._body(sections), sections=sections)
+        title, rollouts = self.config.run.name, [self.rollouts.overview()]
+        return PageData(title=title, body=self._body(sections), sections=sections, rollouts=rollouts)
 
     def _body(self, sections: Sequence[ChartSection]) -> str:
         folder, config, total = self.folder, self.config, self.figures.total
         subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {self._digest[:12]}"
         if self.several:
             run = overview(folder, self.runs, self.figures) + charts(sections[0])
-            rollouts = "".join(
+            adapters = "".join(
                 _section(name, run, self.figures.adapters[name], section)
                 for (name, run), section in zip(self.runs.items(), sections[1:], strict=True)
             )
         else:
             run = f"{boxes(headlines(total))}\n<h2>The run</h2>{charts(sections[0])}"
-            rollouts = f"<h2>Sample rollouts</h2>{samples(total.early, list(total.late))}"
+            adapters = ""
         end = events.last_end(folder)
         failure = f'\n<p class="sub"><b>Ended with exit code {end.code}: {escape(str(end))}</b></p>' if end else ""
         return f"""<h1>{escape(config.run.name)}</h1><p class="sub">{escape(subtitle)}</p>{failure}
 {"" if end or folder.summary.exists() else self._now()}{run}
 {_evals(total, self.several)}{_counts(total)}{_resumes(total)}{_restarts(folder)}
-{rollouts}
+{adapters}
 <h2>Configuration</h2><details><summary>As resolved</summary><pre>{escape(self._shown(config))}</pre></details>"""
 
     def _now(self) -> str:
@@ -253,16 +257,14 @@ def overview(folder: RunFolder, runs: Mapping[str, AdapterRun], found: RunFigure
 
 
 def _section(name: str, run: AdapterRun, its: Figures, section: ChartSection) -> str:
-    """An adapter: its state with the reason, its figures, charts and samples."""
+    """An adapter: its state with the reason, its figures and charts."""
     why = f": {its.recorded.reason}" if its.recorded and its.recorded.reason else ""
     about = f"{_state(run, its)} after {_made(run, its)} steps{why} · seed {run.seed} · weight {run.weight:g} · "
     about += "driven by a client" if run.endless else f"staleness up to {run.max_staleness}"
-    shown = f"<summary>{len(its.early) + len(its.late)} sample rollouts</summary>{samples(its.early, list(its.late))}"
     place = escape(section.id.replace("plots-", "adapter-", 1))
     return (
         f'<section id="{place}"><h2>{escape(name)}</h2><p class="sub">{escape(about)}</p>'
-        f"{boxes(headlines(its))}<h3>Charts</h3>{charts(section)}"
-        f"{'' if run.endless else f'<details>{shown}</details>'}</section>"
+        f"{boxes(headlines(its))}<h3>Charts</h3>{charts(section)}</section>"
     )
 
 
@@ -344,31 +346,5 @@ def table(title: str, rows: Sequence[Mapping[str, str]]) -> str:
     lines = ["".join(f"<td>{escape(row.get(head, '-'))}</td>" for head in heads) for row in rows]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     head = f"<h2>{title}</h2>" if title else ""
-    return (
-        f"{head}<div class='table'><table><tr>{''.join(f'<th>{name}</th>' for name in heads)}</tr>{body}</table></div>"
-    )
-
-
-def samples(early: Sequence[RolloutSampleRecord], late: Sequence[RolloutSampleRecord]) -> str:
-    if not early:
-        return '<p class="sub">None recorded.</p>'
-    # Early and late side by side: the grid fills row by row.
-    columns = [
-        f"<div><h3>{title}</h3>{''.join(map(_sample, group))}</div>"
-        for title, group in (("Early", early), ("Late", late))
-        if group
-    ]
-    return f'<div class="samples">{"".join(columns)}</div>'
-
-
-def _sample(sample: RolloutSampleRecord) -> str:
-    tone = "good" if sample.reward > 0 else "bad"
-    versions = ", ".join(f"v{v}" for v in sample.versions)
-    head = [f"<span>step {sample.step}</span>", f'<span class="{tone}">reward {sample.reward:g}</span>']
-    head += [f"<span>written by {escape(versions)}</span>"] if versions else []
-    head += [f"<span>gold {escape(sample.gold)}</span>"] if sample.gold is not None else []
-    return (
-        f'<div class="sample"><div class="head">{"".join(head)}</div>'
-        f'<pre class="prompt">{escape(cut_middle(sample.prompt))}</pre>'
-        f"<pre>{escape(cut_middle(sample.completion))}</pre></div>"
-    )
+    names = "".join(f"<th>{name}</th>" for name in heads)
+    return f"{head}<div class='table' tabindex='0'><table><tr>{names}</tr>{body}</table></div>"

@@ -69,7 +69,12 @@ def pages_of(runs: Sequence[RunPage]) -> PageData:
     for name, page in zip(names, pages, strict=True):
         body += f"<details><summary>{escape(name)}</summary>{page.body}</details>"
     sections = [together, *(section for page in pages for section in page.sections)]
-    return PageData(title=", ".join(names), body=body, sections=sections)
+    rollouts = [
+        msgspec.structs.replace(of_run, run=name)
+        for name, page in zip(names, pages, strict=True)
+        for of_run in page.rollouts
+    ]
+    return PageData(title=", ".join(names), body=body, sections=sections, rollouts=rollouts)
 
 
 def _prefix(name: str, adapter: str, run: RunPage) -> str:

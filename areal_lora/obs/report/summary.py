@@ -5,7 +5,7 @@ Memory grows by four numbers per version, which the medians need.
 
 import math
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,6 @@ from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.events import count_requeues, count_restarts
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase, AdapterRef
-
-SAMPLES_KEPT = 4
-"""Number of early samples kept, and of late ones."""
 
 
 def _largest(*values: float | None) -> float | None:
@@ -61,8 +58,6 @@ class Figures:
         self.resumes: list[records.ResumeRecord] = []
         self.recorded: records.AdapterStateRecord | None = None
         """The newest state since the last resume."""
-        self.early: list[records.RolloutSampleRecord] = []
-        self.late: deque[records.RolloutSampleRecord] = deque(maxlen=SAMPLES_KEPT)
         self.best_eval: records.EvalRecord | None = None
         """Of the first set: highest accuracy, then highest mean reward, then the newest version."""
         self.evals: list[records.EvalRecord] = []
@@ -107,8 +102,6 @@ class Figures:
                 self.checkpoints_failed[record.adapter] += 1
             case records.CheckpointRecord():
                 self.checkpoint_bytes[record.adapter] = record.nbytes
-            case records.RolloutSampleRecord():
-                (self.early if len(self.early) < SAMPLES_KEPT else self.late).append(record)
             case records.ResumeRecord():
                 self.resumes.append(record)
                 self.recorded = None

@@ -12,18 +12,18 @@ import msgspec
 
 from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.network.rpc import Listener, Wire
-from areal_lora.obs.metrics.records import EvalRecord, RolloutSampleRecord, SampleRecord
+from areal_lora.obs.metrics.records import EvalRecord, GroupText, SampleRecord
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.tasks.tally import Estimates
 from areal_lora.types import TrajectoryGroup
 
-PROTOCOL = 11
+PROTOCOL = 12
 WIRE = Wire(
     server="controller",
     client="trainer",
     max_request_bytes=64 << 20,  # the longest is a greeting with the ledger's snapshots
-    max_reply_bytes=8 << 30,  # a batch: 8,192 sequences of 32,768 tokens take 2 GiB and the texts of a few
+    max_reply_bytes=8 << 30,  # a batch: 8,192 sequences of 32,768 tokens take 2 GiB, their texts 1 GiB
 )
 
 log = get_logger(__name__)
@@ -221,7 +221,8 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(ChannelMessage, frozen=True):
-    """The groups of one step, oldest issue first; ``events`` are evaluation results not yet delivered, of any adapter.
+    """The groups of one step, oldest issue first, with their texts; ``events`` are evaluation results, of any
+    adapter, that are not delivered yet.
 
     ``snapshot`` is the ledger as it will be once this step is consumed: opaque, for the checkpoint.
     ``reward_components`` are means over the batch's samples of the parts that the reward names. ``reward_costs`` is
@@ -232,7 +233,7 @@ class Batch(ChannelMessage, frozen=True):
     step: int
     groups: tuple[TrajectoryGroup, ...]
     stats: Stats
-    samples: tuple[RolloutSampleRecord, ...]
+    texts: tuple[GroupText, ...]
     events: tuple[EvalResult, ...]
     snapshot: bytes
     reward_components: dict[str, float] = {}

@@ -5,6 +5,7 @@ trainer --get batch-> feed.take of the first wanted adapter that has a batch  <-
 """
 
 import asyncio
+import json
 import secrets
 import statistics
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,19 +14,18 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from areal_lora.errors import ArealLoraError, RolloutError
-from areal_lora.obs.metrics.records import RolloutSampleRecord
+from areal_lora.obs.metrics.records import GroupText
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller.evaluation import Changes
-from areal_lora.rollout.controller.groups import Lease, Ticket
+from areal_lora.rollout.controller.groups import Lease, ScoredGroup, Ticket
 from areal_lora.rollout.controller.pacing import Admission
 from areal_lora.rollout.controller.runtime import AdapterRuntime
 from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.rollout.routing import Router
 from areal_lora.types import AdapterRef
 
-N_SAMPLES = 2  # readable examples in a batch
 LEASE_CHECK_S = 5.0
 CUT_OFF_S = 5.0  # for requests that were cut off: a workflow may not let itself be cut off
 
@@ -314,7 +314,7 @@ def _take(runtime: AdapterRuntime, wanted: m.StepRequest) -> m.Batch | m.Adapter
         step=wanted.step,
         groups=lease.groups,
         stats=runtime.feed.stats(),
-        samples=_examples(lease, wanted.adapter),
+        texts=tuple(map(_texts, lease.finished)),
         reward_components=_components(lease),
         reward_costs=runtime.take_costs(),
         events=(),
@@ -343,17 +343,13 @@ def _components(lease: Lease) -> dict[str, float]:
     return {name: statistics.fmean(c.get(name, 0.0) for c in samples.values()) for name in names}
 
 
-def _examples(lease: Lease, adapter: str) -> tuple[RolloutSampleRecord, ...]:
-    return tuple(
-        RolloutSampleRecord(
-            adapter=adapter,
-            step=lease.step,
-            prompt=prompt.text,
-            completion=finished.episode.texts[0],
-            gold=prompt.sample.gold,
-            reward=trajectory.reward,
-            versions=[trajectory.adapter.version],
-        )
-        for finished in lease.finished[:N_SAMPLES]
-        for prompt, trajectory in [(finished.ticket.prompt, finished.episode.group.trajectories[0])]
+def _texts(scored: ScoredGroup) -> GroupText:
+    ticket = scored.ticket
+    messages = ticket.prompt.sample.messages
+    return GroupText(
+        prompt=ticket.prompt.text,
+        answers=scored.episode.texts,
+        messages="" if messages is None else json.dumps(messages, ensure_ascii=False),
+        gold=ticket.prompt.sample.gold,
+        tries=ticket.issue + ticket.failed,
     )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import pyarrow.parquet as pq
 import pytest
 
-from areal_lora.obs.metrics.records import RolloutSampleRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.run_folder.paths import RunFolder
@@ -22,6 +24,7 @@ from areal_lora.run_folder.status import set_status
 from tests.support.obs.browser import Visit, chromium, why_not
 from tests.support.obs.fake_run import ADAPTER, make_run
 from tests.support.obs.records import step_record
+from tests.support.obs.rollouts import keep, step_rollouts
 from tests.support.obs.three_adapters import make_three
 
 if TYPE_CHECKING:
@@ -74,16 +77,59 @@ def test_what_models_write_is_text(browser: Browser, tmp_path: Path) -> None:
     make_run(tmp_path, steps=3)
     attack = "<script>window.attacked = 1</script><img src=x onerror='window.attacked = 1'>"
     texts = [attack, "</pre></main></body>" + attack, "\u202eright to left\u202c", "\x00\x1b[31mred\x07", "x" * 10**6]
-    with MetricsWriter(RunFolder(tmp_path)) as writer:
-        for text in texts:
-            writer.write(RolloutSampleRecord(step=1, prompt=text, completion=text, reward=1.0, gold=text[:100]))
+    hostile = step_rollouts(2, n=5, texts=texts * 2)
+    group = msgspec.structs.replace(hostile.texts[1], prompt=attack, gold=attack, messages=json.dumps([attack]))
+    (RunFolder(tmp_path).rollouts / "vocabulary.parquet").unlink()
+    keep(RunFolder(tmp_path), [replace(hostile, texts=(hostile.texts[0], group))], vocabulary=[attack] * 1000)
     set_status(RunFolder(tmp_path), "trainer", 0, attack)
     report = write_report(tmp_path)
     visit = Visit(browser, report.as_uri())
     visit.scroll_through()
+    visit.page.locator("ol.rollouts button").last.click()
+    visit.page.get_by_role("button", name="toy, step 2, group 1, sample 0", exact=True).click()
+    visit.wait("document.querySelectorAll('#group .sample').length === 5")
     assert visit.page.evaluate("window.attacked") is None
-    assert attack in visit.page.inner_text("body")
+    shown = visit.page.inner_text("#group")
+    assert attack in shown
+    assert shown.count(attack) > 5 * 6, "tokens are texts of a vocabulary, of models like any other"
     assert visit.requests == [report.as_uri()]
+    assert visit.problems == []
+
+
+def test_rollouts_are_filtered_opened_coloured_and_compared(browser: Browser, tmp_path: Path) -> None:
+    """On a phone, by keyboard where a list or a button is meant; a file has its own rows inside."""
+    folder = RunFolder(make_run(tmp_path, steps=36))  # kept: steps 0, 5, ..., 35
+    visit = Visit(browser, write_report(folder).as_uri(), width=400, scheme="dark")
+    page, found = (
+        visit.page,
+        lambda: [row.split(", ")[1] for row in page.locator("ol.rollouts button").all_inner_texts()],
+    )
+    visit.wait("document.querySelectorAll('ol.rollouts li').length === 8")
+    assert set(found()) == {"step 0", "step 35"}
+    page.locator("#filter [name=outcome]").select_option("solved")
+    visit.wait("document.querySelectorAll('ol.rollouts li').length === 4")
+    page.locator("#filter [name=text]").fill("step 35")
+    visit.wait("document.querySelectorAll('ol.rollouts li').length === 2")
+    page.locator("#filter [name=highest]").fill("0.5")
+    visit.wait("document.querySelectorAll('ol.rollouts li').length === 0")
+    for name in ("text", "highest"):
+        page.locator(f"#filter [name={name}]").fill("")
+    page.locator("#filter [name=outcome]").select_option("")
+    step = page.locator("#filter [name=step]")
+    step.focus()
+    page.keyboard.press("End")
+    visit.wait("document.querySelectorAll('ol.rollouts li').length === 4")
+    assert step.get_attribute("aria-valuetext") == "step 35"
+    page.locator("ol.rollouts button").first.focus()
+    page.keyboard.press("Enter")
+    visit.wait("document.activeElement.id === 'group'")
+    assert page.locator("#group .sample").count() == 4
+    assert page.locator("#group .sample .token").count() == 2 * 4, "a run of each version"
+    page.get_by_label("tokens by").select_option("mismatch")
+    assert page.locator("#group .sample .l2").count() == 4, "0.25 is between 0.1 and 0.5"
+    page.get_by_label("tokens by").select_option("advantage")
+    assert page.locator("#group .sample .minus.l2").count() == 2
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= 400
     assert visit.problems == []
 
 
@@ -130,8 +176,17 @@ def test_a_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
             visit.wait("document.body.innerText.includes('5/40')")
             print(f"shown {time.monotonic() - began:.2f} s after the step")
             assert visit.page.evaluate("document.querySelector('details').open")
+            keep(folder, [step_rollouts(7, adapter=ADAPTER), step_rollouts(14, adapter=ADAPTER)])
+            visit.wait("document.getElementById('rollouts').innerText.includes('24 rollouts kept')")
+            visit.page.locator("ol.rollouts button").first.click()
+            visit.page.get_by_label("same prompt beside").select_option("step 7, group 1, toy")
+            visit.wait("document.querySelectorAll('#group .beside .sample').length === 8")
+            with visit.page.expect_download() as download:
+                visit.page.get_by_role("link", name="download as Parquet").click()
+            assert len(pq.read_table(download.value.path())) == 24
             assert visit.page.inner_text("#state") == "live"
-            assert {url.removeprefix(address) for url in visit.requests} == {"", "data"}
+            paths = {url.removeprefix(address).partition("?")[0] for url in visit.requests}
+            assert paths == {"", "data", "rollouts", "group"}
             assert visit.problems == []
         finally:
             server.terminate()

@@ -4,18 +4,12 @@ import random
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.obs.metrics.records import (
-    CheckpointRecord,
-    EvalRecord,
-    PublishRecord,
-    ResumeRecord,
-    RolloutSampleRecord,
-    SampleRecord,
-)
+from areal_lora.obs.metrics.records import CheckpointRecord, EvalRecord, PublishRecord, ResumeRecord, SampleRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.events import RestartEvent, write_event
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.records import step_record
+from tests.support.obs.rollouts import keep, step_rollouts
 
 ADAPTER = "toy"
 PHASES = {"pack": 4, "wire": 3, "verify": 2, "write": 0.5, "commit_wait": 8}
@@ -65,6 +59,7 @@ def make_run(folder: Path, steps: int = 40, seed: int = 0) -> Path:
                 writer.write(ResumeRecord(version=step + 1, time_s=2.0 * (step + 1), adapter=ADAPTER))
             if (step + 1) % 10 == 0:
                 _write_eval(writer, step + 1, 0.25 + 0.6 * (step + 1) / steps)
+    keep(RunFolder(folder), (step_rollouts(step, adapter=ADAPTER) for step in range(0, steps, 5)))
     return folder
 
 
@@ -117,19 +112,6 @@ def _write_step(writer: MetricsWriter, rng: random.Random, step: int, level: flo
             },
         )
     )
-    if step % 5 == 0:
-        right = rng.random() < level
-        prompt = f"Tom has {step} apples & eats <2>. How many are left?"
-        record = RolloutSampleRecord(
-            step=step,
-            prompt=prompt,
-            completion=f"{step} - 2 = {step - 2}\n#### {step - 2}",
-            reward=float(right),
-            adapter=ADAPTER,
-            gold=str(step - 2),
-            versions=[max(0, step - 1), step],
-        )
-        writer.write(record)
 
 
 def _write_publish(writer: MetricsWriter, rng: random.Random, version: int) -> None:

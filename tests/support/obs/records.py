@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, RolloutSampleRecord, SampleRecord, StepRecord
+from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, SampleRecord, StepRecord
 
 TYPED = set(StepRecord.__struct_fields__)
 
@@ -41,7 +41,4 @@ EVAL = EvalRecord(
     unscored=1,
     adapter="toy",
     samples=[SampleRecord(prompt="p\n", completion="é\u2028", gold="1", reward=1.0)],
-)
-SAMPLE = RolloutSampleRecord(
-    step=3, prompt="a\r\nb", completion="</script>", reward=0.0, adapter="toy", versions=[2, 3]
 )

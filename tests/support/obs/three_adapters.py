@@ -6,19 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.obs.metrics.records import (
-    AdapterStateRecord,
-    EvalRecord,
-    PublishRecord,
-    Record,
-    RolloutSampleRecord,
-    StepRecord,
-)
+from areal_lora.obs.metrics.records import AdapterStateRecord, EvalRecord, PublishRecord, Record, StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
 from tests.support.obs.fake_run import make_config
 from tests.support.obs.records import step_record
+from tests.support.obs.rollouts import keep, step_rollouts
 
 TURNS = [*["alpha", "beta", "gamma"] * 3, "alpha", "gamma", *["alpha"] * 4]
 """Whose step is next: 8 of alpha, 3 of beta, 4 of gamma; 2 s each."""
@@ -108,16 +102,14 @@ def evaluation(name: str, version: int, accuracy: float) -> EvalRecord:
 
 
 def make_three(folder: Path, turns: int = len(TURNS)) -> RunFolder:
-    """Write configuration, records and one sample of each adapter; export what is done."""
+    """Write configuration, records and rollouts of each adapter; export what is done."""
     folder.mkdir(parents=True, exist_ok=True)
     run = RunFolder(folder)
     run.config.write_text(three_config().model_dump_json())
     with MetricsWriter(run) as writer:
         for record in records(turns):
             writer.write(record)
-        for name in TOKENS:
-            text = f"written by {name}"
-            writer.write(RolloutSampleRecord(step=0, prompt="1 + 1?", completion=text, reward=1.0, adapter=name))
+    keep(run, (step_rollouts(0, adapter=name, texts=[f"written by {name}"]) for name in TOKENS))
     for name in ("alpha", "gamma"):
         run.adapter_export(name).mkdir(parents=True, exist_ok=True)
     return run

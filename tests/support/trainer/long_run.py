@@ -15,14 +15,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.obs.console import LiveConsole
-from areal_lora.obs.metrics.records import (
-    CheckpointRecord,
-    EvalRecord,
-    PublishRecord,
-    Record,
-    RolloutSampleRecord,
-    SampleRecord,
-)
+from areal_lora.obs.metrics.records import CheckpointRecord, EvalRecord, PublishRecord, Record, SampleRecord
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.recording import Recorder
 from tests.support.obs.fake_run import ADAPTER, make_config
@@ -87,10 +80,6 @@ def records(steps: int) -> Iterator[Record]:
         yield CheckpointRecord(version=k + 1, write_s=0.05, adapter=ADAPTER, nbytes=3 << 20)
         if k % 50 == 0:
             yield EvalRecord(version=k, step=k, accuracy=k / steps, n=200, adapter=ADAPTER, samples=[sample] * 4)
-            # As recorded by versions that kept samples beside the steps.
-            yield RolloutSampleRecord(
-                step=k, prompt="Why? " * 500, completion="So. " * 500, reward=1.0, adapter=ADAPTER
-            )
 
 
 def memory(key: str) -> int:

@@ -10,15 +10,20 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.obs.metrics.reader import read_metrics
+from areal_lora.obs.metrics.records import GroupText
+from areal_lora.obs.metrics.rollout_store import RolloutWriter
+from areal_lora.obs.report.inspector import RolloutFilter, RolloutIndex
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import OptimStep, StepResult
+from areal_lora.rollout.channel.channel_messages import Batch, Stats
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.recording import Recorder
@@ -29,6 +34,10 @@ from tests.support.obs.page import Page
 from tests.support.rollout.helpers import NAME, stream, trajectory
 from tests.support.sizes import size
 from tests.support.trainer.long_run import RESUMED
+
+NONE = dict.fromkeys(("ready", "running", "leased", "issued", "consumed", "reissued", "late", "ahead"), 0)
+STATS = Stats(**NONE, dropped={}, retried={}, tokens_generated=0, idle_s=0.0, margin_s=0.0, spare_s=None)
+EMPTY = Batch(adapter=NAME, step=0, groups=(), stats=STATS, texts=(), events=(), snapshot=b"")
 
 
 def test_rewards_are_averaged_over_samples_and_not_over_their_trajectories(tmp_path: Path) -> None:
@@ -51,6 +60,33 @@ def test_rewards_are_averaged_over_samples_and_not_over_their_trajectories(tmp_p
     given = replace(batch, given=torch.ones_like(batch.given))
     recorder.step(AdapterRef(name=NAME, version=2), given, report, {0: 8}, spans)
     assert "train/sampled_nll" not in read_metrics(tmp_path).steps[-1].metrics
+
+
+def test_the_rollouts_of_a_step_are_kept_with_what_the_trainer_knows_and_repeats_replace_them(tmp_path: Path) -> None:
+    prompts = [stream().at(i) for i in range(2)]
+    groups = tuple(
+        TrajectoryGroup(uid=p.uid, trajectories=(trajectory(p, 3), trajectory(p, 3, index=1, reward=0.0)))
+        for p in prompts
+    )
+    texts = tuple(GroupText(prompt=p.text, answers=("yes", "no"), tries=1 + i) for i, p in enumerate(prompts))
+    received = msgspec.structs.replace(EMPTY, adapter=NAME, step=4, groups=groups, texts=texts)
+    report = LearnReport(sums=defaultdict(float, tokens=8.0), grad_norm=1.0, lr=1e-3, skipped=0.0)
+    batch = collate(PackedGroups.of(groups))
+    prox = torch.where(batch.loss_mask, batch.rollout_logprobs - 0.5, 0)
+    annotated = replace(batch, advantages=batch.loss_mask * 2.0, prox_logprobs=prox)
+    for resumed in ({}, {NAME: 4}):
+        rollouts = RolloutWriter(RunFolder(tmp_path), 1 << 20, list)
+        recorder = Recorder(RunFolder(tmp_path), [NAME], resumed, time.monotonic(), rollouts=rollouts)
+        recorder.batch(received)
+        recorder.step(AdapterRef(name=NAME, version=5), annotated, report, {0: 8}, Spans())
+        recorder.close()
+    heads = RolloutIndex(RunFolder(tmp_path)).rollouts(RolloutFilter())
+    assert [(h.step, h.group, h.answer, h.reward, h.newest) for h in heads] == [
+        (4, group, answer, reward, 3) for group in (0, 1) for answer, reward in (("yes", 1.0), ("no", 0.0))
+    ]
+    assert {(h.advantage, h.mismatch) for h in heads} == {(2.0, 0.5)}
+    assert [h.outcomes for h in heads] == [["stale"], ["stale"], ["stale", "retried"], ["stale", "retried"]]
+    assert [h.prompt for h in heads[::2]] == [p.text for p in prompts]
 
 
 def test_the_record_of_a_clients_step_has_its_spans_and_nothing_of_rollouts(tmp_path: Path) -> None:

@@ -186,12 +186,13 @@ function tools() {
 
 // The body is HTML of our own server, in which every text of a user or a model is escaped.
 function update(newer) {
-  const open = [...document.querySelectorAll("details")].map((one) => one.open), place = scrollY;
+  const open = [...byId("main").querySelectorAll("details")].map((one) => one.open), place = scrollY;
   data = newer;
   byId("main").innerHTML = data.body;
-  document.querySelectorAll("details").forEach((one, i) => { one.open = open[i] ?? one.open; });
+  byId("main").querySelectorAll("details").forEach((one, i) => { one.open = open[i] ?? one.open; });
   mount();
   scrollTo(0, place);
+  document.dispatchEvent(new Event("newer"));
 }
 
 async function follow() {

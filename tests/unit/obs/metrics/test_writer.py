@@ -11,27 +11,49 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from areal_lora.errors import RecordError
 from areal_lora.obs.metrics.reader import MetricsTail, read_metrics
-from areal_lora.obs.metrics.records import AdapterStateRecord
-from areal_lora.obs.metrics.writer import MetricsWriter, sample_files, sample_lines
+from areal_lora.obs.metrics.records import AdapterStateRecord, EvalRecord, SampleRecord
+from areal_lora.obs.metrics.writer import TEXT_CHARS, MetricsWriter, cut_middle
 from areal_lora.run_folder.events import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
-from tests.support.obs.records import EVAL, PUBLISH, SAMPLE, STEP, step_record
+from tests.support.obs.records import EVAL, PUBLISH, STEP, step_record
 
 
 def test_every_record_comes_back_as_written(tmp_path: Path) -> None:
     with MetricsWriter(RunFolder(tmp_path)) as writer:
-        for record in (STEP, PUBLISH, EVAL, SAMPLE):
+        for record in (STEP, PUBLISH, EVAL):
             writer.write(record)
             # Another process sees the whole line at once, before the writer is closed.
-            path = sample_files(RunFolder(tmp_path))[0] if record is SAMPLE else RunFolder(tmp_path).metrics
-            assert path.read_bytes().endswith(msgspec.json.encode(record) + b"\n")
+            assert RunFolder(tmp_path).metrics.read_bytes().endswith(msgspec.json.encode(record) + b"\n")
     metrics = read_metrics(tmp_path)
-    assert (metrics.steps, metrics.publishes, metrics.evals, metrics.samples) == ([STEP], [PUBLISH], [EVAL], [SAMPLE])
+    assert (metrics.steps, metrics.publishes, metrics.evals) == ([STEP], [PUBLISH], [EVAL])
     rows = [json.loads(line) for line in RunFolder(tmp_path).metrics.read_text(encoding="utf-8").split("\n")[:-1]]
     assert [row["kind"] for row in rows] == ["step", "publish", "eval"]
-    assert [json.loads(line)["kind"] for _, _, line in sample_lines(RunFolder(tmp_path))] == ["sample"]
     assert rows[0]["staleness"] == {"0": 7, "2": 1}
+
+
+def test_a_long_answer_of_an_evaluation_keeps_both_ends(tmp_path: Path) -> None:
+    answer = "begin " + "thinking " * 20_000 + " #### 42"
+    sample = SampleRecord(prompt="p", completion=answer, gold="42", reward=1.0)
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        writer.write(EvalRecord(version=0, step=0, accuracy=1.0, n=1, samples=[sample]))
+    assert RunFolder(tmp_path).metrics.stat().st_size < 2 * TEXT_CHARS
+    text = read_metrics(tmp_path).evals[0].samples[0].completion
+    assert text.startswith("begin thinking")
+    assert text.endswith("thinking  #### 42")
+    assert f"\n[... {len(answer) - TEXT_CHARS} characters left out ...]\n" in text
+    assert len(text) < TEXT_CHARS + 100
+
+
+@pytest.mark.parametrize("limit", [7, 8])
+def test_what_is_cut_and_what_is_kept_make_the_whole(limit: int) -> None:
+    text = "".join(chr(0x1F600 + i) for i in range(20))
+    assert cut_middle(text[:limit], limit) == text[:limit]
+    head, mark, tail = cut_middle(text, limit).split("\n")
+    assert (len(head) + len(tail), mark) == (limit, f"[... {20 - limit} characters left out ...]")
+    assert text.startswith(head)
+    assert text.endswith(tail)
+    assert abs(len(head) - len(tail)) <= 1
 
 
 def test_tensorboard_has_the_state_of_each_adapter_as_a_number(tmp_path: Path) -> None:

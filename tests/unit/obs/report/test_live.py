@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import msgspec
+import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
 from areal_lora.obs.metrics.records import ResumeRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
+from areal_lora.obs.report.inspector import GroupView, RolloutHead, RolloutPage
 from areal_lora.obs.report.live import application
 from areal_lora.obs.report.page import PageData
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.fake_run import ADAPTER, make_run
 from tests.support.obs.page import Page
 from tests.support.obs.records import step_record
+from tests.support.obs.rollouts import keep, step_rollouts
 
 TOKEN = "a token"
 
@@ -41,7 +45,7 @@ def write(folder: RunFolder, step: int, reward: float) -> None:
 
 
 def test_without_the_token_nothing_is_served(client: TestClient) -> None:
-    for path in ("/", "/data", "/other/", "/other/data"):
+    for path in ("/", "/data", "/other/", "/other/data", "/rollouts", "/group", "/rollouts.parquet", "/other/rollouts"):
         assert client.get(path).status_code == 404
 
 
@@ -69,3 +73,27 @@ def test_steps_that_a_resume_makes_void_go(client: TestClient, folder: RunFolder
     write(folder, 3, 0.5)
     after = rewards(msgspec.json.decode(client.get(f"/{TOKEN}/data").content, type=PageData))
     assert after == [*before[:3], 0.5]
+
+
+def test_rollouts_are_queried_and_downloaded_of_the_run_that_is_named(tmp_path: Path) -> None:
+    folders = [RunFolder(make_run(tmp_path / name, steps=3)) for name in ("one", "two")]
+    client = TestClient(application(folders, TOKEN))
+    keep(folders[1], [step_rollouts(2, adapter=ADAPTER, texts=["only here"])])
+
+    def rows(**query: str) -> list[RolloutHead]:
+        found = client.get(f"/{TOKEN}/rollouts", params=query)
+        assert found.headers["cache-control"] == "no-store"
+        return msgspec.json.decode(found.content, type=RolloutPage).rows
+
+    data = msgspec.json.decode(client.get(f"/{TOKEN}/data").content, type=PageData)
+    assert [(one.run, one.kept, one.groups) for one in data.rollouts] == [("fake (1)", 8, []), ("fake (2)", 16, [])]
+    assert rows(text="only here") == []
+    [head] = rows(run="1", text="only here", outcome="failed", step="2")
+    place = {"run": "1", "adapter": ADAPTER, "step": str(head.step), "group": str(head.group)}
+    view = msgspec.json.decode(client.get(f"/{TOKEN}/group", params=place).content, type=GroupView)
+    assert [one.head.answer for one in view.rollouts][:1] == ["only here"]
+    found = client.get(f"/{TOKEN}/rollouts.parquet", params={"run": "1", "outcome": "solved"})
+    table = pq.read_table(io.BytesIO(found.content))
+    assert (len(table), set(table["solved"].to_pylist())) == (8, {True})
+    for bad in ({"run": "2"}, {"step": "x"}, {"outcome": "other"}, {"unknown": "1"}):
+        assert client.get(f"/{TOKEN}/rollouts", params=bad).status_code == 400

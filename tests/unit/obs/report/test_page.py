@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, RolloutSampleRecord
+from areal_lora.obs.metrics.records import EvalRecord, PublishRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import SCRIPTS, write_report
 from areal_lora.run_folder.events import EndEvent, write_event
@@ -16,6 +16,7 @@ from areal_lora.run_folder.status import set_status
 from tests.support.obs.fake_run import ADAPTER, make_config, make_run
 from tests.support.obs.page import Page
 from tests.support.obs.records import step_record
+from tests.support.obs.rollouts import keep, step_rollouts
 
 
 def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
@@ -33,8 +34,6 @@ def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
         "0.250 → 0.850",
         "Staleness",
         "Parity probe",
-        "Early",
-        "Late",
         "re-issued",
         "late duplicates",
         "stale 5, timeout 1",
@@ -52,12 +51,12 @@ def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
 def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:
     make_run(tmp_path, steps=2)
     attack = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
-    with MetricsWriter(RunFolder(tmp_path)) as writer:
-        writer.write(RolloutSampleRecord(step=0, prompt=attack, completion=attack, reward=0.0, gold=attack))
+    keep(RunFolder(tmp_path), [step_rollouts(2, texts=[attack] * 8)])
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "img" not in page.tags
     assert page.tags.count("script") == 1 + len(SCRIPTS)
-    assert page.text.count(attack) == 3
+    assert attack not in page.text
+    assert {one.head.answer for one in page.data.rollouts[0].groups[-1].rollouts} == {attack}
 
 
 def test_names_cannot_end_the_script_that_holds_the_data(tmp_path: Path) -> None:
@@ -75,12 +74,14 @@ def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(make_config().model_dump_json())
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "Nothing recorded." in page.text
-    assert "None recorded." in page.text
+    assert page.data.rollouts[0].kept == 0
 
 
-def test_every_sample_is_shown_at_most_once(tmp_path: Path) -> None:
-    html = write_report(make_run(tmp_path, steps=26)).read_text(encoding="utf-8")  # 6 samples
-    assert [int(n) for n in re.findall(r"<span>step (\d+)</span>", html)] == [0, 5, 10, 15, 20, 25]
+def test_the_first_and_the_last_group_are_inside(tmp_path: Path) -> None:
+    page = Page(write_report(make_run(tmp_path, steps=26)).read_text(encoding="utf-8"))
+    [rollouts] = page.data.rollouts
+    assert (rollouts.run, rollouts.kept, rollouts.steps) == (tmp_path.name, 6 * 8, (0, 25))
+    assert [(g.rollouts[0].head.step, len(g.rollouts)) for g in rollouts.groups] == [(0, 4), (25, 4)]
 
 
 def test_without_a_rule_for_what_is_correct_rewards_are_shown_and_no_accuracy(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ def test_its_section_has_what_is_known_and_no_end(tmp_path: Path, beside: tuple[
     assert titles[:5] == ["Loss", "Entropy and gradient norm", "Learning rate", "Tokens", "Step time"]
     assert "Publish" in titles
     assert not {"Reward", "Staleness", "Groups in flight"} & set(titles)
-    assert "sample rollouts" not in section
 
 
 def test_the_tables_have_no_groups_of_it(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], ControllerC
         wanted = (m.StepRequest(adapter=NAME, step=4, version=4),)
         assert request == m.GetBatch(wanted=wanted, timeout_s=verbs.SHORT_POLL_S, session="1")
         return m.Batch(
-            adapter=NAME, step=4, groups=groups, stats=STATS, samples=(), snapshot=b"s", events=(result(3, "during"),)
+            adapter=NAME, step=4, groups=groups, stats=STATS, texts=(), snapshot=b"s", events=(result(3, "during"),)
         )
 
     client = connect(handler)
@@ -125,7 +125,7 @@ def test_waiting_is_said_and_ends(
         asked += 1
         if asked < 3:
             return NOT_READY
-        return m.Batch(adapter=NAME, step=12, groups=(), stats=STATS, samples=(), events=(), snapshot=b"")
+        return m.Batch(adapter=NAME, step=12, groups=(), stats=STATS, texts=(), events=(), snapshot=b"")
 
     client, lines = connect(handler), verbs.WaitingLines()
     with caplog.at_level(logging.INFO, "areal_lora"):
@@ -161,7 +161,7 @@ def test_a_new_controller_hears_of_the_newest_of_an_adapter_that_joined_and_of_n
     reminders.loaded({}, {})
     reminders.note(m.JoinAdapter(adapter="a.1", config=b"{}", version=0))
     reminders.note(m.AnnounceVersion(adapter="a.1", version=0, servers={}))
-    batch = m.Batch(adapter="a.1", step=4, groups=(), stats=STATS, samples=(), events=(), snapshot=b"newest")
+    batch = m.Batch(adapter="a.1", step=4, groups=(), stats=STATS, texts=(), events=(), snapshot=b"newest")
     reminders.received(batch, 4)
     reminders.note(msgspec.structs.replace(reminders.joined("a.1"), paused=True))
     hello, requests = reminders.greeting()
@@ -255,7 +255,7 @@ def test_a_long_poll_of_one_thread_holds_up_no_other(connect: Callable[[Handler]
             released.set()
             return m.Ack()
         await asyncio.wait_for(released.wait(), 5)
-        return m.Batch(adapter=NAME, step=0, groups=(), stats=STATS, samples=(), events=(), snapshot=b"")
+        return m.Batch(adapter=NAME, step=0, groups=(), stats=STATS, texts=(), events=(), snapshot=b"")
 
     client = connect(handler)
     timer = threading.Timer(0.2, client.announce, [AdapterRef(name=NAME, version=0), {}])
@@ -295,7 +295,7 @@ def test_a_restarted_controller_gets_the_reminders_and_the_request_again() -> No
                     step=wanted.step,
                     groups=(),
                     stats=STATS,
-                    samples=(),
+                    texts=(),
                     events=(),
                     snapshot=b"after %d" % wanted.step,
                 )

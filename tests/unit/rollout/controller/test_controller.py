@@ -87,6 +87,8 @@ def test_the_same_step_asked_again_gives_the_same_groups(controller: Callable[..
     run.activate(0)
     first = run.batch(0)
     assert run.batch(0).groups == first.groups
+    assert [len(text.answers) for text in first.texts] == [len(group.trajectories) for group in first.groups]
+    assert {(text.prompt != "", text.gold != "", text.tries) for text in first.texts} == {(True, True, 1)}
     assert run.stats(NAME).issued == 4
 
 

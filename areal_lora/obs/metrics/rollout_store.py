@@ -1,0 +1,338 @@
+"""Keep the rollouts of a run in columns: Parquet files below ``rollouts/`` of the run folder, written by a thread.
+
+    000000000-000004096.parquet ...   the rollouts with these numbers, the second one excluded
+    000000000-000004096.npz ...       what queries compare of these
+    vocabulary.parquet                the text of each token id
+
+A file is written whole or not at all. Small files are merged: a file replaces all whose numbers lie within its own.
+Where the limit is reached, the oldest files are removed, the first one last: it has the start of the run.
+"""
+
+from __future__ import annotations
+
+import io
+import queue
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from areal_lora.obs.metrics.records import GroupText
+from areal_lora.processes.log import get_logger
+from areal_lora.processes.watched import watched_thread
+from areal_lora.run_folder.atomic import write_file
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.types import TrajectoryGroup
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from areal_lora.errors import BackgroundFailed
+
+ROWS = 512
+"""Rollouts of a row group: what a reader of one of them reads."""
+MERGED_FILES = 64
+SEGMENT_BYTES = 16 << 20
+SEGMENTS = 32
+"""A file that is not merged further has ``SEGMENT_BYTES``, or this part of a limit that is small."""
+WAITING_BYTES = 512 << 20
+TOKEN_BYTES = 24
+"""Of a token that waits, with its part of the texts."""
+CLOSE_S = 120.0
+FLOATS = ("logprobs", "trainer_logprobs")
+DICTIONARIES = ("adapter", "uid", "prompt", "messages", "gold", "finish_reason")
+_WIDTHS = "rollout:<i8 prompt_key:<i8 step:<i4 group:<i4 reward:<f4 adapter:<i2 solved:i1 truncated:? stale:? retried:?"
+INDEX = np.dtype([(name, width) for name, _, width in (each.partition(":") for each in _WIDTHS.split())])
+_NAME = re.compile(r"(\d{9,})-(\d{9,})\.parquet")
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRollouts:
+    """The rollouts of one training step, T tokens of N trajectories in all, in the order of the groups.
+
+    ``trainer_logprobs`` are those of the policy before the step; None where no pass computed them.
+    """
+
+    adapter: str
+    step: int
+    groups: tuple[TrajectoryGroup, ...]
+    texts: tuple[GroupText, ...]  # of each group
+    advantages: np.ndarray  # [T] float32
+    trainer_logprobs: np.ndarray | None  # [T] float32
+
+
+class RolloutFile(NamedTuple):
+    """A file with the rollouts numbered ``first`` to ``end`` - 1, without those that a resume made void."""
+
+    first: int
+    end: int
+    path: Path
+
+    @property
+    def scalars(self) -> Path:
+        """Its `rollout_index`; absent after a crash, and while the file is replaced."""
+        return self.path.with_suffix(".npz")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(path.stat().st_size for path in (self.path, self.scalars) if path.exists())
+
+    def unlink(self) -> None:
+        for path in (self.path, self.scalars):
+            path.unlink(missing_ok=True)
+
+
+def segments(folder: Path) -> list[RolloutFile]:
+    """The files in use, oldest first."""
+    names = ((_NAME.fullmatch(path.name), path) for path in folder.glob("*.parquet"))
+    found = (RolloutFile(int(name[1]), int(name[2]), path) for name, path in names if name)
+    kept: list[RolloutFile] = []
+    for segment in sorted(found, key=lambda each: (each.first, -each.end)):
+        if not kept or segment.end > kept[-1].end:
+            kept.append(segment)
+    return kept
+
+
+def parquet_file(path: Path) -> pq.ParquetFile:
+    """An open file, which stays readable when it is merged or removed. Raises FileNotFoundError."""
+    import pyarrow.parquet as pq  # takes a moment, and much of the command line needs none
+
+    return pq.ParquetFile(path)
+
+
+def prompt_key(uid: str) -> int:
+    """The same for all groups of one problem, whose uids differ in the epoch."""
+    return int.from_bytes(blake2b(uid.partition(":")[2].encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def rollout_table(step: StepRollouts, first: int) -> pa.Table:
+    """One row for each trajectory, numbered from ``first``. Means are over the N' tokens that were sampled.
+
+    ``solved`` is null where the task has no rule for it. ``stale``: a token's version is older than the step's.
+    ``retried``: a request of the group failed, or an answer to its prompt came too late. ``versions`` are pairs of a
+    version and its number of tokens, -1 for tokens that were not sampled.
+    """
+    import pyarrow as pa
+
+    rows = [
+        (number, text, group, place, t)
+        for number, (group, text) in enumerate(zip(step.groups, step.texts, strict=True))
+        for place, t in enumerate(group.trajectories)
+    ]
+    columns = [t.columns for *_, t in rows]
+    ids = np.concatenate([np.empty(0, "<i4"), *(c.ids for c in columns)])
+    logprobs = np.concatenate([np.empty(0, "<f4"), *(c.scores for c in columns)])
+    runs = [c.runs for c in columns]
+    offsets = _offsets([len(c) for c in columns])
+    sampled = np.concatenate([np.empty(0, "<i4"), *(c.each_version for c in columns)]) >= 0
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        sums, counts = (np.diff(np.cumsum(np.append(0.0, x))[offsets]) for x in (np.where(sampled, values, 0), sampled))
+        means: np.ndarray = (sums / np.maximum(counts, 1)).astype(np.float32)
+        return means
+
+    def lists(values: np.ndarray, at: np.ndarray = offsets) -> pa.ListArray:
+        return pa.ListArray.from_arrays(pa.array(at, pa.int32()), pa.array(np.ascontiguousarray(values)))
+
+    own, spans = step.trainer_logprobs, [r[r[:, 0] >= 0, 0] for r in runs]
+    oldest = [int(span.min()) if span.size else step.step for span in spans]
+    components = pa.map_(pa.string(), pa.float32())
+    return pa.table(
+        {
+            "rollout": pa.array(np.arange(first, first + len(rows))),
+            "adapter": [step.adapter] * len(rows),
+            "step": pa.array([step.step] * len(rows), pa.int32()),
+            "group": pa.array([number for number, *_ in rows], pa.int32()),
+            "sample": pa.array([t.sample for *_, t in rows], pa.int32()),
+            "uid": [group.uid for _, _, group, _, _ in rows],
+            "prompt_key": pa.array([prompt_key(group.uid) for _, _, group, _, _ in rows], pa.int64()),
+            "prompt": [text.prompt for _, text, *_ in rows],
+            "messages": [text.messages for _, text, *_ in rows],
+            "gold": [text.gold for _, text, *_ in rows],
+            "answer": [text.answers[place] for _, text, _, place, _ in rows],
+            "finish_reason": [t.finish_reason for *_, t in rows],
+            "reward": pa.array([t.reward for *_, t in rows], pa.float32()),
+            "components": pa.array([list(t.components.items()) for *_, t in rows], components),
+            "advantage": mean(step.advantages),
+            "mismatch": pa.nulls(len(rows), pa.float32()) if own is None else mean(np.abs(own - logprobs)),
+            "solved": pa.array([t.correct for *_, t in rows], pa.bool_()),
+            "truncated": [t.finish_reason == "length" for *_, t in rows],
+            "stale": [version < step.step for version in oldest],
+            "retried": [text.tries > 1 for _, text, *_ in rows],
+            "oldest": pa.array(oldest, pa.int32()),
+            "newest": pa.array([int(s.max()) if s.size else step.step for s in spans], pa.int32()),
+            "versions": lists(
+                np.concatenate([np.empty(0, "<i4"), *(r.ravel() for r in runs)]), _offsets([r.size for r in runs])
+            ),
+            "token_ids": lists(ids),
+            "logprobs": lists(logprobs),
+            "trainer_logprobs": pa.nulls(len(rows), pa.list_(pa.float32())) if own is None else lists(own),
+            "advantages": lists(step.advantages),
+        }
+    )
+
+
+def rollout_index(table: pa.Table) -> tuple[np.ndarray, list[str]]:
+    """The columns of ``INDEX`` of a table, and the names of its adapters by their number there. ``solved``: -1 is null.
+
+    They are also in the table: this is what takes no second to read of a million rollouts.
+    """
+    adapters = table["adapter"].combine_chunks().dictionary_encode()
+    found = np.empty(len(table), INDEX)
+    for name in INDEX.names or ():
+        column = table[name]
+        if name == "adapter":
+            found[name] = adapters.indices.to_numpy()
+        else:
+            found[name] = (column.cast("int8").fill_null(-1) if name == "solved" else column).to_numpy()
+    return found, adapters.dictionary.to_pylist()
+
+
+def _offsets(sizes: Sequence[int]) -> np.ndarray:
+    return np.cumsum([0, *sizes], dtype=np.int64)
+
+
+def encoded(table: pa.Table) -> Any:
+    """The table as a Parquet file in memory."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = pa.BufferOutputStream()
+    floats = [f"{name}.list.element" for name in FLOATS if name in table.column_names]
+    with pq.ParquetWriter(
+        sink,
+        table.schema,
+        compression="zstd",
+        use_dictionary=[*DICTIONARIES, "token_ids.list.element", "advantages.list.element"],
+        use_byte_stream_split=floats,
+    ) as writer:
+        writer.write_table(table, row_group_size=ROWS)
+    return sink.getvalue()
+
+
+def _encoded_index(table: pa.Table) -> bytes:
+    rows, adapters = rollout_index(table)
+    sink = io.BytesIO()
+    np.savez(sink, rows=rows, adapters=np.array(adapters))
+    return sink.getvalue()
+
+
+class RolloutWriter:
+    """Appends rollouts in a thread; callers never wait for it. At most one writer per run folder.
+
+    All files together have at most ``limit_bytes``. ``vocabulary`` returns the text of each token id; the thread calls
+    it once in a run. A failure, such as a full disk, is one warning: later rollouts are not kept.
+    """
+
+    def __init__(self, run_folder: RunFolder, limit_bytes: int, vocabulary: Callable[[], Sequence[str]]) -> None:
+        self._folder, self._limit, self._vocabulary = run_folder.rollouts, limit_bytes, vocabulary
+        self._segment_bytes = min(SEGMENT_BYTES, limit_bytes // SEGMENTS)
+        self.left_out = 0
+        """Rollouts that are not kept: the thread was too far behind, or their step alone exceeds the limit."""
+        self._taken = self._written = 0  # bytes, each counted by one thread
+        self._queue: queue.SimpleQueue[StepRollouts | tuple[str, int] | None] = queue.SimpleQueue()
+        self._thread = watched_thread("rollouts", self._work, self._failed)
+
+    def write(self, step: StepRollouts) -> None:
+        """Keep the rollouts of a step, or count them as left out where ``WAITING_BYTES`` wait."""
+        if self.waiting_bytes > WAITING_BYTES:
+            self._leave_out(step, "the disk takes them slower than they come")
+        elif self._thread.is_alive():
+            self._taken += TOKEN_BYTES * len(step.advantages)
+            self._queue.put(step)
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._taken - self._written
+
+    def drop(self, adapter: str, step: int) -> None:
+        """Remove rollouts of ``adapter`` from ``step`` onwards; a resumed run repeats these steps."""
+        self._queue.put((adapter, step))
+
+    def close(self) -> None:
+        """Write what waits, for at most ``CLOSE_S``."""
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _failed(self, failed: BackgroundFailed) -> None:
+        log.warning("rollouts are not kept from here on: %s", failed)
+
+    def _leave_out(self, step: StepRollouts, why: str) -> None:
+        if not self.left_out:
+            log.warning("rollouts of step %d of %s are not kept: %s", step.step, step.adapter, why)
+        self.left_out += sum(len(group.trajectories) for group in step.groups)
+
+    # ------------------------------------------------------------ in the thread
+
+    def _work(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        used = {path for each in segments(self._folder) for path in (each.path, each.scalars)}
+        for path in {*self._folder.glob(".*.tmp"), *self._folder.glob("*-*.*")} - used:
+            path.unlink()  # of a process that was killed
+        while (work := self._queue.get()) is not None:
+            if isinstance(work, StepRollouts):
+                self._append(work)
+                self._written += TOKEN_BYTES * len(work.advantages)
+            else:
+                self._drop(*work)
+
+    def _append(self, step: StepRollouts) -> None:
+        import pyarrow as pa
+
+        words = self._folder / "vocabulary.parquet"
+        if not words.exists() and len(made := encoded(pa.table({"text": list(self._vocabulary())}))) < self._limit // 4:
+            write_file(words, made)
+        files = segments(self._folder)
+        first = files[-1].end if files else 0
+        table = rollout_table(step, first)
+        if len(table) and not self._place(table, first, first + len(table)):
+            self._leave_out(step, f"a step of them exceeds run.keep_rollouts_mib, {self._limit >> 20} MiB")
+        small = lambda each: each.nbytes < self._segment_bytes  # noqa: E731
+        tail = [*takewhile(small, reversed(segments(self._folder)))][::-1]
+        nbytes = sum(each.nbytes for each in tail)
+        if len(tail) >= MERGED_FILES or (len(tail) > 1 and nbytes >= self._segment_bytes):
+            merged = pa.concat_tables([parquet_file(each.path).read() for each in tail])
+            if self._place(merged, tail[0].first, tail[-1].end):
+                for each in tail:
+                    each.unlink()
+
+    def _place(self, table: pa.Table, first: int, end: int) -> bool:
+        """Write a file after making room for it; False if it exceeds the limit alone."""
+        content, index = encoded(table), _encoded_index(table)
+        files = segments(self._folder)
+        spare = self._limit - len(content) - len(index)
+        spare -= sum(path.stat().st_size for path in self._folder.iterdir())
+        if spare + sum(each.nbytes for each in files) < 0:
+            return False
+        while spare < 0:
+            oldest = files.pop(1 if len(files) > 1 else 0)
+            spare += oldest.nbytes
+            oldest.unlink()
+        made = RolloutFile(first, end, self._folder / f"{first:09d}-{end:09d}.parquet")
+        write_file(made.scalars, index)
+        write_file(made.path, content)
+        return True
+
+    def _drop(self, adapter: str, step: int) -> None:
+        import pyarrow.compute as pc
+
+        for each in segments(self._folder):
+            file = parquet_file(each.path)
+            void = (pc.field("adapter") == adapter) & (pc.field("step") >= step)
+            if not len(file.read(["adapter", "step"]).filter(void)):
+                continue
+            table = file.read().filter(~void)
+            if not len(table):
+                each.unlink()
+                continue
+            each.scalars.unlink(missing_ok=True)
+            write_file(each.path, encoded(table))
+            write_file(each.scalars, _encoded_index(table))

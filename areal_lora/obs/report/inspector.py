@@ -1,0 +1,338 @@
+"""Find rollouts of a run: an index of one row of scalars per rollout in memory, texts and tokens from the files.
+
+A query is a scan of the index. A search for text reads the matching rollouts, newest first, for at most ``SEARCH_S``;
+its page states where the next one continues.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from zipfile import BadZipFile
+
+import msgspec
+import numpy as np
+
+from areal_lora.obs.metrics.rollout_store import INDEX, ROWS, RolloutFile, parquet_file, rollout_index, segments
+from areal_lora.run_folder.paths import RunFolder
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+PAGE = 25
+SEARCH_S = 0.6
+EXCERPT = 240
+OTHERS = 200
+EMBEDDED_TOKENS = 60_000
+TOKENS = ("messages", "versions", "token_ids", "logprobs", "trainer_logprobs", "advantages")
+TEXTS = ("uid", "prompt", "gold", "answer", "finish_reason", "components")
+SCALARS = ("rollout", "adapter", "step", "group", "reward", "solved", "truncated", "stale", "retried")
+HEAD = (*SCALARS, *TEXTS, "sample", "advantage", "mismatch", "oldest", "newest")
+
+
+class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a rollout has to be; what is empty or None does not count. ``below``: its number is lower.
+
+    ``text`` is a part of the prompt or of the answer, as it is written.
+    """
+
+    adapter: str = ""
+    step: int | None = None
+    group: int | None = None
+    outcome: Literal["", "solved", "failed", "truncated", "stale", "retried"] = ""
+    lowest: float | None = None
+    highest: float | None = None
+    text: str = ""
+    below: int | None = None
+
+
+class RolloutHead(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout without its tokens;
+    columns as in `rollout_store.rollout_table`."""
+
+    rollout: int
+    adapter: str
+    step: int
+    group: int
+    sample: int
+    uid: str
+    prompt: str
+    answer: str
+    gold: str
+    finish_reason: str
+    reward: float
+    components: dict[str, float]
+    advantage: float
+    mismatch: float | None
+    outcomes: list[str]
+    oldest: int
+    newest: int
+
+
+class RolloutTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout of T tokens: their texts and what is known of each. ``versions`` are pairs of a version and a count."""
+
+    head: RolloutHead
+    messages: str
+    tokens: list[str]
+    versions: list[int]
+    logprobs: list[float]
+    trainer_logprobs: list[float] | None
+    advantages: list[float]
+
+
+class GroupPlace(msgspec.Struct, frozen=True, kw_only=True):
+    adapter: str
+    step: int
+    group: int
+
+
+class GroupView(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollouts of one group, and where ``others`` of the same problem are, at most ``OTHERS``."""
+
+    rollouts: list[RolloutTokens]
+    others: list[GroupPlace]
+
+
+class RolloutPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollouts, newest first. ``matches`` is None where text was searched for. ``below`` continues; None at the end."""
+
+    rows: list[RolloutHead]
+    matches: int | None
+    below: int | None
+
+
+class RolloutOverview(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a run; ``groups`` are those that a page has inside."""
+
+    run: str
+    kept: int
+    steps: tuple[int, int]
+    adapters: list[str]
+    groups: list[GroupView] = []
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _FileRows:
+    file: RolloutFile
+    mark: tuple[int, int]
+    rows: np.ndarray  # of INDEX
+
+
+class RolloutRows:
+    """The rows of all files of a folder, oldest first; ``index`` has their scalars. A place is a row's number there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._loaded: list[_FileRows] = []
+        self._starts = np.zeros(1, np.int64)  # of each file among all rows
+        self.index = np.empty(0, INDEX)
+        self.adapters: list[str] = []
+
+    def refresh(self) -> None:
+        known = {(each.file.path, each.mark): each for each in self._loaded}
+        found: list[_FileRows] = []
+        for file in segments(self._folder):
+            try:
+                stat = file.path.stat()
+                mark = (stat.st_mtime_ns, stat.st_size)
+                found.append(known.get((file.path, mark)) or _FileRows(file, mark, self._scalars(file)))
+            except FileNotFoundError:
+                continue  # merged or removed meanwhile
+        if [each.mark for each in found] != [each.mark for each in self._loaded]:
+            self._loaded = found
+            self._starts = np.cumsum([0, *(len(each.rows) for each in found)])
+            self.index = np.concatenate([np.empty(0, INDEX), *(each.rows for each in found)])
+
+    def _scalars(self, file: RolloutFile) -> np.ndarray:
+        try:
+            with np.load(file.scalars) as found:
+                rows: np.ndarray = found["rows"]
+                names: list[str] = found["adapters"].tolist()
+        except (OSError, ValueError, BadZipFile):  # after a crash
+            with parquet_file(file.path) as table:
+                rows, names = rollout_index(table.read(INDEX.names))
+        self.adapters += [name for name in names if name not in self.adapters]
+        rows["adapter"] = np.array([self.adapters.index(name) for name in names], "<i2")[rows["adapter"]]
+        return rows
+
+    def read(self, number: int, row_group: int, columns: Sequence[str] | None) -> pa.Table:
+        with parquet_file(self._loaded[number].file.path) as file:
+            return file.read_row_group(row_group, columns)
+
+    def by_row_group(self, places: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """``(number of a file, rows in it)`` for each row group with some of the ``places``, in their order."""
+        numbers = np.searchsorted(self._starts, places, "right") - 1
+        rows = places - self._starts[numbers]
+        changes = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(rows // ROWS) != 0)) + 1
+        for part in np.split(np.arange(len(places)), changes):
+            if len(part):
+                yield int(numbers[part[0]]), rows[part]
+
+    def opened(self, places: np.ndarray) -> list[tuple[pq.ParquetFile, np.ndarray]]:
+        """Files that stay readable when they are merged, and the rows of a row group that are meant."""
+        files: dict[int, pq.ParquetFile] = {}
+        return [
+            (files.get(number) or files.setdefault(number, parquet_file(self._loaded[number].file.path)), rows)
+            for number, rows in self.by_row_group(places)
+        ]
+
+    def dicts(self, places: np.ndarray, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        for number, rows in self.by_row_group(places):
+            yield from self.read(number, rows[0] // ROWS, columns).take(rows % ROWS).to_pylist()
+
+
+class RolloutIndex:
+    """The rollouts of one run folder; each call reads what is new. Files that are merged meanwhile are read again."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder, self._run = folder.rollouts, folder.name
+        self._rows = RolloutRows(self._folder)
+        self._words: list[str] = []
+
+    def overview(self) -> RolloutOverview:
+        return self._settled(self._overview)
+
+    def page(self, chosen: RolloutFilter, limit: int = PAGE) -> RolloutPage:
+        """The newest ``limit`` rollouts that match, with excerpts of their texts."""
+        return self._settled(lambda: self._page(chosen, limit))
+
+    def rollouts(self, chosen: RolloutFilter) -> list[RolloutHead]:
+        """All that match, oldest first, with whole texts; ``text`` does not count."""
+        return self._settled(lambda: list(map(_head, self._rows.dicts(self._places(chosen), HEAD))))
+
+    def group(self, place: GroupPlace) -> GroupView:
+        """The group there; empty if it is not kept."""
+        return self._settled(lambda: self._group(place))
+
+    def ends(self) -> RolloutOverview:
+        """The overview with the first and the last group of each adapter, up to about ``EMBEDDED_TOKENS`` tokens."""
+        return self._settled(self._ends)
+
+    def tables(self, chosen: RolloutFilter) -> Iterator[pa.Table]:
+        """All columns of what matches, a row group at a time; ``text`` counts."""
+        for file, rows in self._settled(lambda: self._rows.opened(self._places(chosen))):
+            table = file.read_row_group(rows[0] // ROWS).take(rows % ROWS)
+            yield table.filter(_has_text(table, chosen.text)) if chosen.text else table
+
+    def _settled(self, read: Callable[[], T]) -> T:
+        for _ in range(10):
+            self._rows.refresh()
+            try:
+                return read()
+            except FileNotFoundError:
+                continue
+        raise OSError(f"{self._folder}: its files change faster than they can be read")
+
+    def _overview(self) -> RolloutOverview:
+        steps = self._rows.index["step"]
+        first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
+        return RolloutOverview(run=self._run, kept=len(steps), steps=(first, last), adapters=self._rows.adapters)
+
+    def _places(self, chosen: RolloutFilter) -> np.ndarray:
+        """Rows of the index, in order; the text does not count."""
+        of, wanted = self._rows.index, []
+        if chosen.adapter:
+            code = self._rows.adapters.index(chosen.adapter) if chosen.adapter in self._rows.adapters else -1
+            wanted.append(of["adapter"] == code)
+        for name in ("step", "group"):
+            if (value := getattr(chosen, name)) is not None:
+                wanted.append(of[name] == value)
+        if chosen.outcome in ("solved", "failed"):
+            wanted.append(of["solved"] == (chosen.outcome == "solved"))
+        elif chosen.outcome:
+            wanted.append(of[chosen.outcome])
+        wanted += [of["reward"] >= np.float32(chosen.lowest)] if chosen.lowest is not None else []
+        wanted += [of["reward"] <= np.float32(chosen.highest)] if chosen.highest is not None else []
+        wanted += [of["rollout"] < chosen.below] if chosen.below is not None else []
+        return np.flatnonzero(np.logical_and.reduce(wanted)) if wanted else np.arange(len(of["step"]))
+
+    def _page(self, chosen: RolloutFilter, limit: int) -> RolloutPage:
+        places = self._places(chosen)[::-1]
+        matches, below = len(places), None
+        if chosen.text:
+            places, below = self._search(places, chosen.text, limit)
+        elif matches > limit:
+            places = places[:limit]
+            below = int(self._rows.index["rollout"][places[-1]])
+        rows = [_head(row, EXCERPT) for row in self._rows.dicts(places, HEAD)]
+        return RolloutPage(rows=rows, matches=None if chosen.text else matches, below=below)
+
+    def _search(self, places: np.ndarray, text: str, limit: int) -> tuple[np.ndarray, int | None]:
+        """The first ``limit`` of ``places`` with ``text``, and the number below which the search continues."""
+        end_s, found, seen = time.monotonic() + SEARCH_S, list[np.ndarray](), 0
+        for number, rows in self._rows.by_row_group(places):
+            table = self._rows.read(number, rows[0] // ROWS, ["prompt", "answer"]).take(rows % ROWS)
+            hits = np.flatnonzero(_has_text(table, text).to_numpy(zero_copy_only=False))
+            found.append(places[seen + hits])
+            seen += len(rows)
+            if sum(map(len, found)) > limit or (time.monotonic() > end_s and seen < len(places)):
+                break
+        chosen = np.concatenate([places[:0], *found])
+        if len(chosen) > limit:
+            return chosen[:limit], int(self._rows.index["rollout"][chosen[limit - 1]])
+        return chosen, int(self._rows.index["rollout"][places[seen - 1]]) if seen < len(places) else None
+
+    def _group(self, place: GroupPlace) -> GroupView:
+        where = self._places(RolloutFilter(adapter=place.adapter, step=place.step, group=place.group))
+        if not len(where):
+            return GroupView(rollouts=[], others=[])
+        rollouts = [self._tokens(row) for row in self._rows.dicts(where, [*HEAD, *TOKENS])]
+        index = self._rows.index
+        same = index[index["prompt_key"] == index["prompt_key"][where[0]]]
+        keys = dict.fromkeys(same[["adapter", "step", "group"]].tolist())
+        others = [GroupPlace(adapter=self._rows.adapters[a], step=s, group=g) for a, s, g in keys]
+        return GroupView(rollouts=rollouts, others=[other for other in others if other != place][-OTHERS:])
+
+    def _ends(self) -> RolloutOverview:
+        found, left = dict[GroupPlace, GroupView](), EMBEDDED_TOKENS
+        overview = self._overview()
+        for at in (0, -1):
+            for code, name in enumerate(self._rows.adapters):
+                where = np.flatnonzero(self._rows.index["adapter"] == code)
+                if not len(where):
+                    continue
+                step, group = (int(self._rows.index[column][where[at]]) for column in ("step", "group"))
+                place = GroupPlace(adapter=name, step=step, group=group)
+                view = self._group(place)
+                left -= sum(len(one.tokens) for one in view.rollouts)
+                if left < 0 and found:
+                    return msgspec.structs.replace(overview, groups=list(found.values()))
+                found[place] = view
+        return msgspec.structs.replace(overview, groups=list(found.values()))
+
+    def _tokens(self, row: dict[str, Any]) -> RolloutTokens:
+        if not self._words and (path := self._folder / "vocabulary.parquet").exists():
+            self._words = parquet_file(path).read()["text"].to_pylist()
+        words = self._words
+        tokens = [words[token] if token < len(words) else f"<{token}>" for token in row["token_ids"]]
+        return RolloutTokens(
+            head=_head(row), tokens=tokens, **{name: row[name] for name in TOKENS if name != "token_ids"}
+        )
+
+
+def _has_text(table: pa.Table, text: str) -> pa.Array:
+    import pyarrow.compute as pc
+
+    hits = (pc.match_substring(table[name], text) for name in ("prompt", "answer"))
+    return pc.or_(*hits).combine_chunks()
+
+
+def _head(row: dict[str, Any], limit: int | None = None) -> RolloutHead:
+    solved = {True: ["solved"], False: ["failed"]}.get(row["solved"], [])
+    fields = {name: row[name] for name in RolloutHead.__struct_fields__ if name in row}
+    fields |= {"prompt": row["prompt"][-limit:], "answer": row["answer"][:limit]} if limit else {}
+    return RolloutHead(
+        **fields
+        | {
+            "components": dict(row["components"]),
+            "outcomes": solved + [name for name in ("truncated", "stale", "retried") if row[name]],
+        }
+    )
