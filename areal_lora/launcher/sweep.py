@@ -274,7 +274,7 @@ def write_sweep(folder: RunFolder, sweep: Sweep) -> None:
 
 
 def record_sweep(folder: RunFolder, sweep: Sweep) -> None:
-    """r.Record a new sweep; one that is there continues. Raises ConfigError for another one."""
+    """Record a new sweep; one that is there continues. Raises ConfigError for another one."""
     recorded = read_sweep(folder)
     if recorded is None:
         write_sweep(folder, sweep)
