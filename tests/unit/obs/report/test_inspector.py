@@ -75,7 +75,7 @@ FILTERS: list[tuple[dict[str, Any], Callable[[dict[str, Any]], bool]]] = [
 ]
 
 
-@pytest.mark.parametrize(("chosen", "matches"), FILTERS, ids=str)
+@pytest.mark.parametrize(("chosen", "matches"), FILTERS, ids=[str(chosen) for chosen, _ in FILTERS])
 def test_pages_have_what_matches_newest_first(
     folder: RunFolder, chosen: dict[str, Any], matches: Callable[[dict[str, Any]], bool]
 ) -> None:
