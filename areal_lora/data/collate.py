@@ -85,7 +85,7 @@ def contradiction(batch: TrainBatch) -> str:
     first = mask[batch.cu_seqlens[:-1].numpy()]
     if batch.held is not None:
         mask = part_of(mask, batch.cu_seqlens.diff().tolist(), batch.held.numpy())
-    wrong = Counter({"tokens 0 of their sequences are trained on": np.count_nonzero(first)})
+    wrong = Counter({"tokens 0 of their sequences are trained on": int(np.count_nonzero(first))})
     for at in range(0, len(mask), CHECKED):
         own, version, logprob = (x[at : at + CHECKED] for x in (mask, versions, logprobs))
         for what, tokens in (
@@ -93,7 +93,7 @@ def contradiction(batch: TrainBatch) -> str:
             ("tokens that are not trained on have a log-probability", (logprob != 0) > own),
             ("trained tokens have a log-probability that is not finite", np.isfinite(logprob) < own),
         ):
-            wrong[what] += np.count_nonzero(tokens)
+            wrong[what] += int(np.count_nonzero(tokens))
     found = [f"{count} {what}" for what, count in wrong.items() if count]
     return f"of {len(mask)} tokens {'; '.join(found)}: per-token arrays are shifted" if found else ""
 

@@ -32,7 +32,7 @@ LINES = {
     "data": 669,  # checks in chunks; micro-batches of equal attention; a batch between ranks: rows, columns of parts
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 8945,  # states copied beside training; ranges; context parallelism, chunked logits, recompute, FLOPs, memory
+    "engine": 8945,  # states copied by a thread; ranges; context parallelism, chunked logits, recompute, FLOPs
     "families": 1430,  # FLOPs of passes
     "launcher": 3543,
     "library": 470,
