@@ -18,7 +18,7 @@ SHIPPED = ROOT / "examples" / "schema.json"
 FILES = sorted((ROOT / "examples").glob("*/*.yaml"))
 SCHEMA = json.loads(json_schema())
 
-MAX_KEYS = 256
+MAX_KEYS = 257  # run.keep_rollouts_mib: the disk that a run may take
 """250 and what no default can choose: `trainer.cp`, `trainer.fsdp_shard`, `checkpoint.max_behind` by model, network and
 disk, `run.profile` with its steps and ranks."""
 
