@@ -37,7 +37,7 @@ LINES = {
     "launcher": 3593,  # trackers as processes that a run can do without; reports of runs that are stopped or fail
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 3895,  # a live page, runs side by side, warnings; every rollout in columns, and queries of them
+    "obs": 3896,  # a live page, runs side by side, warnings; every rollout in columns, and queries of them
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 149,  # ranges of profilers; peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher

@@ -114,11 +114,12 @@ def prompt_key(uid: str) -> int:
 
 
 def rollout_table(step: StepRollouts, first: int) -> pa.Table:
-    """One row for each trajectory, numbered from ``first``. Means are over the N' tokens that were sampled.
+    """One row for each trajectory, numbered from ``first``. Means are over the tokens that were sampled.
 
-    ``solved`` is null where the task has no rule for it. ``stale``: a token's version is older than the step's.
-    ``retried``: a request of the group failed, or an answer to its prompt came too late. ``versions`` are pairs of a
-    version and its number of tokens, -1 for tokens that were not sampled.
+    ``answer`` is empty where a user's workflow returned no text. ``solved`` is null where the task has no rule for it.
+    ``stale``: a token's version is older than the step's. ``retried``: a request of the group failed, or an answer to
+    its prompt came too late. ``versions`` are pairs of a version and its number of tokens, -1 for tokens that were not
+    sampled.
     """
     import pyarrow as pa
 
@@ -157,7 +158,7 @@ def rollout_table(step: StepRollouts, first: int) -> pa.Table:
             "prompt": [text.prompt for _, text, *_ in rows],
             "messages": [text.messages for _, text, *_ in rows],
             "gold": [text.gold for _, text, *_ in rows],
-            "answer": [text.answers[place] for _, text, _, place, _ in rows],
+            "answer": ["".join(text.answers[place : place + 1]) for _, text, _, place, _ in rows],
             "finish_reason": [t.finish_reason for *_, t in rows],
             "reward": pa.array([t.reward for *_, t in rows], pa.float32()),
             "components": pa.array([list(t.components.items()) for *_, t in rows], components),

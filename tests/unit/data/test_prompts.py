@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_lora.config.sections.task import DatasetTask, PromptFormat
-from areal_lora.data.prompts import Formatter, PromptStream, load_tokenizer, prompts_of
+from areal_lora.data.prompts import Formatter, PromptStream, load_tokenizer, prompts_of, vocabulary
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import Sample
@@ -98,3 +98,10 @@ def test_a_prompt_without_tokens_is_found_at_the_start_or_left_out() -> None:
             seed=0,
             max_prompt_tokens=9,
         )
+
+
+def test_the_vocabulary_is_the_text_of_each_token_id() -> None:
+    words, tokenizer = vocabulary(str(TINY_MODEL)), AutoTokenizer.from_pretrained(TINY_MODEL)
+    ids = tokenizer.encode("Tom has 3 apples.", add_special_tokens=False)
+    assert len(words) == len(tokenizer)
+    assert "".join(words[token] for token in ids) == "Tom has 3 apples."

@@ -8,9 +8,11 @@ import random
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -69,6 +71,12 @@ def test_what_the_trainer_did_not_compute_is_null() -> None:
     assert set(table["mismatch"].to_pylist()) == set(table["trainer_logprobs"].to_pylist()) == {None}
     assert table.schema == rollout_table(step_rollouts(0), 0).schema
     assert not any(table["stale"].to_pylist())
+
+
+def test_a_workflow_that_returns_fewer_texts_has_empty_answers() -> None:
+    given = step_rollouts(0, groups=1, n=2)
+    texts = (msgspec.structs.replace(given.texts[0], answers=("only",)),)
+    assert rollout_table(replace(given, texts=texts), 0)["answer"].to_pylist() == ["only", ""]
 
 
 def test_the_limit_holds_and_the_start_and_the_newest_stay(tmp_path: Path) -> None:
