@@ -1,0 +1,395 @@
+"""A run in virtual time: the real controller around servers, a trainer and publishes that take modelled seconds.
+
+real      controller, admission, pacing, feed, ledger and retries; router; judgement of a publish and of its members
+modelled  seconds of sampling, training and transfers (`cost_model`); an answer is one token, whose id is its length
+
+One seed decides everything. Not modelled: evaluations, checkpoints, KV caches that are full, agents and tools,
+``in_flight: interrupt``, all adapters but the first.
+"""
+
+import asyncio
+import heapq
+import math
+import random
+import selectors
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from areal_lora.config.models import Config
+from areal_lora.data.prompts import Formatter, Prompt, PromptStream
+from areal_lora.errors import ArealLoraError, ManifestError, PublishError, RefusalReason, RolloutError
+from areal_lora.launcher.cost_model import CostModel
+from areal_lora.rollout.channel import channel_messages as m
+from areal_lora.rollout.channel.client import SHORT_POLL_S
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
+from areal_lora.rollout.controller import controller, evaluation, feed, groups, pacing, runtime
+from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
+from areal_lora.rollout.routing import Router, VersionRetired
+from areal_lora.rollout.workflow import Episode
+from areal_lora.types import AdapterRef, Sample, TokenColumns, Trajectory, TrajectoryGroup
+from areal_lora.weight_sync.messages import ServerEndpoint
+from areal_lora.weight_sync.trainer import decisions, membership
+
+PROMPTS = 10_000  # of an epoch
+NOISE = 0.05  # a step takes so much less or more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Sizes of a simulated run. At half of its steps the ``lost`` last servers fall silent and stay so.
+
+    ``slow`` multiplies the seconds of servers, by index.
+    """
+
+    servers: int
+    ranks: int
+    steps: int
+    seed: int = 1
+    lost: int = 0
+    slow: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedRun:
+    """Figures of a simulated run; ``seconds`` and shares are from its first batch to its last.
+
+    ``staleness`` counts trained tokens by lag, ``trained`` has the stream positions of the trained prompts,
+    ``publishes`` the seconds of each publish by phase, and of all. ``stats`` are those of the last batch.
+    """
+
+    steps: int
+    seconds: float = 0.0
+    trainer_idle: float = 0.0
+    servers_idle: float = 0.0
+    staleness: Counter[int] = field(default_factory=Counter)
+    trained: list[int] = field(default_factory=list)
+    publishes: list[Mapping[str, float]] = field(default_factory=list)
+    excluded: dict[str, str] = field(default_factory=dict)
+    stats: m.Stats | None = None
+
+    @property
+    def steps_per_hour(self) -> float:
+        return 3600 * (self.steps - 1) / self.seconds if self.seconds else math.nan
+
+
+def simulate(config: Config, costs: CostModel, scenario: Scenario) -> SimulatedRun:
+    """Run the first adapter of ``config``. Raises ArealLoraError where the run would end with one."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(_World(config, costs, scenario).outcome())
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time stands still while a task can run, and then jumps to the next timer."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        super().__init__(_Jump(self))
+
+    def time(self) -> float:
+        return self.now_s
+
+
+class _Jump(selectors.SelectSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:  # nothing outside wakes a task
+            raise RolloutError("the simulated run waits without end (fix: report it with the configuration)")
+        self._loop.now_s += max(timeout, 0.0)
+        return []
+
+
+class VirtualServer:
+    """Continuous batching: all running sequences take a token in each iteration; beyond ``seats`` they wait in order.
+
+    The prompt of a group stops the others while it is computed. A silent server ends nothing any more.
+    """
+
+    def __init__(self, costs: CostModel, seats: int, slowness: float) -> None:
+        self._costs, self._seats, self._slowness = costs, seats, slowness
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[int, list[int], asyncio.Future[None]]] = deque()  # length, those left of its group
+        self._running: list[tuple[float, int, list[int], asyncio.Future[None]]] = []  # progress at its end, order
+        self._progress = self._prompts_s = self._at = self.busy_s = 0.0  # progress: tokens since the start
+        self._order, self._timer = 0, self._loop.call_later(0.0, self._tick)
+        self.silent_since: float | None = None
+
+    async def generate(self, lengths: list[int]) -> None:
+        """Return when answers of ``lengths`` have ended."""
+        left, done = [len(lengths)], self._loop.create_future()
+        self._waiting.extend((length, left, done) for length in lengths)
+        self._tick()
+        self._prompts_s += self._costs.prompt_tokens * self._costs.prompt_token_s * self._slowness
+        try:
+            await done
+        finally:
+            if left[0]:  # it was cut off
+                self._waiting = deque(each for each in self._waiting if each[2] is not done)
+                self._running = [each for each in self._running if each[3] is not done]
+                heapq.heapify(self._running)
+                self._tick()
+
+    def fall_silent(self) -> None:
+        self._tick()
+        self.silent_since = self._loop.time()
+
+    def _tick(self) -> None:
+        """Account for the time that has passed, end and start sequences, and return at the next end."""
+        passed_s, self._at = self._loop.time() - self._at, self._loop.time()
+        self._timer.cancel()
+        if self.silent_since is not None:
+            return
+        if self._running:
+            self.busy_s += passed_s
+            prompts_s = min(self._prompts_s, passed_s)
+            self._prompts_s -= prompts_s
+            self._progress += (passed_s - prompts_s) / self._iteration_s()
+        while self._running and self._running[0][0] <= self._progress + 1e-6:
+            _, _, left, done = heapq.heappop(self._running)
+            left[0] -= 1
+            if not left[0] and not done.done():
+                done.set_result(None)
+        while self._waiting and len(self._running) < self._seats:
+            length, left, done = self._waiting.popleft()
+            self._order += 1
+            heapq.heappush(self._running, (self._progress + length, self._order, left, done))
+        if self._running:
+            left_s = (self._running[0][0] - self._progress) * self._iteration_s()
+            self._timer = self._loop.call_later(self._prompts_s + left_s, self._tick)
+
+    def _iteration_s(self) -> float:
+        return self._costs.iteration_s(len(self._running)) * self._slowness
+
+
+class _Numbers(Formatter):
+    """The prompt of a position is one token: the position."""
+
+    def prompt(self, sample: Sample, uid: str, position: int) -> Prompt:
+        return Prompt(uid=uid, position=position, sample=sample, text=sample.prompt, token_ids=[position])
+
+
+class _World:
+    """Workflow, servers and trainer around the controller of one simulated run."""
+
+    def __init__(self, config: Config, costs: CostModel, scenario: Scenario) -> None:
+        self.config, self.costs, self.scenario = config, costs, scenario
+        self.rng, self.result = random.Random(scenario.seed), SimulatedRun(steps=scenario.steps)
+        self.adapter, self.name = config.adapters[0], config.adapters[0].name
+        self.members = tuple(
+            ServerEndpoint(name=f"server-{i}", host="server", admin_port=1, data_port=i, workers=config.rollout.tp)
+            for i in range(scenario.servers)
+        )
+        self.formed: tuple[ServerEndpoint, ...] = ()
+        self.lost: dict[str, str] = {}  # since the last announcement
+
+    async def outcome(self) -> SimulatedRun:
+        self.loop, seats = asyncio.get_running_loop(), self.config.rollout.max_num_seqs
+        self.router = Router(self.loop.time)
+        self.servers = {
+            member.data_url: VirtualServer(self.costs, seats, self.scenario.slow.get(index, 1.0))
+            for index, member in enumerate(self.members)
+        }
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._start_controller(tasks)
+                leases = tasks.create_task(self.controller.watch_leases())
+                await self._train()
+                leases.cancel()
+                self.runtime.feed.end()
+        except* ArealLoraError as errors:
+            raise errors.exceptions[0] from errors
+        return self.result
+
+    def _start_controller(self, tasks: asyncio.TaskGroup) -> None:
+        """As `rollout.main` does, with prompts that are numbers and nothing to score or to evaluate."""
+        sampling, rollout, seed = self.adapter.sampling, self.config.rollout, self.scenario.seed
+        samples = [Sample(uid=str(i), prompt=str(i), answer=None) for i in range(PROMPTS)]
+        prompts = PromptStream(samples, _Numbers(tokenizer=cast(Any, None)), seed=seed, max_prompt_tokens=1)
+        capacity = runtime.Capacity(sequences=rollout.max_num_seqs, n_samples=sampling.n_samples)
+        running = dict[int, asyncio.Task[None]]()
+
+        def cancel(ticket: groups.Ticket) -> None:
+            if (task := running.get(ticket.seq)) is not None:
+                task.cancel()
+
+        made = feed.AdapterFeed(
+            self.name,
+            budget=pacing.StalenessBudget(
+                max_staleness=rollout.max_staleness,
+                prompts_per_step=sampling.prompts_per_step,
+                last_version=self.scenario.steps - 1,
+            ),
+            pacing=rollout.pacing,
+            prompts=prompts,
+            ledger=Ledger(LedgerFile(":memory:", self.config.run.name), self.name, prompts.digest),
+            max_running=capacity.groups(len(self.servers)),
+            on_expire=cancel,
+            clock=self.loop.time,
+        )
+        places = evaluation.EvalPlaces(0)
+        self.runtime = runtime.AdapterRuntime(
+            feed=made,
+            tasks=running,
+            workflow=self,
+            evaluator=evaluation.Evaluator(reward_kind="", sets=(), workflows={}, places=places),
+            seed=seed,
+            capacity=capacity,
+            weight=1.0,
+            close=_unused,
+        )
+        adapters, stop = {self.name: self.runtime}, asyncio.Event()
+        self.controller = controller.Controller(adapters, self.router, tasks=tasks, stop=stop, open_adapter=_unused)
+
+    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
+        """The workflow: one request for all answers of a group; a prompt has the same lengths at every issue."""
+        lengths = self.costs.lengths(f"{self.scenario.seed} {prompt.position}", self.adapter.sampling.n_samples)
+        ref = self.router.newest(ref)
+        try:
+            async with asyncio.timeout(None) as clock, self.router.lease(ref, len(lengths), clock) as server:
+                await self.servers[server.url].generate(lengths)
+        except TimeoutError:
+            raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: excluded by the trainer") from None
+        except VersionRetired as error:
+            raise GenerationFault(FaultKind.RETIRED, str(error)) from None
+        trajectories = tuple(
+            Trajectory(
+                uid=prompt.uid,
+                sample=sample,
+                adapter=ref,
+                columns=TokenColumns.of([prompt.position, length], [0.0, 0.0], [-1, ref.version]),
+                reward=float(sample % 2),
+            )
+            for sample, length in enumerate(lengths)
+        )
+        return Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories), texts=("",) * len(lengths))
+
+    # ------------------------------------------------------------ trainer
+
+    async def _train(self) -> None:
+        """The line of `trainer.loop`: a step waits for its batch, trains, joins the last publish, starts its own."""
+        hello = m.Hello(trainer="simulated", versions={self.name: 0}, snapshots={})
+        self.session = cast(m.Welcome, await self.controller.handle(hello)).session
+        await self._publish(0)
+        published, waited_s, start_s = self.loop.create_task(_unused()), 0.0, 0.0
+        for step in range(self.scenario.steps):
+            requested_s = self.loop.time()
+            batch = await self._batch(step, published)
+            now_s, busy_s = self.loop.time(), sum(server.busy_s for server in self.servers.values())
+            if step == 0:
+                start_s, busy_before_s = now_s, busy_s
+            else:
+                waited_s += now_s - requested_s
+            train_s = self._train_s(step, batch)
+            if step == self.scenario.steps - 1:
+                break
+            if self.scenario.lost and step == self.scenario.steps // 2:
+                self.loop.call_later(train_s / 2, self._lose)
+            await asyncio.sleep(train_s)
+            await self.controller.handle(m.CommitStep(adapter=self.name, step=step, session=self.session))
+            trained_s = self.loop.time()
+            await published
+            waited_s += self.loop.time() - trained_s
+            published = self.loop.create_task(self._publish(step + 1))
+        await published
+        result, seconds = self.result, now_s - start_s
+        result.seconds, result.stats = seconds, batch.stats
+        result.trainer_idle = waited_s / seconds
+        result.servers_idle = 1 - (busy_s - busy_before_s) / seconds / self.scenario.servers
+
+    async def _batch(self, step: int, published: asyncio.Task[None]) -> m.Batch:
+        """The groups of ``step``; silent servers are excluded meanwhile, as by `next_work.catch_up`."""
+        wanted = (m.StepRequest(adapter=self.name, step=step, version=step),)
+        request = m.GetBatch(wanted=wanted, timeout_s=SHORT_POLL_S, session=self.session)
+        while not isinstance(reply := await self.controller.handle(request), m.Batch):
+            if isinstance(reply, m.AdapterFailed):
+                raise RolloutError(reply.reason)
+            if self._silent() and published.done():
+                await self._publish(step)
+        return reply
+
+    def _train_s(self, step: int, batch: m.Batch) -> float:
+        """Seconds of the step on ``batch``, which is recorded."""
+        tokens = 0.0
+        for group in batch.groups:
+            self.result.trained.append(int(group.trajectories[0].columns.ids[0]))
+            for trajectory in group.trajectories:
+                length = int(trajectory.columns.ids[1])
+                self.result.staleness[step - trajectory.columns.span[0]] += length
+                tokens += length + self.costs.prompt_tokens
+        seconds = tokens * self.costs.trained_token_s / self.scenario.ranks
+        return seconds * self.rng.uniform(1 - NOISE, 1 + NOISE)
+
+    # ------------------------------------------------------------ publishes
+
+    async def _publish(self, version: int) -> None:
+        """Attempts until all members that remain serve the version. `Leader` sends, the judgement is its own."""
+        sync, costs, ref = self.config.weight_sync, self.costs, AdapterRef(name=self.name, version=version)
+        progress, phases, move = decisions.Progress(), Counter[str](), decisions.Move.RETRY
+
+        async def spend(phase: str, seconds: float) -> None:
+            phases[phase] += seconds
+            await asyncio.sleep(seconds)
+
+        while move is decisions.Move.RETRY:
+            if silent := self._silent():
+                await spend("form", sync.ping_s)
+                self._exclude(membership.judge(self._findings(silent, sent=True), retried=False))
+            n, workers = len(self.members), len(self.members) * self.config.rollout.tp
+            if n < (fewest := self.config.cluster.min_servers):
+                raise PublishError(f"{ref}: {n} servers remain, cluster.min_servers is {fewest}")
+            if self.formed != self.members:
+                await spend("form", costs.form_s(n, workers))
+                self.formed = self.members
+            await spend("announce", costs.requests_s(n))
+            await spend("wire", costs.wire_s(workers))
+            # A version becomes active between two iterations; the server with the longest wait counts.
+            iteration_s = costs.iteration_s(self.config.rollout.max_num_seqs)
+            await spend("activate", costs.activate_s + iteration_s * self.rng.random() ** (1 / n))
+            dead = {s for s in self.members if self.servers[s.data_url].silent_since is not None}
+            if dead:  # the others get nothing more, either, and wait for the time limit
+                await spend("wire", sync.attempt_s + sync.ping_s)
+                self.formed = ()
+            findings = self._findings(dead, sent=not dead)
+            judgement = progress.judge(findings, now=self.loop.time(), timeout_s=sync.timeout_s)
+            self._exclude(judgement)
+            move = progress.move(
+                findings, judgement, enough=True, left_s=sync.timeout_s - phases.total(), ping_s=sync.ping_s
+            )
+        if move is not decisions.Move.FINISH:
+            raise PublishError(f"{ref} did not reach all servers within {sync.timeout_s:g} s")
+        await spend("probe", costs.requests_s(n) + costs.probe_s)
+        self.result.publishes.append({**phases, "all": phases.total()})
+        self.result.excluded |= self.lost
+        urls, lost, self.lost = {s.name: s.data_url for s in self.members}, tuple(self.lost), {}
+        announcement = m.AnnounceVersion(
+            adapter=self.name, version=version, servers=urls, lost=lost, session=self.session
+        )
+        await self.controller.handle(announcement)
+
+    def _findings(self, dead: set[ServerEndpoint], *, sent: bool) -> list[membership.ServerFinding]:
+        errors: dict[bool, ArealLoraError | None] = {True: PublishError("it does not answer pings"), False: None}
+        if not sent:
+            errors[False] = ManifestError(RefusalReason.WIRE, "a receiver is silent")
+        return [membership.ServerFinding(server=s, error=errors[s in dead], alive=s not in dead) for s in self.members]
+
+    def _exclude(self, judgement: membership.Judgement) -> None:
+        self.lost |= {server.name: reason for server, reason in judgement.lost.items()}
+        self.members = judgement.keep
+
+    def _silent(self) -> set[ServerEndpoint]:
+        """Members that have missed the pings of `membership.ServerWatcher`."""
+        until = self.loop.time() - membership.MISSES * membership.WATCH_S - self.config.weight_sync.ping_s
+        since = {member: self.servers[member.data_url].silent_since for member in self.members}
+        return {member for member, at in since.items() if at is not None and at <= until}
+
+    def _lose(self) -> None:
+        for member in self.members[-self.scenario.lost :]:
+            self.servers[member.data_url].fall_silent()
+
+
+async def _unused(*_: object) -> Any:
+    """Closes what is never opened, opens what never joins."""
