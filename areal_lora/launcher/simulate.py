@@ -1,11 +1,14 @@
 """A run in virtual time: the real controller around servers, a trainer and publishes that take modelled seconds.
 
 real      controller, admission, pacing, feed, ledger and retries; router; judgement of a publish and of its members
-modelled  seconds of sampling, training and transfers (`cost_model`); an answer is one token, whose id is its length
+modelled  seconds of sampling, training and transfers (`cost_model`); an answer is a token, whose id is its length,
+          and the answers of a group are one trajectory
 
 One seed decides everything. Not modelled: evaluations, checkpoints, KV caches that are full, agents and tools,
 ``in_flight: interrupt``, all adapters but the first.
 """
+
+from __future__ import annotations
 
 import asyncio
 import heapq
@@ -13,14 +16,19 @@ import math
 import random
 import selectors
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, cast
+
+from rich.table import Table
 
 from areal_lora.config.models import Config
 from areal_lora.data.prompts import Formatter, Prompt, PromptStream
-from areal_lora.errors import ArealLoraError, ManifestError, PublishError, RefusalReason, RolloutError
+from areal_lora.errors import ArealLoraError, ConfigError, ManifestError, PublishError, RefusalReason, RolloutError
 from areal_lora.launcher.cost_model import CostModel
+from areal_lora.launcher.dry_run import make_table
+from areal_lora.obs.console import duration, histogram, percent
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.channel.client import SHORT_POLL_S
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
@@ -34,6 +42,7 @@ from areal_lora.weight_sync.trainer import decisions, membership
 
 PROMPTS = 10_000  # of an epoch
 NOISE = 0.05  # a step takes so much less or more
+STEPS, SPLIT_STEPS, SPLITS = 100, 20, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +62,13 @@ class Scenario:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedRun:
-    """Figures of a simulated run; ``seconds`` and shares are from its first batch to its last.
+    """Figures of a simulated run, from its first batch to its last; ``taken_s`` are the times of the batches.
 
     ``staleness`` counts trained tokens by lag, ``trained`` has the stream positions of the trained prompts,
     ``publishes`` the seconds of each publish by phase, and of all. ``stats`` are those of the last batch.
     """
 
-    steps: int
-    seconds: float = 0.0
+    taken_s: list[float] = field(default_factory=list)
     trainer_idle: float = 0.0
     servers_idle: float = 0.0
     staleness: Counter[int] = field(default_factory=Counter)
@@ -70,8 +78,17 @@ class SimulatedRun:
     stats: m.Stats | None = None
 
     @property
+    def seconds(self) -> float:
+        return self.taken_s[-1] - self.taken_s[0]
+
+    @property
     def steps_per_hour(self) -> float:
-        return 3600 * (self.steps - 1) / self.seconds if self.seconds else math.nan
+        return 3600 * (len(self.taken_s) - 1) / self.seconds
+
+    def phase_s(self, phase: str) -> tuple[float, float]:
+        """p50 and p99 over all publishes."""
+        seconds = sorted(publish.get(phase, 0.0) for publish in self.publishes)
+        return seconds[len(seconds) // 2], seconds[len(seconds) * 99 // 100]
 
 
 def simulate(config: Config, costs: CostModel, scenario: Scenario) -> SimulatedRun:
@@ -177,7 +194,7 @@ class _World:
 
     def __init__(self, config: Config, costs: CostModel, scenario: Scenario) -> None:
         self.config, self.costs, self.scenario = config, costs, scenario
-        self.rng, self.result = random.Random(scenario.seed), SimulatedRun(steps=scenario.steps)
+        self.rng, self.result = random.Random(scenario.seed), SimulatedRun()
         self.adapter, self.name = config.adapters[0], config.adapters[0].name
         self.members = tuple(
             ServerEndpoint(name=f"server-{i}", host="server", admin_port=1, data_port=i, workers=config.rollout.tp)
@@ -255,17 +272,10 @@ class _World:
             raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: excluded by the trainer") from None
         except VersionRetired as error:
             raise GenerationFault(FaultKind.RETIRED, str(error)) from None
-        trajectories = tuple(
-            Trajectory(
-                uid=prompt.uid,
-                sample=sample,
-                adapter=ref,
-                columns=TokenColumns.of([prompt.position, length], [0.0, 0.0], [-1, ref.version]),
-                reward=float(sample % 2),
-            )
-            for sample, length in enumerate(lengths)
-        )
-        return Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories), texts=("",) * len(lengths))
+        sampled = TokenColumns.of(lengths, [0.0] * len(lengths), [ref.version] * len(lengths))
+        columns = TokenColumns.joined([TokenColumns.unsampled(prompt.token_ids), sampled])
+        answers = Trajectory(uid=prompt.uid, sample=0, adapter=ref, columns=columns, reward=0.0)
+        return Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=(answers,)), texts=("",))
 
     # ------------------------------------------------------------ trainer
 
@@ -274,20 +284,18 @@ class _World:
         hello = m.Hello(trainer="simulated", versions={self.name: 0}, snapshots={})
         self.session = cast(m.Welcome, await self.controller.handle(hello)).session
         await self._publish(0)
-        published, waited_s, start_s = self.loop.create_task(_unused()), 0.0, 0.0
+        published, result, waited_s, busy_s = self.loop.create_task(_unused()), self.result, 0.0, []
         for step in range(self.scenario.steps):
             requested_s = self.loop.time()
             batch = await self._batch(step, published)
-            now_s, busy_s = self.loop.time(), sum(server.busy_s for server in self.servers.values())
-            if step == 0:
-                start_s, busy_before_s = now_s, busy_s
-            else:
-                waited_s += now_s - requested_s
+            result.taken_s.append(self.loop.time())
+            busy_s.append(sum(server.busy_s for server in self.servers.values()))
+            waited_s += self.loop.time() - requested_s if step else 0.0
             train_s = self._train_s(step, batch)
-            if step == self.scenario.steps - 1:
-                break
             if self.scenario.lost and step == self.scenario.steps // 2:
                 self.loop.call_later(train_s / 2, self._lose)
+            if step == self.scenario.steps - 1:
+                break
             await asyncio.sleep(train_s)
             await self.controller.handle(m.CommitStep(adapter=self.name, step=step, session=self.session))
             trained_s = self.loop.time()
@@ -295,10 +303,8 @@ class _World:
             waited_s += self.loop.time() - trained_s
             published = self.loop.create_task(self._publish(step + 1))
         await published
-        result, seconds = self.result, now_s - start_s
-        result.seconds, result.stats = seconds, batch.stats
-        result.trainer_idle = waited_s / seconds
-        result.servers_idle = 1 - (busy_s - busy_before_s) / seconds / self.scenario.servers
+        result.trainer_idle, result.stats = waited_s / result.seconds, batch.stats
+        result.servers_idle = 1 - (busy_s[-1] - busy_s[0]) / result.seconds / self.scenario.servers
 
     async def _batch(self, step: int, published: asyncio.Task[None]) -> m.Batch:
         """The groups of ``step``; silent servers are excluded meanwhile, as by `next_work.catch_up`."""
@@ -315,11 +321,11 @@ class _World:
         """Seconds of the step on ``batch``, which is recorded."""
         tokens = 0.0
         for group in batch.groups:
-            self.result.trained.append(int(group.trajectories[0].columns.ids[0]))
-            for trajectory in group.trajectories:
-                length = int(trajectory.columns.ids[1])
-                self.result.staleness[step - trajectory.columns.span[0]] += length
-                tokens += length + self.costs.prompt_tokens
+            [answers] = group.trajectories
+            position, *lengths = answers.token_ids
+            self.result.trained.append(position)
+            self.result.staleness[step - answers.adapter.version] += sum(lengths)
+            tokens += sum(lengths) + len(lengths) * self.costs.prompt_tokens
         seconds = tokens * self.costs.trained_token_s / self.scenario.ranks
         return seconds * self.rng.uniform(1 - NOISE, 1 + NOISE)
 
@@ -389,6 +395,71 @@ class _World:
     def _lose(self) -> None:
         for member in self.members[-self.scenario.lost :]:
             self.servers[member.data_url].fall_silent()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationReport:
+    """A configuration simulated as it is, with a lost host of ``lost`` servers at half, and with other splits.
+
+    ``splits`` are of as many devices; the one with the most steps per hour comes first.
+    """
+
+    run: SimulatedRun
+    lost: int
+    after_loss: SimulatedRun | None
+    splits: tuple[tuple[Scenario, SimulatedRun], ...]
+
+    @classmethod
+    def of(cls, config: Config, costs: CostModel, *, host: int, gpus: int | None) -> SimulationReport:
+        """``host`` servers share a node; ``gpus`` replaces the number of devices that the splits are of."""
+        trainer, rollout = config.trainer, config.rollout
+        lost = host if host < rollout.servers else min(1, rollout.servers - 1)
+        steps = min(STEPS, max(3, config.run.steps))
+        alone = Scenario(servers=rollout.servers, ranks=trainer.world_size, steps=steps)
+        devices = gpus or trainer.world_size + rollout.servers * rollout.tp
+        unit = trainer.pp * math.lcm(trainer.tp * trainer.cp, trainer.ep * trainer.etp)
+        ranks = range(unit, devices - rollout.tp + 1, unit)
+        if not ranks:
+            raise ConfigError("--gpus", f"{devices} devices hold no {unit} trainer ranks and a server", "give more")
+        splits = (
+            Scenario(servers=(devices - n) // rollout.tp, ranks=n, steps=min(SPLIT_STEPS, steps))
+            for n in ranks[:: math.ceil(len(ranks) / SPLITS)]
+        )
+        found = ((split, simulate(config, costs, split)) for split in splits)
+        return cls(
+            run=simulate(config, costs, alone),
+            lost=lost,
+            after_loss=simulate(config, costs, replace(alone, lost=lost)) if lost else None,
+            splits=tuple(sorted(found, key=lambda each: -each[1].steps_per_hour)),
+        )
+
+
+def tables(report: SimulationReport) -> Iterator[Table]:
+    """What `areal-lora plan --simulate` prints."""
+    run, first = report.run, report.run.stats
+    stale = "" if first is None else f"{first.reissued:,} of {first.issued:,}"
+    rows = [
+        ("steps per hour", f"{run.steps_per_hour:.1f}"),
+        ("trainer idle", percent(run.trainer_idle)),
+        ("servers idle", percent(run.servers_idle)),
+        ("staleness of trained tokens", histogram(dict(run.staleness))),
+        ("groups issued again as stale", stale),
+    ]
+    if (after := report.after_loss) is not None:
+        later_s = after.seconds - run.seconds
+        rows.append((f"{report.lost} servers of a host lost at half", f"{duration(later_s)} later at the end"))
+        rows.append(("steps that this costs", f"{later_s * run.steps_per_hour / 3600:.1f}"))
+        rows.append(("longest step then", f"{max(b - a for a, b in pairwise(after.taken_s)):.1f} s"))
+    yield make_table(f"Simulated, {len(run.taken_s)} steps", ("figure", "value"), rows)
+    phases = {phase: run.phase_s(phase) for phase in ("form", "announce", "wire", "activate", "probe", "all")}
+    lines = [(phase, f"{1e3 * p50:,.0f}", f"{1e3 * p99:,.0f}") for phase, (p50, p99) in phases.items()]
+    yield make_table("Publish, ms", ("phase", "p50", "p99"), lines, right=("p50", "p99"))
+    columns = ("trainer ranks", "servers", "steps per hour", "trainer idle", "servers idle")
+    splits = [
+        (str(of.ranks), str(of.servers), f"{r.steps_per_hour:.1f}", percent(r.trainer_idle), percent(r.servers_idle))
+        for of, r in report.splits
+    ]
+    yield make_table("Splits of the devices, best first; memory is not checked", columns, splits, right=columns)
 
 
 async def _unused(*_: object) -> Any:
