@@ -122,14 +122,15 @@ def scaled(costs: CostModel, measured: RunMetrics, own: CostModel, config: Confi
     sequences, tokens, mean = (typical(f"train/{tag}") for tag in ("n_sequences", "n_tokens", "mean_answer_tokens"))
     if not sequences:
         raise ConfigError("--like", f"the run has at most {FIRST} training steps with samples", "name a longer run")
-    answers = {"answer_tokens": mean, "prompt_tokens": tokens / sequences - mean}
+    prompt_tokens = tokens / sequences - mean
     # A batch that was whole before the trainer requested it has taken the servers less than the step.
     batch_s = median(step.step_s - max(0.0, step.metrics.get("time/batch_spare_s") or 0.0) for step in steps)
-    served = batch_s / replace(own, **answers).batch_s(config)
+    served = batch_s / replace(own, answer_tokens=mean, prompt_tokens=prompt_tokens).batch_s(config)
     trained_s = median(step.step_s * (1 - (step.trainer_idle or 0.0)) for step in steps)
     return replace(
         costs,
-        **answers,
+        answer_tokens=mean,
+        prompt_tokens=prompt_tokens,
         sigma=_sigma([len(sample.completion) for sample in measured.samples]),
         read_s=costs.read_s * served,
         sampled_token_s=costs.sampled_token_s * served,

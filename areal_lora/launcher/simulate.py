@@ -15,6 +15,7 @@ import heapq
 import math
 import random
 import selectors
+import struct
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -272,8 +273,9 @@ class _World:
             raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: excluded by the trainer") from None
         except VersionRetired as error:
             raise GenerationFault(FaultKind.RETIRED, str(error)) from None
-        sampled = TokenColumns.of(lengths, [0.0] * len(lengths), [ref.version] * len(lengths))
-        columns = TokenColumns.joined([TokenColumns.unsampled(prompt.token_ids), sampled])
+        n = len(lengths)
+        ids, versions = struct.pack(f"<{n + 1}i", prompt.position, *lengths), struct.pack("<4i", -1, 1, ref.version, n)
+        columns = TokenColumns(ids, bytes(len(ids)), versions)
         answers = Trajectory(uid=prompt.uid, sample=0, adapter=ref, columns=columns, reward=0.0)
         return Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=(answers,)), texts=("",))
 
@@ -284,7 +286,8 @@ class _World:
         hello = m.Hello(trainer="simulated", versions={self.name: 0}, snapshots={})
         self.session = cast(m.Welcome, await self.controller.handle(hello)).session
         await self._publish(0)
-        published, result, waited_s, busy_s = self.loop.create_task(_unused()), self.result, 0.0, []
+        published, result, waited_s = self.loop.create_task(_unused()), self.result, 0.0
+        busy_s = list[float]()
         for step in range(self.scenario.steps):
             requested_s = self.loop.time()
             batch = await self._batch(step, published)
