@@ -1,11 +1,18 @@
-"""Seconds of a simulated run (`simulate`): by arithmetic, and where there is a run, scaled to what it measured. Pure.
+"""Seconds of a simulated run (`simulate`): by arithmetic, and where there is a run, scaled to what it measured;
+and the event loop and the servers that spend them.
 
 Operations are those of `PassSizes`, rates those of an H100 as in docs/tools/sizes.py. Requests and connections were
 measured on CPUs: `AdminClient` over TLS, gloo on one host.
 """
 
+from __future__ import annotations
+
+import asyncio
+import heapq
 import math
 import random
+import selectors
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, pstdev
@@ -13,7 +20,7 @@ from statistics import fmean, median, pstdev
 from areal_lora.config.models import Config
 from areal_lora.config.sections.run import LINK_BITS
 from areal_lora.config.sizing import memory, slots
-from areal_lora.errors import ConfigError
+from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape
 from areal_lora.obs.metrics.records import RunMetrics
@@ -144,3 +151,88 @@ def scaled(costs: CostModel, measured: RunMetrics, own: CostModel, config: Confi
 def _sigma(lengths: Sequence[int]) -> float:
     """Of the lognormal law with the spread of ``lengths``."""
     return math.sqrt(math.log1p((pstdev(lengths) / fmean(lengths)) ** 2)) if any(lengths) else 0.0
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time stands still while a task can run, and then jumps to the next timer."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        super().__init__(_Jump(self))
+
+    def time(self) -> float:
+        return self.now_s
+
+
+class _Jump(selectors.SelectSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:  # nothing outside wakes a task
+            raise RolloutError("the simulated run waits without end (fix: report it with the configuration)")
+        self._loop.now_s += max(timeout, 0.0)
+        return []
+
+
+class VirtualServer:
+    """Continuous batching: all running sequences take a token in each iteration; beyond ``seats`` they wait in order.
+
+    The prompt of a group stops the others while it is computed. A silent server ends nothing any more.
+    """
+
+    def __init__(self, costs: CostModel, seats: int, slowness: float) -> None:
+        self._costs, self._seats, self._slowness = costs, seats, slowness
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[int, list[int], asyncio.Future[None]]] = deque()  # length, those left of its group
+        self._running: list[tuple[float, int, list[int], asyncio.Future[None]]] = []  # progress at its end, order
+        self._progress = self._prompts_s = self._at = self.busy_s = 0.0  # progress: tokens since the start
+        self._order, self._timer = 0, self._loop.call_later(0.0, self._tick)
+        self.silent_since: float | None = None
+
+    async def generate(self, lengths: list[int]) -> None:
+        """Return when answers of ``lengths`` have ended."""
+        left, done = [len(lengths)], self._loop.create_future()
+        self._waiting.extend((length, left, done) for length in lengths)
+        self._tick()
+        self._prompts_s += self._costs.prompt_tokens * self._costs.prompt_token_s * self._slowness
+        try:
+            await done
+        finally:
+            if left[0]:  # it was cut off
+                self._waiting = deque(each for each in self._waiting if each[2] is not done)
+                self._running = [each for each in self._running if each[3] is not done]
+                heapq.heapify(self._running)
+                self._tick()
+
+    def fall_silent(self) -> None:
+        self._tick()
+        self.silent_since = self._loop.time()
+
+    def _tick(self) -> None:
+        """Account for the time that has passed, end and start sequences, and return at the next end."""
+        passed_s, self._at = self._loop.time() - self._at, self._loop.time()
+        self._timer.cancel()
+        if self.silent_since is not None:
+            return
+        if self._running:
+            self.busy_s += passed_s
+            prompts_s = min(self._prompts_s, passed_s)
+            self._prompts_s -= prompts_s
+            self._progress += (passed_s - prompts_s) / self._iteration_s()
+        while self._running and self._running[0][0] <= self._progress + 1e-6:
+            _, _, left, done = heapq.heappop(self._running)
+            left[0] -= 1
+            if not left[0] and not done.done():
+                done.set_result(None)
+        while self._waiting and len(self._running) < self._seats:
+            length, left, done = self._waiting.popleft()
+            self._order += 1
+            heapq.heappush(self._running, (self._progress + length, self._order, left, done))
+        if self._running:
+            left_s = (self._running[0][0] - self._progress) * self._iteration_s()
+            self._timer = self._loop.call_later(self._prompts_s + left_s, self._tick)
+
+    def _iteration_s(self) -> float:
+        return self._costs.iteration_s(len(self._running)) * self._slowness

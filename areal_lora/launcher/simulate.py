@@ -11,12 +11,10 @@ One seed decides everything. Not modelled: evaluations, checkpoints, KV caches t
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 import random
-import selectors
 import struct
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -27,7 +25,7 @@ from rich.table import Table
 from areal_lora.config.models import Config
 from areal_lora.data.prompts import Formatter, Prompt, PromptStream
 from areal_lora.errors import ArealLoraError, ConfigError, ManifestError, PublishError, RefusalReason, RolloutError
-from areal_lora.launcher.cost_model import CostModel
+from areal_lora.launcher.cost_model import CostModel, VirtualLoop, VirtualServer
 from areal_lora.launcher.dry_run import make_table
 from areal_lora.obs.console import duration, histogram, percent
 from areal_lora.rollout.channel import channel_messages as m
@@ -96,91 +94,6 @@ def simulate(config: Config, costs: CostModel, scenario: Scenario) -> SimulatedR
     """Run the first adapter of ``config``. Raises ArealLoraError where the run would end with one."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(_World(config, costs, scenario).outcome())
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time stands still while a task can run, and then jumps to the next timer."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        super().__init__(_Jump(self))
-
-    def time(self) -> float:
-        return self.now_s
-
-
-class _Jump(selectors.SelectSelector):
-    def __init__(self, loop: VirtualLoop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:  # nothing outside wakes a task
-            raise RolloutError("the simulated run waits without end (fix: report it with the configuration)")
-        self._loop.now_s += max(timeout, 0.0)
-        return []
-
-
-class VirtualServer:
-    """Continuous batching: all running sequences take a token in each iteration; beyond ``seats`` they wait in order.
-
-    The prompt of a group stops the others while it is computed. A silent server ends nothing any more.
-    """
-
-    def __init__(self, costs: CostModel, seats: int, slowness: float) -> None:
-        self._costs, self._seats, self._slowness = costs, seats, slowness
-        self._loop = asyncio.get_running_loop()
-        self._waiting: deque[tuple[int, list[int], asyncio.Future[None]]] = deque()  # length, those left of its group
-        self._running: list[tuple[float, int, list[int], asyncio.Future[None]]] = []  # progress at its end, order
-        self._progress = self._prompts_s = self._at = self.busy_s = 0.0  # progress: tokens since the start
-        self._order, self._timer = 0, self._loop.call_later(0.0, self._tick)
-        self.silent_since: float | None = None
-
-    async def generate(self, lengths: list[int]) -> None:
-        """Return when answers of ``lengths`` have ended."""
-        left, done = [len(lengths)], self._loop.create_future()
-        self._waiting.extend((length, left, done) for length in lengths)
-        self._tick()
-        self._prompts_s += self._costs.prompt_tokens * self._costs.prompt_token_s * self._slowness
-        try:
-            await done
-        finally:
-            if left[0]:  # it was cut off
-                self._waiting = deque(each for each in self._waiting if each[2] is not done)
-                self._running = [each for each in self._running if each[3] is not done]
-                heapq.heapify(self._running)
-                self._tick()
-
-    def fall_silent(self) -> None:
-        self._tick()
-        self.silent_since = self._loop.time()
-
-    def _tick(self) -> None:
-        """Account for the time that has passed, end and start sequences, and return at the next end."""
-        passed_s, self._at = self._loop.time() - self._at, self._loop.time()
-        self._timer.cancel()
-        if self.silent_since is not None:
-            return
-        if self._running:
-            self.busy_s += passed_s
-            prompts_s = min(self._prompts_s, passed_s)
-            self._prompts_s -= prompts_s
-            self._progress += (passed_s - prompts_s) / self._iteration_s()
-        while self._running and self._running[0][0] <= self._progress + 1e-6:
-            _, _, left, done = heapq.heappop(self._running)
-            left[0] -= 1
-            if not left[0] and not done.done():
-                done.set_result(None)
-        while self._waiting and len(self._running) < self._seats:
-            length, left, done = self._waiting.popleft()
-            self._order += 1
-            heapq.heappush(self._running, (self._progress + length, self._order, left, done))
-        if self._running:
-            left_s = (self._running[0][0] - self._progress) * self._iteration_s()
-            self._timer = self._loop.call_later(self._prompts_s + left_s, self._tick)
-
-    def _iteration_s(self) -> float:
-        return self._costs.iteration_s(len(self._running)) * self._slowness
 
 
 class _Numbers(Formatter):
@@ -337,10 +250,10 @@ class _World:
     async def _publish(self, version: int) -> None:
         """Attempts until all members that remain serve the version. `Leader` sends, the judgement is its own."""
         sync, costs, ref = self.config.weight_sync, self.costs, AdapterRef(name=self.name, version=version)
-        progress, phases, move = decisions.Progress(), Counter[str](), decisions.Move.RETRY
+        progress, phases, move = decisions.Progress(), dict[str, float](), decisions.Move.RETRY
 
         async def spend(phase: str, seconds: float) -> None:
-            phases[phase] += seconds
+            phases[phase] = phases.get(phase, 0.0) + seconds
             await asyncio.sleep(seconds)
 
         while move is decisions.Move.RETRY:
@@ -366,12 +279,12 @@ class _World:
             judgement = progress.judge(findings, now=self.loop.time(), timeout_s=sync.timeout_s)
             self._exclude(judgement)
             move = progress.move(
-                findings, judgement, enough=True, left_s=sync.timeout_s - phases.total(), ping_s=sync.ping_s
+                findings, judgement, enough=True, left_s=sync.timeout_s - sum(phases.values()), ping_s=sync.ping_s
             )
         if move is not decisions.Move.FINISH:
             raise PublishError(f"{ref} did not reach all servers within {sync.timeout_s:g} s")
         await spend("probe", costs.requests_s(n) + costs.probe_s)
-        self.result.publishes.append({**phases, "all": phases.total()})
+        self.result.publishes.append({**phases, "all": sum(phases.values())})
         self.result.excluded |= self.lost
         urls, lost, self.lost = {s.name: s.data_url for s in self.members}, tuple(self.lost), {}
         announcement = m.AnnounceVersion(
