@@ -34,14 +34,14 @@ LINES = {
     "doctor": 1032,
     "engine": 8908,  # context parallelism, chunked logits, recompute, FLOPs and memory of passes; adapters in one pass
     "families": 1430,  # FLOPs of passes
-    "launcher": 4175,  # a run in virtual time: cost model, servers, trainer, publishes, its tables
+    "launcher": 4163,  # a run in virtual time: cost model, servers, trainer, publishes, its tables
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 3313,  # traces and spans; a live page, runs side by side, warnings, in place of drawings of our own
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 141,  # peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 5931,  # the newest version without a search of all servers; answers in columns, and over a restart of the trainer
+    "rollout": 5931,  # the newest version without a search; answers in columns, and over a restart of the trainer
     "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3278,  # the time of scoring
