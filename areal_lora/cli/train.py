@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,9 +23,11 @@ from areal_lora.launcher import spares
 from areal_lora.launcher import sweep as sweeps
 from areal_lora.launcher.dry_run import explain_resume as resume_lines
 from areal_lora.launcher.dry_run import print_plan
+from areal_lora.launcher.plan import SERVER
 from areal_lora.launcher.run import prepare
 from areal_lora.launcher.run import run as start
 from areal_lora.launcher.slurm.job_steps import SpareJob
+from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.run_folder.paths import RunFolder
 
 
@@ -88,9 +91,40 @@ def plan(
     ] = None,
     config: OptionalFiles = None,
     details: Annotated[bool, typer.Option("--details", help="also all processes, ports and files")] = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="instead: speed, by running it in virtual time")] = False,
+    gpus: Annotated[int | None, typer.Option(help="with --simulate: devices to split between both sides")] = None,
+    like: Annotated[str | None, typer.Option(metavar="RUN", help="with --simulate: take seconds of a run")] = None,
 ) -> None:
     """Print the resolved plan of a start; starts and creates nothing (as `train --dry-run`)."""
-    print_dry_run(chosen_config(config or [], words or []), details=details)
+    chosen = chosen_config(config or [], words or [])
+    if simulate:
+        runs = [word for word in words or [] if "=" not in word]
+        print_simulation(chosen, gpus=gpus, like=like or next(iter(runs), None))
+    else:
+        print_dry_run(chosen, details=details)
+
+
+def print_simulation(config: Config, *, gpus: int | None, like: str | None) -> None:
+    """Print figures of a simulated run of ``config``, with seconds by arithmetic or as the run ``like`` took them.
+
+    Raises ConfigErrors for what cannot start.
+    """
+    from areal_lora.launcher import cost_model, simulate  # the controller and torch, which a plan does not need
+
+    err = Console(stderr=True, highlight=False)
+    prepared = prepare(config, err, starts=False)
+    costs, basis = cost_model.arithmetic(prepared.config, prepared.plan.shape), "by arithmetic; --like RUN measures"
+    if like is not None:
+        folder = find_run(like)
+        of = prepare(read_config_here(folder), err, starts=False)
+        own = cost_model.arithmetic(of.config, of.plan.shape)
+        costs, basis = cost_model.scaled(costs, read_metrics(folder), own, of.config), f"as measured in {folder}"
+    hosts = Counter(server.node for server in prepared.plan.role(SERVER))
+    report = simulate.SimulationReport.of(prepared.config, costs, host=max(hosts.values()), gpus=gpus)
+    console = Console(highlight=False)
+    console.print(f"[bold]{config.run.name}[/bold], simulated; seconds {basis}", soft_wrap=True)
+    for table in simulate.tables(report):
+        console.print(table)
 
 
 def print_dry_run(config: Config, *, fresh: bool = False, details: bool = False) -> None:

@@ -55,6 +55,7 @@ class Router:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.servers: dict[str, Server] = {}
+        self._announced: dict[str, AdapterRef] = {}  # the last one of each adapter
         self._clock = clock
 
     def announce(
@@ -72,12 +73,16 @@ class Router:
                 if not server.leaving:
                     server.lose()
                 del self.servers[name]
+        self._announced[ref.name] = ref
         for name, url in servers.items():
             server = self.servers.setdefault(name, Server(url))
             server.versions = {r for r in server.versions if r.name != ref.name or _beside(r, ref)} | {ref}
 
     def newest(self, ref: AdapterRef) -> AdapterRef:
         """The newest version of ``ref``'s adapter that a server holds; ``ref`` where none holds any."""
+        announced = self._announced.get(ref.name, ref)
+        if any(announced in server.versions for server in self.servers.values()):
+            return announced
         held = (r for server in self.servers.values() for r in server.versions if r.name == ref.name)
         return max(held, default=ref)
 

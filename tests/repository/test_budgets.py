@@ -26,22 +26,22 @@ WIDTH, OWN_FILES = 34, "own files"
 LINES = {
     "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
     "algorithms": 1143,
-    "checkpoint": 1530,  # the thread that copies a state, which a step may stop; memory used again
-    "cli": 2181,  # the trainer's speed and memory; page; two versions in a chat
+    "checkpoint": 1458,
+    "cli": 2215,  # plan --simulate; the trainer's speed and memory; page; two versions in a chat
     "config": 4235,  # cp, fsdp_shard, max_behind, profile; memory as each engine keeps it, by kind of recompute
     "data": 669,  # checks in chunks; micro-batches of equal attention; a batch between ranks: rows, columns of parts
     "distributed": 383,  # scatter
     "doctor": 1032,
     "engine": 8945,  # states copied by a thread; ranges; context parallelism, chunked logits, recompute, FLOPs
     "families": 1430,  # FLOPs of passes
-    "launcher": 3593,  # trackers as processes that a run can do without; reports of runs that are stopped or fail
+    "launcher": 4163,  # a run in virtual time: cost model, servers, trainer, publishes, its tables
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 3896,  # a live page, runs side by side, warnings; every rollout in columns, and queries of them
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 149,  # ranges of profilers; peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 5923,  # answers in columns, and over a restart of the trainer
+    "rollout": 5931,  # the newest version without a search; answers in columns, and over a restart of the trainer
     "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3278,  # the time of scoring

@@ -1,0 +1,129 @@
+"""Runs in virtual time: the clock, what is conserved, and planted faults, on a small configuration."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
+from areal_lora.errors import ConfigError, RolloutError
+from areal_lora.families.shape import ModelShape, read_hf_config
+from areal_lora.launcher.cost_model import FIRST, CostModel, VirtualLoop, arithmetic, scaled
+from areal_lora.launcher.simulate import Scenario, SimulationReport, simulate
+from areal_lora.obs.metrics.reader import read_metrics
+from tests.support.paths import EXAMPLES
+
+RECORDED = Path(__file__).parent / "recorded_run"
+"""Records of 24 steps of examples/math/embedded.yaml on two shared cores, cut to the fields that `scaled` reads."""
+SHAPE = ModelShape.from_hf(read_hf_config(EXAMPLES / "tiny_model"))
+COSTS = CostModel(
+    read_s=0.01,
+    sampled_token_s=1e-4,
+    prompt_token_s=1e-4,
+    trained_token_s=2e-4,
+    prompt_tokens=20,
+    answer_tokens=40,
+    sigma=0.7,
+    longest=200,
+    nbytes=10**8,
+    sources=1,
+    link_s=1e-10,
+    tree=True,
+    activate_s=0.01,
+)
+FOUR = Scenario(servers=4, ranks=2, steps=16)
+
+
+def config(**sampling: int) -> Config:
+    files = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
+    sizes = {"prompts_per_step": 16, "n_samples": 4, **sampling}
+    return load_config(files, ["rollout.max_num_seqs=16", *(f"adapters.0.sampling.{k}={v}" for k, v in sizes.items())])
+
+
+def test_hours_pass_at_once_and_timers_fire_in_order() -> None:
+    async def sleepers() -> tuple[float, list[int]]:
+        ended = list[int]()
+
+        async def sleep(seconds: int) -> None:
+            await asyncio.sleep(seconds)
+            ended.append(seconds)
+
+        await asyncio.gather(*map(sleep, (7200, 30, 3600)))
+        return asyncio.get_running_loop().time(), ended
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(sleepers()) == (pytest.approx(7200), [30, 3600, 7200])
+
+
+def test_a_wait_without_end_is_an_error() -> None:
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(RolloutError, match="without end"), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(wait())
+
+
+def test_a_seed_decides_everything() -> None:
+    first, again, other = (simulate(config(), COSTS, replace(FOUR, seed=seed)) for seed in (1, 1, 2))
+    assert (first.taken_s, first.trained) == (again.taken_s, again.trained)
+    assert first.taken_s != other.taken_s
+
+
+def test_prompts_are_trained_once_and_within_the_staleness() -> None:
+    found = simulate(config(), COSTS, FOUR)
+    assert found.stats is not None
+    assert len(found.trained) == len(set(found.trained)) == 16 * FOUR.steps
+    dropped = sum(found.stats.dropped.values())
+    live = found.stats.ready + found.stats.running + found.stats.leased
+    assert found.stats.issued == found.stats.consumed + dropped + live
+    assert 0 <= min(found.staleness) <= max(found.staleness) <= config().rollout.max_staleness
+    assert len(found.publishes) == FOUR.steps
+
+
+def test_a_slow_server_shows() -> None:
+    # A step's longest answers decide when servers are plenty: the prompts that the slow one gets are late.
+    quiet = simulate(config(), COSTS, FOUR)
+    slow = simulate(config(), COSTS, replace(FOUR, slow={2: 5.0}))
+    assert slow.steps_per_hour < 0.8 * quiet.steps_per_hour
+    assert slow.trainer_idle > quiet.trainer_idle
+
+
+def test_a_lost_host_is_excluded_and_costs_time() -> None:
+    quiet, lost = simulate(config(), COSTS, FOUR), simulate(config(), COSTS, replace(FOUR, lost=2))
+    assert quiet.excluded == {}
+    assert set(lost.excluded) == {"server-2", "server-3"}
+    assert all("does not answer" in reason for reason in lost.excluded.values())
+    half = FOUR.steps // 2
+    assert lost.taken_s[: half + 1] == quiet.taken_s[: half + 1]
+    assert lost.seconds > quiet.seconds
+    assert len(set(lost.trained)) == 16 * FOUR.steps
+    assert lost.stats is not None
+    assert sum(lost.stats.retried.values()) > 0
+
+
+def test_the_steps_of_the_embedded_run_are_predicted() -> None:
+    """Within 20 % of what was measured, of which a median of the steps' parts is all that the simulation gets."""
+    files = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
+    embedded, measured = load_config(files), read_metrics(RECORDED)
+    own = arithmetic(embedded, SHAPE)
+    found = simulate(embedded, scaled(own, measured, own, embedded), Scenario(servers=1, ranks=2, steps=24))
+    steps = measured.steps[FIRST:]
+    assert found.steps_per_hour == pytest.approx(3600 * len(steps) / sum(step.step_s for step in steps), rel=0.2)
+
+
+def test_splits_of_the_devices_are_sorted_and_whole() -> None:
+    small = load_config(
+        [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
+        ["run.steps=4", "adapters.0.sampling.prompts_per_step=8", "adapters.0.sampling.n_samples=2"],
+    )
+    report = SimulationReport.of(small, COSTS, host=1, gpus=9)
+    assert report.after_loss is None, "the only server is lost: the run would wait for it"
+    assert sorted((split.ranks, split.servers) for split, _ in report.splits) == [(2, 7), (4, 5), (6, 3), (8, 1)]
+    rates = [run.steps_per_hour for _, run in report.splits]
+    assert rates == sorted(rates, reverse=True)
+    with pytest.raises(ConfigError, match="no 2 trainer ranks and a server"):
+        SimulationReport.of(small, COSTS, host=1, gpus=2)
