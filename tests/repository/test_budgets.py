@@ -28,7 +28,7 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1458,
     "cli": 2181,  # the trainer's speed and memory; page; two versions in a chat
-    "config": 4235,  # cp, fsdp_shard, max_behind, profile; memory as each engine keeps it, by kind of recompute
+    "config": 4247,  # time to form groups; cp, fsdp_shard, max_behind, profile; memory as each engine keeps it, by kind of recompute
     "data": 653,  # micro-batches whose ranks have equal attention; a batch between ranks: rows, columns of parts
     "distributed": 383,  # scatter
     "doctor": 1032,
@@ -46,7 +46,7 @@ LINES = {
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3278,  # the time of scoring
     "trainer": 3799,  # steps ahead of a slow disk, of clients, too; parts of a batch; which passes join; truncation
-    "weight_sync": 4688,
+    "weight_sync": 4748,  # groups of all sources are formed at once, in time of their own, and name missing receivers
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

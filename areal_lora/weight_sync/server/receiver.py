@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -217,17 +218,22 @@ class AdapterReceiver:
         self._idle.set()
 
     def join(self, endpoints: Sequence[SourceEndpoint], rank: int, timeout_s: float) -> None:
-        """Leave the previous groups and join every source's group as ``rank``. Blocks.
+        """Leave the previous groups and join every source's group as ``rank``, all at once. Blocks.
 
         Raises PublishError if a group is not complete in time.
         """
         deadline = time.monotonic() + timeout_s
         self._leave(timeout_s)
+
+        def join(e: SourceEndpoint) -> BroadcastGroup:
+            return join_group(e, rank, self._bind, deadline - time.monotonic(), self._secret, self._device)
+
+        with ThreadPoolExecutor(max(1, len(endpoints)), thread_name_prefix="join") as pool:
+            joins = {e.source: pool.submit(join, e) for e in endpoints}
+        self._groups = {source: made.result() for source, made in joins.items() if made.exception() is None}
         with undo_on_error(partial(self._leave, 0.0)):
-            for e in sorted(endpoints, key=lambda e: e.source):
-                self._groups[e.source] = join_group(
-                    e, rank, self._bind, deadline - time.monotonic(), self._secret, self._device
-                )
+            for made in joins.values():
+                made.result()
 
     def start(self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, timeout_s: float) -> None:
         """Start staging ``manifest`` into ``slot`` and return; ``on_staged`` is called exactly once.

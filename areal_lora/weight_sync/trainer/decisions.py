@@ -113,10 +113,11 @@ Step = FinishPublish | Fail | Wait | Yield | Attempt
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Rank 0's next step for all ranks, and the remaining time of the publish (``Budget.left_s``)."""
+    """Rank 0's next step for all ranks, and the remaining time of the publish (`Budget`)."""
 
     step: Step
     left_s: float
+    form_left_s: float
 
 
 class Move(Enum):
@@ -215,7 +216,7 @@ def member_findings(
 
 
 def what_failed(findings: Sequence[ServerFinding], results: Sequence[Sent]) -> str:
-    """Text of the servers' errors; of the trainer ranks' transfer errors only if no server has one."""
+    """Text of the errors of servers and of the trainer ranks' transfers: a source names receivers that are missing."""
     servers = [f"{f.server.name}: {f.error}" for f in findings if f.error is not None]
     ranks = [f"trainer rank {rank}: {sent.wire.message}" for rank, sent in enumerate(results) if sent.wire is not None]
-    return "; ".join(servers or ranks)
+    return "; ".join([*servers, *ranks])

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -135,24 +136,37 @@ SLACK_S = 10.0
 class Budget:
     """Time of one publish, shared by all ranks: ``timeout_s`` for transfers, then ``verdict_s`` to judge the last.
 
-    Transfers end by ``deadline`` (time.monotonic). Ranks exchange durations, because their clocks differ.
+    Transfers end by ``deadline`` (time.monotonic). Up to ``form_left_s`` of forming groups moves it. Ranks exchange
+    durations, because their clocks differ.
     """
 
     def __init__(self, config: WeightSyncConfig) -> None:
-        self._timeout_s, self._verdict_s = config.timeout_s, config.verdict_s
+        self._timeout_s, self._verdict_s, self._form_s = config.timeout_s, config.verdict_s, config.form_s
         self.restart()
 
     def restart(self) -> None:
-        self.deadline = time.monotonic() + self._timeout_s
+        self.deadline, self.form_left_s = time.monotonic() + self._timeout_s, 2 * self._form_s
+
+    @contextmanager
+    def forming(self) -> Iterator[float]:
+        """Yield the deadline (time.monotonic) of forming groups once; the time spent here is not the transfers'."""
+        started, granted_s = time.monotonic(), min(self._form_s, self.form_left_s)
+        self.deadline += granted_s
+        try:
+            yield min(started + self._form_s, self.deadline)
+        finally:
+            spent_s = min(time.monotonic() - started, granted_s)
+            self.deadline -= granted_s - spent_s
+            self.form_left_s -= spent_s
 
     @property
     def left_s(self) -> float:
         """Time until the publish has ended on rank 0 at the latest."""
         return self.deadline + self._verdict_s - time.monotonic()
 
-    def adopt(self, left_s: float) -> None:
+    def adopt(self, left_s: float, form_left_s: float) -> None:
         """Take over rank 0's remaining time."""
-        self.deadline = time.monotonic() + left_s - self._verdict_s
+        self.deadline, self.form_left_s = time.monotonic() + left_s - self._verdict_s, form_left_s
 
     @property
     def patience_s(self) -> float:

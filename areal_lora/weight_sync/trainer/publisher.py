@@ -258,11 +258,13 @@ class Publisher:
 
     def _attempt(self, job: PublishJob, members: Sequence[ServerEndpoint] | None) -> Sent:
         started = time.perf_counter()
-        deadline = min(time.monotonic() + self._config.attempt_s, job.budget.deadline)
         wire: Failure | None = None
         try:
             if members is not None:
-                self._form(job, members, deadline)
+                with job.budget.forming() as form_deadline:
+                    self._form(job, members, form_deadline)
+                started = time.perf_counter()
+            deadline = min(time.monotonic() + self._config.attempt_s, job.budget.deadline)
             if self._leader is not None:
                 self._leader.announce(job, deadline)
             if self._group is not None and job.shard.is_source:
@@ -298,7 +300,7 @@ class Publisher:
             listener = GroupListener(
                 source=self._exchange.rank,
                 bind=self._bind,
-                world=1 + sum(s.workers for s in members),
+                receivers=[f"worker {w} of {s.name} ({s.host})" for s in members for w in range(s.workers)],
                 backend=self._backend,
                 timeout_s=deadline - time.monotonic(),
                 bucket_bytes=int(self._config.bucket_mib * 2**20),
@@ -344,10 +346,10 @@ def next_step(
     """
     if leader is not None:
         step = leader.decide(job, results, next_turn)
-        decision = decisions.Decision(step=step, left_s=job.budget.left_s)
+        decision = decisions.Decision(step=step, left_s=job.budget.left_s, form_left_s=job.budget.form_left_s)
         exchange.broadcast_bytes(msgspec.msgpack.encode(decision), job.budget.patience_s)
         return step
     raw = exchange.broadcast_bytes(None, job.budget.patience_s)
     decision = msgspec.msgpack.decode(raw, type=decisions.Decision)
-    job.budget.adopt(decision.left_s)
+    job.budget.adopt(decision.left_s, decision.form_left_s)
     return decision.step

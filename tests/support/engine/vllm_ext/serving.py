@@ -184,7 +184,7 @@ class Source:
             listener = GroupListener(
                 source=0,
                 bind="127.0.0.1",
-                world=1 + workers,
+                receivers=[f"worker {w}" for w in range(workers)],
                 bucket_bytes=self.bucket_bytes,
                 backend=self.backend,
                 timeout_s=timeout_s,
