@@ -28,13 +28,13 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1458,
     "cli": 2181,  # the trainer's speed and memory; page; two versions in a chat
-    "config": 4247,  # time to form groups; cp, fsdp_shard, max_behind, profile; memory as each engine keeps it, by kind of recompute
+    "config": 4263,  # groups of a job; cp, fsdp_shard, max_behind, profile; memory of each engine, by recompute
     "data": 653,  # micro-batches whose ranks have equal attention; a batch between ranks: rows, columns of parts
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 8908,  # context parallelism, chunked logits, recompute, FLOPs and memory of passes; adapters in one pass
+    "engine": 8898,  # context parallelism, chunked logits, recompute, FLOPs and memory of passes; adapters in one pass
     "families": 1430,  # FLOPs of passes
-    "launcher": 3543,
+    "launcher": 3549,  # broadcast groups in the plan
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 3313,  # traces and spans; a live page, runs side by side, warnings, in place of drawings of our own
@@ -45,8 +45,8 @@ LINES = {
     "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3278,  # the time of scoring
-    "trainer": 3799,  # steps ahead of a slow disk, of clients, too; parts of a batch; which passes join; truncation
-    "weight_sync": 4748,  # groups of all sources are formed at once, in time of their own, and name missing receivers
+    "trainer": 3798,  # steps ahead of a slow disk, of clients, too; parts of a batch; which passes join; truncation
+    "weight_sync": 4758,  # groups of all sources are formed at once, in time of their own, and name missing receivers
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

@@ -98,9 +98,10 @@ class Wait(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, tag=True):
-    """Send the version; first form new groups with ``members``, unless it is None."""
+    """Send the version; first form new groups of ``sources`` (ranks) with ``members``, unless it is None."""
 
     members: list[ServerEndpoint] | None = None
+    sources: list[int] = []
 
 
 class Yield(msgspec.Struct, frozen=True, tag=True):

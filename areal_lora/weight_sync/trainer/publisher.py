@@ -66,9 +66,9 @@ class Publisher:
 
     ``publish``, ``again`` and ``drop`` are collective: all ranks call them in the same order from their main threads.
     Everything else between ranks happens in the publisher threads; no other thread uses ``exchange``. Rank 0 has the
-    ``leader``, whose steps the other ranks take over. ``sources`` are all ranks that may own tensors of some adapter:
-    each has a group with the workers of all members, formed once. ``bind`` is this rank's own address, as workers
-    reach it; ``backend`` names a ``link.backends`` row; ``device`` is the device that this rank computes on.
+    ``leader``, whose steps the other ranks take over. A rank that owns tensors of an adapter has a group with the
+    workers of all members. ``bind`` is this rank's own address, as workers reach it; ``backend`` names a
+    ``link.backends`` row; ``device`` is the device that this rank computes on.
     """
 
     def __init__(
@@ -79,13 +79,12 @@ class Publisher:
         exchange: Exchange,
         secret: str,
         leader: Leader | None = None,
-        sources: frozenset[int] = frozenset({0}),
         bind: str = "127.0.0.1",
         backend: str = "gloo",
         device: torch.device = CPU,
     ) -> None:
         self._run_name, self._config, self._exchange, self._leader = run, config, exchange, leader
-        self._secret, self._sources, self._bind, self._backend, self._device = secret, sources, bind, backend, device
+        self._secret, self._bind, self._backend, self._device = secret, bind, backend, device
         self._group: BroadcastGroup | None = None
         self._lanes: dict[str, _Lane] = {}
         self._jobs = JobQueue()
@@ -186,10 +185,6 @@ class Publisher:
 
     def _lane(self, ref: AdapterRef, layout: AdapterLayout) -> _Lane:
         """Return the adapter's lane, with its shard free to be packed in ``layout``."""
-        if foreign := {shard.source for shard in layout.shards} - self._sources:
-            raise PublishError(
-                f"{ref.name}: ranks {sorted(foreign)} own tensors and are no sources ({sorted(self._sources)})"
-            )
         lane = self._lanes.get(ref.name)
         if lane is None:
             shard = PackedShard(layout, self._exchange.rank, self._device)
@@ -251,18 +246,18 @@ class Publisher:
                     return report
                 case decisions.Yield():
                     return step
-                case decisions.Attempt(members=members):
-                    sent = msgspec.msgpack.encode(self._attempt(job, members))
+                case decisions.Attempt() as attempt:
+                    sent = msgspec.msgpack.encode(self._attempt(job, attempt))
                     gathered = self._exchange.all_gather_bytes(sent, job.budget.patience_s)
                     results = [msgspec.msgpack.decode(raw, type=Sent) for raw in gathered]
 
-    def _attempt(self, job: PublishJob, members: Sequence[ServerEndpoint] | None) -> Sent:
+    def _attempt(self, job: PublishJob, attempt: decisions.Attempt) -> Sent:
         started = time.perf_counter()
         wire: Failure | None = None
         try:
-            if members is not None:
+            if attempt.members is not None:
                 with job.budget.forming() as form_deadline:
-                    self._form(job, members, form_deadline)
+                    self._form(job, attempt.members, attempt.sources, form_deadline)
                 started = time.perf_counter()
             deadline = min(time.monotonic() + self._config.attempt_s, job.budget.deadline)
             if self._leader is not None:
@@ -289,14 +284,16 @@ class Publisher:
             cast=None if job.cast is None else job.cast.sums(),
         )
 
-    def _form(self, job: PublishJob, members: Sequence[ServerEndpoint], deadline: float) -> None:
+    def _form(
+        self, job: PublishJob, members: Sequence[ServerEndpoint], sources: Sequence[int], deadline: float
+    ) -> None:
         """Replace this rank's group: sources listen, rank 0 invites every member, all meet (collective).
 
         Raises PublishError on every rank if a member or worker does not join in time.
         """
         self._leave()
         listener = None
-        if self._exchange.rank in self._sources:
+        if self._exchange.rank in sources:
             listener = GroupListener(
                 source=self._exchange.rank,
                 bind=self._bind,
@@ -310,9 +307,9 @@ class Publisher:
         with undo_on_error(listener.close if listener else lambda: None):
             mine = msgspec.msgpack.encode(listener.endpoint if listener else None)
             gathered = self._exchange.all_gather_bytes(mine, job.budget.patience_s)
-            sources = [e for raw in gathered if (e := msgspec.msgpack.decode(raw, type=SourceEndpoint | None))]
+            endpoints = [e for raw in gathered if (e := msgspec.msgpack.decode(raw, type=SourceEndpoint | None))]
             if self._leader is not None:
-                self._leader.invite(members, sources, deadline)
+                self._leader.invite(members, endpoints, deadline)
         failure: Failure | None = None
         try:
             if listener is not None:

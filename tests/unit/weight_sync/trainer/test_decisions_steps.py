@@ -27,7 +27,7 @@ REPORT = PublishReport(ref=AdapterRef(name="a", version=1), digest="d", nbytes=8
         Fail(failure=Failure(kind="failed", message="x")),
         Wait(),
         Attempt(),
-        Attempt(members=[SERVER]),
+        Attempt(members=[SERVER], sources=[0, 3]),
     ],
 )
 def test_every_step_reaches_the_other_ranks_as_it_is(step):

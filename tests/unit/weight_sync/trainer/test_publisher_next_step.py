@@ -83,14 +83,14 @@ def test_a_transfer_has_its_whole_time_however_long_its_groups_take_to_form(monk
     job = job_of(config)
     job.packed.set()
 
-    def form(self, job, members, deadline):
+    def form(self, job, members, sources, deadline):
         forming.append((deadline - clock.now, job.budget.patience_s))
         clock.now += 25.0
 
     monkeypatch.setattr(publisher.Publisher, "_form", form)
     for attempt in range(3):
         before = job.budget.left_s
-        rank._attempt(job, [])
+        rank._attempt(job, Attempt(members=[]))
         assert leader.deadlines[-1] == clock.now + config.attempt_s
         spent = before - job.budget.left_s
         assert spent == pytest.approx(0.0 if attempt < 2 else 15.0), "the third exceeds what a publish may form"
