@@ -46,7 +46,7 @@ LINES = {
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3278,  # the time of scoring
     "trainer": 3798,  # steps ahead of a slow disk, of clients, too; parts of a batch; which passes join; truncation
-    "weight_sync": 4758,  # groups of all sources are formed at once, in time of their own, and name missing receivers
+    "weight_sync": 4809,  # groups formed at once, in time of their own, with names of missing receivers; keyed shards
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

@@ -26,7 +26,7 @@ from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, TensorTable
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup
 from areal_lora.weight_sync.link.same_host import SharedSegment
-from areal_lora.weight_sync.manifest import SEAL_BYTES, seal, shard_sum, trailer_part
+from areal_lora.weight_sync.manifest import SEAL_BYTES, ShardKeys, masked, seal, shard_sum, trailer_part
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.decisions import Failure, Progress, PublishReport
 
@@ -39,9 +39,9 @@ It may be collective over the rank's parallel groups. A rank that owns no tensor
 class PackedShard:
     """This rank's part of one version. One thread calls ``pack`` while another calls ``send``."""
 
-    def __init__(self, layout: AdapterLayout, source: int, device: torch.device = CPU) -> None:
+    def __init__(self, layout: AdapterLayout, source: int, keys: ShardKeys, device: torch.device = CPU) -> None:
         mine = [i for i, s in enumerate(layout.shards) if s.source == source]
-        self.layout = layout
+        self.layout, self._keys = layout, keys
         self._index = mine[0] if mine else None
         self.shard = layout.shards[mine[0]] if mine else ShardLayout(source=source, tensors=(), nbytes=0)
         self.is_source = bool(mine)
@@ -51,11 +51,8 @@ class PackedShard:
         self._flat, self._trailer = self._segment.bytes[: self.shard.nbytes], self._segment.bytes[start:]
         self._changed = threading.Condition()
         self._done, self._sealed, self._failed = 0, False, False
-
-    @property
-    def sums(self) -> np.ndarray:
-        """Fingerprints uint64 [n] of the packed tensors."""
-        return self._trailer[: 8 * len(self.shard.tensors)].view(np.uint64)
+        self.sums = np.zeros(len(self.shard.tensors), dtype=np.uint64)
+        """Fingerprints of the packed tensors."""
 
     @property
     def sum(self) -> int:
@@ -72,14 +69,17 @@ class PackedShard:
 
     def pack(self, ref: AdapterRef, pack: Pack) -> None:
         """Fill the shard while ``send`` follows. Errors of ``pack`` reach the callers of both."""
-        marks = self._table.marks(self.sums)
+        marks = self._table.marks(self._keys.multipliers)
+        self.sums = marks.sums
         with undo_on_error(self._give_up):  # also an interrupt
             for done in pack(self._flat):
                 marks.measure(self._flat.ctypes.data, self._done, done)
                 self._advance(done)
             if self._done != len(self.shard.tensors):
                 raise PublishError(f"{ref}: packed {self._done} of {len(self.shard.tensors)} tensors of this rank")
-            self._trailer[-SEAL_BYTES:] = np.frombuffer(seal(ref, self.layout.digest, self.sum), dtype=np.uint8)
+            sealed = seal(ref, self.layout.digest, self.sum, self._keys.seal)
+            self._trailer[-SEAL_BYTES:] = np.frombuffer(sealed, dtype=np.uint8)
+            self._trailer[:-SEAL_BYTES] = masked(self.sums, sealed, self._keys.mask).view(np.uint8)
             self._advance(self._done, sealed=True)
 
     def _give_up(self) -> None:

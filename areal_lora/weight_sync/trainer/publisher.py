@@ -34,6 +34,7 @@ from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, GroupListener
+from areal_lora.weight_sync.manifest import shard_keys
 from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer import decisions
@@ -185,13 +186,13 @@ class Publisher:
 
     def _lane(self, ref: AdapterRef, layout: AdapterLayout) -> _Lane:
         """Return the adapter's lane, with its shard free to be packed in ``layout``."""
-        lane = self._lanes.get(ref.name)
+        lane, keys = self._lanes.get(ref.name), shard_keys(self._secret)
         if lane is None:
-            shard = PackedShard(layout, self._exchange.rank, self._device)
+            shard = PackedShard(layout, self._exchange.rank, keys, self._device)
             lane = self._lanes[ref.name] = _Lane(shard, ref.version)
         lane.await_previous()
         if lane.shard.layout.digest != layout.digest:
-            lane.shard = PackedShard(layout, self._exchange.rank, self._device)
+            lane.shard = PackedShard(layout, self._exchange.rank, keys, self._device)
         return lane
 
     def _start(self, lane: _Lane, job: PublishJob) -> PublishJob:

@@ -16,8 +16,9 @@ from areal_lora.distributed.store import CurveStore
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.weight_sync.link import broadcast_groups, same_host
 from areal_lora.weight_sync.link.broadcast_groups import GroupListener
-from areal_lora.weight_sync.manifest import adapter_digest
+from areal_lora.weight_sync.manifest import adapter_digest, shard_keys
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
+from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.weight_sync import SOCKETS
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import (
@@ -318,6 +319,20 @@ def test_groups_that_were_left_are_let_go_while_nothing_is_staged(backend):
         assert time.monotonic() < deadline, "their memory and connections would stay"
         gc.collect()
         time.sleep(0.01)
+    bench.close()
+
+
+def test_a_shard_of_a_source_without_the_run_secret_is_refused(backend):
+    """It knows all else: layout, version, formulas. The next version of the run is taken."""
+    bench = Bench(backend)
+    owned, aliases = share(values(1))
+    right, announcement = packed(owned, aliases, version=0)
+    forged = PackedShard(right.layout, 0, shard_keys("another secret"))
+    forged.pack(ref(0), pack_of(right.layout, 0, dict(owned)))
+    assert not (forged.sums == right.sums).any()
+    result = bench.send(forged, announcement)
+    assert (result.ok, result.reason) == (False, RefusalReason.HASH)
+    bench.good(1)
     bench.close()
 
 

@@ -13,7 +13,7 @@ from areal_lora.weight_sync.trainer.publish_job import SLACK_S, Budget, PackedSh
 from areal_lora.weight_sync.trainer.publisher import next_step
 from tests.support.clocks import Clock
 from tests.support.solo_exchange import SoloExchange
-from tests.support.weight_sync.helpers import BASE, RUN, layout_of, share, values
+from tests.support.weight_sync.helpers import BASE, KEYS, RUN, layout_of, share, values
 
 
 class Leading:
@@ -36,7 +36,7 @@ def job_of(config):
     return PublishJob(
         manifest=ShardManifest(run=RUN, ref=ref, parent=None, base_digest=BASE, layout=layout.digest),
         layout=layout,
-        shard=PackedShard(layout, 1),
+        shard=PackedShard(layout, 1, KEYS),
         probe=None,
         began_s=time.monotonic(),
         budget=Budget(config),
