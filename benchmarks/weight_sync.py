@@ -240,7 +240,7 @@ class Baselines:
         listener = GroupListener(
             source=0,
             bind="127.0.0.1",
-            world=2,
+            receivers=["a worker"],
             bucket_bytes=1 << 30,
             backend="gloo",
             timeout_s=60.0,

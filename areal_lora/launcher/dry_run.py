@@ -17,7 +17,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.run import LINK_BITS
-from areal_lora.config.sizing.memory import GIB, LEAST_KV, device_bytes, kv_token_bytes, version_bytes
+from areal_lora.config.sizing.memory import GIB, LEAST_KV, broadcast_groups, device_bytes, kv_token_bytes, version_bytes
 from areal_lora.config.sizing.slots import has_tenants
 from areal_lora.config.sizing.what_if import what_if
 from areal_lora.families.shape import ModelShape, base_bytes
@@ -159,6 +159,12 @@ def _publishes(config: Config, plan: JobPlan) -> Iterator[str]:
         yield (
             f"{line} a version, at least {nbytes / link:.2f} s at {LINK_BITS / 1e9:g} Gbit/s; "
             f"{human_bytes(most)} and {most / link:.2f} s if each of the {workers} workers of a node receives a copy"
+        )
+    if config.adapters:
+        groups, members = broadcast_groups(config, plan.shape)
+        yield (
+            f"Broadcast groups: {groups} of {members} members, a trainer rank that owns tensors and all workers; "
+            f"formed at once, in at most {config.weight_sync.form_s:g} s, and again when servers join or leave"
         )
 
 

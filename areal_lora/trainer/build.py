@@ -127,7 +127,6 @@ def build_publisher(
         config=config.weight_sync,
         exchange=exchange,
         leader=leader,
-        sources=engine.adapter_sources(),
         secret=read_secret(run_folder),
         bind=own_place(config.cluster, run_folder).address,
         backend=broadcast_backend(config),

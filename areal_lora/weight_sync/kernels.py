@@ -172,15 +172,15 @@ def fingerprints(
         bad[i] = np.uint8(infinite)
 
 
-def fixed_keys(use: str, n: int) -> np.ndarray:
-    """Public multipliers for one ``use``, odd uint64 [n]: the same in every run and on every machine."""
-    stream = hashlib.shake_256(f"areal_lora {use} keys".encode()).digest(8 * n)
+def multipliers(use: str, n: int, key: bytes = b"") -> np.ndarray:
+    """Multipliers for one ``use``, odd uint64 [n]: the same on every machine; public without a ``key``."""
+    stream = hashlib.shake_256(key + f"areal_lora {use} keys".encode()).digest(8 * n)
     return np.frombuffer(stream, dtype="<u8").astype(np.uint64) | np.uint64(1)
 
 
 KINDS = {"float32": F32, "bfloat16": BF16}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_KEYS = fixed_keys("fingerprint", 1024)  # as many as stay in the first-level cache beside the data
+N_KEYS = 1024  # multipliers of fingerprints: as many as stay in the first-level cache beside the data
 _PART_BYTES = 1 << 20  # measured, then copied from the second-level cache
 
 
@@ -188,11 +188,12 @@ _PART_BYTES = 1 << 20  # measured, then copied from the second-level cache
 class Marks:
     """Fingerprints and faults of a shard's tensors, filled in as the tensors are copied.
 
-    ``offsets`` (bytes) and ``sizes`` (elements) int64 [n]; ``sums`` uint64 [n]; ``bad`` uint8 [n] is 1
-    where a tensor holds NaN or infinity.
+    ``keys`` are the `multipliers`, uint64 [N_KEYS]; ``offsets`` (bytes) and ``sizes`` (elements) int64 [n];
+    ``sums`` uint64 [n]; ``bad`` uint8 [n] is 1 where a tensor holds NaN or infinity.
     """
 
     dtype: str
+    keys: np.ndarray
     offsets: np.ndarray
     sizes: np.ndarray
     sums: np.ndarray
@@ -200,8 +201,7 @@ class Marks:
 
     def measure(self, base: int, first: int, last: int) -> None:
         """Fill in tensors [first, last) of a shard that starts at address ``base``."""
-        kind, width = KINDS[self.dtype], len(_KEYS)
-        keys = _KEYS.ctypes.data
+        kind, keys, width = KINDS[self.dtype], self.keys.ctypes.data, len(self.keys)
         fingerprints(base, kind, self.offsets, self.sizes, keys, width, first, last, self.sums, self.bad)
 
     def parts(self, first: int, last: int) -> Iterator[tuple[int, int]]:

@@ -23,7 +23,7 @@ import numpy as np
 from areal_lora.config.sizing.slots import bucket_ends
 from areal_lora.errors import ManifestError, RefusalReason
 from areal_lora.types import AdapterStructure
-from areal_lora.weight_sync.kernels import ITEM_BYTES, Marks, fixed_keys
+from areal_lora.weight_sync.kernels import ITEM_BYTES, Marks, multipliers
 
 Shape = tuple[int, ...]
 
@@ -101,7 +101,7 @@ class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         index = {t.name: i for i, t in enumerate(t for s in self.shards for t in s.tensors)}
         owner = [index[self.aliases.get(name, name)] for name in self._full_names]
         flat = np.zeros((len(index), 2), dtype=np.uint64)
-        np.add.at(flat, owner, fixed_keys("place", 2 * len(owner)).reshape(-1, 2))
+        np.add.at(flat, owner, multipliers("place", 2 * len(owner)).reshape(-1, 2))
         ends = np.cumsum([len(s.tensors) for s in self.shards])
         return tuple(np.split(flat, ends[:-1])) if self.shards else ()
 
@@ -194,13 +194,14 @@ class TensorTable:
             self._buckets[bucket_bytes] = plan_buckets(self._shard, bucket_bytes)
         return self._buckets[bucket_bytes]
 
-    def marks(self, sums: np.ndarray | None = None) -> Marks:
-        """Empty marks for one version; fingerprints are written to ``sums`` (uint64 [n]) if given."""
+    def marks(self, keys: np.ndarray) -> Marks:
+        """Empty marks for one version, whose fingerprints have the multipliers ``keys``."""
         n = len(self.offsets)
         return Marks(
             dtype=self._dtype,
+            keys=keys,
             offsets=self.offsets,
             sizes=self.sizes,
-            sums=np.zeros(n, dtype=np.uint64) if sums is None else sums,
+            sums=np.zeros(n, dtype=np.uint64),
             bad=np.zeros(n, dtype=np.uint8),
         )

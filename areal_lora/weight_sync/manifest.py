@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -17,12 +18,13 @@ import numpy as np
 
 from areal_lora.errors import AdapterError, ManifestError, RefusalReason
 from areal_lora.families.peft_folder import FILE_PREFIX
+from areal_lora.network.tls import derived_key
 from areal_lora.types import AdapterRef, AdapterStructure, ShardManifest
-from areal_lora.weight_sync.kernels import ITEM_BYTES
+from areal_lora.weight_sync.kernels import ITEM_BYTES, N_KEYS, multipliers
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout
 
 LORA_A, LORA_B = ".lora_A.", ".lora_B."
-_MAGIC = b"ALM7"  # wire format version of an encoded announcement
+_MAGIC = b"ALM8"  # wire format version of an encoded announcement
 
 
 L = TypeVar("L")
@@ -176,6 +178,22 @@ def _check_shard(shard: ShardLayout, item: int) -> None:
         raise ManifestError(RefusalReason.SIZE, text)
 
 
+@dataclass(frozen=True, slots=True)
+class ShardKeys:
+    """Keys of a run: ``multipliers`` of fingerprints (uint64 [N_KEYS]); of ``seal`` and ``mask``, 32 bytes each."""
+
+    multipliers: np.ndarray
+    seal: bytes
+    mask: bytes
+
+
+@lru_cache(maxsize=8)
+def shard_keys(secret: str) -> ShardKeys:
+    """Derive them from the run secret: without it no changed shard can be given fingerprints and a seal that fit."""
+    hashing, sealing, masking = (derived_key(secret, f"shard {use}") for use in ("fingerprint", "seal", "mask"))
+    return ShardKeys(multipliers("fingerprint", N_KEYS, hashing), sealing, masking)
+
+
 SEAL_BYTES = 16
 LINE_BYTES = 64  # cache line; fingerprints are aligned to it
 
@@ -191,16 +209,26 @@ def shard_sum(layout: AdapterLayout, shard: int, sums: np.ndarray) -> int:
     return int((low * layout.weights[shard][:, 0] + high * layout.weights[shard][:, 1]).sum(dtype=np.uint64))
 
 
-def seal(ref: AdapterRef, layout_digest: str, shard_sum: int) -> bytes:
-    """Tie the fingerprints of a shard to their version and layout; ``SEAL_BYTES`` long."""
+def seal(ref: AdapterRef, layout_digest: str, shard_sum: int, key: bytes) -> bytes:
+    """Tie the fingerprints of a shard to their version, layout and run; ``SEAL_BYTES`` long."""
     head = f"{ref}\0{layout_digest}\0".encode()
-    return hashlib.blake2b(head + shard_sum.to_bytes(8, "little"), digest_size=SEAL_BYTES).digest()
+    return hashlib.blake2b(head + shard_sum.to_bytes(8, "little"), digest_size=SEAL_BYTES, key=key).digest()
+
+
+def masked(sums: np.ndarray, sealed: bytes, key: bytes) -> np.ndarray:
+    """Exclusive or of fingerprints (uint64 [n]) and a stream of ``key`` and their seal; its own inverse.
+
+    Fingerprints are linear: multipliers follow from enough of them in clear beside the tensors. The seal takes the
+    place of a nonce, because other fingerprints have another one (synthetic initialisation vector, RFC 5297).
+    """
+    found: np.ndarray = sums ^ np.frombuffer(hashlib.shake_256(key + sealed).digest(8 * len(sums)), dtype="<u8")
+    return found
 
 
 def trailer_part(shard: ShardLayout) -> tuple[int, int]:
     """(start, end) of the trailer in the memory of a packed shard, after the tensors.
 
-    It is the last broadcast of the shard: a fingerprint of 8 bytes per tensor, and the seal.
+    It is the last broadcast of the shard: a masked fingerprint of 8 bytes per tensor, and the seal.
     """
     start = -(-shard.nbytes // LINE_BYTES) * LINE_BYTES
     return start, start + 8 * len(shard.tensors) + SEAL_BYTES

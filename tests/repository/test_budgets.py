@@ -27,14 +27,14 @@ LINES = {
     "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
     "algorithms": 1143,
     "checkpoint": 1458,
-    "cli": 2215,  # plan --simulate; the trainer's speed and memory; page; two versions in a chat
-    "config": 4235,  # cp, fsdp_shard, max_behind, profile; memory as each engine keeps it, by kind of recompute
-    "data": 669,  # checks in chunks; micro-batches of equal attention; a batch between ranks: rows, columns of parts
+    "cli": 2181,  # the trainer's speed and memory; page; two versions in a chat
+    "config": 4263,  # groups of a job; cp, fsdp_shard, max_behind, profile; memory of each engine, by recompute
+    "data": 653,  # micro-batches whose ranks have equal attention; a batch between ranks: rows, columns of parts
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 8945,  # states copied by a thread; ranges; context parallelism, chunked logits, recompute, FLOPs
+    "engine": 8898,  # context parallelism, chunked logits, recompute, FLOPs and memory of passes; adapters in one pass
     "families": 1430,  # FLOPs of passes
-    "launcher": 4163,  # a run in virtual time: cost model, servers, trainer, publishes, its tables
+    "launcher": 3549,  # broadcast groups in the plan
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 3896,  # a live page, runs side by side, warnings; every rollout in columns, and queries of them
@@ -45,8 +45,8 @@ LINES = {
     "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3278,  # the time of scoring
-    "trainer": 3812,  # copies give way; steps ahead of a slow disk, of clients, too; parts of a batch; joint passes
-    "weight_sync": 4688,
+    "trainer": 3798,  # steps ahead of a slow disk, of clients, too; parts of a batch; which passes join; truncation
+    "weight_sync": 4809,  # groups formed at once, in time of their own, with names of missing receivers; keyed shards
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

@@ -136,6 +136,10 @@ class RolloutConfig(Section):
         return self.max_staleness + 2
 
 
+FORM_S = 30.0
+"""Seconds for new broadcast groups: connecting takes longer than a transfer, and grows with members, not with bytes."""
+
+
 class WeightSyncConfig(Section):
     backend: Literal["auto", "nccl", "hccl", "gloo"] = "auto"
     """What carries versions: `nccl` between GPUs, `hccl` between NPUs, `gloo` between hosts' memories. `auto`: that of
@@ -154,6 +158,11 @@ class WeightSyncConfig(Section):
     def attempt_s(self) -> float:
         """Time limit of one transfer, on both sides; a second transfer also fits into ``timeout_s``."""
         return 0.4 * self.timeout_s
+
+    @property
+    def form_s(self) -> float:
+        """Time limit of forming all broadcast groups once, which no transfer's limit counts."""
+        return FORM_S
 
     @property
     def ping_s(self) -> float:
@@ -181,8 +190,11 @@ class WeightSyncConfig(Section):
 
     @property
     def publish_s(self) -> float:
-        """Largest time of a publish from its gate on, except that with too few members ``rejoin_s`` is added."""
-        return self.timeout_s + self.verdict_s
+        """Largest time of a publish from its gate on, except that with too few members ``rejoin_s`` is added.
+
+        Groups are formed twice in it: a second time after a loss.
+        """
+        return self.timeout_s + 2 * self.form_s + self.verdict_s
 
 
 Role = Literal["trainer", "rollout", "controller"]

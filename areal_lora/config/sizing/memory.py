@@ -4,6 +4,7 @@ The docstrings of `_trainer` and `_server` list the parts, with the source of ea
 measured: on CPUs by the memory tests (`memory_runs`). Those of GPUs are typical values, not measured by this project.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from areal_lora.config.sizing import activations, slots
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
 from areal_lora.families.sites import adapter_size, distinct, linear_sites, pieces_of
-from areal_lora.types import AdapterStructure
+from areal_lora.types import AdapterStructure, ExpertLayout
 
 MIB = 2**20
 GIB = 2**30
@@ -169,9 +170,11 @@ def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfi
     references = sum(held[adapter.name] for adapter in adapters if adapter.algorithm.has_reference)
     item = DTYPE_BYTES[config.model.dtype]
     cast = item * (trained + references) if item < FP32 else 0
-    sources = t.ep if shape.experts else 1
     sizes = {a.name: adapter_size(shape, a.spec("")).parameters for a in adapters}
-    unique = {name: size * len(layers) // shape.layers // sources for name, size in sizes.items()}
+    unique = {
+        a.name: sizes[a.name] * len(layers) // shape.layers // max(1, stage_sources(config, shape, a, layers))
+        for a in adapters
+    }
     wire = sum(_sent_bytes(config, shape, adapter, layers) for adapter in adapters)
     copied = sum(unique[a.name] * (3 * (1 + _critic_share(a)) + a.algorithm.has_reference) for a in adapters)
     # Packers for the parts of a checkpoint, exports, the wire: what other tensor-parallel ranks send, all on the host.
@@ -271,8 +274,22 @@ def _critic_share(adapter: AdapterConfig) -> float:
 
 def _sent_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: range) -> int:
     """Bytes of a version that a source rank of a stage sends: those of its experts, or of the stage if dense."""
-    sources = config.trainer.ep if shape.experts else 1
+    sources = max(1, stage_sources(config, shape, adapter, layers))
     return version_bytes(config, shape, adapter) * len(layers) // shape.layers // sources
+
+
+def stage_sources(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: range) -> int:
+    """Ranks of a stage that own tensors of ``adapter``: one, or each expert-parallel rank where experts are apart."""
+    keys = [key for key in linear_sites(shape) if key.layer in layers and key.covered(adapter.target_modules)]
+    apart = adapter.expert_layout is not ExpertLayout.SHARED and any(key.scope is Scope.EXPERT for key in keys)
+    return config.trainer.ep if apart else min(1, len(keys))
+
+
+def broadcast_groups(config: Config, shape: ModelShape) -> tuple[int, int]:
+    """Number of a job's broadcast groups, and members of each: a source rank, and every worker of every server."""
+    stages = _stages(config, shape)
+    most = (max(stage_sources(config, shape, adapter, layers) for adapter in config.adapters) for layers in stages)
+    return sum(most), 1 + config.rollout.servers * config.rollout.tp
 
 
 def version_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> int:
@@ -353,17 +370,16 @@ def kv_token_bytes(config: Config, shape: ModelShape) -> int:
 def staging_bytes(config: Config, shape: ModelShape) -> int:
     """Buffers of one worker that receives over the network: `STAGING_BUFFERS` of the largest bucket of each source.
 
-    A source is an expert-parallel rank of a stage. Where receivers read the source's memory (one machine, CPUs) they
-    are not used; whether they can is known only at run time.
+    Where receivers read the source's memory (one machine, CPUs) they are not used; whether they can is known only at
+    run time.
     """
-    bucket = int(config.weight_sync.bucket_mib * MIB)
-    sources = config.trainer.ep if shape.experts else 1
+    bucket, staged = int(config.weight_sync.bucket_mib * MIB), 0
     adapters = [*config.adapters, *slots.joining_adapters(config)]
-    largest = 0
     for layers in _stages(config, shape):
-        shards = [_sent_bytes(config, shape, adapter, layers) for adapter in adapters]
-        largest += max((slots.largest_bucket(nbytes, bucket) for nbytes in shards), default=bucket)
-    return STAGING_BUFFERS * sources * largest
+        largest = (slots.largest_bucket(_sent_bytes(config, shape, adapter, layers), bucket) for adapter in adapters)
+        sources = (stage_sources(config, shape, adapter, layers) for adapter in adapters)
+        staged += max(map(operator.mul, sources, largest), default=bucket)
+    return STAGING_BUFFERS * staged
 
 
 def kv_part(config: Config, shape: ModelShape) -> int:

@@ -33,7 +33,7 @@ from areal_lora.engine.common import micro_batches as micro
 from areal_lora.engine.common.adapter_memory import AdapterMemory, AdapterOptimizer, GradientClass
 from areal_lora.engine.common.arena import Range, ShardedModel, context_groups
 from areal_lora.engine.common.model_folder import ModelFolder
-from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout, wire_sources
+from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout
 from areal_lora.engine.layers.active import ActiveAdapters, Dropout, step_seed
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
 from areal_lora.engine.layers.context import ContextGroup
@@ -310,10 +310,6 @@ class AdapterEngine:
     def discard_gradients(self, adapter: str) -> None:
         """Forget the gradients since the last step, as if no batch had been passed (not collective)."""
         self.resident(adapter).memory.grads.zero_()
-
-    def adapter_sources(self) -> frozenset[int]:
-        """Ranks that own wire tensors of any adapter that could be added (not collective, equal on all ranks)."""
-        return wire_sources(self._sharded)
 
     def adapter_layout(self, adapter: str, dtype: str = "float32") -> AdapterLayout:
         """Sender and offset of every wire tensor, and which names share one (not collective, equal on all ranks)."""

@@ -30,8 +30,8 @@ from torch import Tensor
 from areal_lora.algorithms.merging import CastLoss, merged
 from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange, held_rows
 from areal_lora.engine.common.model_folder import ModelFolder
-from areal_lora.families.sites import Piece, SiteKey, sites_of, wire_names
-from areal_lora.types import AdapterSpec, ExpertLayout
+from areal_lora.families.sites import Piece, SiteKey, wire_names
+from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.kernels import ITEM_BYTES, Block, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, Shape, ShardLayout, make_layout
 from areal_lora.weight_sync.messages import LORA_A, LORA_B, WEIGHT
@@ -71,12 +71,6 @@ def wire_layout(model: ShardedModel, spec: AdapterSpec, dtype: str) -> AdapterLa
     if head := model.head(spec):
         owned.setdefault(model.layout.first_rank_of_last_stage(), []).extend(head.items())
     return make_layout(spec, dtype, owned, aliases)
-
-
-def wire_sources(model: ShardedModel) -> frozenset[int]:
-    """Ranks that own tensors of an adapter with some targets; any adapter's owners are among them."""
-    sites = sites_of(model.shape, ExpertLayout.PER_EXPERT)
-    return frozenset(model.layout.owner(key.layer, key.expert) for key in sites)
 
 
 def pack_plan(model: ShardedModel, spec: AdapterSpec, rank: int, layout: AdapterLayout) -> PackPlan:

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from areal_lora.platforms.device import Lane
 from areal_lora.processes.watched import watched_thread
 
 MOST_CTAS = 2  # blocks of a broadcast's kernel on the device: enough for a link, few beside a model
+_ENVIRONMENT = threading.Lock()
 _MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejected by torch
 
 
@@ -65,14 +67,15 @@ def _nccl(seat: GroupSeat) -> Backend:
     # could hold most multiprocessors while the model's own collectives wait for some.
     options.config.min_ctas, options.config.max_ctas = 1, MOST_CTAS
     # The constructor reads it. Without it ``wait`` returns at once, and a lost peer ends this process.
-    before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-    try:
-        group = dist.ProcessGroupNCCL(seat.store, seat.rank, seat.world, options)
-    finally:
-        del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
-        if before is not None:
-            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
+    with _ENVIRONMENT:  # groups are formed by several threads; NCCL connects in the first broadcast, not here
+        before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+        try:
+            group = dist.ProcessGroupNCCL(seat.store, seat.rank, seat.world, options)
+        finally:
+            del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
+            if before is not None:
+                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
     return Backend(group, Lane(seat.device), timed_from_issue=True)
 
 

@@ -32,6 +32,7 @@ from areal_lora.weight_sync.messages import SourceEndpoint
 
 READ_BYTES = 2 << 20  # largest bucket if receivers read memory: small buckets cost nothing there
 CPU = torch.device("cpu")
+SHOWN = 8  # receivers named in an error
 
 log = get_logger(__name__)
 
@@ -179,14 +180,17 @@ class BroadcastGroup:
 
 
 class GroupListener:
-    """The source's side before the group exists: it binds and has an ``endpoint``, then ``accept``s or is closed."""
+    """The source's side before the group exists: it binds and has an ``endpoint``, then ``accept``s or is closed.
+
+    ``receivers``: what errors call the members, by rank from 1 on.
+    """
 
     def __init__(
         self,
         *,
         source: int,
         bind: str,
-        world: int,
+        receivers: Sequence[str],
         bucket_bytes: int,
         backend: str,
         timeout_s: float,
@@ -195,12 +199,12 @@ class GroupListener:
     ) -> None:
         _check_bind(bind)
         self._bind, self._deadline, self._secret, self._device = bind, time.monotonic() + timeout_s, secret, device
-        self._server = StoreServer(bind, secret)
+        self._server, self._receivers = StoreServer(bind, secret), receivers
         self.endpoint = SourceEndpoint(
             source=source,
             host=bind,
             port=self._server.port,
-            world=world,
+            world=1 + len(receivers),
             token=secrets.token_hex(16),
             bucket_bytes=bucket_bytes,
             backend=backend,
@@ -210,9 +214,10 @@ class GroupListener:
     def accept(self) -> BroadcastGroup:
         """Block until all receivers are members. The group closes the listener.
 
-        Raises PublishError ``timeout_s`` after the listener was created.
+        Raises PublishError ``timeout_s`` after the listener was created; it names the receivers that are missing.
         """
-        return _join(self.endpoint, 0, self._bind, self._deadline, self._secret, self._device, closing=self.close)
+        place = self._bind, self._deadline, self._secret, self._device
+        return _join(self.endpoint, 0, *place, receivers=self._receivers, closing=self.close)
 
     def close(self) -> None:
         """Stop listening; members that wait to join fail at once."""
@@ -244,9 +249,14 @@ def _join(
     deadline: float,
     secret: str,
     device: torch.device,
+    *,
+    receivers: Sequence[str] = (),
     closing: Callable[[], None] = lambda: None,
 ) -> BroadcastGroup:
-    """Join at the source's store. ``closing`` is called on leaving the group, or if it cannot be formed."""
+    """Join at the source's store. ``closing`` is called on leaving the group, or if it cannot be formed.
+
+    Receivers sign in before they connect, and the source waits for that: a library does not name members it misses.
+    """
     factory, leave = backends.backend_of(endpoint.backend), ExitStack()
     leave.callback(closing)
     with undo_on_error(leave.close):
@@ -263,6 +273,11 @@ def _join(
         store.set_timeout(backends.delta(left_s))
         prefixed = dist.PrefixStore(endpoint.token, store)
         try:
+            if rank:
+                prefixed.set(_signed_in(rank), "")
+            else:
+                _await_receivers(prefixed, endpoint.source, receivers, left_s)
+                left_s = max(deadline - time.monotonic(), 0.0)
             backend = factory(
                 backends.GroupSeat(
                     store=prefixed, rank=rank, world=endpoint.world, bind=bind, timeout_s=left_s, device=device
@@ -280,6 +295,25 @@ def _join(
         how = "read its memory" if group.same_host else "get its bytes over the network"
         log.info("the %d receivers of source rank %d %s", endpoint.world - 1, endpoint.source, how)
     return group
+
+
+def _signed_in(rank: int) -> str:
+    return f"member {rank}"
+
+
+def _await_receivers(store: dist.Store, source: int, receivers: Sequence[str], timeout_s: float) -> None:
+    """Wait until all have signed in. Raises PublishError with the names of those that have not."""
+    keys = [_signed_in(rank) for rank, _ in enumerate(receivers, 1)]
+    try:
+        store.wait(keys, backends.delta(timeout_s))
+    except dist.DistError:
+        if not (missing := [name for name, key in zip(receivers, keys, strict=True) if not store.check([key])]):
+            return
+        shown = ", ".join(missing[:SHOWN]) + (f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else "")
+        raise PublishError(
+            f"group of source rank {source} was not complete within {timeout_s:.1f} s, {len(missing)} of "
+            f"{len(receivers)} receivers are missing: {shown}; see the servers' logs"
+        ) from None
 
 
 @contextmanager

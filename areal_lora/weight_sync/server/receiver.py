@@ -9,10 +9,12 @@ every fingerprint equals the source's. The thread runs while the same process ge
 the GIL and no OpenMP, which would take the cores from the model.
 """
 
+import hmac
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +31,13 @@ from areal_lora.weight_sync.layout import AdapterLayout, Bucket, Shape
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.manifest import (
     SEAL_BYTES,
+    ShardKeys,
     adapter_digest,
     check_layout,
     check_successor,
+    masked,
     seal,
+    shard_keys,
     shard_sum,
     trailer_part,
 )
@@ -61,9 +66,11 @@ class PhaseTimer:
 class _Source:
     """One shard being received."""
 
-    def __init__(self, index: int, layout: AdapterLayout, group: BroadcastGroup, deadline: float) -> None:
-        self.index, self.shard, self._layout = index, layout.shards[index], layout
-        self.marks = layout.tables[index].marks()
+    def __init__(
+        self, index: int, layout: AdapterLayout, group: BroadcastGroup, deadline: float, keys: ShardKeys
+    ) -> None:
+        self.index, self.shard, self._layout, self._keys = index, layout.shards[index], layout, keys
+        self.marks = layout.tables[index].marks(keys.multipliers)
         self.trailer = np.empty(0, dtype=np.uint8)
         self._buckets = layout.tables[index].buckets(group.bucket_bytes)
         self._inbox = group.receive([*((b.start, b.end) for b in self._buckets), trailer_part(self.shard)], deadline)
@@ -81,9 +88,10 @@ class _Source:
     def verify(self, ref: AdapterRef) -> int:
         """Return the shard's sum. Raises ManifestError unless its bytes are unchanged, finite and for ``ref``."""
         tensors, rank = self.shard.tensors, f"source rank {self.shard.source}"
-        sent, sealed = self.trailer[: 8 * len(tensors)].view(np.uint64), self.trailer[-SEAL_BYTES:].tobytes()
+        sealed = self.trailer[-SEAL_BYTES:].tobytes()
+        sent = masked(self.trailer[:-SEAL_BYTES].view(np.uint64), sealed, self._keys.mask)
         total = shard_sum(self._layout, self.index, sent)
-        if sealed != seal(ref, self._layout.digest, total):
+        if not hmac.compare_digest(sealed, seal(ref, self._layout.digest, total, self._keys.seal)):
             raise ManifestError(RefusalReason.HASH, f"the trailer of {rank} does not belong to {ref} or is damaged")
         if len(changed := np.flatnonzero(sent != self.marks.sums)):
             text = f"{len(changed)} tensors of {rank} arrived changed, first {tensors[changed[0]].name}"
@@ -97,12 +105,16 @@ class Reception:
     """Receive all shards of one version. Receives are posted at once: the sources may be sending already."""
 
     def __init__(
-        self, layout: AdapterLayout, groups: Mapping[int, BroadcastGroup], deadline: float, timer: PhaseTimer
+        self,
+        layout: AdapterLayout,
+        groups: Mapping[int, BroadcastGroup],
+        deadline: float,
+        timer: PhaseTimer,
+        keys: ShardKeys,
     ) -> None:
         self._layout, self._timer, self._deadline = layout, timer, deadline
-        self._sources = [
-            _Source(i, layout, groups[s.source], deadline) for i, s in enumerate(layout.shards) if s.source in groups
-        ]
+        here = [(i, groups[s.source]) for i, s in enumerate(layout.shards) if s.source in groups]
+        self._sources = [_Source(i, layout, group, deadline, keys) for i, group in here]
         self._stream = self._arrivals()
 
     def receive(self, ref: AdapterRef, on_tensors: OnTensors) -> str:
@@ -217,17 +229,22 @@ class AdapterReceiver:
         self._idle.set()
 
     def join(self, endpoints: Sequence[SourceEndpoint], rank: int, timeout_s: float) -> None:
-        """Leave the previous groups and join every source's group as ``rank``. Blocks.
+        """Leave the previous groups and join every source's group as ``rank``, all at once. Blocks.
 
         Raises PublishError if a group is not complete in time.
         """
         deadline = time.monotonic() + timeout_s
         self._leave(timeout_s)
+
+        def join(e: SourceEndpoint) -> BroadcastGroup:
+            return join_group(e, rank, self._bind, deadline - time.monotonic(), self._secret, self._device)
+
+        with ThreadPoolExecutor(max(1, len(endpoints)), thread_name_prefix="join") as pool:
+            joins = {e.source: pool.submit(join, e) for e in endpoints}
+        self._groups = {source: made.result() for source, made in joins.items() if made.exception() is None}
         with undo_on_error(partial(self._leave, 0.0)):
-            for e in sorted(endpoints, key=lambda e: e.source):
-                self._groups[e.source] = join_group(
-                    e, rank, self._bind, deadline - time.monotonic(), self._secret, self._device
-                )
+            for made in joins.values():
+                made.result()
 
     def start(self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, timeout_s: float) -> None:
         """Start staging ``manifest`` into ``slot`` and return; ``on_staged`` is called exactly once.
@@ -246,7 +263,10 @@ class AdapterReceiver:
         started: tuple[_KnownLayout, Reception] | Exception
         try:
             known = self._layout(manifest, layout)
-            started = known, Reception(known.layout, groups, time.monotonic() + timeout_s, timer)
+            started = (
+                known,
+                Reception(known.layout, groups, time.monotonic() + timeout_s, timer, shard_keys(self._secret)),
+            )
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are  # noqa: BLE001
             started = e
         if self._thread is None:

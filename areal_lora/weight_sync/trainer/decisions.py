@@ -98,9 +98,10 @@ class Wait(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, tag=True):
-    """Send the version; first form new groups with ``members``, unless it is None."""
+    """Send the version; first form new groups of ``sources`` (ranks) with ``members``, unless it is None."""
 
     members: list[ServerEndpoint] | None = None
+    sources: list[int] = []
 
 
 class Yield(msgspec.Struct, frozen=True, tag=True):
@@ -113,10 +114,11 @@ Step = FinishPublish | Fail | Wait | Yield | Attempt
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Rank 0's next step for all ranks, and the remaining time of the publish (``Budget.left_s``)."""
+    """Rank 0's next step for all ranks, and the remaining time of the publish (`Budget`)."""
 
     step: Step
     left_s: float
+    form_left_s: float
 
 
 class Move(Enum):
@@ -215,7 +217,7 @@ def member_findings(
 
 
 def what_failed(findings: Sequence[ServerFinding], results: Sequence[Sent]) -> str:
-    """Text of the servers' errors; of the trainer ranks' transfer errors only if no server has one."""
+    """Text of the errors of servers and of the trainer ranks' transfers: a source names receivers that are missing."""
     servers = [f"{f.server.name}: {f.error}" for f in findings if f.error is not None]
     ranks = [f"trainer rank {rank}: {sent.wire.message}" for rank, sent in enumerate(results) if sent.wire is not None]
-    return "; ".join(servers or ranks)
+    return "; ".join([*servers, *ranks])

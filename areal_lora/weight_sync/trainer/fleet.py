@@ -23,6 +23,8 @@ from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult, check_pr
 
 log = get_logger(__name__)
 
+PINGS = 128  # at once; a hundred servers answer in the time of one, and their threads and sockets stay bounded
+
 M = TypeVar("M")
 
 
@@ -217,18 +219,24 @@ class Fleet:
 
     def dismiss(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> None:
         """Release leaving servers. Does not wait for their answers: one that misses this ends later."""
-        pool = ThreadPoolExecutor(max(1, len(servers)), thread_name_prefix="dismiss")
+        pool = ThreadPoolExecutor(PINGS, thread_name_prefix="dismiss")
         for server in servers:
             pool.submit(AdminClient(server, self._secret).dismiss, timeout_s)
         pool.shutdown(wait=False)
 
     def silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
-        """Ping all ``servers`` at once; return those that do not answer, with their errors.
+        """Ping all ``servers``, ``PINGS`` at once; return those that do not answer in ``timeout_s``, with their errors.
 
         A ping is several packets on a connection of its own. One without an answer after half of the time is repeated
         beside the first: a link that loses a packet in a hundred does not make a server silent.
         """
-        pool = ThreadPoolExecutor(max(1, 2 * len(servers)), thread_name_prefix="ping")
+        silent: dict[ServerEndpoint, ArealLoraError] = {}
+        for start in range(0, len(servers), PINGS):
+            silent |= self._silent(servers[start : start + PINGS], timeout_s)
+        return silent
+
+    def _silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
+        pool = ThreadPoolExecutor(2 * len(servers), thread_name_prefix="ping")
         until = time.monotonic() + timeout_s
         first = {server: pool.submit(self.ping, server, timeout_s) for server in servers}
         wait(first.values(), timeout_s / 2)

@@ -70,7 +70,9 @@ class Leader:
         self._joins: dict[ServerEndpoint, Future[JoinReply]] = {}  # of the attempt, and so are the posts
         self._posts: dict[ServerEndpoint, Future[PublishReply]] = {}
         self._due = 0.0  # when their answers are (time.monotonic)
-        self._formed: tuple[ServerEndpoint, ...] | None = None  # None: members may be out of step, form new groups
+        # Members and sources of the groups; None: members may be out of step, form new groups.
+        self._formed: tuple[tuple[ServerEndpoint, ...], frozenset[int]] | None = None
+        self._sources: dict[str, frozenset[int]] = {}  # by adapter: the ranks that own its tensors
         # The members that serve the newest version of each adapter, and the report of its publish.
         self._served: dict[str, tuple[frozenset[ServerEndpoint], PublishReport]] = {}
 
@@ -107,6 +109,7 @@ class Leader:
     def drop(self, name: str) -> None:
         """Have the servers free what they hold of adapter ``name``, without waiting for answers."""
         self._served.pop(name, None)
+        self._sources.pop(name, None)
         self._fleet.drop(self.roster.members, name, self._config.attempt_s)
 
     def conclude(self, report: PublishReport) -> None:
@@ -143,6 +146,7 @@ class Leader:
     def _start(self, job: PublishJob) -> Step:
         """Use the groups that are formed where nothing has changed."""
         self.roster.joining = set()
+        self._sources[job.ref.name] = frozenset(shard.source for shard in job.layout.shards)
         members = self.roster.members
         if members and self._in_step(members) and not self.roster.changed():
             servers, report = self._served.get(job.ref.name, (frozenset(), None))
@@ -154,13 +158,21 @@ class Leader:
                 return self._attempt(None)
         return self._connect(job)
 
-    def _attempt(self, members: list[ServerEndpoint] | None) -> decisions.Attempt:
+    def _attempt(self, members: tuple[ServerEndpoint, ...] | None) -> decisions.Attempt:
         self._joins, self._posts = {}, {}
-        return decisions.Attempt(members=members)
+        if members is None:
+            return decisions.Attempt()
+        self._formed = members, self._needed
+        return decisions.Attempt(members=list(members), sources=sorted(self._needed))
+
+    @property
+    def _needed(self) -> frozenset[int]:
+        """Sources of all adapters: publishes of two adapters in turn need no new groups."""
+        return frozenset().union(*list(self._sources.values()))
 
     def _in_step(self, members: tuple[ServerEndpoint, ...]) -> bool:
-        """Whether exactly ``members`` are in the groups, and all have taken part in the same broadcasts."""
-        if self._formed != members:
+        """Whether exactly ``members`` are in groups of all sources, and have taken part in the same broadcasts."""
+        if self._formed is not None and not (self._formed[0] == members and self._formed[1] >= self._needed):
             self._formed = None
         return self._formed is not None
 
@@ -178,8 +190,8 @@ class Leader:
                 raise AdapterError(f"{job.ref}: {e}") from e
             same = self._in_step(members)
             if len(members) >= self._min_servers:
-                job.progress.short_since, self._awaited, self._formed = None, (), members
-                return self._attempt(None if same else list(members))
+                job.progress.short_since, self._awaited = None, ()
+                return self._attempt(None if same else members)
             loading, shortage = self._loading(), f"{job.ref}: {self.roster.shortage(self._min_servers)}"
             if loading and loading != self._awaited:
                 log.warning("%s: waits without limit for %s: loading the model", job.ref, ", ".join(loading))

@@ -24,11 +24,10 @@ from areal_lora.run_folder.rendezvous import published_indices, read_endpoint
 from areal_lora.weight_sync.layout import AdapterLayout, Payload
 from areal_lora.weight_sync.messages import PingReply, ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.trainer.fleet import Fleet, answers, errors
+from areal_lora.weight_sync.trainer.fleet import PINGS, Fleet, answers, errors
 
 WATCH_S = 1.0
 MISSES = 2  # one may be a busy moment
-PINGS = 32  # at once
 SCORE_PINGS = 5  # scores of the probe take longer than a ping
 FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # back-off before an excluded server is tried again
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +26,7 @@ from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, TensorTable
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup
 from areal_lora.weight_sync.link.same_host import SharedSegment
-from areal_lora.weight_sync.manifest import SEAL_BYTES, seal, shard_sum, trailer_part
+from areal_lora.weight_sync.manifest import SEAL_BYTES, ShardKeys, masked, seal, shard_sum, trailer_part
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.decisions import Failure, Progress, PublishReport
 
@@ -38,9 +39,9 @@ It may be collective over the rank's parallel groups. A rank that owns no tensor
 class PackedShard:
     """This rank's part of one version. One thread calls ``pack`` while another calls ``send``."""
 
-    def __init__(self, layout: AdapterLayout, source: int, device: torch.device = CPU) -> None:
+    def __init__(self, layout: AdapterLayout, source: int, keys: ShardKeys, device: torch.device = CPU) -> None:
         mine = [i for i, s in enumerate(layout.shards) if s.source == source]
-        self.layout = layout
+        self.layout, self._keys = layout, keys
         self._index = mine[0] if mine else None
         self.shard = layout.shards[mine[0]] if mine else ShardLayout(source=source, tensors=(), nbytes=0)
         self.is_source = bool(mine)
@@ -50,11 +51,8 @@ class PackedShard:
         self._flat, self._trailer = self._segment.bytes[: self.shard.nbytes], self._segment.bytes[start:]
         self._changed = threading.Condition()
         self._done, self._sealed, self._failed = 0, False, False
-
-    @property
-    def sums(self) -> np.ndarray:
-        """Fingerprints uint64 [n] of the packed tensors."""
-        return self._trailer[: 8 * len(self.shard.tensors)].view(np.uint64)
+        self.sums = np.zeros(len(self.shard.tensors), dtype=np.uint64)
+        """Fingerprints of the packed tensors."""
 
     @property
     def sum(self) -> int:
@@ -71,14 +69,17 @@ class PackedShard:
 
     def pack(self, ref: AdapterRef, pack: Pack) -> None:
         """Fill the shard while ``send`` follows. Errors of ``pack`` reach the callers of both."""
-        marks = self._table.marks(self.sums)
+        marks = self._table.marks(self._keys.multipliers)
+        self.sums = marks.sums
         with undo_on_error(self._give_up):  # also an interrupt
             for done in pack(self._flat):
                 marks.measure(self._flat.ctypes.data, self._done, done)
                 self._advance(done)
             if self._done != len(self.shard.tensors):
                 raise PublishError(f"{ref}: packed {self._done} of {len(self.shard.tensors)} tensors of this rank")
-            self._trailer[-SEAL_BYTES:] = np.frombuffer(seal(ref, self.layout.digest, self.sum), dtype=np.uint8)
+            sealed = seal(ref, self.layout.digest, self.sum, self._keys.seal)
+            self._trailer[-SEAL_BYTES:] = np.frombuffer(sealed, dtype=np.uint8)
+            self._trailer[:-SEAL_BYTES] = masked(self.sums, sealed, self._keys.mask).view(np.uint8)
             self._advance(self._done, sealed=True)
 
     def _give_up(self) -> None:
@@ -135,24 +136,37 @@ SLACK_S = 10.0
 class Budget:
     """Time of one publish, shared by all ranks: ``timeout_s`` for transfers, then ``verdict_s`` to judge the last.
 
-    Transfers end by ``deadline`` (time.monotonic). Ranks exchange durations, because their clocks differ.
+    Transfers end by ``deadline`` (time.monotonic). Up to ``form_left_s`` of forming groups moves it. Ranks exchange
+    durations, because their clocks differ.
     """
 
     def __init__(self, config: WeightSyncConfig) -> None:
-        self._timeout_s, self._verdict_s = config.timeout_s, config.verdict_s
+        self._timeout_s, self._verdict_s, self._form_s = config.timeout_s, config.verdict_s, config.form_s
         self.restart()
 
     def restart(self) -> None:
-        self.deadline = time.monotonic() + self._timeout_s
+        self.deadline, self.form_left_s = time.monotonic() + self._timeout_s, 2 * self._form_s
+
+    @contextmanager
+    def forming(self) -> Iterator[float]:
+        """Yield the deadline (time.monotonic) of forming groups once; the time spent here is not the transfers'."""
+        started, granted_s = time.monotonic(), min(self._form_s, self.form_left_s)
+        self.deadline += granted_s
+        try:
+            yield min(started + self._form_s, self.deadline)
+        finally:
+            spent_s = min(time.monotonic() - started, granted_s)
+            self.deadline -= granted_s - spent_s
+            self.form_left_s -= spent_s
 
     @property
     def left_s(self) -> float:
         """Time until the publish has ended on rank 0 at the latest."""
         return self.deadline + self._verdict_s - time.monotonic()
 
-    def adopt(self, left_s: float) -> None:
+    def adopt(self, left_s: float, form_left_s: float) -> None:
         """Take over rank 0's remaining time."""
-        self.deadline = time.monotonic() + left_s - self._verdict_s
+        self.deadline, self.form_left_s = time.monotonic() + left_s - self._verdict_s, form_left_s
 
     @property
     def patience_s(self) -> float:

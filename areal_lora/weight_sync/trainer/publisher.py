@@ -34,6 +34,7 @@ from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, GroupListener
+from areal_lora.weight_sync.manifest import shard_keys
 from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer import decisions
@@ -66,9 +67,9 @@ class Publisher:
 
     ``publish``, ``again`` and ``drop`` are collective: all ranks call them in the same order from their main threads.
     Everything else between ranks happens in the publisher threads; no other thread uses ``exchange``. Rank 0 has the
-    ``leader``, whose steps the other ranks take over. ``sources`` are all ranks that may own tensors of some adapter:
-    each has a group with the workers of all members, formed once. ``bind`` is this rank's own address, as workers
-    reach it; ``backend`` names a ``link.backends`` row; ``device`` is the device that this rank computes on.
+    ``leader``, whose steps the other ranks take over. A rank that owns tensors of an adapter has a group with the
+    workers of all members. ``bind`` is this rank's own address, as workers reach it; ``backend`` names a
+    ``link.backends`` row; ``device`` is the device that this rank computes on.
     """
 
     def __init__(
@@ -79,13 +80,12 @@ class Publisher:
         exchange: Exchange,
         secret: str,
         leader: Leader | None = None,
-        sources: frozenset[int] = frozenset({0}),
         bind: str = "127.0.0.1",
         backend: str = "gloo",
         device: torch.device = CPU,
     ) -> None:
         self._run_name, self._config, self._exchange, self._leader = run, config, exchange, leader
-        self._secret, self._sources, self._bind, self._backend, self._device = secret, sources, bind, backend, device
+        self._secret, self._bind, self._backend, self._device = secret, bind, backend, device
         self._group: BroadcastGroup | None = None
         self._lanes: dict[str, _Lane] = {}
         self._jobs = JobQueue()
@@ -186,17 +186,13 @@ class Publisher:
 
     def _lane(self, ref: AdapterRef, layout: AdapterLayout) -> _Lane:
         """Return the adapter's lane, with its shard free to be packed in ``layout``."""
-        if foreign := {shard.source for shard in layout.shards} - self._sources:
-            raise PublishError(
-                f"{ref.name}: ranks {sorted(foreign)} own tensors and are no sources ({sorted(self._sources)})"
-            )
-        lane = self._lanes.get(ref.name)
+        lane, keys = self._lanes.get(ref.name), shard_keys(self._secret)
         if lane is None:
-            shard = PackedShard(layout, self._exchange.rank, self._device)
+            shard = PackedShard(layout, self._exchange.rank, keys, self._device)
             lane = self._lanes[ref.name] = _Lane(shard, ref.version)
         lane.await_previous()
         if lane.shard.layout.digest != layout.digest:
-            lane.shard = PackedShard(layout, self._exchange.rank, self._device)
+            lane.shard = PackedShard(layout, self._exchange.rank, keys, self._device)
         return lane
 
     def _start(self, lane: _Lane, job: PublishJob) -> PublishJob:
@@ -251,18 +247,20 @@ class Publisher:
                     return report
                 case decisions.Yield():
                     return step
-                case decisions.Attempt(members=members):
-                    sent = msgspec.msgpack.encode(self._attempt(job, members))
+                case decisions.Attempt() as attempt:
+                    sent = msgspec.msgpack.encode(self._attempt(job, attempt))
                     gathered = self._exchange.all_gather_bytes(sent, job.budget.patience_s)
                     results = [msgspec.msgpack.decode(raw, type=Sent) for raw in gathered]
 
-    def _attempt(self, job: PublishJob, members: Sequence[ServerEndpoint] | None) -> Sent:
+    def _attempt(self, job: PublishJob, attempt: decisions.Attempt) -> Sent:
         started = time.perf_counter()
-        deadline = min(time.monotonic() + self._config.attempt_s, job.budget.deadline)
         wire: Failure | None = None
         try:
-            if members is not None:
-                self._form(job, members, deadline)
+            if attempt.members is not None:
+                with job.budget.forming() as form_deadline:
+                    self._form(job, attempt.members, attempt.sources, form_deadline)
+                started = time.perf_counter()
+            deadline = min(time.monotonic() + self._config.attempt_s, job.budget.deadline)
             if self._leader is not None:
                 self._leader.announce(job, deadline)
             if self._group is not None and job.shard.is_source:
@@ -287,18 +285,20 @@ class Publisher:
             cast=None if job.cast is None else job.cast.sums(),
         )
 
-    def _form(self, job: PublishJob, members: Sequence[ServerEndpoint], deadline: float) -> None:
+    def _form(
+        self, job: PublishJob, members: Sequence[ServerEndpoint], sources: Sequence[int], deadline: float
+    ) -> None:
         """Replace this rank's group: sources listen, rank 0 invites every member, all meet (collective).
 
         Raises PublishError on every rank if a member or worker does not join in time.
         """
         self._leave()
         listener = None
-        if self._exchange.rank in self._sources:
+        if self._exchange.rank in sources:
             listener = GroupListener(
                 source=self._exchange.rank,
                 bind=self._bind,
-                world=1 + sum(s.workers for s in members),
+                receivers=[f"worker {w} of {s.name} ({s.host})" for s in members for w in range(s.workers)],
                 backend=self._backend,
                 timeout_s=deadline - time.monotonic(),
                 bucket_bytes=int(self._config.bucket_mib * 2**20),
@@ -308,9 +308,9 @@ class Publisher:
         with undo_on_error(listener.close if listener else lambda: None):
             mine = msgspec.msgpack.encode(listener.endpoint if listener else None)
             gathered = self._exchange.all_gather_bytes(mine, job.budget.patience_s)
-            sources = [e for raw in gathered if (e := msgspec.msgpack.decode(raw, type=SourceEndpoint | None))]
+            endpoints = [e for raw in gathered if (e := msgspec.msgpack.decode(raw, type=SourceEndpoint | None))]
             if self._leader is not None:
-                self._leader.invite(members, sources, deadline)
+                self._leader.invite(members, endpoints, deadline)
         failure: Failure | None = None
         try:
             if listener is not None:
@@ -344,10 +344,10 @@ def next_step(
     """
     if leader is not None:
         step = leader.decide(job, results, next_turn)
-        decision = decisions.Decision(step=step, left_s=job.budget.left_s)
+        decision = decisions.Decision(step=step, left_s=job.budget.left_s, form_left_s=job.budget.form_left_s)
         exchange.broadcast_bytes(msgspec.msgpack.encode(decision), job.budget.patience_s)
         return step
     raw = exchange.broadcast_bytes(None, job.budget.patience_s)
     decision = msgspec.msgpack.decode(raw, type=decisions.Decision)
-    job.budget.adopt(decision.left_s)
+    job.budget.adopt(decision.left_s, decision.form_left_s)
     return decision.step

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from areal_lora.config.models import WeightSyncConfig
+from areal_lora.config.sections import run
 from areal_lora.errors import ArealLoraError, PublishError
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
@@ -116,10 +117,11 @@ def buckets_of(server, backend):
 
 
 @pytest.mark.parametrize("backend", ["gloo", SOCKETS])
-def test_a_version_is_not_activated_after_the_trainer_has_given_it_up(backend):
+def test_a_version_is_not_activated_after_the_trainer_has_given_it_up(monkeypatch, backend):
     with serve() as server:
         last = buckets_of(server, backend)
         late = Late(server, last, hold_s=4.0)
+        monkeypatch.setattr(run, "FORM_S", 0.8)  # else the second transfer waits until the server has ended the first
         with Ranks(server, backend=backend, timeout_s=2.0) as ranks:
             ((answer, seconds),) = ranks.outcomes(1)
             assert isinstance(answer, PublishError), answer
@@ -128,6 +130,7 @@ def test_a_version_is_not_activated_after_the_trainer_has_given_it_up(backend):
             time.sleep(0.5)
             assert sorted(server.held.active) == [ref(0)], "the server serves a version that was given up"
         server.writers[0].on_write = None
+        monkeypatch.undo()
         with Ranks(server, backend=backend, timeout_s=20.0) as ranks:
             assert isinstance(ranks.outcomes(1)[0][0], PublishReport), "it may come again"
 
@@ -174,6 +177,7 @@ class Hanging(MemoryServer):
 @pytest.mark.parametrize("path", [tp.PUBLISH_PATH, tp.JOIN_PATH, tp.SCORE_PATH, tp.MODULES_PATH, tp.PING_PATH])
 def test_rank_0_ends_within_the_budget_of_a_publish_and_the_others_hear_from_it(monkeypatch, path):
     monkeypatch.setattr(job_module, "SLACK_S", 0.5)
+    monkeypatch.setattr(run, "FORM_S", 0.8)
     with serve(Hanging) as server, Ranks(server, world=2, timeout_s=2.0) as ranks:
         if path in (tp.PUBLISH_PATH, tp.SCORE_PATH):  # also one that is found out in the middle of a run
             assert isinstance(ranks.outcomes(0)[0][0], PublishReport)

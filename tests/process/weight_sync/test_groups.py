@@ -26,7 +26,13 @@ pytestmark = pytest.mark.slow
 
 def listen(world=2, bucket_bytes=1000, timeout_s=10.0, bind="127.0.0.1", backend="gloo"):
     return GroupListener(
-        source=0, bind=bind, world=world, bucket_bytes=bucket_bytes, backend=backend, timeout_s=timeout_s, secret=SECRET
+        source=0,
+        bind=bind,
+        receivers=[f"receiver {r}" for r in range(1, world)],
+        bucket_bytes=bucket_bytes,
+        backend=backend,
+        timeout_s=timeout_s,
+        secret=SECRET,
     )
 
 
@@ -135,15 +141,21 @@ def test_store_and_pairs_listen_on_the_given_address_only():
 @pytest.mark.parametrize("bind", ["0.0.0.0", "::", ""])
 def test_all_interfaces_are_refused(bind):
     with pytest.raises(ConfigError, match="all interfaces"):
-        GroupListener(source=0, bind=bind, world=2, bucket_bytes=1, backend="gloo", timeout_s=1.0, secret=SECRET)
+        GroupListener(
+            source=0, bind=bind, receivers=["a"], bucket_bytes=1, backend="gloo", timeout_s=1.0, secret=SECRET
+        )
 
 
-def test_a_receiver_that_never_comes_is_an_error_in_time():
-    listener = listen(timeout_s=1.0)
+def test_a_receiver_that_never_comes_is_an_error_in_time_that_names_it():
+    listener = listen(3, timeout_s=1.0)
     began = time.monotonic()
-    with pytest.raises(PublishError, match="not complete"):
-        listener.accept()
-    assert time.monotonic() - began < 8.0
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(join, listener.endpoint, 1, "127.0.0.1", 10.0)
+        with pytest.raises(PublishError, match=r"rank 0 was not complete .* 1 of 2 receivers are missing: receiver 2;"):
+            listener.accept()
+        assert time.monotonic() - began < 8.0
+        with pytest.raises(PublishError, match="not complete"):
+            there.result()
 
 
 def test_a_source_that_is_not_there_is_an_error_in_time():

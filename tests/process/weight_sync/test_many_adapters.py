@@ -38,8 +38,8 @@ from tests.support.weight_sync.thread_exchange import ThreadExchange
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_33_adapters_of_mixed_targets_need_one_formation_and_are_never_refused() -> None:
-    """Attention alone, experts alone and both, at two source ranks; N + 2 slots."""
+def test_33_adapters_of_mixed_targets_need_a_formation_per_source_and_are_never_refused() -> None:
+    """Attention alone, which has one source rank, experts alone and both, which have two; N + 2 slots."""
     n, rounds = 33, 3
     with socket.socket() as s, CountingServer(n_slots=n + 2, adapters=n) as server:
         s.bind(("127.0.0.1", 0))
@@ -50,8 +50,8 @@ def test_33_adapters_of_mixed_targets_need_one_formation_and_are_never_refused()
         ranks = [ps.start(train_many, rank, port, server.endpoint, n, rounds) for rank in range(2)]
         for rank in ranks:
             attempts, formations = rank.answer(200.0)
-            assert (attempts, formations) == ([1] * n * rounds, 1)
-        assert (server.versions, server.joins, server.refused) == (99, 1, [])
+            assert (attempts, formations) == ([1] * n * rounds, 2)
+        assert (server.versions, server.joins, server.refused) == (99, 2, [])
         for i in range(n):
             server.assert_serves(made(i), rounds - 1)
         assert {len(layout(made(i), 2).shards) for i in range(n)} == {1, 2}, "some adapters have no part on rank 1"
@@ -59,6 +59,28 @@ def test_33_adapters_of_mixed_targets_need_one_formation_and_are_never_refused()
         for rank in ranks:
             rank.process.join(10)
         del store
+
+
+def test_only_ranks_that_own_tensors_of_an_adapter_have_groups() -> None:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(CountingServer(n_slots=4, adapters=2))
+        world = ThreadExchange.world(2)
+        ranks = [stack.enter_context(Adapters(server.endpoint, exchange=rank, ranks=2)) for rank in world]
+        [receiver] = server._receivers
+
+        def publish(spec: AdapterSpec, version: int) -> set[int]:
+            """The sources that the server's worker has groups with afterwards."""
+            handles = [rank.publish(spec, version) for rank in ranks]
+            assert all(handle.wait().attempts == 1 for handle in handles)
+            server.assert_serves(spec, version)
+            return set(receiver._groups)
+
+        attention, both = made(0), made(2)
+        assert publish(attention, 0) == {0}
+        assert ranks[1].publisher._group is None
+        assert publish(both, 0) == {0, 1}
+        assert publish(attention, 1) == {0, 1}
+        assert server.joins == 2, "once for each set of sources; publishes in turn need no third"
 
 
 @pytest.fixture

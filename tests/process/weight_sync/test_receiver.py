@@ -7,15 +7,18 @@ import queue
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from areal_lora.distributed.store import CurveStore
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
-from areal_lora.weight_sync.link import same_host
+from areal_lora.weight_sync.link import broadcast_groups, same_host
 from areal_lora.weight_sync.link.broadcast_groups import GroupListener
-from areal_lora.weight_sync.manifest import adapter_digest
+from areal_lora.weight_sync.manifest import adapter_digest, shard_keys
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
+from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.weight_sync import SOCKETS
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import (
@@ -59,7 +62,7 @@ class Bench:
         listener = GroupListener(
             source=0,
             bind="127.0.0.1",
-            world=2,
+            receivers=["a worker"],
             bucket_bytes=BUCKET_BYTES,
             backend=self.backend,
             timeout_s=10.0,
@@ -317,6 +320,71 @@ def test_groups_that_were_left_are_let_go_while_nothing_is_staged(backend):
         gc.collect()
         time.sleep(0.01)
     bench.close()
+
+
+def test_a_shard_of_a_source_without_the_run_secret_is_refused(backend):
+    """It knows all else: layout, version, formulas. The next version of the run is taken."""
+    bench = Bench(backend)
+    owned, aliases = share(values(1))
+    right, announcement = packed(owned, aliases, version=0)
+    forged = PackedShard(right.layout, 0, shard_keys("another secret"))
+    forged.pack(ref(0), pack_of(right.layout, 0, dict(owned)))
+    assert not (forged.sums == right.sums).any()
+    result = bench.send(forged, announcement)
+    assert (result.ok, result.reason) == (False, RefusalReason.HASH)
+    bench.good(1)
+    bench.close()
+
+
+class SlowStores:
+    """In place of ``CurveStore``: a receiver reaches no source before it is on the way to all ``n``."""
+
+    def __init__(self, n):
+        self.together = threading.Barrier(n, timeout=30.0)
+
+    def __call__(self, *args):
+        if threading.current_thread().name.startswith("join"):
+            self.together.wait()
+        return CurveStore(*args)
+
+
+def listen(source, timeout_s=60.0):
+    return GroupListener(
+        source=source,
+        bind="127.0.0.1",
+        receivers=["worker 0 of server-0"],
+        bucket_bytes=BUCKET_BYTES,
+        backend="gloo",
+        timeout_s=timeout_s,
+        secret=SECRET,
+    )
+
+
+def test_the_groups_of_all_sources_are_formed_at_once_whatever_their_order(monkeypatch):
+    monkeypatch.setattr(broadcast_groups, "CurveStore", SlowStores(4))
+    receiver = AdapterReceiver(MemoryWriter(shapes_of), run=RUN, secret=SECRET, base_digest=BASE, on_staged=print)
+    listeners = [listen(source) for source in (3, 0, 8, 5)]
+    with ThreadPoolExecutor(len(listeners)) as pool:
+        accepted = [pool.submit(listener.accept) for listener in listeners]
+        receiver.join([listener.endpoint for listener in reversed(listeners)], 1, 60.0)
+        groups = [group.result() for group in accepted]
+    assert set(receiver._groups) == {0, 3, 5, 8}
+    for group in groups:
+        group.close()
+    receiver.close()
+
+
+def test_one_group_that_does_not_form_makes_a_receiver_leave_the_others():
+    receiver = AdapterReceiver(MemoryWriter(shapes_of), run=RUN, secret=SECRET, base_digest=BASE, on_staged=print)
+    good, gone = listen(0), listen(1)
+    gone.close()
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(good.accept)
+        with pytest.raises(PublishError, match="source rank 1 cannot be reached"):
+            receiver.join([good.endpoint, gone.endpoint], 1, 10.0)
+        group = accepted.result()
+    assert receiver._groups == {}
+    group.close()
 
 
 def test_begin_before_join_is_an_error():

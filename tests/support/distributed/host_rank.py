@@ -40,7 +40,13 @@ def main(folder: Path, rank: int, bind: str, interface: str) -> None:
     flat = torch.full((5000,), 7 * (1 - rank), dtype=torch.uint8)
     if rank == 0:
         listener = GroupListener(
-            source=0, bind=place.address, world=2, bucket_bytes=1000, backend="gloo", timeout_s=TIMEOUT_S, secret=secret
+            source=0,
+            bind=place.address,
+            receivers=["rank 1"],
+            bucket_bytes=1000,
+            backend="gloo",
+            timeout_s=TIMEOUT_S,
+            secret=secret,
         )
         exchange.broadcast_bytes(msgspec.msgpack.encode(listener.endpoint))
         group = listener.accept()

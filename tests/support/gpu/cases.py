@@ -166,7 +166,7 @@ class Pair:
         self._listener = GroupListener(
             source=0,
             bind="127.0.0.1",
-            world=2,
+            receivers=["a worker"],
             bucket_bytes=bucket,
             backend=backend,
             timeout_s=timeout_s,

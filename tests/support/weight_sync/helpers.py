@@ -6,11 +6,12 @@ import torch
 
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
-from areal_lora.weight_sync.manifest import Announcement
+from areal_lora.weight_sync.manifest import Announcement, shard_keys
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.weight_sync.adapters import moe_shapes, pack_of
 
 RUN, BASE, SECRET = "run-1", "base-digest", "5e" * 32
+KEYS = shard_keys(SECRET)
 BUCKET_BYTES = 1024
 
 
@@ -63,6 +64,6 @@ def announce(layout, *, version=0, parent=None, run=RUN, base=BASE, known=False)
 def packed(owned, aliases=(), *, version=0, parent=None, s=None, dtype="float32", run=RUN, base=BASE, source=0):
     """(packed shard, announcement) of a single source."""
     layout = layout_of(owned, aliases, s=s, dtype=dtype, source=source)
-    shard = PackedShard(layout, source)
+    shard = PackedShard(layout, source, KEYS)
     shard.pack(ref(version), pack_of(layout, source, dict(owned)))
     return shard, announce(layout, version=version, parent=parent, run=run, base=base)

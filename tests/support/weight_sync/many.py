@@ -131,9 +131,7 @@ class Adapters:
                 on_wait=lambda ref, held: self.waits.append((ref, held)),
             )
         self.rank = exchange.rank
-        self.publisher = Publisher(
-            run=RUN, config=sync, exchange=exchange, leader=leader, secret=SECRET, sources=frozenset(range(ranks))
-        )
+        self.publisher = Publisher(run=RUN, config=sync, exchange=exchange, leader=leader, secret=SECRET)
 
     def publish(self, spec: AdapterSpec, version: int, tensors: Tensors | None = None) -> PublishJob:
         ref, laid = AdapterRef(name=spec.name, version=version), layout(spec, self._ranks)

@@ -147,13 +147,7 @@ class Rank:
                 on_active=self.announce,
             )
         self.publisher = Publisher(
-            run=RUN,
-            config=sync,
-            exchange=self.exchange,
-            leader=self.leader,
-            sources=frozenset(sources),
-            secret=SECRET,
-            backend=backend,
+            run=RUN, config=sync, exchange=self.exchange, leader=self.leader, secret=SECRET, backend=backend
         )
 
     def reads(self) -> bool:

@@ -51,3 +51,6 @@ def test_one_adapter_has_no_such_line() -> None:
     lines = printed(config)
     assert ": 100 steps on Slurm" in lines[0]
     assert not [line for line in lines if line.startswith("Adapter ")]
+    [groups] = [line for line in lines if line.startswith("Broadcast groups: ")]
+    assert groups.startswith("Broadcast groups: 8 of 9 members, "), "8 expert-parallel ranks; 4 servers of 2 workers"
+    assert "formed at once, in at most 30 s" in groups

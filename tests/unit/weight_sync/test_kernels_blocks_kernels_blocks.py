@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lora.weight_sync.kernels import BF16, F32, Block, Marks, TensorBlocks, fingerprints, fixed_keys
+from areal_lora.weight_sync.kernels import BF16, F32, N_KEYS, Block, Marks, TensorBlocks, fingerprints, multipliers
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ITEM = {"float32": 4, "bfloat16": 2}
@@ -27,7 +27,14 @@ def marks_of(source: np.ndarray, dtype: str) -> Marks:
     """Marks of one tensor that is the whole of ``source``."""
     n = source.nbytes // ITEM[dtype]
     offsets, sizes = np.zeros(1, dtype=np.int64), np.array([n])
-    return Marks(dtype=dtype, offsets=offsets, sizes=sizes, sums=np.zeros(1, np.uint64), bad=np.zeros(1, np.uint8))
+    return Marks(
+        dtype=dtype,
+        keys=multipliers("fingerprint", N_KEYS),
+        offsets=offsets,
+        sizes=sizes,
+        sums=np.zeros(1, np.uint64),
+        bad=np.zeros(1, np.uint8),
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -149,7 +156,7 @@ def test_fingerprints_equal_the_formula(kind, word):
     item = np.dtype(word).itemsize
     bits = rng.integers(0, 1 << 14, int(sizes.sum()), dtype=word)
     offsets = (np.cumsum(sizes) - sizes) * item
-    keys = fixed_keys("fingerprint", 1024)
+    keys = multipliers("fingerprint", 1024)
     sums, bad = np.zeros(5, dtype=np.uint64), np.zeros(5, dtype=np.uint8)
     fingerprints(bits.ctypes.data, kind, offsets, sizes, keys.ctypes.data, len(keys), 0, 5, sums, bad)
     parts = np.split(bits, np.cumsum(sizes)[:-1])
@@ -160,7 +167,7 @@ def test_fingerprints_equal_the_formula(kind, word):
 def test_every_single_flip_and_every_exchange_shows():
     rng = np.random.default_rng(6)
     values = rng.standard_normal(300).astype(np.float32)
-    keys = fixed_keys("fingerprint", 1024)
+    keys = multipliers("fingerprint", 1024)
 
     def mark(x):
         sums, bad = np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint8)
@@ -184,9 +191,12 @@ def test_every_single_flip_and_every_exchange_shows():
         assert mark(other)[1]
 
 
-def test_the_keys_never_change():
-    """Digests are compared between processes and runs."""
-    keys = fixed_keys("fingerprint", 1024)
+def test_the_keys_never_change_and_depend_on_a_key():
+    """Digests are compared between processes."""
+    keys = multipliers("fingerprint", 1024)
     assert keys.shape == (1024,)
     assert (keys & np.uint64(1)).all()
     assert int(np.bitwise_xor.reduce(keys)) == 15913957524448410850
+    keyed = multipliers("fingerprint", 1024, b"secret")
+    assert not (keyed == keys).any()
+    assert (keyed & np.uint64(1)).all()

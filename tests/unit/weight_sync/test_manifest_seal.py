@@ -4,8 +4,8 @@ import hashlib
 
 import numpy as np
 
-from areal_lora.weight_sync.manifest import adapter_digest, shard_sum
-from tests.support.weight_sync.helpers import packed, share, values
+from areal_lora.weight_sync.manifest import adapter_digest, masked, shard_keys, shard_sum
+from tests.support.weight_sync.helpers import KEYS, packed, share, values
 
 
 def test_the_adapter_digest_ignores_sharding_order_and_sharing():
@@ -47,3 +47,21 @@ def test_the_sum_of_a_shard_follows_the_places_of_all_names():
             flipped = shard.sums.copy()
             flipped[i] ^= np.uint64(1 << bit)
             assert shard_sum(layout, 0, flipped) != shard.sum, (tensors[i].name, bit)
+
+
+def test_no_fingerprint_is_in_clear_and_no_stream_covers_two_versions():
+    owned, aliases = share(values(3))
+    (first, _), (second, _) = (packed(owned, aliases, version=version) for version in (1, 2))
+    n = 8 * len(first.sums)
+    assert (first.sums == second.sums).all()
+    sent = [shard._trailer[:n].view(np.uint64).copy() for shard in (first, second)]
+    assert not (sent[0] == first.sums).any()
+    assert not (sent[0] == sent[1]).any()
+    back = masked(sent[0], first._trailer[n:].tobytes(), KEYS.mask)
+    assert (back == first.sums).all()
+
+
+def test_keys_follow_from_the_secret():
+    one, other = shard_keys("one"), shard_keys("other")
+    assert not (one.multipliers == other.multipliers).any()
+    assert len({one.seal, one.mask, other.seal, other.mask}) == 4

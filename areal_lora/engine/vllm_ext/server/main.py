@@ -183,7 +183,7 @@ async def serve(
             stop,
             door,
             busy=parts.adapters.turn.locked,
-            publish_s=config.weight_sync.timeout_s,
+            publish_s=config.weight_sync.form_s + config.weight_sync.timeout_s,
             run_folder=run_folder,
             index=index,
         )

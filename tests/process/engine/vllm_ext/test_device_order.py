@@ -174,7 +174,7 @@ async def publish(gate: Gate, folder: RunFolder, path: Path, calls: list[str], m
     listener = GroupListener(
         source=0,
         bind="127.0.0.1",
-        world=2,
+        receivers=["a worker"],
         bucket_bytes=BUCKET_BYTES,
         backend="gated",
         timeout_s=2 * LONG_S,

@@ -12,7 +12,7 @@ import pytest
 
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.types import AdapterRef, ShardManifest
-from areal_lora.weight_sync.manifest import Announcement, base_digest, encode
+from areal_lora.weight_sync.manifest import Announcement, base_digest, encode, shard_keys
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.engine.vllm_ext.serving import RANK, RunningServer, Tensors
 from tests.support.weight_sync.adapters import pack_of
@@ -191,7 +191,7 @@ def test_a_source_that_dies_midway_is_a_broken_wire(server: RunningServer, good:
 
     thread = threading.Thread(target=post)
     thread.start()
-    shard = PackedShard(layout, 0)
+    shard = PackedShard(layout, 0, shard_keys(server.source.secret))
     packing = pack_of(layout, 0, tensors)
 
     def half(flat: Any) -> Iterator[int]:

@@ -29,7 +29,7 @@ from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secre
 from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup, GroupListener
-from areal_lora.weight_sync.manifest import Announcement, base_digest, encode
+from areal_lora.weight_sync.manifest import Announcement, base_digest, encode, shard_keys
 from areal_lora.weight_sync.messages import JoinRequest, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.trainer.fleet import AdminClient
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
@@ -184,7 +184,7 @@ class Source:
             listener = GroupListener(
                 source=0,
                 bind="127.0.0.1",
-                world=1 + workers,
+                receivers=[f"worker {w}" for w in range(workers)],
                 bucket_bytes=self.bucket_bytes,
                 backend=self.backend,
                 timeout_s=timeout_s,
@@ -223,7 +223,7 @@ class Source:
         A layout other than the last one goes along: the server keeps only as many as it has adapters.
         """
         group = self.connect()
-        shard = PackedShard(layout, 0)
+        shard = PackedShard(layout, 0, shard_keys(self.secret))
         shard.pack(ref, pack_of(layout, 0, tensors))
         if damage is not None:
             damage(shard)

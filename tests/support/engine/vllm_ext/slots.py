@@ -11,6 +11,7 @@ from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from tests.support.weight_sync.adapters import pack_of
+from tests.support.weight_sync.helpers import KEYS
 
 Full = dict[str, np.ndarray]
 """Whole tensors by name, fp32."""
@@ -29,7 +30,7 @@ def install(
     flat = np.empty(layout.nbytes, dtype=np.uint8)
     list(pack_of(layout, 0, {n: torch.from_numpy(t) for n, t in full.items()})(flat))
     (plan,) = writer.plan(layout)
-    marks = layout.tables[0].marks()
+    marks = layout.tables[0].marks(KEYS.multipliers)
     writer.prepare(slot, layout)
     tensors = layout.shards[0].tensors
     bounds = (0, *cuts, len(tensors))

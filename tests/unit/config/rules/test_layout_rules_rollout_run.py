@@ -28,7 +28,7 @@ def test_a_stopped_controller_or_server_is_found_within_a_minute_by_default() ->
 @pytest.mark.parametrize(
     ("overrides", "path", "words"),
     [
-        (["run.stall_s=157"], "run.stall_s", "157.2 s"),
+        (["run.stall_s=217"], "run.stall_s", "217.2 s"),
         (["weight_sync.rejoin_s=870"], "run.stall_s", "trainer rank 0 sends no heartbeat"),
     ],
 )
@@ -37,7 +37,7 @@ def test_relations(overrides: list[str], path: str, words: str) -> None:
 
 
 def test_just_inside() -> None:
-    assert found("run.stall_s=158") == {}
+    assert found("run.stall_s=218") == {}
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,6 @@ def test_the_budget_of_a_publish_has_room_for_what_rank_0_may_do(timeout_s: floa
     assert first < sync.timeout_s
     # The last transfer ends by the deadline; then come answers, pings, ends, and the probe or another look around.
     after = sync.answer_s + sync.ping_s + sync.ping_s + sync.ping_s
-    assert sync.timeout_s + after <= sync.publish_s + 1e-9
+    assert sync.timeout_s + 2 * sync.form_s + after <= sync.publish_s + 1e-9
     # A decision to send again is taken a ping before the deadline at the latest; looking around takes two.
     assert sync.timeout_s - sync.ping_s + 2 * sync.ping_s <= sync.publish_s

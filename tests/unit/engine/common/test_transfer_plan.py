@@ -134,7 +134,6 @@ def test_every_rank_packs_and_loads_its_part(kind: str, experts: ExpertLayout, m
         expected: dict[str, Tensor] = {}
         for key in it.sites(spec):
             expected |= own(it, key, spec.rank)
-        assert {s.source for s in layout.shards} <= plans.wire_sources(it)
         packed: dict[str, Tensor] = {}
         for rank in range(it.layout.world):
             flat = torch.from_numpy(pack(it, spec, layout, held, rank)).clone()

@@ -12,7 +12,7 @@ from areal_lora.weight_sync.link.inbox import RING, Ring, RingInbox, WindowInbox
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.manifest import adapter_digest
 from areal_lora.weight_sync.server.receiver import PhaseTimer, Reception
-from tests.support.weight_sync.helpers import BUCKET_BYTES, packed, ref, share, values
+from tests.support.weight_sync.helpers import BUCKET_BYTES, KEYS, packed, ref, share, values
 
 CPU = torch.device("cpu")
 
@@ -160,7 +160,7 @@ class Group:
 
 def received(at_end):
     shard, _ = packed(*share(values(1)))
-    reception = Reception(shard.layout, {0: Group(shard, at_end)}, time.monotonic() + 5, PhaseTimer())
+    reception = Reception(shard.layout, {0: Group(shard, at_end)}, time.monotonic() + 5, PhaseTimer(), KEYS)
 
     def on_bucket(index, base, first, last, marks):
         marks.measure(base, first, last)

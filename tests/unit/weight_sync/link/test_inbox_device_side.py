@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from areal_lora.distributed.store import CurveStore
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link import backends, broadcast_groups
 from areal_lora.weight_sync.link.backends import Backend, GroupSeat
@@ -141,9 +142,17 @@ def test_a_communicator_that_does_not_form_is_left_at_the_deadline(monkeypatch: 
     monkeypatch.setitem(backends._BACKENDS, "lazy", lazy)
     secret, timeout_s = "ab" * 32, 2.5
     listener = GroupListener(
-        source=0, bind="127.0.0.1", world=3, bucket_bytes=64, backend="lazy", timeout_s=timeout_s, secret=secret
+        source=0,
+        bind="127.0.0.1",
+        receivers=["a", "b"],
+        bucket_bytes=64,
+        backend="lazy",
+        timeout_s=timeout_s,
+        secret=secret,
     )
     began = time.monotonic()
+    with closing(CurveStore("127.0.0.1", listener.endpoint.port, secret, LONG_S)) as third:
+        dist.PrefixStore(listener.endpoint.token, third).set(broadcast_groups._signed_in(2), "")
     with ThreadPoolExecutor(2) as pool:
         joins = [
             pool.submit(listener.accept),

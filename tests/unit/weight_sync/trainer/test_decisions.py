@@ -117,7 +117,7 @@ def test_members_are_at_fault_that_failed_lied_or_were_not_sent_the_version():
     assert str(got[C]) == "a@v3 was not sent: trainer rank 0: late"
 
 
-def test_the_text_of_a_failure_names_servers_and_ranks_only_without():
+def test_the_text_of_a_failure_names_servers_and_ranks():
     results = [sent(), sent(wire=Failure(kind="failed", message="late"))]
-    assert what_failed([finding(A), finding(B, SILENT)], results) == "server-1: timed out"
+    assert what_failed([finding(A), finding(B, SILENT)], results) == "server-1: timed out; trainer rank 1: late"
     assert what_failed([finding(A)], results) == "trainer rank 1: late"

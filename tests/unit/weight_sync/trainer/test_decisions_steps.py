@@ -27,11 +27,11 @@ REPORT = PublishReport(ref=AdapterRef(name="a", version=1), digest="d", nbytes=8
         Fail(failure=Failure(kind="failed", message="x")),
         Wait(),
         Attempt(),
-        Attempt(members=[SERVER]),
+        Attempt(members=[SERVER], sources=[0, 3]),
     ],
 )
 def test_every_step_reaches_the_other_ranks_as_it_is(step):
-    decision = Decision(step=step, left_s=1.5)
+    decision = Decision(step=step, left_s=1.5, form_left_s=3.0)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(decision), type=Decision) == decision
 
 

@@ -12,7 +12,7 @@ import pytest
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import DropReply, PingReply, ServerEndpoint
-from areal_lora.weight_sync.trainer.fleet import AdminClient, Fleet
+from areal_lora.weight_sync.trainer.fleet import PINGS, AdminClient, Fleet
 from tests.support.weight_sync.helpers import RUN, SECRET
 
 SERVERS = [ServerEndpoint(name=f"server-{i}", host="h", admin_port=i, data_port=9, workers=1) for i in range(3)]
@@ -47,6 +47,41 @@ def test_a_server_that_answers_neither_is_silent() -> None:
     assert server.name == "server-1"
     with pytest.raises(PublishError):
         raise error
+
+
+class Meeting(Fleet):
+    """A ping is answered when ``n`` servers have theirs; ``most``: pings in progress at once."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(RUN, SECRET)
+        self._together, self._lock, self.running, self.most = threading.Barrier(n), threading.Lock(), 0, 0
+
+    def ping(self, server: ServerEndpoint, timeout_s: float) -> PingReply:
+        with self._lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        self._together.wait(60.0)
+        with self._lock:
+            self.running -= 1
+        return PingReply()
+
+
+def many(n: int) -> list[ServerEndpoint]:
+    return [msgspec.structs.replace(SERVERS[0], name=f"server-{i}", admin_port=i) for i in range(n)]
+
+
+def test_64_servers_answer_in_the_time_of_one() -> None:
+    """Each one waits for the others: one after the other, or 32 at once, none would answer."""
+    fleet = Meeting(64)
+    assert fleet.silent(many(64), 120.0) == {}
+    assert fleet.most == 64
+
+
+def test_more_servers_answer_in_turns_of_a_bounded_number() -> None:
+    fleet = Meeting(PINGS)
+    assert fleet.silent(many(2 * PINGS), 120.0) == {}
+    assert fleet.most == PINGS
+    assert fleet.silent([], 1.0) == {}
 
 
 def test_a_refused_ping_is_not_repeated() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 
@@ -9,10 +10,10 @@ import torch
 
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link.same_host import MappedSegment
-from areal_lora.weight_sync.manifest import seal, trailer_part
+from areal_lora.weight_sync.manifest import masked, seal, trailer_part
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.weight_sync.adapters import pack_of
-from tests.support.weight_sync.helpers import BUCKET_BYTES, layout_of, packed, ref, share, values
+from tests.support.weight_sync.helpers import BUCKET_BYTES, KEYS, layout_of, packed, ref, share, values
 
 
 class Line:
@@ -39,15 +40,19 @@ def test_the_wire_carries_the_tensors_then_their_fingerprints_and_the_seal():
     assert all(b.numel() <= BUCKET_BYTES for b in buckets)
     sent = torch.cat(buckets).view(torch.float32)
     assert torch.equal(sent, torch.cat([t.reshape(-1) for _, t in owned]))
-    assert trailer[:-16].numpy().tobytes() == shard.sums.tobytes()
-    assert trailer[-16:].numpy().tobytes() == seal(ref(3), shard.layout.digest, shard.sum)
-    assert seal(ref(4), shard.layout.digest, shard.sum) != seal(ref(3), shard.layout.digest, shard.sum)
+    sealed = trailer[-16:].numpy().tobytes()
+    stream = int.from_bytes(hashlib.shake_256(KEYS.mask + sealed).digest(trailer.numel() - 16), "little")
+    fingerprints = int.from_bytes(trailer[:-16].numpy().tobytes(), "little") ^ stream
+    assert fingerprints.to_bytes(trailer.numel() - 16, "little") == shard.sums.tobytes()
+    assert sealed == seal(ref(3), shard.layout.digest, shard.sum, KEYS.seal)
+    assert seal(ref(4), shard.layout.digest, shard.sum, KEYS.seal) != sealed
+    assert seal(ref(3), shard.layout.digest, shard.sum, bytes(32)) != sealed
 
 
 def test_a_bucket_is_sent_as_soon_as_it_is_packed():
     owned, aliases = share(values(1))
     layout = layout_of(owned, aliases)
-    shard, line, go = PackedShard(layout, 0), Line(), threading.Event()
+    shard, line, go = PackedShard(layout, 0, KEYS), Line(), threading.Event()
 
     def slowly(flat):
         steps = list(pack_of(layout, 0, dict(owned))(flat))
@@ -84,7 +89,7 @@ class Reader(Line):
 def test_receivers_on_this_machine_are_told_twice_and_see_how_far_packing_is():
     owned, aliases = share(values(1))
     layout = layout_of(owned, aliases)
-    shard, reader, go, half = PackedShard(layout, 0), Reader(), threading.Event(), threading.Event()
+    shard, reader, go, half = PackedShard(layout, 0, KEYS), Reader(), threading.Event(), threading.Event()
     tensors = layout.shards[0].tensors
     middle = len(tensors) // 2
 
@@ -109,7 +114,10 @@ def test_receivers_on_this_machine_are_told_twice_and_see_how_far_packing_is():
     sender.join()
     begin, end = trailer_part(layout.shards[0])
     assert window.ready == end
-    assert window.view(begin, end)[:-16].tobytes() == shard.sums.tobytes()
+    trailer = window.view(begin, end)
+    assert (
+        masked(trailer[:-16].copy().view(np.uint64), trailer[-16:].tobytes(), KEYS.mask).tolist() == shard.sums.tolist()
+    )
     assert reader.sent == [shard._segment.signal()] * 2
     shard.reset()
     assert (window.ready, window.generation) == (0, reader.sent[0].generation + 1)
@@ -118,7 +126,7 @@ def test_receivers_on_this_machine_are_told_twice_and_see_how_far_packing_is():
 def test_a_failed_pack_ends_the_send_at_once_and_the_shard_can_be_packed_again():
     owned, aliases = share(values(1))
     layout = layout_of(owned, aliases)
-    shard, errors = PackedShard(layout, 0), []
+    shard, errors = PackedShard(layout, 0, KEYS), []
 
     def broken(flat):
         yield 1
@@ -148,7 +156,7 @@ def test_a_failed_pack_ends_the_send_at_once_and_the_shard_can_be_packed_again()
 
 def test_a_rank_that_owns_nothing_packs_nothing_but_takes_part():
     owned, aliases = share(values(3))
-    shard = PackedShard(layout_of(owned, aliases), 5)
+    shard = PackedShard(layout_of(owned, aliases), 5, KEYS)
     seen = []
     shard.pack(ref(0), lambda flat: seen.append(flat.size) or iter([0]))
     assert seen == [0]

@@ -8,7 +8,7 @@ from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.trainer.publish_job import Budget, JobQueue, PackedShard, PublishJob
-from tests.support.weight_sync.helpers import BASE, RUN, layout_of, share, values
+from tests.support.weight_sync.helpers import BASE, KEYS, RUN, layout_of, share, values
 
 LAYOUT = layout_of(*share(values(0)))
 
@@ -18,7 +18,7 @@ def job(name: str) -> PublishJob:
     return PublishJob(
         manifest=ShardManifest(run=RUN, ref=ref, parent=None, base_digest=BASE, layout=LAYOUT.digest),
         layout=LAYOUT,
-        shard=PackedShard(LAYOUT, 1),
+        shard=PackedShard(LAYOUT, 1, KEYS),
         probe=None,
         began_s=0.0,
         budget=Budget(WeightSyncConfig()),

@@ -3,13 +3,17 @@ from __future__ import annotations
 import time
 
 import msgspec
+import pytest
 
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.types import AdapterRef, ShardManifest
+from areal_lora.weight_sync.trainer import publish_job, publisher
 from areal_lora.weight_sync.trainer.decisions import Attempt, Decision
 from areal_lora.weight_sync.trainer.publish_job import SLACK_S, Budget, PackedShard, PublishJob
 from areal_lora.weight_sync.trainer.publisher import next_step
-from tests.support.weight_sync.helpers import BASE, RUN, layout_of, share, values
+from tests.support.clocks import Clock
+from tests.support.solo_exchange import SoloExchange
+from tests.support.weight_sync.helpers import BASE, KEYS, RUN, layout_of, share, values
 
 
 class Leading:
@@ -26,20 +30,71 @@ class Leading:
         return msgspec.msgpack.encode(self.decision)
 
 
-def test_another_rank_takes_rank_0s_step_and_remaining_time():
-    config = WeightSyncConfig()
+def job_of(config):
     layout = layout_of(*share(values(0)))
     ref = AdapterRef(name="a", version=0)
-    job = PublishJob(
+    return PublishJob(
         manifest=ShardManifest(run=RUN, ref=ref, parent=None, base_digest=BASE, layout=layout.digest),
         layout=layout,
-        shard=PackedShard(layout, 1),
+        shard=PackedShard(layout, 1, KEYS),
         probe=None,
         began_s=time.monotonic(),
         budget=Budget(config),
     )
-    exchange = Leading(Decision(step=Attempt(), left_s=7.0))
+
+
+def test_another_rank_takes_rank_0s_step_and_remaining_time():
+    config = WeightSyncConfig()
+    job = job_of(config)
+    exchange = Leading(Decision(step=Attempt(), left_s=7.0, form_left_s=3.0))
     assert next_step(None, exchange, job, None, None) == Attempt()
-    assert abs(exchange.patience_s - (config.publish_s + SLACK_S)) < 1.0
+    assert abs(exchange.patience_s - (config.timeout_s + config.verdict_s + SLACK_S)) < 1.0
+    assert job.budget.form_left_s == 3.0
     assert abs(job.budget.left_s - 7.0) < 1.0
     assert abs(job.budget.deadline - (time.monotonic() + 7.0 - config.verdict_s)) < 1.0
+
+
+class Clocked:
+    """``time`` of the publisher."""
+
+    def __init__(self):
+        self.monotonic = self.perf_counter = Clock()
+
+
+class Announced:
+    """Takes the place of a leader: the deadlines that it announces."""
+
+    def __init__(self):
+        self.deadlines = []
+
+    def announce(self, job, deadline):
+        self.deadlines.append(deadline)
+
+    def close(self):
+        pass
+
+
+def test_a_transfer_has_its_whole_time_however_long_its_groups_take_to_form(monkeypatch):
+    clocked, leader, config = Clocked(), Announced(), WeightSyncConfig(timeout_s=30.0)
+    clock, forming = clocked.monotonic, []
+    monkeypatch.setattr(publisher, "time", clocked)
+    monkeypatch.setattr(publish_job, "time", clocked)
+    rank = publisher.Publisher(run=RUN, config=config, exchange=SoloExchange(), secret="s", leader=leader)
+    job = job_of(config)
+    job.packed.set()
+
+    def form(self, job, members, sources, deadline):
+        forming.append((deadline - clock.now, job.budget.patience_s))
+        clock.now += 25.0
+
+    monkeypatch.setattr(publisher.Publisher, "_form", form)
+    for attempt in range(3):
+        before = job.budget.left_s
+        rank._attempt(job, Attempt(members=[]))
+        assert leader.deadlines[-1] == clock.now + config.attempt_s
+        spent = before - job.budget.left_s
+        assert spent == pytest.approx(0.0 if attempt < 2 else 15.0), "the third exceeds what a publish may form"
+    rank.close()
+    patience = config.timeout_s + config.form_s + config.verdict_s + SLACK_S
+    assert forming[:2] == [(config.form_s, patience)] * 2, "another rank waits as long as this one forms"
+    assert job.budget.form_left_s == 0.0
