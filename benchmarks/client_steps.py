@@ -2,9 +2,9 @@
 
 The queue with its file, link, trainer loop and checkpoints are real. The engine is a toy that takes its step on
 32 numbers, so that the times are those of everything but the arithmetic, and has a state of 1 GB: weights and both
-moments, fp32, which no step may change while they are copied. A step is requested when the pass before it is answered,
-and a pass a second after the step before it. Milliseconds from request to answer, on a disk and on one whose renames
-take 5 s more. An argument is the folder of the files.
+moments, fp32. A step is requested when the pass before it is answered, and a pass a second after the step before it.
+Milliseconds from request to answer, on a disk and on one whose renames take 5 s more. An argument is the folder of the
+files.
 """
 
 from __future__ import annotations
@@ -13,27 +13,24 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import torch
 
-from areal_lora.checkpoint.state import PARTS, AdapterState, Disk, HostCopy
-from areal_lora.engine.base import AdamValues
+from areal_lora.checkpoint.state import PARTS, AdapterState, Disk
 from areal_lora.service.observed import ObservedAdapter
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_store import Store
 from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.queue.requests import CreateModel, Pending
-from areal_lora.types import AdapterPhase, StepStats
+from areal_lora.types import AdapterPhase
 from tests.support.operations.side import Side
 from tests.support.operations.toy_engine import NAME, ToyEngine
 from tests.support.service.queue import LORA, QUOTA, STEP, accept, tokens
 
-STATE_BYTES, STEPS, PAUSE_S, SLOW_S, BEHIND, CHUNK = 1 << 30, 16, 1.0, 5.0, 64, 1 << 20
+STATE_BYTES, STEPS, PAUSE_S, SLOW_S, BEHIND = 1 << 30, 16, 1.0, 5.0, 64
 
 
 class SlowDisk(Disk):
@@ -46,32 +43,13 @@ class Sized(ToyEngine):
     """The state of an adapter has `STATE_BYTES`."""
 
     rest = np.zeros(STATE_BYTES // 4 // len(PARTS), "<f4")
-    rooms: ClassVar[list[Mapping[str, np.ndarray]]] = []
-    copy: HostCopy | None = None
 
     def export_state(self, adapter: str) -> AdapterState:
         state = super().export_state(adapter)
         if adapter.startswith("idle"):
             return state
-        small = dict(state.parts)
-        sizes = {part: len(values) + len(self.rest) for part, values in small.items()}
-        parts = self.rooms.pop() if self.rooms else {part: np.empty(size, "<f4") for part, size in sizes.items()}
-
-        def chunks() -> Iterator[None]:
-            for part, flat in parts.items():
-                flat[: len(small[part])] = small[part]
-                for at in range(0, len(self.rest), CHUNK):
-                    flat[len(small[part]) :][at : at + CHUNK] = self.rest[at : at + CHUNK]
-                    yield
-
-        self.copy = HostCopy(chunks())
-        shapes = {NAME: (len(parts[PARTS[0]]),)}
-        return AdapterState(step=state.step, shapes=shapes, parts=parts, copy=self.copy, rooms=self.rooms)
-
-    def optim_step(self, adapter: str, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
-        if self.copy is not None:
-            self.copy.wait()
-        return super().optim_step(adapter, denominator, lr, adam)
+        parts = {part: np.concatenate([values, self.rest]) for part, values in state.parts.items()}
+        return AdapterState(step=state.step, shapes={NAME: (len(parts[PARTS[0]]),)}, parts=parts)
 
 
 async def measure(root: Path, disk: Disk) -> None:

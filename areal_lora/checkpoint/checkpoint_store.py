@@ -13,9 +13,9 @@ A checkpoint gets its name only when all its files are durable. It is never chan
 A ``Saver`` per trainer rank writes them in the background of training::
 
     main thread                     saver thread of every rank
-    save ------------------------>  wait for the copy of the state, which has a thread of its own    `HostCopy`
-    publish, next batch ...         files -> fsync -> manifest -> rename -> fsync      `CheckpointStore`
-                                    rank 0: commit the step, delete old checkpoints
+    copy the state
+    save ------------------------>  files -> fsync -> manifest -> rename -> fsync      `CheckpointStore`
+    publish, next batch ...         rank 0: commit the step, delete old checkpoints
     join before a later learn <---  ended
 
 What a client saves (``label``) is written in the same way and in the same order, and is no checkpoint.
@@ -43,7 +43,6 @@ from areal_lora.checkpoint.state import (
     Disk,
     Evaluation,
     FileEntry,
-    HostCopy,
     Manifest,
     RankRandom,
     best_version,
@@ -119,18 +118,14 @@ class CheckpointStore:
     def __init__(self, run_folder: RunFolder, exchange: Exchange, disk: Disk) -> None:
         self._run_folder, self._exchange, self._disk = run_folder, exchange, disk
 
-    def write(self, snapshot: Snapshot, label: str = "") -> int | None:
+    def write(self, snapshot: Snapshot, label: str = "") -> int:
         """Write one durable checkpoint and return its size in bytes. Collective over all ranks.
 
-        With ``label`` it is the saved state of that name of its adapter, in place of what is there. If a rank has
-        stopped its copy, nothing is written: None.
+        With ``label`` it is the saved state of that name of its adapter, in place of what is there.
 
         Raises CheckpointError on every rank, with path and reason, if a rank could not write; PublishError
         if a rank is lost.
         """
-        copied = all(state.copied() for state in (snapshot.state, *snapshot.companions.values()))
-        if not all(self._exchange.all_gather_bytes(b"1" * copied)):
-            return None
         name, version = snapshot.ref.name, snapshot.ref.version
         to = version_folder(self._run_folder.adapter_checkpoints(name), version)
         if label:
@@ -280,16 +275,14 @@ class CheckpointSave:
     """One checkpoint in progress at one rank, of the adapter after ``step`` optimizer steps.
 
     ``label`` is that of a client's saved state, empty for a checkpoint. ``reason`` is that of a ``failed`` one.
-    An ``overtaken`` one was not written: a newer version stopped its ``copy``. ``ended_s`` is time.monotonic.
+    ``ended_s`` is time.monotonic.
     """
 
     ref: AdapterRef
     step: int = 0
     label: str = ""
-    copy: HostCopy | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     failed: bool = False
-    overtaken: bool = False
     reason: str = ""
     ended_s: float = 0.0
     write_s: float = 0.0
@@ -322,9 +315,7 @@ class Saver:
     def save(self, snapshot: Snapshot, label: str = "") -> CheckpointSave:
         """Start a save. At most one per adapter is in progress: call ``join`` first. Collective."""
         assert snapshot.ref.name not in self._pending, "join the save before"
-        job = self._pending[snapshot.ref.name] = CheckpointSave(
-            ref=snapshot.ref, step=snapshot.state.step, label=label, copy=snapshot.state.copy
-        )
+        job = self._pending[snapshot.ref.name] = CheckpointSave(ref=snapshot.ref, step=snapshot.state.step, label=label)
         self._jobs.put((job, snapshot))
         return job
 
@@ -347,7 +338,7 @@ class Saver:
             log.info("waiting for the checkpoint of %s to be written and committed since %.0f s", job.ref, waited_s)
         if job.error is not None:
             raise job.error
-        if job.label or job.overtaken:
+        if job.label:
             return job
         self._failures[adapter] = self._failures.get(adapter, 0) + 1 if job.failed else 0
         if self._failures[adapter] > MAX_FAILURES:
@@ -372,8 +363,6 @@ class Saver:
                 self._run(job, snapshot)
             except Exception as e:  # fault boundary: `join` raises it in the main thread  # noqa: BLE001
                 job.error = e
-            for state in (snapshot.state, *snapshot.companions.values()):
-                state.release()
             job.ended_s = time.monotonic()
             job.ended.set()
             del next_one, snapshot  # free the memory of an adapter state while the thread waits
@@ -381,8 +370,7 @@ class Saver:
     def _run(self, job: CheckpointSave, snapshot: Snapshot) -> None:
         began_s = time.monotonic()
         try:
-            written = self._store.write(snapshot, job.label)
-            job.nbytes, job.overtaken = written or 0, written is None
+            job.nbytes = self._store.write(snapshot, job.label)
         except CheckpointError as e:
             job.failed, job.reason = True, str(e)
             what = f"state {job.label!r}" if job.label else "checkpoint"
@@ -393,7 +381,7 @@ class Saver:
             if self._kept is not None:
                 self._kept(job)
             return
-        if job.failed or job.overtaken or self._committed is None:
+        if job.failed or self._committed is None:
             return
         self._committed(job.ref)
         try:

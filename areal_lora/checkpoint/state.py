@@ -10,9 +10,8 @@ import math
 import mmap
 import os
 import shutil
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -20,7 +19,6 @@ import numpy as np
 
 from areal_lora.errors import CheckpointError
 from areal_lora.families.safetensors_head import head_of, read_head
-from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.atomic import sync_folder
 from areal_lora.types import AdapterSpec
 
@@ -31,71 +29,18 @@ PARTS = (WEIGHT, *MOMENTS)
 Named = Mapping[str, np.ndarray]
 
 
-class HostCopy:
-    """A thread that copies tensors to the host by iterating over ``chunks``, while training continues.
-
-    What changes the tensors calls `wait` or `stop` before.
-    """
-
-    def __init__(self, chunks: Iterable[object]) -> None:
-        self._ended, self._whole, self._stopped = threading.Event(), False, False
-        watched_thread("state-copy", partial(self._run, chunks))
-
-    def wait(self) -> bool:
-        """Wait for the end. Returns whether all chunks were copied."""
-        self._ended.wait()
-        return self._whole
-
-    def stop(self) -> None:
-        """Return once the chunk in progress is copied; no other one is."""
-        self._stopped = True
-        self._ended.wait()
-
-    def _run(self, chunks: Iterable[object]) -> None:
-        for _ in chunks:
-            if self._stopped:
-                break
-        else:
-            self._whole = True
-        self._ended.set()
-
-
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterState:
-    """The part of an adapter's training state that one rank owns, on the host once ``copy`` has ended.
+    """The part of an adapter's training state that one rank owns, copied to the host.
 
-    ``step`` counts the optimizer steps taken, for Adam's bias correction. ``rooms`` receives the arrays with `release`,
-    for a later state: new memory of this size costs more than the copy.
+    ``parts`` has one flat fp32 array per name of `PARTS`, with the tensors of ``shapes`` (by wire name)
+    concatenated in that order; a frozen adapter has its weights only. ``step`` counts the optimizer steps taken, for
+    Adam's bias correction.
     """
 
-    def __init__(
-        self,
-        *,
-        step: int,
-        shapes: Mapping[str, tuple[int, ...]],
-        parts: Named,
-        copy: HostCopy | None = None,
-        rooms: list[Named] | None = None,
-    ) -> None:
-        self.step, self.shapes, self.copy, self._parts, self._rooms = step, shapes, copy, parts, rooms
-
-    def release(self) -> None:
-        """The state is written, and read no more."""
-        self.copied()
-        if self._rooms is not None:
-            self._rooms.append(self._parts)
-
-    def copied(self) -> bool:
-        """Wait for the copy. Returns whether it is whole."""
-        return self.copy is None or self.copy.wait()
-
-    @property
-    def parts(self) -> Named:
-        """One flat fp32 array per name of `PARTS`: the tensors of ``shapes`` (by wire name) concatenated in that order.
-
-        A frozen adapter has its weights only. Waits for the copy, which must not have been stopped.
-        """
-        assert self.copied(), "the copy was stopped"
-        return self._parts
+    step: int
+    shapes: Mapping[str, tuple[int, ...]]
+    parts: Named
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -265,8 +210,6 @@ def read_files(paths: Sequence[Path]) -> dict[str, dict[str, np.ndarray]]:
 
 
 CHUNK_BYTES = 8 << 20
-SYNCED_BYTES = 32 << 20
-"""What other writers to the same disk may have to wait for: the queue of clients' requests commits beside a write."""
 
 
 class Disk:
@@ -285,7 +228,7 @@ class Disk:
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> FileEntry:
         """A new file that is on the disk when this returns, its entry in the folder aside (see ``fsync``)."""
-        sum_, size, synced = hashlib.blake2b(digest_size=16), 0, 0
+        sum_, size = hashlib.blake2b(digest_size=16), 0
         self.about_to("open", path)
         with path.open("xb", buffering=0) as file:
             for part in parts:
@@ -295,9 +238,6 @@ class Disk:
                     sum_.update(chunk)
                     self.about_to("write", path)
                     size += self._write_all(file.fileno(), chunk)
-                    if size >= synced + SYNCED_BYTES:
-                        os.fdatasync(file.fileno())
-                        synced = size
             self.about_to("fsync", path)
             os.fsync(file.fileno())
         return FileEntry(name=path.name, nbytes=size, blake2b=sum_.hexdigest())

@@ -39,7 +39,7 @@ LINES = {
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 3896,  # a live page, runs side by side, warnings; every rollout in columns, and queries of them
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
-    "platforms": 149,  # ranges of profilers; peaks of devices and memory on them; names of two torch versions; upload
+    "platforms": 141,  # peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
     "rollout": 5931,  # the newest version without a search; answers in columns, and over a restart of the trainer
     "run_folder": 1036,  # DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces

@@ -177,11 +177,11 @@ def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfi
     }
     wire = sum(_sent_bytes(config, shape, adapter, layers) for adapter in adapters)
     copied = sum(unique[a.name] * (3 * (1 + _critic_share(a)) + a.algorithm.has_reference) for a in adapters)
-    # Packers for the parts of a checkpoint, exports, the wire: what other tensor-parallel ranks send, all on the host.
+    # A packer for checkpoints and one for the wire: what other tensor-parallel ranks send, and all of it on the host.
     undivided = config.model_copy(update={"trainer": config.trainer.model_copy(update={"tp": 1, "etp": 1})})
     packed = received = 0.0
     for adapter in adapters:
-        packers = 1 + (adapter_run(config, adapter).wire_dtype != "float32") + 3 * (1 + _critic_share(adapter))
+        packers = 1 + (adapter_run(config, adapter).wire_dtype != "float32") + _critic_share(adapter)
         whole = _adapter_parameters(undivided, shape, adapter, layers)
         packed, received = packed + whole * packers, received + (whole - held[adapter.name]) * packers
     mirror = 0 if config.cluster.device == "cpu" else FP32 * packed

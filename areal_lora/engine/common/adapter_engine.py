@@ -22,9 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from areal_lora.algorithms.merging import CastLoss
-from areal_lora.checkpoint.state import MOMENTS, PARTS, WEIGHT, AdapterState, HostCopy
+from areal_lora.checkpoint.state import MOMENTS, PARTS, WEIGHT, AdapterState
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.data.collate import HOST, MicroPlan
 from areal_lora.engine.base import DTYPES, AdamValues, LossFn
@@ -42,7 +43,7 @@ from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.flops import PassSizes
 from areal_lora.families.targets import check_patterns
 from areal_lora.obs.trace import Spans
-from areal_lora.platforms.device import held_bytes, peak_bytes, profiler_range
+from areal_lora.platforms.device import held_bytes, peak_bytes
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import base_digest
@@ -94,7 +95,6 @@ class Resident:
     memory: AdapterMemory
     optimizer: AdapterOptimizer | None
     seed: int
-    copy: HostCopy | None = None
 
     def trained(self) -> AdapterOptimizer:
         """Raises AdapterError for a frozen adapter."""
@@ -123,7 +123,7 @@ class AdapterEngine:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.routed = sharded.shape.experts > 0
         """Whether the model chooses experts for each token."""
-        self.spans = Spans(label=profiler_range)
+        self.spans = Spans(label=record_function)
         """Seconds of this rank by verb; FLOPs of all ranks by formula, padding left out."""
         self._base_sizes, self._base_bytes = PassSizes.of(sharded.shape, None), held_bytes(device)
         self._model, self._sharded, self._base, self._trainer = model, sharded, base, trainer
@@ -165,7 +165,7 @@ class AdapterEngine:
             memory = AdapterMemory(self._sharded, spec, self.rank, self.device, dtype, frozen=True)
             self._model.attach(memory)
             self._residents[name] = replace(source, spec=spec, memory=memory, optimizer=None)
-        copy = self._unread(name)
+        copy = self.resident(name)
         if copy.optimizer is not None:
             raise AdapterError(f"adapter {name!r} is trained: no copy may replace it")
         copy.memory.weights.copy_(source.memory.weights)
@@ -182,13 +182,6 @@ class AdapterEngine:
         if name not in self._residents:
             raise AdapterError(f"adapter {name!r} is not resident in this engine")
         return self._residents[name]
-
-    def _unread(self, name: str) -> Resident:
-        """A resident adapter whose numbers may change: no copy of its state is in progress."""
-        resident = self.resident(name)
-        if resident.copy is not None:
-            resident.copy.wait()
-        return resident
 
     def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> Tensor:
         """log p(token t | tokens before it), [T] fp32, no grad, for the whole batch on every rank.
@@ -301,11 +294,12 @@ class AdapterEngine:
 
         ``adam`` takes the place of the configured values in this step alone.
 
-        Returns ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1.0 when a gradient was not finite on some
-        rank: weights and moments are then untouched). Gradients are zero afterwards in every case.
+        Returns ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1.0 when a gradient was
+        not finite on some rank: weights and moments are then untouched). Gradients are zero
+        afterwards in every case.
         """
         with self.spans.span("optimizer"):
-            return self._unread(adapter).trained().step(denominator, lr, adam)
+            return self.resident(adapter).trained().step(denominator, lr, adam)
 
     def discard_gradients(self, adapter: str) -> None:
         """Forget the gradients since the last step, as if no batch had been passed (not collective)."""
@@ -318,8 +312,8 @@ class AdapterEngine:
     def pack_adapter(self, adapter: str, dtype: str, flat: np.ndarray) -> Iterator[int]:
         """Fill ``flat`` (uint8, host) with this rank's shard of ``adapter_layout(adapter, dtype)``; see `Pack`.
 
-        Collective over the tensor-parallel groups of the ranks that send: every rank must run the iterator to its end
-        before the weights change. A rank without a shard gives an empty ``flat``.
+        Collective over the tensor-parallel groups of the ranks that send: every rank must run the
+        iterator to its end before the weights change. A rank without a shard gives an empty ``flat``.
         """
         memory = self.resident(adapter).memory
         return memory.packer(dtype).fill(memory.weights, flat, self._model.groups)
@@ -354,10 +348,11 @@ class AdapterEngine:
     def load_adapter(self, adapter: str, tensors: Mapping[str, Tensor]) -> None:
         """Set the adapter's weights from whole wire tensors, equal on every rank (not collective).
 
-        Alias names may be present when they equal their wire tensor. Raises UnknownTensorError for unknown or missing
-        names, AdapterError for wrong shapes or unequal aliases. Optimizer moments are kept.
+        Alias names may be present when they equal their wire tensor. Raises
+        UnknownTensorError for unknown or missing names, AdapterError for wrong shapes or unequal
+        aliases. Optimizer moments are kept.
         """
-        memory = self._unread(adapter).memory
+        memory = self.resident(adapter).memory
         memory.load(memory.weights, adapter_memory.checked(memory.layout("float32"), tensors))
 
     def base_digest(self) -> str:
@@ -365,21 +360,27 @@ class AdapterEngine:
         return base_digest(self._base.folder)
 
     def export_state(self, adapter: str) -> AdapterState:
-        """Weights and moments that this rank publishes as they are now, and the step count. Collective.
+        """Host copies of the weights and moments that this rank publishes, and the step count. Collective.
 
-        A thread copies them to the host; what changes them waits for it, see `HostCopy`. The states of all ranks
-        together are the whole state and do not depend on the layout.
+        The states of all ranks together are the whole state and do not depend on the layout.
         """
-        resident = self._unread(adapter)
-        resident.copy = (state := resident.memory.state(resident.optimizer, self._model.groups)).copy
-        return state
+        memory, optimizer = self.resident(adapter).memory, self.resident(adapter).optimizer
+        shard, groups = memory.shard("float32"), self._model.groups
+        parts = {WEIGHT: memory.export(memory.weights, groups)}
+        if optimizer:  # one moment is whole at a time
+            parts |= {name: memory.export(optimizer.whole_moment(name), groups) for name in MOMENTS}
+        return AdapterState(
+            step=optimizer.step_count if optimizer else 0,
+            shapes={t.name: t.shape for t in (shard.tensors if shard else ())},
+            parts=parts,
+        )
 
     def load_state(self, adapter: str, parts: Mapping[str, Mapping[str, np.ndarray]], step: int) -> None:
         """Inverse of `export_state` in any layout: whole wire tensors by part, equal on every rank (not collective).
 
         Raises like `load_adapter`, before any value has changed.
         """
-        memory, optimizer = self._unread(adapter).memory, self.resident(adapter).optimizer
+        memory, optimizer = self.resident(adapter).memory, self.resident(adapter).optimizer
         layout = memory.layout("float32")
         whole = {
             part: adapter_memory.checked(

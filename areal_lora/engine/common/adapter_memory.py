@@ -20,14 +20,14 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from areal_lora.checkpoint.state import MOMENTS, PARTS, WEIGHT, AdapterState, HostCopy
+from areal_lora.checkpoint.state import MOMENTS
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.engine.base import AdamValues
 from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, Span, arrange, spans
@@ -65,9 +65,7 @@ class AdapterMemory:
         self.cast = self.weights if dtype is torch.float32 else torch.zeros_like(self.weights, dtype=dtype)
         self.grads = torch.zeros(0 if frozen else self.arena.size, device=device)
         self._layouts: dict[str, AdapterLayout] = {}
-        self._rooms: list[Mapping[str, np.ndarray]] = []
-        self._plans: dict[str, PackPlan] = {}
-        self._packers: dict[tuple[str, str], Packer] = {}
+        self._packers: dict[str, Packer] = {}
         self._loading: tuple[list[str], TensorBlocks] | None = None
 
     def refresh(self) -> None:
@@ -118,21 +116,16 @@ class AdapterMemory:
         """Layout of the shard that this rank sends; None for a rank that is not a source."""
         return next((s for s in self.layout(dtype).shards if s.source == self.rank), None)
 
-    def state(self, optimizer: AdapterOptimizer | None, groups: Mapping[Range, dist.ProcessGroup]) -> AdapterState:
-        """See `AdapterEngine.export_state`."""
-        shard, kept, chunks = self.shard("float32"), PARTS if optimizer else (WEIGHT,), list[Iterator[int]]()
-        size = shard.nbytes // 4 if shard else 0
-        parts = self._rooms.pop() if self._rooms else {part: np.empty(size, np.float32) for part in kept}
-        for part in kept:
-            source = optimizer.whole_moment(part) if optimizer and part != WEIGHT else self.weights
-            self.packer("float32", part).gather(source, groups)
-            chunks.append(self.packer("float32", part).copies(source, parts[part].view(np.uint8)))
-        shapes = {t.name: t.shape for t in (shard.tensors if shard else ())}
-        copy, step = HostCopy(chain.from_iterable(chunks)), optimizer.step_count if optimizer else 0
-        return AdapterState(step=step, shapes=shapes, parts=parts, copy=copy, rooms=self._rooms)
+    def export(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> np.ndarray:
+        """Flat fp32 copy of this rank's shard of ``source`` [arena.size]. Collective like `Packer.fill`."""
+        shard = self.shard("float32")
+        values = np.empty(shard.nbytes // 4 if shard else 0, dtype=np.float32)
+        for _ in self.packer("float32").fill(source, values.view(np.uint8), groups):
+            pass
+        return values
 
     def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of this rank's shard of ``source``, section by section. Collective like `Packer.fill`."""
+        """The tensors of `export`, copied section by section. Collective like `Packer.fill`."""
         return self.packer("float32").tensors(source, self.shard("float32"), groups)
 
     def shared_tensors(self) -> dict[str, Tensor]:
@@ -146,13 +139,10 @@ class AdapterMemory:
                 found[name] = self.weights[at:][: math.prod(shape)].view(shape).to("cpu", copy=True)
         return found
 
-    def packer(self, dtype: str, part: str = "") -> Packer:
-        """The packer of publishes and exports, or that of a ``part`` of the state, which runs beside them."""
-        if dtype not in self._plans:
-            self._plans[dtype] = pack_plan(self.model, self.spec, self.rank, self.layout(dtype))
-        if (dtype, part) not in self._packers:
-            self._packers[dtype, part] = Packer(self, self.layout(dtype), self._plans[dtype])
-        return self._packers[dtype, part]
+    def packer(self, dtype: str) -> Packer:
+        if dtype not in self._packers:
+            self._packers[dtype] = Packer(self, self.layout(dtype))
+        return self._packers[dtype]
 
     def held_names(self) -> list[str]:
         """The wire tensors of which this rank holds a part."""
@@ -182,9 +172,10 @@ class AdapterMemory:
 class Packer:
     """One rank's plan, bound to its memory; built at the first publish of a wire dtype."""
 
-    def __init__(self, memory: AdapterMemory, layout: AdapterLayout, plan: PackPlan) -> None:
+    def __init__(self, memory: AdapterMemory, layout: AdapterLayout) -> None:
         model, spec, rank = memory.model, memory.spec, memory.rank
-        self._plan, self._rank, where = plan, rank, model.layout
+        self._plan: PackPlan = pack_plan(model, spec, rank, layout)
+        where, self._rank = model.layout, rank
         owners = {Range.DENSE_SPLIT: rank - where.tp_rank(rank), Range.EXPERT_SPLIT: rank - where.etp_rank(rank)}
         self._gathers = [
             (part, owner, *memory.arena.extent(part), model.split_over(part))
@@ -192,10 +183,10 @@ class Packer:
             if part in pack_plan(model, spec, owner, layout).others
         ]
         """By split range that an owner has from this group: the owner, the elements, the ranks of the group."""
-        self._received = torch.empty(plan.space - plan.own, device=memory.weights.device)
+        self._received = torch.empty(self._plan.space - self._plan.own, device=memory.weights.device)
+        on_gpu = memory.weights.device.type != "cpu"
         # The blocks run on the host: GPU memory is mirrored there first.
-        self._mirror = torch.empty(plan.space, pin_memory=True) if memory.weights.device.type != "cpu" else None
-        self._mirrored: torch.Event | None = None
+        self._mirror = torch.empty(self._plan.space, pin_memory=True) if on_gpu else None
         self._bound: tuple[int, TensorBlocks] | None = None
 
     def _blocks(self, source: Tensor) -> TensorBlocks:
@@ -211,13 +202,8 @@ class Packer:
 
     def fill(self, weights: Tensor, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
         """See `AdapterEngine.pack_adapter`. ``weights`` may be any memory with the arrangement of the weights."""
-        self.gather(weights, groups)
-        yield from self.copies(weights, flat)
-
-    def copies(self, weights: Tensor, flat: np.ndarray) -> Iterator[int]:
-        """The part of `fill` after `gather`, in any thread: on CPUs from ``weights``, else from their mirror."""
         blocks = self._blocks(weights)
-        for start, end in self._ready():
+        for start, end in self._ready(weights, groups):
             blocks.copy(0, flat.ctypes.data, tensors=(start, end))
             yield end
 
@@ -225,9 +211,8 @@ class Packer:
         self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
     ) -> Iterator[tuple[str, Tensor]]:
         """The fp32 tensors of the shard, each section in memory of its own. Otherwise like `fill`."""
-        self.gather(weights, groups)
         blocks = self._blocks(weights)
-        for first, last in self._ready():
+        for first, last in self._ready(weights, groups):
             assert shard is not None
             start = shard.tensors[first].offset
             end = shard.tensors[last].offset if last < len(shard.tensors) else shard.nbytes
@@ -236,8 +221,8 @@ class Packer:
             for t in shard.tensors[first:last]:
                 yield t.name, section[(t.offset - start) // 4 :][: math.prod(t.shape)].view(t.shape)
 
-    def gather(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> None:
-        """Gather the split ranges; on a GPU, start to mirror everything. Collective."""
+    def _ready(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[int, int]]:
+        """Gather the split ranges; yield the (first, last) tensors of each section."""
         for part, owner, start, end, ranks in self._gathers:
             if owner != self._rank:
                 ops = [dist.P2POp(dist.isend, weights[start:end], owner, groups[part])]
@@ -250,12 +235,7 @@ class Packer:
         if self._mirror is not None:
             self._mirror[: self._plan.own].copy_(weights, non_blocking=True)
             self._mirror[self._plan.own :].copy_(self._received, non_blocking=True)
-            self._mirrored = torch.get_device_module(weights.device).current_stream(weights.device).record_event()
-
-    def _ready(self) -> Iterator[tuple[int, int]]:
-        """The (first, last) tensors of each section."""
-        if self._mirrored is not None:
-            self._mirrored.synchronize()
+            torch.get_device_module(weights.device).current_stream().synchronize()
         yield from pairwise((0, *self._plan.ends))
 
 
@@ -266,14 +246,17 @@ def checked(layout: AdapterLayout, tensors: Mapping[str, Tensor]) -> dict[str, T
         UnknownTensorError: a name that is neither in the layout nor an alias, or one missing.
         AdapterError: a wrong shape, or an alias that differs from its wire tensor.
     """
-    shapes, aliases = {t.name: t.shape for shard in layout.shards for t in shard.tensors}, layout.aliases
+    shapes = {t.name: t.shape for shard in layout.shards for t in shard.tensors}
+    aliases = layout.aliases
     missing = sorted(shapes.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - shapes.keys() - aliases.keys())
     if missing or unknown:
         kind, names = ("missing", missing) if missing else ("unknown", unknown)
-        raise UnknownTensorError(f"adapter tensors do not fit this model: {len(names)} {kind}, first {names[0]}")
+        what = f"{len(names)} {kind}, first {names[0]}"
+        raise UnknownTensorError(f"adapter tensors do not fit this model: {what}")
     for name, tensor in tensors.items():
-        if tuple(tensor.shape) != tuple(shape := shapes[aliases.get(name, name)]):
+        shape = shapes[aliases.get(name, name)]
+        if tuple(tensor.shape) != tuple(shape):
             raise AdapterError(f"adapter tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
         if name in aliases and not torch.equal(tensor, tensors[aliases[name]]):
             raise AdapterError(f"adapter tensor {name} differs from {aliases[name]}; Megatron keeps one for both")
@@ -330,8 +313,9 @@ class AdapterOptimizer:
         self._weights, self._grads = memory.weights, memory.grads
         self._classes = [(part.groups, part.nested()) for part in classes]
         self._own = [bounds[-1] for _, bounds in self._classes]
-        self.step_count, size = 0, sum(end - start for start, end in self._own)
+        size = sum(end - start for start, end in self._own)
         self.moments = {name: torch.zeros(size, device=memory.weights.device) for name in MOMENTS}
+        self.step_count = 0
         self._runs = list(self._split(spans(memory.arena, apart=config.lora_plus_ratio != 1), config.lora_plus_ratio))
         """Weights, gradients and moments of a run of own elements, and at how many times the rate they learn."""
 
@@ -350,8 +334,10 @@ class AdapterOptimizer:
 
         ``adam`` takes the place of the configured values.
         """
-        values, norm = adam or self._values, self._reduce(denominator)
-        if not (skipped := not math.isfinite(norm)):
+        values = adam or self._values
+        norm = self._reduce(denominator)
+        skipped = not math.isfinite(norm)
+        if not skipped:
             factor = 1.0 if values.max_grad_norm is None else min(1.0, values.max_grad_norm / (norm + 1e-6))
             self.step_count += 1
             for (weights, grads, first, second), ratio in self._runs:
@@ -371,9 +357,7 @@ class AdapterOptimizer:
         return StepStats(values={"grad_norm": norm, "lr": lr, "skipped": float(skipped)})
 
     def whole_moment(self, name: str) -> Tensor:
-        """A moment of all elements of this rank's memory, flat fp32 [arena.size]; no copy if whole here. Collective."""
-        if len(self.moments[name]) == len(self._weights) and self._own == sorted(self._own):
-            return self.moments[name]
+        """A moment of all elements of this rank's memory, flat fp32 [arena.size]. Collective."""
         whole = torch.zeros_like(self._weights)
         for there, mine in self._own_parts(whole, self.moments[name]):
             there.copy_(mine)

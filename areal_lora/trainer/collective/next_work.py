@@ -55,7 +55,7 @@ def controller_state(trainer: Trainer, state: TrainingState) -> ControllerState:
 
 def join_checkpoint(trainer: Trainer, state: TrainingState) -> CheckpointSave | None:
     saved = trainer.checkpointing.join(state.name)
-    if trainer.rank_0 and saved is not None and not saved.label and not saved.overtaken:
+    if trainer.rank_0 and saved is not None and not saved.label:
         trainer.rank_0.recorder.checkpointed(saved)
     wait_for_rank_0(trainer)
     return saved

@@ -108,7 +108,6 @@ def _step(trainer: Trainer, state: TrainingState, step: protocol.OptimStep) -> p
         weight_decay=step.weight_decay,
         max_grad_norm=step.grad_clip_norm or None,
     )
-    trainer.checkpointing.give_way(state.name)
     stats = trainer.engine.optim_step(state.name, 1.0, step.lr, adam).values
     skipped, number = stats["skipped"] == 1.0, trainer.engine.resident(state.name).trained().step_count
     reached("trainer.operation.stepped")
@@ -120,12 +119,11 @@ def _settle(trainer: Trainer, state: TrainingState, operation: protocol.Operatio
     before, state.version = state.ref, operation.number
     if trainer.rank_0:
         clients, spans = trainer.rank_0.clients_of(state.adapter), trainer.spans[state.name]
-        window = clients.windows[state.name]
-        clients.settle(operation, outcome)
         if isinstance(operation.what, protocol.OptimStep) and isinstance(outcome, protocol.StepResult):
-            # Before the checkpoint, as of a training step: after any crash there is one record per step. The answer
-            # does not wait for it.
+            # Before the checkpoint, as of a training step: after any crash there is one record per step.
+            window = clients.windows[state.name]
             trainer.rank_0.recorder.client_step(before, window, operation.what, outcome, spans)
+        clients.settle(operation, outcome)
     trainer.spans[state.name].restart()
     reached("trainer.operation.settling")
     _save(trainer, state)

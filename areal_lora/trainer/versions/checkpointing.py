@@ -10,7 +10,6 @@ So no rank holds more than a chunk of it beyond what it trains. The source ranks
 
 import math
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -133,7 +132,6 @@ class Checkpointing:
         self._config, self._engine, self._saver = config, engine, saver
         self._newest = dict(stored)  # by adapter, written or being written
         self._durable: dict[str, float] = dict(stored)
-        self._overtaken = Counter[str]()  # in a row
 
     def resumed(self, adapter: str, version: int) -> None:
         """An adapter has joined from its checkpoint of ``version``."""
@@ -144,7 +142,7 @@ class Checkpointing:
         return state.version - self._durable.get(state.name, -math.inf)
 
     def save(self, state: TrainingState, controller: ControllerState) -> CheckpointSave | None:
-        """Start to copy and write the adapter's tensors, if a checkpoint is due and none is in progress.
+        """Copy the adapter's tensors and start to write them, if a checkpoint is due and none is in progress.
 
         One that could not be written is due again. Rank 0's ``controller`` goes into the manifest.
         """
@@ -155,20 +153,11 @@ class Checkpointing:
         return self._saver.save(self._snapshot(state, controller))
 
     def keep(self, state: TrainingState, controller: ControllerState, label: str) -> CheckpointSave:
-        """Start to copy and write the adapter's tensors as its saved state ``label``, in place of what is there.
+        """Copy the adapter's tensors and start to write them as its saved state ``label``, in place of what is there.
 
         It counts as the adapter's save in progress.
         """
         return self._saver.save(self._snapshot(state, controller), label)
-
-    def give_way(self, adapter: str) -> None:
-        """Stop the copy of the checkpoint in progress, for a step that would wait for it (not collective).
-
-        Half of `max_behind` in a row are stopped at most. A copy that has ended on every rank is written all the same.
-        """
-        save, most = self.pending(adapter), self._config.checkpoint.max_behind // 2
-        if save is not None and save.copy is not None and not save.label and self._overtaken[adapter] < most:
-            save.copy.stop()
 
     def pending(self, adapter: str) -> CheckpointSave | None:
         """The adapter's save that was not joined yet (not collective)."""
@@ -207,11 +196,10 @@ class Checkpointing:
         )
 
     def join(self, adapter: str) -> CheckpointSave | None:
-        """Wait until the previous checkpoint is written and its step committed, or was not; see `Saver.join`."""
+        """Wait until the previous checkpoint is written and its step committed, or could not be; see `Saver.join`."""
         save = self._saver.join(adapter)
         if save is not None and not save.label:
-            self._overtaken[adapter] = self._overtaken[adapter] + 1 if save.overtaken else 0
-            if save.failed or save.overtaken:
+            if save.failed:
                 self._newest.pop(adapter, None)
             else:
                 self._durable[adapter] = save.ref.version

@@ -91,7 +91,7 @@ def export_all(folder: Path, cases: list[tuple[str, ModelShape, dict[str, int], 
         engine: Any = Engine(model(shape, sizes), spec(rank, experts))
         adapter: Any = SimpleNamespace(name="a", spec=spec(rank, experts), base_commit=None)
         # As after a checkpoint: the plans of the engine exist.
-        list(engine.memory.tensors(engine.memory.weights, engine._model.groups))
+        engine.memory.export(engine.memory.weights, engine._model.groups)
         dist.barrier()
         ctypes.CDLL(None).malloc_trim(0)  # memory that was freed and kept would hide new allocations
         Path("/proc/self/clear_refs").write_text("5")

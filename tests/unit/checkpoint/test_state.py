@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,7 +15,6 @@ from areal_lora.checkpoint.state import (
     AdapterState,
     Disk,
     Evaluation,
-    HostCopy,
     best_version,
     decode_manifest,
     encode_manifest,
@@ -105,40 +101,3 @@ def test_views_lie_where_the_shapes_say() -> None:
     state = AdapterState(step=0, shapes={"a": (2, 2), "b": (1, 2)}, parts=dict.fromkeys(PARTS, flat))
     assert tensors_of(state)["weight"]["a"].tolist() == [[0, 1], [2, 3]]
     assert tensors_of(state)["exp_avg"]["b"].tolist() == [[4, 5]]
-
-
-def test_a_copy_that_is_stopped_ends_with_the_chunk_in_progress_and_is_not_whole() -> None:
-    copied, copies, at_second = list[int](), list[HostCopy](), threading.Event()
-
-    def chunks() -> Iterator[None]:
-        for number in range(3):
-            if number:
-                at_second.set()
-            while number and not (copies and copies[0]._stopped):
-                time.sleep(0.001)
-            copied.append(number)
-            yield
-
-    copies.append(HostCopy(chunks()))
-    assert at_second.wait(30.0)
-    copies[0].stop()
-    assert copied == [0, 1]
-    assert not copies[0].wait()
-
-
-def test_parts_are_read_when_they_are_whole_and_their_memory_is_used_again() -> None:
-    flat, rooms = np.zeros(2, np.float32), list[Mapping[str, np.ndarray]]()
-    go_on = threading.Event()
-
-    def chunks() -> Iterator[None]:
-        yield
-        go_on.wait(30.0)
-        flat[:] = 7
-        yield
-
-    state = AdapterState(step=0, shapes={"a": (2,)}, parts={"weight": flat}, copy=HostCopy(chunks()), rooms=rooms)
-    threading.Timer(0.1, go_on.set).start()
-    assert state.parts["weight"].tolist() == [7, 7]
-    assert rooms == []
-    state.release()
-    assert rooms[0]["weight"] is flat

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_lora.checkpoint.state import PARTS
-from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_lora.config.models import OptimizerConfig, TrainerConfig
 from areal_lora.engine.base import AdamValues
-from areal_lora.engine.common.adapter_engine import AdapterEngine
-from areal_lora.engine.common.adapter_memory import AdapterMemory, AdapterOptimizer, GradientClass, Packer
-from areal_lora.engine.common.arena import ParallelLayout, Range, ShardedModel, spans
+from areal_lora.engine.common.adapter_memory import AdapterMemory, AdapterOptimizer, GradientClass
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel, spans
 from areal_lora.types import AdapterSpec
 from tests.support.families.shapes import make_shape
 
@@ -47,22 +42,6 @@ def world_of_one() -> Any:
 def memory_of() -> AdapterMemory:
     layout = ParallelLayout.of(TrainerConfig(world_size=1), layers=SHAPE.layers, experts=SHAPE.experts)
     return AdapterMemory(ShardedModel(shape=SHAPE, layout=layout), SPEC, 0, torch.device("cpu"))
-
-
-class Alone:
-    """A `Compute` of one rank without layers."""
-
-    groups: ClassVar[dict[Range, dist.ProcessGroup]] = {}
-
-    def attach(self, memory: AdapterMemory) -> list[GradientClass]:
-        return [GradientClass(start=0, end=memory.arena.size, groups=[])]
-
-
-def engine_of() -> AdapterEngine:
-    model, base, trainer = memory_of().model, ModelConfig(path="m", dtype="float32"), TrainerConfig(world_size=1)
-    engine = AdapterEngine(Alone(), model, base, trainer, torch.device("cpu"))  # type: ignore[arg-type]
-    engine.add_adapter(SPEC, OptimizerConfig(lr=0.1), seed=1)
-    return engine
 
 
 def by_hand(weights: Tensor, grads: list[Tensor], lr: Tensor, config: OptimizerConfig) -> Tensor:
@@ -158,38 +137,3 @@ def test_spans_cover_the_memory_once() -> None:
     assert [span.start for span in apart] == [0, *(span.end for span in apart[:-1])]
     assert apart[-1].end == arena.size
     assert all(one.is_b != other.is_b for one, other in itertools.pairwise(apart)), "as few as possible"
-
-
-def test_a_state_has_the_bits_of_its_version_whatever_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step waits until the state is copied; memory of an earlier state is used again."""
-    print("seed", SEED)
-    generator, held, copies = torch.Generator().manual_seed(SEED), threading.Event(), Packer.copies
-
-    def late(packer: Packer, *args: Any) -> Iterator[int]:
-        assert held.wait(60.0)
-        yield from copies(packer, *args)
-
-    monkeypatch.setattr(Packer, "copies", late)
-    engine = engine_of()
-    memory, optimizer = engine.resident("a").memory, engine.resident("a").trained()
-    memory.weights.copy_(torch.randn(memory.arena.size, generator=generator))
-    rooms = []
-    for _ in range(2):
-        held.clear()
-        sources = [memory.weights.clone(), *(moment.clone() for moment in optimizer.moments.values())]
-        expected = [dict(memory.tensors(source, {})) for source in sources]
-        state = engine.export_state("a")
-        memory.grads.copy_(torch.randn(memory.arena.size, generator=generator))
-        step = threading.Thread(target=engine.optim_step, args=("a", 1.0, 0.1))
-        step.start()
-        step.join(0.2)
-        assert memory.weights.equal(sources[0])
-        held.set()
-        step.join(60.0)
-        assert (memory.weights != sources[0]).any()
-        for part, of_part in zip(PARTS, expected, strict=True):
-            flat = np.concatenate([of_part[name].flatten().numpy() for name in state.shapes])
-            assert state.parts[part].tobytes() == flat.tobytes()
-        rooms.append(state.parts["weight"].ctypes.data)
-        state.release()
-    assert rooms[0] == rooms[1]

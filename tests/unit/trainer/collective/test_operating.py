@@ -5,7 +5,6 @@ Decisions, link, checkpoints and records are the trainer's; the engine is a toy,
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 from areal_lora.checkpoint.recover import find
-from areal_lora.checkpoint.state import AdapterState, HostCopy, read_files
 from areal_lora.operations.protocol import (
     Datum,
     Durable,
@@ -38,7 +36,7 @@ from areal_lora.trainer.collective import next_work
 from areal_lora.types import AdapterPhase
 from tests.support.operations.client import datum, floats
 from tests.support.operations.side import HeldDisk, Side
-from tests.support.operations.toy_engine import NAME, VOCABULARY
+from tests.support.operations.toy_engine import VOCABULARY
 
 TEXT, OTHER = [5, 9, 12, 7], [8, 3, 17]
 SFT = Pass(data=(datum(TEXT, [1.0, 0.5, 2.0]), datum(OTHER, [0.0, 1.0])), loss=Loss.CROSS_ENTROPY)
@@ -161,36 +159,6 @@ def test_a_client_runs_as_far_ahead_of_the_disk_as_is_allowed(tmp_path: Path, be
         np.testing.assert_allclose(side.engine.residents["a.1"].parts["weight"].numpy(), weights, atol=1e-5)
         assert (find(side.folder, "a.1").ref.version, len(side.records.steps)) == (8, 4)
     finally:
-        side.close()
-
-
-def test_a_step_stops_a_copy_that_it_would_wait_for_as_often_as_is_allowed(tmp_path: Path) -> None:
-    """Copies last until the test lets them end. What is written is a version as it was."""
-    side = Side(tmp_path, "a", max_behind=4)
-    export, copies, go_on = side.engine.export_state, list[HostCopy](), threading.Event()
-
-    def slow(adapter: str) -> AdapterState:
-        state = export(adapter)
-        copies.append(HostCopy(iter(lambda: go_on.wait(0.001), True)))
-        return AdapterState(step=state.step, shapes=state.shapes, parts=state.parts, copy=copies[-1])
-
-    side.engine.export_state = slow  # type: ignore[method-assign]
-    try:
-        for step in range(1, 4):
-            assert isinstance(side.client.do("a.1", SFT, STEP)[1], StepResult)
-            side.wait(lambda step=step: len(copies) == step, "the copy of its version")  # type: ignore[misc]
-        assert [copy.wait() for copy in copies[:2]] == [False, False]
-        side.client.begin("a.1", SFT, STEP, LOOK)
-        go_on.set()
-        side.client.wait(lambda: side.client.durable("a.1") == [6, 8])
-        assert copies[2].wait(), "half of max_behind were stopped"
-        weights, _ = by_hand([[[(9, 1.0), (12, 0.5), (7, 2.0), (17, 1.0)]]] * 4)
-        found = find(side.folder, "a.1").newest
-        assert found
-        saved = read_files([found.path / "rank-0000.safetensors"])["weight"][NAME]
-        np.testing.assert_allclose(saved, weights, atol=1e-5)
-    finally:
-        go_on.set()
         side.close()
 
 
