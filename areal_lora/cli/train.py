@@ -109,16 +109,22 @@ def print_simulation(config: Config, *, gpus: int | None, like: str | None) -> N
 
     Raises ConfigErrors for what cannot start.
     """
-    from areal_lora.launcher import cost_model, simulate  # the controller and torch, which a plan does not need
+    # The controller and torch, which a plan does not need.
+    from areal_lora.launcher.simulation import cost_model, simulate
+    from areal_lora.obs.report.inspector import RolloutFilter, RolloutIndex
 
     err = Console(stderr=True, highlight=False)
     prepared = prepare(config, err, starts=False)
     costs, basis = cost_model.arithmetic(prepared.config, prepared.plan.shape), "by arithmetic; --like RUN measures"
     if like is not None:
         folder = find_run(like)
-        of = prepare(read_config_here(folder), err, starts=False)
+        of = prepare(moved_here(read_config(folder), folder), err, starts=False)
         own = cost_model.arithmetic(of.config, of.plan.shape)
-        costs, basis = cost_model.scaled(costs, read_metrics(folder), own, of.config), f"as measured in {folder}"
+        answers = [head.answer for head in RolloutIndex(folder).page(RolloutFilter()).rows]
+        costs, basis = (
+            cost_model.scaled(costs, read_metrics(folder), own, of.config, answers),
+            f"as measured in {folder}",
+        )
     hosts = Counter(server.node for server in prepared.plan.role(SERVER))
     report = simulate.SimulationReport.of(prepared.config, costs, host=max(hosts.values()), gpus=gpus)
     console = Console(highlight=False)

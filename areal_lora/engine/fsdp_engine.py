@@ -27,7 +27,7 @@ from areal_lora.engine.layers.expert_mlp import ExpertLora
 from areal_lora.engine.layers.output import OutputSite
 from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.shape import read_shape
-from areal_lora.platforms.device import collective_of
+from areal_lora.platforms.device import collective_of, profiler_range
 
 
 class FsdpModel:
@@ -73,15 +73,17 @@ class FsdpModel:
         def step(packed: PackedMicroBatch) -> list[Result]:
             self.active.follow(packed.tokens)
             self.output.expect(packed, judge.readout)
-            output = self.module(
-                input_ids=packed.token_ids,
-                position_ids=packed.attention.positions[None],
-                use_cache=False,
-                packing=packed.attention,
-            )
-            loss, results = judge(packed, output.logits[0])
+            with profiler_range("forward"):
+                output = self.module(
+                    input_ids=packed.token_ids,
+                    position_ids=packed.attention.positions[None],
+                    use_cache=False,
+                    packing=packed.attention,
+                )
+                loss, results = judge(packed, output.logits[0])
             if train:
-                loss.backward()
+                with profiler_range("backward"):
+                    loss.backward()
             return results
 
         # Not a loop, whose variable would outlive the making of the next micro-batch.

@@ -77,7 +77,7 @@ def profiled(
 ) -> AbstractContextManager[None]:
     """Context of training step ``step`` (from 1) of ``adapter``; a trace of it in ``folder`` if ``config`` names both.
 
-    The spans of the step are its ranges (`Spans`, whose label is `torch.autograd.profiler.record_function`).
+    The spans of the step and the passes of each micro-batch are its ranges (`platforms.device.profiler_range`).
     """
     if config is None or step not in config.steps or rank not in config.ranks:
         return nullcontext()

@@ -4,13 +4,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch.autograd.profiler import record_function
-
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.obs.trace import Spans
+from areal_lora.platforms.device import profiler_range
 from areal_lora.run_folder.desired import DesiredWatch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import Adapter, TrainingState
@@ -70,7 +69,7 @@ class Trainer:
     publishing: AdapterPublishing
     control: Exchange
     rank_0: Rank0 | None
-    spans: dict[str, Spans] = field(default_factory=lambda: defaultdict(partial(Spans, label=record_function)))
+    spans: dict[str, Spans] = field(default_factory=lambda: defaultdict(partial(Spans, label=profiler_range)))
 
     def close(self) -> None:
         """End the background threads, leave the servers' groups, disconnect from the controller."""

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from areal_lora.algorithms.merging import CastLoss
 from areal_lora.checkpoint.state import MOMENTS, PARTS, WEIGHT, AdapterState
@@ -43,7 +42,7 @@ from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.flops import PassSizes
 from areal_lora.families.targets import check_patterns
 from areal_lora.obs.trace import Spans
-from areal_lora.platforms.device import held_bytes, peak_bytes
+from areal_lora.platforms.device import held_bytes, peak_bytes, profiler_range
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import base_digest
@@ -123,7 +122,7 @@ class AdapterEngine:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.routed = sharded.shape.experts > 0
         """Whether the model chooses experts for each token."""
-        self.spans = Spans(label=record_function)
+        self.spans = Spans(label=profiler_range)
         """Seconds of this rank by verb; FLOPs of all ranks by formula, padding left out."""
         self._base_sizes, self._base_bytes = PassSizes.of(sharded.shape, None), held_bytes(device)
         self._model, self._sharded, self._base, self._trainer = model, sharded, base, trainer

@@ -7,8 +7,9 @@ the packing. Importing this file imports Megatron: the caller must have applied 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,26 @@ from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
 from areal_lora.engine.megatron_utils.modules import Packing
-from areal_lora.platforms.device import collective_of
+from areal_lora.platforms.device import collective_of, profiler_range
 from areal_lora.types import ExpertLayout
+
+
+class ScheduleRanges:
+    """Megatron's timers as ranges of profilers: ``forward`` and ``backward`` of a micro-batch, messages of stages."""
+
+    def __init__(self) -> None:
+        self._name, self._open = "", dict[str, AbstractContextManager[None]]()
+
+    def __call__(self, name: str, log_level: int = 0) -> Self:
+        self._name = name.removesuffix("-compute")
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        self._open[self._name] = profiler_range(self._name)
+        self._open[self._name].__enter__()
+
+    def stop(self, barrier: bool = False) -> None:
+        self._open.pop(self._name).__exit__(None, None, None)
 
 
 def build_model(
@@ -56,6 +75,7 @@ def build_model(
     config: Any = module.config
     config.calculate_per_token_loss = True
     config.variable_seq_lengths = False
+    config.timers = ScheduleRanges()
     rotary = RotaryEmbedding(  # Megatron's own, with its scaling of long contexts
         provider.kv_channels,
         rotary_percent=1.0,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import types
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from areal_lora.errors import ConfigError
-from areal_lora.platforms.device import held_bytes, host_buffer, own_device, peak_bytes, peak_flops
+from areal_lora.platforms.device import held_bytes, host_buffer, own_device, peak_bytes, peak_flops, profiler_range
 
 
 def test_a_rank_takes_the_device_of_its_place_on_the_node(monkeypatch):
@@ -62,3 +63,18 @@ def test_each_peak_of_memory_is_that_since_the_last_call(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     assert (held_bytes(device), peak_bytes(device), peak_bytes(device)) == (10, 30, 20)
     assert (held_bytes(torch.device("cpu")), peak_bytes(torch.device("cpu"))) == (0, None)
+
+
+def test_a_range_is_in_a_trace_and_with_cuda_one_of_nvtx(monkeypatch):
+    pushed = []
+    nvtx = types.SimpleNamespace(range=lambda name: pushed.append(name) or contextlib.nullcontext())
+    with torch.profiler.profile() as recorded:
+        with profiler_range("forward"):
+            torch.ones(1)
+        assert pushed == []
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "nvtx", nvtx)
+        with profiler_range("backward"):
+            torch.ones(1)
+    assert pushed == ["backward"]
+    assert {"forward", "backward"} <= {event.name for event in recorded.events()}

@@ -25,8 +25,8 @@ from rich.table import Table
 from areal_lora.config.models import Config
 from areal_lora.data.prompts import Formatter, Prompt, PromptStream
 from areal_lora.errors import ArealLoraError, ConfigError, ManifestError, PublishError, RefusalReason, RolloutError
-from areal_lora.launcher.cost_model import CostModel, VirtualLoop, VirtualServer
 from areal_lora.launcher.dry_run import make_table
+from areal_lora.launcher.simulation.cost_model import CostModel, VirtualLoop, VirtualServer
 from areal_lora.obs.console import duration, histogram, percent
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.channel.client import SHORT_POLL_S

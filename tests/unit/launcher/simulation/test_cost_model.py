@@ -11,7 +11,7 @@ from areal_lora.config.load import load_config
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
-from areal_lora.launcher.cost_model import arithmetic, scaled
+from areal_lora.launcher.simulation.cost_model import arithmetic, scaled
 from areal_lora.obs.metrics.records import RunMetrics
 from tests.support.paths import EXAMPLES
 

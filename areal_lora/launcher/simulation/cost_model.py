@@ -112,8 +112,10 @@ def arithmetic(config: Config, shape: ModelShape) -> CostModel:
     )
 
 
-def scaled(costs: CostModel, measured: RunMetrics, own: CostModel, config: Config) -> CostModel:
-    """``costs`` times what a run of ``config`` took against its ``own`` arithmetic, with its answers as they were.
+def scaled(
+    costs: CostModel, measured: RunMetrics, own: CostModel, config: Config, answers: Sequence[str] = ()
+) -> CostModel:
+    """``costs`` times what a run of ``config`` took against its ``own`` arithmetic, lengths spread as its ``answers``.
 
     Raises ConfigError for a run with too few steps.
     """
@@ -138,7 +140,7 @@ def scaled(costs: CostModel, measured: RunMetrics, own: CostModel, config: Confi
         costs,
         answer_tokens=mean,
         prompt_tokens=prompt_tokens,
-        sigma=_sigma([len(sample.completion) for sample in measured.samples]),
+        sigma=_sigma([len(answer) for answer in answers]),
         read_s=costs.read_s * served,
         sampled_token_s=costs.sampled_token_s * served,
         prompt_token_s=costs.prompt_token_s * served,

@@ -12,8 +12,8 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.families.shape import ModelShape, read_hf_config
-from areal_lora.launcher.cost_model import FIRST, CostModel, VirtualLoop, arithmetic, scaled
-from areal_lora.launcher.simulate import Scenario, SimulationReport, simulate
+from areal_lora.launcher.simulation.cost_model import FIRST, CostModel, VirtualLoop, arithmetic, scaled
+from areal_lora.launcher.simulation.simulate import Scenario, SimulationReport, simulate
 from areal_lora.obs.metrics.reader import read_metrics
 from tests.support.paths import EXAMPLES
 
