@@ -28,13 +28,13 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1458,
     "cli": 2259,  # sweep; plan --simulate; where the report of a stopped run is; page; two versions in a chat
-    "config": 4275,  # groups of a job; run.trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory by engine
+    "config": 4275,  # groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory
     "data": 680,  # checks in chunks; micro-batches of equal attention; parts of a batch; the vocabulary; a moved model
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 8919,  # ranges of micro-batches; context parallelism, chunked logits, recompute, FLOPs; adapters in one pass
+    "engine": 8919,  # ranges of micro-batches; context parallelism, chunked logits, recompute; adapters in one pass
     "families": 1430,  # FLOPs of passes
-    "launcher": 4610,  # a run in virtual time; sweeps by successive halving; trackers as processes; reports of stopped runs
+    "launcher": 4610,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 4157,  # every rollout in columns, and queries of them; run.trackers; a live page, warnings; console lines
@@ -42,7 +42,7 @@ LINES = {
     "platforms": 149,  # ranges of profilers; peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
     "rollout": 5928,  # the newest version without a search; answers in columns, and over a restart of the trainer
-    "run_folder": 1038,  # sweep.json; DesiredWatch logs a faulty file: from trainer; the counter of trainer sessions; traces
+    "run_folder": 1038,  # sweep.json; DesiredWatch logs a faulty file; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
     "trainer": 3818,  # steps ahead of a slow disk; parts of a batch; which passes join; rollouts of a step

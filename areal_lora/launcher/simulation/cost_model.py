@@ -29,7 +29,7 @@ FLOPS_PER_S, BYTES_PER_S, HOST_BYTES_PER_S = 600e12, 3.35e12, 10e9
 REQUEST_S, CONNECT_S, HOP_S = 0.4e-3, 0.14e-3, 50e-6
 """Of rank 0 for a request to one server; of a member for one of its peers; of a chunk for one member of a ring."""
 FIRST = 2
-"""Steps of a run that are left out: they compile, and wait for the first answers."""
+"""First steps of a run, which do not count: they compile, and wait for the first answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
