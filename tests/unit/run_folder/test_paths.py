@@ -32,6 +32,8 @@ NAMES = sorted(
 
 SDK_ROUTES = {"service/tinker/checkpoints.py"}
 """The word is part of addresses there, which the SDK has chosen."""
+TRACKER_NAMES = {"config/sections/run.py"}
+"""The word is the name of a tracker there."""
 
 
 def strings(module: Path) -> list[str]:
@@ -52,6 +54,7 @@ def test_a_name_of_the_run_folder_is_spelled_once() -> None:
                     found[name].add(module.relative_to(PACKAGE).as_posix())
     found[FOLDER.config.name] -= MODEL_FOLDER
     found["checkpoints"] -= SDK_ROUTES
+    found["tensorboard"] -= TRACKER_NAMES
     assert found == {name: {"run_folder/paths.py"} for name in NAMES}
 
 
