@@ -61,9 +61,11 @@ def announce(layout, *, version=0, parent=None, run=RUN, base=BASE, known=False)
     return Announcement(manifest=manifest, layout=None if known else layout, timeout_s=10.0)
 
 
-def packed(owned, aliases=(), *, version=0, parent=None, s=None, dtype="float32", run=RUN, base=BASE, source=0):
+def packed(
+    owned, aliases=(), *, version=0, parent=None, s=None, dtype="float32", run=RUN, base=BASE, source=0, keys=KEYS
+):
     """(packed shard, announcement) of a single source."""
     layout = layout_of(owned, aliases, s=s, dtype=dtype, source=source)
-    shard = PackedShard(layout, source, KEYS)
+    shard = PackedShard(layout, source, keys)
     shard.pack(ref(version), pack_of(layout, source, dict(owned)))
     return shard, announce(layout, version=version, parent=parent, run=run, base=base)

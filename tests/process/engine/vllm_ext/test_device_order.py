@@ -30,7 +30,7 @@ from areal_lora.weight_sync.layout import Payload
 from areal_lora.weight_sync.link import backends
 from areal_lora.weight_sync.link.backends import Backend, GroupSeat
 from areal_lora.weight_sync.link.broadcast_groups import CPU, GroupListener
-from areal_lora.weight_sync.manifest import encode
+from areal_lora.weight_sync.manifest import encode, shard_keys
 from areal_lora.weight_sync.messages import JoinRequest
 from tests.support.weight_sync.helpers import BASE, BUCKET_BYTES, RUN, packed, spec
 from tests.support.weight_sync.recorded_lane import RecordedLane
@@ -186,7 +186,8 @@ async def publish(gate: Gate, folder: RunFolder, path: Path, calls: list[str], m
     )
     rng = np.random.default_rng(7)
     full = {n: torch.from_numpy(rng.standard_normal(t.shape[2:], dtype=np.float32)) for n, t in worker.stacks.items()}
-    shard, announcement = packed(list(full.items()), s=spec(targets=("linear_qkv", "linear_proj")), version=0)
+    targets = spec(targets=("linear_qkv", "linear_proj"))
+    shard, announcement = packed(list(full.items()), s=targets, version=0, keys=shard_keys(secret))
     gate.close()
     reply, _, _ = await asyncio.gather(
         served.publish(encode(announcement)),
