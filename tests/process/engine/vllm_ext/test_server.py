@@ -539,11 +539,11 @@ def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, sig: signal.Si
     children = psutil.Process(process.pid).children(recursive=True)
     assert children, "the engine is a child process"
     process.send_signal(sig)
-    process.wait(15)
+    process.wait(60)
     running.source.close()
     if sig == signal.SIGTERM:
         assert process.returncode == 0, (tmp_path / "run" / "log").read_text()[-2000:]
-    wait_until(lambda: not any(_alive(child) for child in children), 10.0, "the end of all children")
+    wait_until(lambda: not any(_alive(child) for child in children), 60.0, "the end of all children")
     assert not shared_memory.left_behind(shm)
 
 
