@@ -26,5 +26,5 @@ def in_use() -> set[str]:
 
 
 def left_behind(before: set[str]) -> set[str]:
-    """New since ``before``, and of no living process."""
-    return names() - before - in_use()
+    """New since ``before``, and of no living process, without what others make and remove meanwhile."""
+    return (names() - before - in_use()) & names()
