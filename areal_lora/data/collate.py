@@ -257,11 +257,6 @@ def plan_microbatches(
     while True:
         share = max(1, -(-total // (dp * count)))
         parts = [part for tree in trees for part in _split(tree, lengths, share, token_budget)]
-        # More micro-batches never need fewer tokens: the parts that repeat a shared start become more.
-        sizes = [part.size(lengths) for part in parts]
-        if (needed := -(-sum(sizes) // (dp * token_budget))) > count and max(sizes) <= token_budget:
-            count = needed
-            continue
         bins = _balance(parts, lengths, dp * count)
         # A lone part beyond the budget cannot be cut further.
         if count >= len(parts) or all(len(held) < 2 or _load(held, lengths) <= token_budget for held in bins):

@@ -168,6 +168,7 @@ class SharedResources:
             workflow=build_training(adapter, context, self.sessions, self.run_folder),
             evaluator=evaluator,
             take_costs=scorer.take_costs,
+            texts=bool(self.config.run.keep_rollouts_mib),
         )
 
     async def open(self, raw: bytes) -> AdapterRuntime:

@@ -29,7 +29,7 @@ LINES = {
     "checkpoint": 1458,
     "cli": 2259,  # sweep; plan --simulate; where the report of a stopped run is; page; two versions in a chat
     "config": 4275,  # groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory
-    "data": 680,  # checks in chunks; micro-batches of equal attention; parts of a batch; the vocabulary; a moved model
+    "data": 675,  # checks in chunks; micro-batches of equal attention; parts of a batch; the vocabulary; a moved model
     "distributed": 383,  # scatter
     "doctor": 1032,
     "engine": 8919,  # ranges of micro-batches; context parallelism, chunked logits, recompute; adapters in one pass
@@ -37,11 +37,11 @@ LINES = {
     "launcher": 4610,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 4157,  # every rollout in columns, and queries of them; run.trackers; a live page, warnings; console lines
+    "obs": 4156,  # every rollout in columns, and queries of them; run.trackers; a live page, warnings; console lines
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 149,  # ranges of profilers; peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 5928,  # the newest version without a search; answers in columns, and over a restart of the trainer
+    "rollout": 5930,  # texts of groups; the newest version without a search; answers in columns and over restarts
     "run_folder": 1038,  # sweep.json; DesiredWatch logs a faulty file; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring

@@ -51,8 +51,7 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class RolloutHead(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout without its tokens;
-    columns as in `rollout_store.rollout_table`."""
+    """A rollout without its tokens; columns as in `rollout_store.rollout_table`."""
 
     rollout: int
     adapter: str

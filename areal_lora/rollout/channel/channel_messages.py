@@ -221,8 +221,8 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(ChannelMessage, frozen=True):
-    """The groups of one step, oldest issue first, with their texts; ``events`` are evaluation results, of any
-    adapter, that are not delivered yet.
+    """The groups of one step, oldest issue first; ``texts`` are theirs, or none where no rollout is kept. ``events``
+    are evaluation results, of any adapter, that are not delivered yet.
 
     ``snapshot`` is the ledger as it will be once this step is consumed: opaque, for the checkpoint.
     ``reward_components`` are means over the batch's samples of the parts that the reward names. ``reward_costs`` is

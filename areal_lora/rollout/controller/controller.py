@@ -314,7 +314,7 @@ def _take(runtime: AdapterRuntime, wanted: m.StepRequest) -> m.Batch | m.Adapter
         step=wanted.step,
         groups=lease.groups,
         stats=runtime.feed.stats(),
-        texts=tuple(map(_texts, lease.finished)),
+        texts=tuple(map(_texts, lease.finished)) if runtime.texts else (),
         reward_components=_components(lease),
         reward_costs=runtime.take_costs(),
         events=(),

@@ -46,7 +46,7 @@ class AdapterRuntime:
     are not needed any more. ``close`` ends its scorers. ``one_evaluation``: an evaluation holds its version on the
     servers, which have room for one of each adapter beside those that are rolled out. ``seed`` is the adapter's.
     ``take_costs`` returns what the rewards spent since its last call. ``failure`` is why its rollouts have ended, None
-    while they have not. While ``paused`` no group is issued.
+    while they have not. While ``paused`` no group is issued. Batches have texts if ``texts``.
     """
 
     feed: AdapterFeed
@@ -61,6 +61,7 @@ class AdapterRuntime:
     one_evaluation: asyncio.Lock = field(default_factory=asyncio.Lock)
     failure: m.AdapterFailed | None = None
     paused: bool = False
+    texts: bool = True
     take_costs: Callable[[], dict[str, float]] = dict
     start: Callable[[AdapterRuntime, Ticket], None] = field(init=False)
 

@@ -152,10 +152,10 @@ def single_turn_workflows(sets: Sequence[EvalSet], client: CompletionClient, sco
     return {name: SingleTurnWorkflow(context=context) for name, context in contexts.items()}
 
 
-def config(model: str, *, servers: int = 1, steps: int = 6, eta: int = 1, b: int = 4) -> Config:
+def config(model: str, *, servers: int = 1, steps: int = 6, eta: int = 1, b: int = 4, keep_mib: int = 1) -> Config:
     return Config.model_validate(
         {
-            "run": {"name": "t", "steps": steps, "seed": 3},
+            "run": {"name": "t", "steps": steps, "seed": 3, "keep_rollouts_mib": keep_mib},
             "model": {"path": model},
             "adapters": [
                 {

@@ -92,6 +92,13 @@ def test_the_same_step_asked_again_gives_the_same_groups(controller: Callable[..
     assert run.stats(NAME).issued == 4
 
 
+def test_texts_are_not_sent_where_no_rollout_is_kept(controller: Callable[..., Running]) -> None:
+    run = controller(FakeServer(), eta=0, keep_mib=0)
+    run.activate(0)
+    batch = run.batch(0)
+    assert (len(batch.groups), batch.texts) == (4, ())
+
+
 def test_announce_from_another_thread_while_a_batch_is_awaited(controller: Callable[..., Running]) -> None:
     run = controller(FakeServer())
     timer = threading.Timer(0.3, run.activate, [0])
