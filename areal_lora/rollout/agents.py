@@ -72,8 +72,10 @@ class AgentWorkflow:
     kept: ConversationFile | None = None
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
-        n = self.context.sampling.n_samples
-        ended = await all_samples(self._sample(prompt, ref, i, derived_seed(seed, i)) for i in range(n))
+        n, group = self.context.sampling.n_samples, self.context.conversation()
+        ended = await all_samples(
+            self._sample(group.conversation(), prompt, ref, i, derived_seed(seed, i)) for i in range(n)
+        )
         scores = await self.context.scores([(session.item(prompt.sample), reward) for session, reward in ended])
         for i, ((session, _), score) in enumerate(zip(ended, scores, strict=True)):
             self._keep(session, prompt, i, score.reward if score.outcome is Outcome.OK else None, score.detail)
@@ -87,8 +89,10 @@ class AgentWorkflow:
             texts=tuple(session.last_text for session, _ in ended for _ in session.conversations),
         )
 
-    async def _sample(self, prompt: Prompt, ref: AdapterRef, i: int, seed: int) -> tuple[Session, float | None]:
-        session = Session(context=self.context, ref=ref, seed=seed, tool_parser=self.tool_parser)
+    async def _sample(
+        self, context: WorkflowContext, prompt: Prompt, ref: AdapterRef, i: int, seed: int
+    ) -> tuple[Session, float | None]:
+        session = Session(context=context, ref=ref, seed=seed, tool_parser=self.tool_parser)
         try:
             reward = await self._played(session, prompt)
             if not session.conversations:

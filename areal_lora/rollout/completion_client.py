@@ -17,7 +17,7 @@ import msgspec
 from areal_lora.errors import RolloutError
 from areal_lora.network.http_server import LEAVING_HEADER, ParsedText, ToolCallsAnswer, ToolCallsBody
 from areal_lora.network.tls import Plane, authorization, client_context
-from areal_lora.rollout.routing import Router, Server, VersionRetired
+from areal_lora.rollout.routing import Home, Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, Cause, Generation, Outcome, TokenColumns
 
 # Shorter than uvicorn's 5 s, so that the server never closes a connection we are about to use.
@@ -140,10 +140,12 @@ class CompletionClient:
     """One session with keep-alive to all rollout servers. Use as an async context manager.
 
     ``pins``: requests are answered by the version that they name, or fail; a newer version never takes over.
+    ``home`` is that of the conversation whose requests these are, if they are of one.
     """
 
     def __init__(self, router: Router, secret: str) -> None:
         self.router, self._secret, self.pins = router, secret, False
+        self.home: Home | None = None
         # An open data plane on loopback needs no key, and another process may have taken its port.
         self._plain = {"Content-Type": "application/json"}
         self._keyed = self._plain | authorization(secret, Plane.DATA)
@@ -164,6 +166,12 @@ class CompletionClient:
         pinned = copy.copy(self)
         pinned.pins = True
         return pinned
+
+    def conversation(self) -> CompletionClient:
+        """The same session, for a conversation; of one for a group of them, for a conversation of the group."""
+        client = copy.copy(self)
+        client.home = Home(self.home)
+        return client
 
     def newest(self, ref: AdapterRef) -> AdapterRef:
         """The newest version of ``ref``'s adapter that a server holds; ``ref`` if requests are pinned."""
@@ -228,7 +236,7 @@ class CompletionClient:
     async def _request(
         self, ref: AdapterRef, path: str, body: msgspec.Struct, kind: type[AnswerT], sequences: int, timeout_s: float
     ) -> AnswerT:
-        """One request to the least loaded server, and its answer."""
+        """One request, and its answer."""
         server: Server | None = None
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:
@@ -236,7 +244,7 @@ class CompletionClient:
                 try:
                     async with (
                         asyncio.timeout_at(deadline) as clock,
-                        self.router.lease(ref, sequences, clock) as server,
+                        self.router.lease(ref, sequences, clock, self.home) as server,
                     ):
                         payload = await self._exchange(server, ref, path, _encode(body))
                         return msgspec.json.decode(payload, type=kind)
@@ -275,7 +283,7 @@ class CompletionClient:
             raise HandedBack
         detail = f"{server.url}: HTTP {response.status}: {payload[:200].decode(errors='replace')}"
         if response.status == 404:
-            server.versions.discard(ref)
+            self.router.retired(server, ref)
             raise GenerationFault(FaultKind.RETIRED, detail)
         if response.status >= 500 or response.status == 429:
             self.router.failed(server)

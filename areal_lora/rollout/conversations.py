@@ -155,8 +155,10 @@ class MultiTurnWorkflow:
     max_turns: int
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
-        n = self.context.sampling.n_samples
-        played = await all_samples(self._within_deadline(prompt, ref, derived_seed(seed, i)) for i in range(n))
+        n, group = self.context.sampling.n_samples, self.context.conversation()
+        played = await all_samples(
+            self._within_deadline(group.conversation(), prompt, ref, derived_seed(seed, i)) for i in range(n)
+        )
         scores = await self.context.scores([(self.context.item(prompt.sample, p.last), p.reward) for p in played])
         trajectories = tuple(
             p.packed.trajectory(f"{prompt.uid}:{i}", i, ref.name, score)
@@ -172,29 +174,31 @@ class MultiTurnWorkflow:
             ),
         )
 
-    async def _within_deadline(self, prompt: Prompt, ref: AdapterRef, seed: int) -> _PlayedTurns:
-        timeout_s = self.context.sampling.timeout_s
+    async def _within_deadline(
+        self, context: WorkflowContext, prompt: Prompt, ref: AdapterRef, seed: int
+    ) -> _PlayedTurns:
+        timeout_s = context.sampling.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._play(prompt, ref, seed)
+                return await self._play(context, prompt, ref, seed)
         except TimeoutError:
             raise GenerationFault(FaultKind.TIMEOUT, f"the episode took longer than {timeout_s:g} s") from None
 
-    async def _play(self, prompt: Prompt, ref: AdapterRef, seed: int) -> _PlayedTurns:
-        longest = self.context.max_model_len
+    async def _play(self, context: WorkflowContext, prompt: Prompt, ref: AdapterRef, seed: int) -> _PlayedTurns:
+        longest = context.max_model_len
         code = partial(call, FaultKind.ENVIRONMENT, ref.name)
         environment = await code(self.environment, **self.arguments)
         reset, step = await code(_now, attrgetter("reset", "step"), environment)
         first = _checked("reset", await code(reset, prompt.sample), str, type(None))
         packed, rewards = PackedTurns(), list[float]()
         # Not every text that an environment makes can be tokenized: half a surrogate pair cannot.
-        packed.given(prompt.token_ids + (await code(_now, self.context.encode, first) if first else []))
+        packed.given(prompt.token_ids + (await code(_now, context.encode, first) if first else []))
         if len(packed) >= longest:
             raise GenerationFault(FaultKind.REJECTED, "the environment's first text leaves no room for an answer")
         for turn in range(self.max_turns):
             # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.
-            (answer,) = await self.context.answer(
-                ref, packed.token_ids, seed=derived_seed(seed, turn), timeout_s=2 * self.context.sampling.timeout_s
+            (answer,) = await context.answer(
+                ref, packed.token_ids, seed=derived_seed(seed, turn), timeout_s=2 * context.sampling.timeout_s
             )
             packed.sampled(answer)
             reply = _checked("step", await code(step, answer.text), Reply)
@@ -203,7 +207,7 @@ class MultiTurnWorkflow:
             if reply.done or answer.finish_reason == "length":
                 break
             text = _checked("step's text", reply.text, str)
-            added = await code(_now, self.context.formatter.reply, text, reply.role, answer.token_ids)
+            added = await code(_now, context.formatter.reply, text, reply.role, answer.token_ids)
             if turn + 1 == self.max_turns:
                 packed.finish_reason = "max_turns"
             elif len(packed) + len(added) >= longest:

@@ -1,17 +1,21 @@
-"""Which rollout server gets a request: the one with the fewest sequences outstanding.
+"""Which rollout server gets a request: that of its conversation, else the one with the fewest sequences outstanding.
 
 The trainer's announcements name the servers and the versions they hold. Only servers that hold the requested version
 and are not cooling down after a failure are considered. A server that failed gets no requests for a time that doubles
 with each failure; the first request after that is its trial. A server that the trainer has excluded gets no requests
 until it is announced again, and its running requests are cut off, so that another server can have them. A server that
 leaves gets no requests either, but ends those that run; what it hands back goes to another server.
+
+A conversation stays on its server, whose prefix cache has its tokens, and starts on the server of its group, which has
+their prompt. It moves when that server is not available, or has too many sequences more than the least loaded one.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from areal_lora.errors import RolloutError
 from areal_lora.types import AdapterRef
@@ -26,7 +30,7 @@ class VersionRetired(RolloutError):
     """No server holds the requested adapter version any more (or yet)."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Server:
     """One session of a replica, under one URL.
 
@@ -37,7 +41,6 @@ class Server:
     outstanding: int = 0
     failures: int = 0
     down_until_s: float = 0.0
-    versions: set[AdapterRef] = field(default_factory=set)
     lost: bool = False
     leaving: bool = False
     clocks: set[asyncio.Timeout] = field(default_factory=set)
@@ -50,13 +53,37 @@ class Server:
                 clock.reschedule(asyncio.get_running_loop().time())
 
 
-class Router:
-    """Chooses servers and remembers what they hold and how they fare. ``servers`` are by name."""
+@dataclass(slots=True)
+class Home:
+    """The server that has a conversation's tokens in its prefix cache, if any. It starts on that of its ``group``."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    group: "Home | None" = None
+    server: Server | None = None
+
+    def each(self) -> "Iterator[Home]":
+        """This one, then its groups."""
+        home: Home | None = self
+        while home is not None:
+            yield home
+            home = home.group
+
+
+_load = attrgetter("outstanding")
+
+
+class Router:
+    """Chooses servers and remembers what they hold and how they fare. ``servers`` are by name.
+
+    A conversation moves from a server with over ``max_behind`` sequences more than the least loaded one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, max_behind: int = 0) -> None:
         self.servers: dict[str, Server] = {}
-        self._announced: dict[str, AdapterRef] = {}  # the last one of each adapter
-        self._clock = clock
+        # By adapter, its versions in order with the servers that hold them; sequences are shared between versions.
+        self._holders: dict[str, dict[AdapterRef, Sequence[Server]]] = {}
+        self._members: Sequence[Server] = ()
+        self._urls: Mapping[str, str] = {}
+        self._clock, self._max_behind = clock, max_behind
 
     def announce(
         self, ref: AdapterRef, servers: Mapping[str, str], lost: Iterable[str] = (), left: Iterable[str] = ()
@@ -66,25 +93,45 @@ class Router:
         ``lost`` were excluded before; a server that is also among ``servers``, or has a new URL, is a new
         session and holds ``ref`` only. Servers that ``left`` end what they run.
         """
+        lost = frozenset(lost)
+        if lost or servers != self._urls:
+            self._change_members(servers, lost, frozenset(left))
+        held = self._holders.setdefault(ref.name, {})
+        for other in [r for r in held if r == ref or not _beside(r, ref)]:
+            del held[other]
+        held[ref] = self._members
+
+    def _change_members(self, servers: Mapping[str, str], lost: frozenset[str], left: frozenset[str]) -> None:
+        ended = set[Server]()
         for name, server in list(self.servers.items()):
             if name in lost or servers.get(name) != server.url:
                 if name in left:
                     server.leaving = True
                 if not server.leaving:
                     server.lose()
-                del self.servers[name]
-        self._announced[ref.name] = ref
+                ended.add(self.servers.pop(name))
         for name, url in servers.items():
-            server = self.servers.setdefault(name, Server(url))
-            server.versions = {r for r in server.versions if r.name != ref.name or _beside(r, ref)} | {ref}
+            self.servers.setdefault(name, Server(url))
+        self._members, self._urls = tuple(self.servers.values()), dict(servers)
+        remaining = {id(on): on for held in self._holders.values() for on in held.values()}
+        remaining = {key: tuple(s for s in on if s not in ended) for key, on in remaining.items()}
+        for held in self._holders.values():
+            held.update({ref: remaining[id(on)] for ref, on in held.items()})
+
+    def forget(self, adapter: str) -> None:
+        """Forget the versions of an adapter that has left the run."""
+        self._holders.pop(adapter, None)
+
+    def retired(self, server: Server, ref: AdapterRef) -> None:
+        """``server`` has answered that it does not hold ``ref``."""
+        held = self._holders.get(ref.name, {})
+        if ref in held:
+            held[ref] = tuple(s for s in held[ref] if s is not server)
 
     def newest(self, ref: AdapterRef) -> AdapterRef:
         """The newest version of ``ref``'s adapter that a server holds; ``ref`` where none holds any."""
-        announced = self._announced.get(ref.name, ref)
-        if any(announced in server.versions for server in self.servers.values()):
-            return announced
-        held = (r for server in self.servers.values() for r in server.versions if r.name == ref.name)
-        return max(held, default=ref)
+        held = self._holders.get(ref.name, {})
+        return next((r for r in reversed(held) if held[r]), ref)
 
     def failed(self, server: Server) -> None:
         """Start a cool-down; failures of requests sent before it do not lengthen it."""
@@ -98,13 +145,15 @@ class Router:
         server.down_until_s = 0.0
 
     @asynccontextmanager
-    async def lease(self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout) -> AsyncIterator[Server]:
-        """A server for ``sequences`` sequences of ``ref``; waits while all that hold it cool down or leave.
+    async def lease(
+        self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout, home: Home | None = None
+    ) -> AsyncIterator[Server]:
+        """A server for ``sequences`` sequences of ``ref``, that of ``home`` where it is fit.
 
-        ``clock`` bounds the request and runs out at once if the server is excluded (``lost``).
-        Raises VersionRetired if none holds ``ref``.
+        It waits while all that hold ``ref`` cool down or leave. ``clock`` bounds the request and runs out at once if
+        the server is excluded (``lost``). Raises VersionRetired if none holds ``ref``.
         """
-        server = await self._choose(ref)
+        server = await self._choose(ref, home)
         server.outstanding += sequences
         server.clocks.add(clock)
         try:
@@ -113,19 +162,42 @@ class Router:
             server.clocks.discard(clock)
             server.outstanding -= sequences
 
-    async def _choose(self, ref: AdapterRef) -> Server:
+    async def _choose(self, ref: AdapterRef, home: Home | None = None) -> Server:
         while True:
-            holders = [s for s in self.servers.values() if ref in s.versions and not s.leaving]
-            if not holders and any(ref in s.versions for s in self.servers.values()):
-                await asyncio.sleep(LEAVING_S)
-                continue
+            holders = self._holders.get(ref.name, {}).get(ref, ())
             if not holders:
                 raise VersionRetired(f"no rollout server holds {ref}")
             now = self._clock()
-            healthy = [server for server in holders if now >= server.down_until_s]
-            if healthy:
-                return min(healthy, key=lambda server: server.outstanding)
-            await asyncio.sleep(max(0.01, min(server.down_until_s for server in holders) - now))
+            least = min(holders, key=_load)
+            if least.leaving or now < least.down_until_s:  # one that fails has the fewest
+                staying = [server for server in holders if not server.leaving]
+                healthy = [server for server in staying if now >= server.down_until_s]
+                if not healthy:
+                    until_s = min((server.down_until_s for server in staying), default=now + LEAVING_S)
+                    await asyncio.sleep(max(0.01, until_s - now))
+                    continue
+                least = min(healthy, key=_load)
+            return least if home is None else self._settle(home, least, holders, now)
+
+    def _settle(self, home: Home, least: Server, holders: Sequence[Server], now: float) -> Server:
+        """The server of ``home`` or of its group if it is fit, else ``least``, which takes its place."""
+        for each in home.each():
+            server = each.server
+            if (
+                server is not None
+                and server.outstanding - least.outstanding <= self._max_behind
+                and now >= server.down_until_s
+                and not server.leaving
+                and server in holders
+            ):
+                break
+        else:
+            server = least
+        home.server = server
+        for group in home.each():
+            if group.server is None or group.server.lost or group.server.leaving:
+                group.server = server
+        return server
 
 
 def _beside(held: AdapterRef, newest: AdapterRef) -> bool:

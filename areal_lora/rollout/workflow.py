@@ -123,6 +123,13 @@ class WorkflowContext:
     def tokenizer(self) -> TextTokenizer:
         return self.formatter.tokenizer
 
+    def conversation(self) -> "WorkflowContext":
+        """A context for requests that continue each other: they stay on one server, which caches their tokens.
+
+        That of a group of conversations with one prompt has contexts for them in the same way.
+        """
+        return replace(self, client=self.client.conversation())
+
     def encode(self, text: str) -> list[int]:
         """Tokens of a piece of text that continues others: without start or end of sequence."""
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -99,7 +99,8 @@ class SourceEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fie
 class ServerStats(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Counters of a server since it started to serve. In ``idle_s`` of ``up_s`` seconds no sequence was running.
 
-    ``running`` and ``waiting`` are sequences now; ``prompt_tokens`` counts each prompt once.
+    ``running`` and ``waiting`` are sequences now; ``prompt_tokens`` counts each prompt once,
+    ``cached_tokens`` those of them that the prefix cache had.
     ``interrupted`` sequences were cut and continued on a newer version, which recomputed ``recomputed_tokens``.
     """
 
@@ -109,6 +110,7 @@ class ServerStats(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields
     waiting: int = 0
     requests: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     aborted: int = 0
     interrupted: int = 0

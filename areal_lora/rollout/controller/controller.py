@@ -159,6 +159,7 @@ class Controller:
         async with self._turns.setdefault(request.adapter, asyncio.Lock()):
             if request.adapter in self._joined:
                 await asyncio.wait({self._forget(request.adapter)})
+                self._router.forget(request.adapter)
             elif request.adapter in self._adapters:
                 self._adapters[request.adapter].feed.end()
         self._admission.admit()

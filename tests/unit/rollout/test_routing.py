@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from areal_lora.rollout.routing import KEEP_VERSIONS, MAX_COOL_DOWN_S, Router, VersionRetired
+from areal_lora.rollout.routing import KEEP_VERSIONS, MAX_COOL_DOWN_S, Home, Router, VersionRetired
 from areal_lora.types import AdapterRef
 from tests.support.clocks import Clock
 
@@ -39,9 +39,9 @@ def test_only_servers_that_hold_the_version_are_asked() -> None:
     with pytest.raises(VersionRetired):
         chosen(router)
     router.announce(REF, BOTH)
-    router.servers["server-0"].versions.discard(REF)
+    router.retired(router.servers["server-0"], REF)
     assert chosen(router) == "b"
-    router.servers["server-1"].versions.discard(REF)
+    router.retired(router.servers["server-1"], REF)
     with pytest.raises(VersionRetired, match="math@v1"):
         chosen(router)
 
@@ -78,11 +78,11 @@ def test_a_server_that_is_not_announced_with_the_newest_version_gets_nothing_unt
     router.announce(REF, BOTH)
     router.announce(NEXT, {"server-1": "b"}, lost=["server-0"])
     assert chosen(router) == chosen(router, NEXT) == "b"
-    router.servers["server-1"].versions.discard(REF)
+    router.retired(router.servers["server-1"], REF)
     with pytest.raises(VersionRetired):
         chosen(router)  # the lost one held it, and is not asked
     router.announce(NEXT, BOTH)
-    router.servers["server-1"].versions.discard(NEXT)
+    router.retired(router.servers["server-1"], NEXT)
     assert chosen(router, NEXT) == "a"
 
 
@@ -125,10 +125,14 @@ def test_what_is_remembered_of_a_server_does_not_grow_with_the_run() -> None:
     router.announce(other, BOTH)
     for version in range(500):
         router.announce(AdapterRef(name="math", version=version), BOTH)
-    assert all(len(server.versions) <= KEEP_VERSIONS + 1 for server in router.servers.values())
+    assert {name: len(held) for name, held in router._holders.items()} == {"code": 1, "math": KEEP_VERSIONS}
     assert router.newest(REF).version == 499
     assert router.newest(other) == other
     assert chosen(router, AdapterRef(name="math", version=490)) == "a"
+    router.forget("math")
+    assert router.newest(REF) == REF
+    with pytest.raises(VersionRetired):
+        chosen(router, AdapterRef(name="math", version=499))
 
 
 def test_versions_that_a_trainer_has_gone_back_from_are_not_asked_for() -> None:
@@ -171,3 +175,62 @@ def test_a_request_waits_while_all_that_hold_its_version_leave() -> None:
         assert (await chosen).url == "c"
 
     asyncio.run(wait())
+
+
+def settled(router: Router, home: Home, ref: AdapterRef = REF) -> str:
+    return asyncio.run(router._choose(ref, home)).url
+
+
+def test_a_conversation_stays_on_its_server_and_starts_on_that_of_its_group() -> None:
+    router, group = Router(max_behind=4), Home()
+    router.announce(REF, BOTH | {"server-2": "c"})
+    conversations = [Home(group) for _ in range(3)]
+    assert [settled(router, each) for each in conversations] == ["a", "a", "a"]
+    assert settled(router, Home(Home())) == "a"
+    router.servers["server-0"].outstanding = 5
+    assert settled(router, conversations[0]) == "b"  # too far behind the least loaded
+    router.servers["server-0"].outstanding = 4
+    assert settled(router, conversations[0]) == "b", "it has moved"
+    assert settled(router, conversations[1]) == "a"
+    assert settled(router, Home(group)) == "a"
+    router.announce(NEXT, BOTH)
+    assert settled(router, conversations[1], NEXT) == "a", "also with another version"
+
+
+@pytest.mark.parametrize("how", ["lost", "leaves", "fails", "has no such version"])
+def test_a_conversation_moves_from_a_server_that_is_not_available(how: str) -> None:
+    router, group = Router(Clock(), max_behind=9), Home()
+    router.announce(REF, BOTH)
+    conversation = Home(group)
+    assert settled(router, conversation) == "a"
+    server = router.servers["server-0"]
+    if how == "lost":
+        router.announce(REF, {"server-1": "b"}, lost=["server-0"])
+    elif how == "leaves":
+        server.leaving = True
+    elif how == "fails":
+        router.failed(server)
+    else:
+        router.retired(server, REF)
+    assert settled(router, conversation) == "b"
+    assert group.server is server if how in ("fails", "has no such version") else group.server is not server
+    if how == "lost":
+        router.announce(REF, BOTH)
+    server.leaving, server.down_until_s = False, 0.0
+    router.announce(REF, BOTH)
+    assert settled(router, conversation) == "b"
+
+
+def test_what_512_servers_and_100_adapters_cost_does_not_grow_with_them() -> None:
+    """Reads of servers' loads are counted, and copies of their list: one is shared by all versions."""
+    router, servers = Router(), {f"server-{i}": f"u{i}" for i in range(512)}
+    for version in range(3):
+        for adapter in range(100):
+            router.announce(AdapterRef(name=f"a{adapter}", version=version), servers)
+    held = [on for each in router._holders.values() for on in each.values()]
+    assert len(held) == 300
+    assert len({id(on) for on in held}) == 1
+    router.announce(AdapterRef(name="a0", version=3), {k: v for k, v in servers.items() if k != "server-7"})
+    held = [on for each in router._holders.values() for on in each.values()]
+    assert {len(on) for on in held} == {511}
+    assert len({id(on) for on in held}) == 2

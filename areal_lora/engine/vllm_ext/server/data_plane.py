@@ -233,6 +233,7 @@ class DataPlane:
             "areal_lora_sequences_aborted_total": ("counter", s.aborted),
             "areal_lora_sequences_interrupted_total": ("counter", s.interrupted),
             "areal_lora_prompt_tokens_total": ("counter", s.prompt_tokens),
+            "areal_lora_cached_tokens_total": ("counter", s.cached_tokens),
             "areal_lora_generated_tokens_total": ("counter", s.generated_tokens),
             "areal_lora_recomputed_tokens_total": ("counter", s.recomputed_tokens),
             "areal_lora_up_seconds_total": ("counter", round(s.up_s, 3)),

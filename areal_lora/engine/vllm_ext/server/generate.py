@@ -40,7 +40,15 @@ class BadRequest(ValueError):
     """The request is invalid and would fail again: status 400."""
 
 
-COUNTS = ("requests", "prompt_tokens", "generated_tokens", "aborted", "interrupted", "recomputed_tokens")
+COUNTS = (
+    "requests",
+    "prompt_tokens",
+    "cached_tokens",
+    "generated_tokens",
+    "aborted",
+    "interrupted",
+    "recomputed_tokens",
+)
 
 
 @dataclass(slots=True)
@@ -52,6 +60,7 @@ class RequestCounters:
     in_flight: int = 0  # sequences
     requests: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     aborted: int = 0
     interrupted: int = 0
@@ -155,6 +164,8 @@ class Generator:
                 assert isinstance(output, RequestOutput)
                 finished = output.finished
                 counters.generated_tokens += sum(len(c.token_ids) for c in output.outputs)
+                if finished:
+                    counters.cached_tokens += output.num_cached_tokens or 0
                 yield output
         finally:
             counters.end(n)
