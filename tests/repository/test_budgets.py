@@ -32,7 +32,7 @@ LINES = {
     "data": 675,  # checks in chunks; micro-batches of equal attention; parts of a batch; the vocabulary; a moved model
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 8931,  # ranges of micro-batches; context parallelism, chunked logits, recompute; adapters in one pass; cache hits
+    "engine": 8931,  # ranges of micro-batches; context parallelism, chunked logits, recompute; adapters in one pass; hits
     "families": 1430,  # FLOPs of passes
     "launcher": 4610,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
     "library": 470,
@@ -41,12 +41,12 @@ LINES = {
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 149,  # ranges of profilers; peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 6026,  # texts of groups; answers in columns and over restarts; conversations stay on a server; O(1) routing
+    "rollout": 6026,  # texts of groups; answers in columns and over restarts; conversations on one server; routing
     "run_folder": 1038,  # sweep.json; DesiredWatch logs a faulty file; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
     "trainer": 3818,  # steps ahead of a slow disk; parts of a batch; which passes join; rollouts of a step
-    "weight_sync": 4811,  # groups formed at once, with names of missing receivers; keyed shards; hits of the prefix cache
+    "weight_sync": 4811,  # groups formed at once, with names of missing receivers; keyed shards; cache hits
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
