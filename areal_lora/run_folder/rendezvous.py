@@ -63,9 +63,17 @@ def published_hosts(run_folder: RunFolder) -> list[str]:
     return list(hosts)
 
 
-def published_indices(run_folder: RunFolder, role: str) -> list[int]:
-    """Indices of the processes of ``role`` that have published."""
-    return [int(path.stem.removeprefix(f"{role}-")) for path in run_folder.endpoints.glob(f"{role}-*.json")]
+def published_files(run_folder: RunFolder, role: str) -> dict[int, tuple[int, int]]:
+    """By index of a process of ``role`` that has published, what tells its file from that of another session."""
+    files = dict[int, tuple[int, int]]()
+    with contextlib.suppress(FileNotFoundError), os.scandir(run_folder.endpoints) as entries:
+        for entry in entries:
+            index = entry.name.removeprefix(f"{role}-").removesuffix(".json")
+            if index.isdecimal() and entry.name == f"{role}-{index}.json":
+                with contextlib.suppress(FileNotFoundError):  # its process ended meanwhile
+                    status = entry.stat()
+                    files[int(index)] = status.st_ino, status.st_mtime_ns
+    return files
 
 
 def read_endpoint(run_folder: RunFolder, role: str, index: int) -> Endpoint | None:

@@ -23,7 +23,7 @@ from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, Prompt, prompts_o
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import published_indices, read_endpoint, read_secret
+from areal_lora.run_folder.rendezvous import published_files, read_endpoint, read_secret
 from areal_lora.service.http import Stream
 from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.refused import RequestError
@@ -138,7 +138,7 @@ class Gateway:
 
     def _servers(self) -> list[str]:
         urls = []
-        for index in published_indices(self._folder, "server"):
+        for index in published_files(self._folder, "server"):
             if (endpoint := read_endpoint(self._folder, "server", index)) is not None and "data" in endpoint.ports:
                 scheme = "https" if Plane.DATA in endpoint.tls else "http"
                 urls.append(f"{scheme}://{bracketed(endpoint.host)}:{endpoint.ports['data']}")

@@ -32,7 +32,7 @@ LINES = {
     "data": 675,  # checks in chunks; micro-batches of equal attention; parts of a batch; the vocabulary; a moved model
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 8931,  # ranges of micro-batches; context parallelism, chunked logits, recompute; adapters in one pass; hits
+    "engine": 8931,  # ranges of micro-batches; context parallelism, chunked logits, recompute; joint passes; cache hits
     "families": 1430,  # FLOPs of passes
     "launcher": 4610,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
     "library": 470,

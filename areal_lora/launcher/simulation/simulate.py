@@ -304,7 +304,8 @@ class _World:
 
     def _silent(self) -> set[ServerEndpoint]:
         """Members that have missed the pings of `membership.ServerWatcher`."""
-        until = self.loop.time() - membership.MISSES * membership.WATCH_S - self.config.weight_sync.ping_s
+        pings_s = membership.MISSES * membership.WATCH_S * membership.rounds(len(self.members))
+        until = self.loop.time() - pings_s - self.config.weight_sync.ping_s
         since = {member: self.servers[member.data_url].silent_since for member in self.members}
         return {member for member, at in since.items() if at is not None and at <= until}
 

@@ -69,6 +69,10 @@ class AdminClient:
         """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
         return self._aside(messages.PING_PATH, None, timeout_s)
 
+    def ping_again(self, timeout_s: float) -> PingReply:
+        """``ping`` over the persistent connection, of a client that makes no other calls."""
+        return self.call(messages.PING_PATH, None, PingReply, timeout_s)
+
     def dismiss(self, timeout_s: float) -> None:
         """Release a leaving server: it is no member any more, and no request is routed to it."""
         self._aside(messages.DISMISS_PATH, b"", timeout_s)
@@ -137,10 +141,10 @@ Answers = dict[ServerEndpoint, T | ArealLoraError]
 
 
 class _Line:
-    """A persistent connection to one server, and the thread that waits for the server's answers."""
+    """A persistent connection to one server, one for pings, and the thread that waits for the server's answers."""
 
     def __init__(self, server: ServerEndpoint, secret: str) -> None:
-        self.client = AdminClient(server, secret)
+        self.client, self.pings = AdminClient(server, secret), AdminClient(server, secret)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"admin-{server.name}")
         self.layouts: set[str] = set()  # sent since the last join
         self.checked: set[str] = set()
@@ -187,6 +191,7 @@ class _Line:
     def close(self) -> None:
         """Close without waiting for the request in progress; queued requests have expired, or are quick."""
         self.thread.submit(self.client.close)
+        self.thread.submit(self.pings.close)
         self.thread.shutdown(wait=False)
 
 
@@ -217,6 +222,11 @@ class Fleet:
         """Raises PublishError if ``server``, a member or not, does not answer in time."""
         return AdminClient(server, self._secret).ping(timeout_s)
 
+    def ping_again(self, server: ServerEndpoint, timeout_s: float) -> PingReply:
+        """``ping``, of a member over a connection that is kept: 512 TLS handshakes a second would fill a core."""
+        line = self._lines.get(server)
+        return self.ping(server, timeout_s) if line is None else line.pings.ping_again(timeout_s)
+
     def dismiss(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> None:
         """Release leaving servers. Does not wait for their answers: one that misses this ends later."""
         pool = ThreadPoolExecutor(PINGS, thread_name_prefix="dismiss")
@@ -227,8 +237,8 @@ class Fleet:
     def silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
         """Ping all ``servers``, ``PINGS`` at once; return those that do not answer in ``timeout_s``, with their errors.
 
-        A ping is several packets on a connection of its own. One without an answer after half of the time is repeated
-        beside the first: a link that loses a packet in a hundred does not make a server silent.
+        One without an answer after half of the time is repeated beside the first, on a connection of its own: a link
+        that loses a packet in a hundred does not make a server silent.
         """
         silent: dict[ServerEndpoint, ArealLoraError] = {}
         for start in range(0, len(servers), PINGS):
@@ -238,7 +248,7 @@ class Fleet:
     def _silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
         pool = ThreadPoolExecutor(2 * len(servers), thread_name_prefix="ping")
         until = time.monotonic() + timeout_s
-        first = {server: pool.submit(self.ping, server, timeout_s) for server in servers}
+        first = {server: pool.submit(self.ping_again, server, timeout_s) for server in servers}
         wait(first.values(), timeout_s / 2)
         second = {s: pool.submit(self.ping, s, timeout_s / 2) for s, ping in first.items() if not ping.done()}
         pool.shutdown(wait=False)  # a ping that connects late and answers late takes longer than ``timeout_s``

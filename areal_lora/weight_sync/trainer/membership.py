@@ -20,7 +20,7 @@ from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, Parit
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import published_indices, read_endpoint
+from areal_lora.run_folder.rendezvous import published_files, read_endpoint
 from areal_lora.weight_sync.layout import AdapterLayout, Payload
 from areal_lora.weight_sync.messages import PingReply, ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
@@ -107,6 +107,11 @@ def _reason(f: ServerFinding) -> str:
     return f"{how}: {f.error}"
 
 
+def rounds(members: int) -> float:
+    """Periods from one ping of each member to the next: more members are no more pings a second."""
+    return max(1.0, members / PINGS)
+
+
 def _ordered(servers: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
     return tuple(sorted(servers, key=lambda s: (len(s.name), s.name)))
 
@@ -116,11 +121,17 @@ class RendezvousWatch:
 
     def __init__(self, run_folder: RunFolder, workers: int) -> None:
         self._run_folder, self._workers = run_folder, workers
+        self._read: dict[int, tuple[tuple[int, int], ServerEndpoint]] = {}  # by index, with the file's identity
 
     def present(self) -> list[ServerEndpoint]:
         """Servers that have published their ports; some may be dead. Raises OSError if they cannot be read now."""
-        indices = published_indices(self._run_folder, "server")
-        return [found for index in indices if (found := self.server(index)) is not None]
+        found, known = dict[int, tuple[tuple[int, int], ServerEndpoint]](), self._read
+        for index, identity in published_files(self._run_folder, "server").items():
+            server = known[index][1] if known.get(index, ((), None))[0] == identity else self.server(index)
+            if server is not None:
+                found[index] = identity, server
+        self._read = found
+        return [server for _, server in found.values()]
 
     def server(self, index: int) -> ServerEndpoint | None:
         """Server ``index``, or None if it has not published its ports yet."""
@@ -138,7 +149,7 @@ class RendezvousWatch:
 
 
 class ServerWatcher:
-    """Ping joining servers and members every ``period_s`` in a separate thread.
+    """Ping joining servers and members every ``period_s``, or ``rounds`` of them, in a separate thread.
 
     ``joining`` are not members and answered the latest ping; ``leaving`` are members that leave in order, or have left:
     they answer so, or are silent and have withdrawn their endpoint. An unreadable folder is read again in the next
@@ -171,7 +182,7 @@ class ServerWatcher:
         self._pings.shutdown(wait=False)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._period_s):
+        while not self._stop.wait(self._period_s * rounds(len(self._roster.members))):
             self.look()
 
     def look(self) -> None:
@@ -315,6 +326,6 @@ class MemberRoster:
 
     def _ping(self, server: ServerEndpoint) -> PingReply | None:
         try:
-            return self._fleet.ping(server, self._ping_s)
+            return self._fleet.ping_again(server, self._ping_s)
         except ArealLoraError:
             return None

@@ -17,7 +17,7 @@ from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import published_indices, read_endpoint
+from areal_lora.run_folder.rendezvous import published_files, read_endpoint
 from tests.support.e2e import lenient_trainer
 from tests.support.engine.vllm_ext import stand_in
 from tests.support.launcher import real_slurm
@@ -96,7 +96,7 @@ def run_spread(slurm: Slurm, root: Path, made: list[Host], *, ranks: int, steps:
             listeners[host.name] |= found
         folder = RunFolder.current(path)
         for role in ("trainer", "controller", SERVER):
-            for index in published_indices(folder, role):
+            for index in published_files(folder, role):
                 endpoint = read_endpoint(folder, role, index)
                 if endpoint is not None:
                     addresses[f"{role}-{index}"] = endpoint.host

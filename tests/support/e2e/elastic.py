@@ -20,7 +20,7 @@ from areal_lora.launcher.spares import remove_servers
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import published_indices, read_endpoint
+from areal_lora.run_folder.rendezvous import published_files, read_endpoint
 from tests.support.e2e import lenient_trainer
 from tests.support.engine.vllm_ext import stand_in
 from tests.support.forks.starter import starter_of
@@ -44,7 +44,7 @@ class ElasticRun:
         return read_metrics(self.run_folder)
 
     def servers(self) -> set[int]:
-        return set(published_indices(self.run_folder, "server"))
+        return set(published_files(self.run_folder, "server"))
 
     def add(self, servers: int, grace_s: float = 20.0) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "areal_lora", "add-servers", str(self.folder)]

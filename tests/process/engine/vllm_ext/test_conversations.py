@@ -125,4 +125,4 @@ def test_conversations_find_their_tokens_cached(servers: list[RunningServer]) ->
     share = asyncio.run(rounds())
     print("share of prompt tokens that the caches had:", share)
     assert share["kept"] >= 0.8
-    assert share["anywhere"] < share["kept"] - 0.1
+    assert 1 - share["anywhere"] > 1.2 * (1 - share["kept"]), "more is computed again"

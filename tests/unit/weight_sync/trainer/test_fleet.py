@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
 
@@ -14,6 +15,7 @@ from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import DropReply, PingReply, ServerEndpoint
 from areal_lora.weight_sync.trainer.fleet import PINGS, AdminClient, Fleet
 from tests.support.weight_sync.helpers import RUN, SECRET
+from tests.support.weight_sync.https_server import AdminHttpsServer
 
 SERVERS = [ServerEndpoint(name=f"server-{i}", host="h", admin_port=i, data_port=9, workers=1) for i in range(3)]
 
@@ -163,3 +165,41 @@ def test_an_adapter_is_dropped_while_a_server_ceases_to_be_a_member() -> None:
     fleet._lines[SERVERS[0]].close()  # as `keep` does, and has not come further
     fleet.drop(SERVERS, "math", 1.0)
     fleet._lines.clear()
+
+
+class CountingServer(AdminHttpsServer):
+    """Counts the connections that it accepts."""
+
+    accepted = 0
+
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        self.accepted += 1
+        return super().get_request()
+
+
+def test_members_are_pinged_over_connections_that_are_kept() -> None:
+    """A TLS handshake for each ping of 512 servers a second fills a core."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = CountingServer(listener, SECRET, lambda *_: (200, msgspec.msgpack.encode(PingReply())))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = listener.getsockname()[1]
+    members = [
+        ServerEndpoint(name=f"server-{i}", host="127.0.0.1", admin_port=port, data_port=i, workers=1) for i in range(4)
+    ]
+    fleet = Fleet(RUN, SECRET)
+    try:
+        fleet.keep(members[:3])
+        for _ in range(5):
+            assert fleet.silent(members[:3], 120.0) == {}
+            assert [fleet.ping_again(member, 120.0) for member in members[:3]] == [PingReply()] * 3
+        assert server.accepted == 3
+        fleet.ping_again(members[3], 120.0)  # no member yet
+        assert server.accepted == 4
+        fleet.keep(members[1:2])
+        fleet.ping_again(members[0], 120.0)
+        fleet.ping_again(members[1], 120.0)
+        assert server.accepted == 5
+    finally:
+        fleet.close()
+        server.shutdown()
+        server.server_close()

@@ -12,9 +12,10 @@ import pytest
 
 from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import publish_endpoint
+from areal_lora.run_folder.rendezvous import forget_endpoint, publish_endpoint
 from areal_lora.weight_sync.messages import PingReply, ServerEndpoint
 from areal_lora.weight_sync.trainer import membership as membership_module
+from areal_lora.weight_sync.trainer.fleet import PINGS
 from areal_lora.weight_sync.trainer.membership import (
     FIRST_REST_S,
     LONGEST_REST_S,
@@ -23,6 +24,7 @@ from areal_lora.weight_sync.trainer.membership import (
     ServerFinding,
     ServerWatcher,
     judge,
+    rounds,
 )
 from tests.support.clocks import Clock, wait_until
 
@@ -172,6 +174,29 @@ def test_servers_of_a_run_folder(tmp_path):
     found = ServerEndpoint(name="server-3", host="127.0.0.1", admin_port=6, data_port=5, workers=2)
     assert watch.present() == [found]
     assert found.data_url == "http://127.0.0.1:5"
+
+
+def test_files_of_servers_are_read_once_for_each_session(tmp_path, monkeypatch):
+    """512 files a second would be read from a folder on the network."""
+    folder, read = RunFolder(tmp_path), []
+    watch = RendezvousWatch(folder, workers=1)
+    monkeypatch.setattr(watch, "server", lambda index: read.append(index) or RendezvousWatch.server(watch, index))
+    for index in range(3):
+        publish_endpoint(folder, "server", index, {"data": 5, "admin": index})
+    for _ in range(3):
+        assert sorted(s.admin_port for s in watch.present()) == [0, 1, 2]
+    assert sorted(read) == [0, 1, 2]
+    publish_endpoint(folder, "server", 1, {"data": 5, "admin": 9})
+    forget_endpoint(folder, "server", 2)
+    assert sorted(s.admin_port for s in watch.present()) == [0, 9]
+    assert sorted(read) == [0, 1, 1, 2]
+    publish_endpoint(folder, "server", 2, {"data": 5, "admin": 2})
+    assert sorted(s.admin_port for s in watch.present()) == [0, 2, 9]
+
+
+def test_more_members_are_no_more_pings_a_second():
+    assert [rounds(n) for n in (0, 1, PINGS)] == [1.0, 1.0, 1.0]
+    assert rounds(4 * PINGS) == 4.0
 
 
 def test_the_watcher_names_those_that_are_wanted_and_answer_and_knows_whether_all_members_do():
