@@ -120,7 +120,7 @@ class LedgerDiskError(LedgerError):
 class LedgerFile:
     """The only connection to the ledger file (or ``:memory:``), used by one thread of the controller.
 
-    ``heads`` are written with each flush, by adapter.
+    ``heads`` by adapter; a flush writes those of the adapters that have ``changed`` since the last one.
     """
 
     def __init__(self, path: Path | str, run: str) -> None:
@@ -131,6 +131,7 @@ class LedgerFile:
         """
         self.path = str(path)
         self.heads: dict[str, Head] = {}
+        self.changed = set[str]()
         try:
             self._db = _open(self.path, run)
         except sqlite3.OperationalError as error:
@@ -157,15 +158,16 @@ class LedgerFile:
     def flush(self) -> None:
         """Make everything written so far durable against the end of this process, in one transaction."""
         try:
-            for adapter, head in self.heads.items():
-                self._db.execute(
-                    "INSERT OR REPLACE INTO adapters VALUES (?, ?)", (adapter, msgspec.json.encode(head).decode())
-                )
+            for adapter in self.changed:
+                head = msgspec.json.encode(self.heads[adapter]).decode()
+                self._db.execute("INSERT OR REPLACE INTO adapters VALUES (?, ?)", (adapter, head))
             self._db.commit()
         except sqlite3.Error as error:
             raise self._broken(error) from error
+        self.changed.clear()
 
     def close(self) -> None:
+        self.changed |= self.heads.keys()
         self.flush()
         self._db.close()
 
@@ -304,6 +306,7 @@ class Ledger:
 
     def _load(self) -> None:
         self._file.heads[self.adapter] = self.head
+        self._file.changed.add(self.adapter)
         self.counts, self.drop_reasons = counted(self._file.execute, self.adapter, self.head)
         self._states = {row.seq: row.state for row in self.table.rows(*LIVE)}
 
@@ -313,6 +316,7 @@ class Ledger:
         seq = self.head.issued
         self.table.insert(OpenGroup(seq, position, issue, stale, 0, 0))
         self.head.issued += 1
+        self._file.changed.add(self.adapter)
         self.counts[_S.ISSUED] += 1
         self._states[seq] = _S.ISSUED
         return seq
@@ -338,6 +342,7 @@ class Ledger:
 
     def consume(self, step: int) -> None:
         """Every group leased at ``step`` or before is consumed; its trajectories are deleted."""
+        self._file.changed.add(self.adapter)
         for row in self.table.rows(_S.LEASED):
             if row.step <= step:
                 self._move(row.seq, (_S.LEASED,), _S.CONSUMED, reason="")
@@ -375,6 +380,7 @@ class Ledger:
             f"UPDATE groups SET {changes} WHERE adapter = ? AND seq = ?",
             (int(state), *columns.values(), self.adapter, seq),
         )
+        self._file.changed.add(self.adapter)
         self.counts[before] -= 1
         self.counts[state] += 1
         if state is _S.DROPPED:
@@ -385,6 +391,8 @@ class Ledger:
     # ------------------------------------------------------------ the whole
 
     def flush(self) -> None:
+        """Also what other adapters have changed: the file has one transaction."""
+        self._file.changed.add(self.adapter)
         self._file.flush()
 
     def check(self, live: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.rollout.ledger.ledger import FOLD_EVERY, KEEP_STEPS, GroupState, LedgerError
+from areal_lora.rollout.ledger.ledger import FOLD_EVERY, KEEP_STEPS, GroupState, Ledger, LedgerError, LedgerFile
 from tests.support.rollout.helpers import open_ledger
 
 
@@ -80,3 +80,30 @@ def test_closed_steps_are_folded_into_counts_and_the_file_stays_small(tmp_path: 
     _, again = open_ledger(path)
     assert again.counts == {GroupState.CONSUMED: 12 * KEEP_STEPS, GroupState.DROPPED: 4 * KEEP_STEPS}
     assert again.drop_reasons == {"stale": 4 * KEEP_STEPS}
+
+
+def test_a_flush_writes_the_adapters_that_changed_and_all_of_them_at_once(tmp_path: Path) -> None:
+    """A thousand adapters that a service has known cost a flush nothing."""
+    file = LedgerFile(tmp_path / "ledger.sqlite", "r")
+    ledgers = [Ledger(file, f"a{i}", "o") for i in range(1000)]
+    file.flush()
+
+    def written() -> int:
+        before = file._db.total_changes
+        ledgers[1].flush()
+        return file._db.total_changes - before
+
+    assert written() == 1
+    ledgers[7].issue(0, 0)
+    ledgers[8].head.counters.tokens = 5  # a figure alone waits for its own flush
+    assert written() == 2
+    head = file.read_head("a7")
+    assert head is not None
+    assert head.issued == 1, "its row and its head are of one transaction"
+    assert written() == 1
+    file.close()
+    again = LedgerFile(tmp_path / "ledger.sqlite", "r")
+    head = again.read_head("a8")
+    assert head is not None
+    assert head.counters.tokens == 5
+    again.close()
