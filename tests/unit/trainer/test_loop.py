@@ -138,7 +138,8 @@ def test_a_service_waits_without_adapters_until_no_more_will_come() -> None:
 def test_ranks_wait_for_rollouts_longer_than_their_exchange_does(tmp_path: Path) -> None:
     """Those of a step, or of a service without requests: rank 0 renews the time-out of the others."""
     assert (
-        run_ranks(wait_for_rollouts, 2, tmp_path, (), timeout_s=60.0) == [RolloutFault(adapter=NAME, reason="late")] * 2
+        run_ranks(wait_for_rollouts, 2, tmp_path, (), timeout_s=200.0)
+        == [RolloutFault(adapter=NAME, reason="late")] * 2
     )
 
 

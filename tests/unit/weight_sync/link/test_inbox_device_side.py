@@ -23,7 +23,7 @@ from areal_lora.weight_sync.messages import SourceEndpoint
 from tests.support.weight_sync.recorded_lane import RecordedLane
 
 ENDPOINT = SourceEndpoint(source=0, host="127.0.0.1", port=1, world=2, token="t", bucket_bytes=64, backend="recorder")
-LONG_S = 60.0  # far more than any of these tests takes
+LONG_S = 120.0  # far more than any of these tests takes
 
 
 class Library:
