@@ -140,7 +140,7 @@ def test_a_communicator_that_does_not_form_is_left_at_the_deadline(monkeypatch: 
         return Backend(library, RecordedLane(library.calls, CPU), timed_from_issue=True)
 
     monkeypatch.setitem(backends._BACKENDS, "lazy", lazy)
-    secret, timeout_s = "ab" * 32, 2.5
+    secret, timeout_s = "ab" * 32, 5.0
     listener = GroupListener(
         source=0,
         bind="127.0.0.1",
