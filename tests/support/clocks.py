@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from areal_lora.launcher.simulation.cost_model import VirtualLoop
-
 T = TypeVar("T")
 
 
@@ -28,6 +26,8 @@ class Clock:
 
 def in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
     """Run ``work``, in which only waiting takes time, and that none: for code without threads, sockets and files."""
+    from areal_lora.launcher.simulation.cost_model import VirtualLoop
+
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)
 
