@@ -34,7 +34,7 @@ def launch(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
 
@@ -75,7 +75,7 @@ def test_dry_run_shows_the_plan_and_creates_nothing(tmp_path: Path, paths: list[
     configs = [word for path in paths for word in ("--config", str(path))]
     options = [f"run.root={tmp_path / 'runs'}", "--dry-run", "--details"]
     command = [forked_python(), "-m", "areal_lora.launch", *configs, *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     for title in ("trainer rank", "adapter slots", "KV cache", "Publish of gsm8k"):
         assert title in done.stdout.partition("Processes")[0], "the summary comes first"

@@ -43,7 +43,7 @@ class Visit:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(address)
 
-    def wait(self, expression: str, timeout_s: float = 60.0) -> None:
+    def wait(self, expression: str, timeout_s: float = 120.0) -> None:
         """Until ``expression`` is true; Playwright's own way evaluates text in the page, whose policy forbids that."""
         deadline = time.monotonic() + timeout_s
         while not self.page.evaluate(f"Boolean({expression})"):

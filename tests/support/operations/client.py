@@ -29,7 +29,7 @@ from areal_lora.operations.protocol import (
 )
 from areal_lora.run_folder.paths import RunFolder
 
-WAIT_S = 300.0
+WAIT_S = 240.0
 
 
 def datum(
@@ -135,4 +135,4 @@ class Client:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._running.cancel)
-        self._thread.join(30)
+        self._thread.join(WAIT_S)

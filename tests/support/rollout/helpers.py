@@ -126,7 +126,7 @@ def admit_all(made: AdapterFeed) -> list[Ticket]:
     return tickets
 
 
-SAMPLING = SamplingConfig(prompts_per_step=4, n_samples=2, max_new_tokens=8, timeout_s=5.0)
+SAMPLING = SamplingConfig(prompts_per_step=4, n_samples=2, max_new_tokens=8, timeout_s=120.0)
 
 
 def eval_set(
@@ -166,7 +166,7 @@ def config(model: str, *, servers: int = 1, steps: int = 6, eta: int = 1, b: int
                     "task": {"kind": "word_problems", "n_train": 64, "n_eval": 40},
                     "algorithm": {"kind": "grpo"},
                     "optimizer": {"lr": 1e-3},
-                    "sampling": {"prompts_per_step": b, "n_samples": 2, "max_new_tokens": 8, "timeout_s": 5.0},
+                    "sampling": {"prompts_per_step": b, "n_samples": 2, "max_new_tokens": 8, "timeout_s": 120.0},
                 }
             ],
             "trainer": {"world_size": 1},

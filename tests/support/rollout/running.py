@@ -21,6 +21,7 @@ from areal_lora.rollout.main import adapter_data, serve
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
+from tests.support.clocks import WAIT_S
 from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.helpers import NAME, CharTokenizer, config
 from tests.support.rollout.patient_client import PatientClient
@@ -34,13 +35,13 @@ class Loop:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = 20.0) -> Any:
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = WAIT_S) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def close(self) -> None:
         self.run(self._cancel_tasks())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
+        self._thread.join(WAIT_S)
         self.loop.close()
 
     @staticmethod
@@ -124,7 +125,7 @@ def controllers(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rollout_main, "Controller", Kept)
             ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
-            endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, 20, lambda: not ended.done())
+            endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, WAIT_S, lambda: not ended.done())
         client = PatientClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
         client.hello({adapter.name: 0 for adapter in made.adapters}, {})
         started.append(Running(client, endpoint, servers, ended, stats, tmp_path, entry))
@@ -134,7 +135,7 @@ def controllers(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     loop.loop.call_soon_threadsafe(stop.set)
     for running in started:
         running.client.close()
-        running.ended.exception(20)
+        running.ended.exception(WAIT_S)
         for server in running.servers:
             server_loop.run(server.__aexit__())
     loop.close()

@@ -18,7 +18,7 @@ from tests.support.rollout.fake_server import FakeServer
 V1, V2 = AdapterRef(name="math", version=1), AdapterRef(name="math", version=2)
 EOS = 2
 MAX_MODEL_LEN = 64
-SAMPLING = SamplingConfig(prompts_per_step=4, n_samples=2, max_new_tokens=8, timeout_s=5.0)
+SAMPLING = SamplingConfig(prompts_per_step=4, n_samples=2, max_new_tokens=8, timeout_s=120.0)
 
 
 class CharTokenizer:

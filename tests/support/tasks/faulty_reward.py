@@ -105,14 +105,14 @@ def reward(completion: str, gold: str) -> float:
         case "subprocess":
             subprocess.run(["true"], check=True)
         case "connect":
-            socket.create_connection(("127.0.0.1", int(gold)), timeout=5)
+            socket.create_connection(("127.0.0.1", int(gold)), timeout=60)
         case "connect_natively":
             if ctypes.CDLL(None, use_errno=True).socket(2, 1, 0) < 0:
                 raise OSError(ctypes.get_errno(), "no socket")
         case "unix_socket":
             socket.socket(socket.AF_UNIX).connect(gold)
         case "url":
-            urllib.request.urlopen(gold, timeout=5)
+            urllib.request.urlopen(gold, timeout=60)
         case "kill_parent":
             os.kill(os.getppid(), signal.SIGKILL)
         case "kill_group":

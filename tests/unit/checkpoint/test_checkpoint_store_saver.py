@@ -24,11 +24,12 @@ class Held(Disk):
     """Stands still before the rename until told to go on; ``full`` refuses every write."""
 
     def __init__(self) -> None:
-        self.go_on, self.full = threading.Event(), False
+        self.arrived, self.go_on, self.full = threading.Event(), threading.Event(), False
 
     def about_to(self, operation: str, path: Path) -> None:
         if operation == "rename" and path.name != "newest":
-            assert self.go_on.wait(10.0)
+            self.arrived.set()
+            assert self.go_on.wait(120.0)
         if operation == "write" and self.full:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -54,6 +55,7 @@ class Saving:
 def test_the_step_is_not_committed_before_it_is_durable(tmp_path: Path) -> None:
     saving = Saving(tmp_path)
     save = saving.saver.save(snapshot_of(1, 0))
+    assert saving.disk.arrived.wait(120.0)
     assert not save.ended.wait(0.3)
     assert (saving.committed, find(RunFolder(tmp_path), SPEC.name).newest) == ([], None)
     saving.disk.go_on.set()

@@ -39,10 +39,10 @@ def run(tmp_path: Path) -> Iterator[RunFolder]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    assert ready.wait(60)
+    assert ready.wait(120)
     yield config.run_folder
     loop.call_soon_threadsafe(stop.set)
-    thread.join(60)
+    thread.join(120)
     loop.close()
 
 

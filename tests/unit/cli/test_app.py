@@ -49,7 +49,7 @@ def test_the_console_script_is_this_command() -> None:
 
 def test_the_module_prints_completion_that_bash_reads() -> None:
     show = f"{shlex.quote(sys.executable)} -m areal_lora --show-completion; true"
-    done = subprocess.run(["bash", "-c", show], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(["bash", "-c", show], cwd=ROOT, capture_output=True, text=True, check=True, timeout=150)
     assert "complete -o default -F _areal_lora_completion areal-lora" in done.stdout
     subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True)
 
@@ -72,7 +72,7 @@ def test_bash_completes_verbs_runs_and_options(tmp_path: Path, typed: str, offer
     """
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-c", ask], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
+        ["bash", "-c", ask], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=150
     )
     assert done.stdout.split() == offered, done.stderr
 

@@ -36,7 +36,7 @@ def push(hub: HubStub, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret", "HF_HUB_DISABLE_XET": "1"}
     code = "import sys; from areal_lora.cli.app import main; sys.exit(main(['push', *sys.argv[1:]]))"
     argv = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=150, check=False)
 
 
 def test_the_adapter_and_a_card_are_sent_and_nothing_else(run: RunFolder, tmp_path: Path) -> None:

@@ -70,4 +70,4 @@ def test_following_shows_new_lines_also_of_new_processes(run: Path) -> None:
             assert process.stdout.readline() == "server-1   | up\n"
         finally:
             process.kill()
-    wait_until(lambda: process.poll() is not None, 5.0)
+    wait_until(lambda: process.poll() is not None)

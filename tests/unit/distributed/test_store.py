@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from areal_lora.distributed.store import Await, CurveStore, KeyTable, StoreCall, StoreServer
 from areal_lora.network.rpc import zmq_curve_keys
+from tests.support.clocks import WAIT_S, wait_until
 from tests.support.weight_sync.helpers import SECRET
 
 OTHER = "00" * 32
@@ -29,7 +30,7 @@ def server():
 
 
 @contextmanager
-def client(server, timeout_s=5.0, secret=SECRET):
+def client(server, timeout_s=WAIT_S, secret=SECRET):
     store = CurveStore(server.host, server.port, secret, timeout_s)
     yield store
     store.close()
@@ -75,7 +76,13 @@ def test_it_answers_as_torchs_own(server):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         own = dist.TCPStore(
-            "127.0.0.1", port, 1, True, timedelta(seconds=5), wait_for_workers=False, master_listen_fd=listener.detach()
+            "127.0.0.1",
+            port,
+            1,
+            True,
+            timedelta(seconds=WAIT_S),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
     with client(server) as store:
         assert script(dist.PrefixStore("x", store)) == script(dist.PrefixStore("x", own))
@@ -89,18 +96,20 @@ def test_waits_of_several_threads_do_not_hold_each_other_up(server):
         time.sleep(0.1)
         for i in reversed(range(8)):
             store.set(f"x/{i}", str(i))
-        assert [w.result(5) for w in waits] == [str(i).encode() for i in range(8)]
+        assert [w.result(WAIT_S) for w in waits] == [str(i).encode() for i in range(8)]
 
 
 def test_a_server_that_ends_wakes_who_waits(server):
-    with client(server, timeout_s=30.0) as store:
-        threading.Timer(0.2, server.close).start()
-        began = time.monotonic()
+    def end():
+        wait_until(lambda: server._table._waiting)
+        server.close()
+
+    with client(server, timeout_s=2 * WAIT_S) as store:
+        threading.Thread(target=end).start()
         with pytest.raises(dist.DistNetworkError, match="closed"):
             dist.PrefixStore("x", store).get("never")
         with pytest.raises(dist.DistNetworkError, match="refused"):
             store.set("k", "v")
-        assert time.monotonic() - began < 2.0
 
 
 def test_a_connection_that_was_lost_while_idle_is_made_again(server):
@@ -112,9 +121,7 @@ def test_a_connection_that_was_lost_while_idle_is_made_again(server):
         (end,) = {c.fd for c in at if c.raddr == (server.host, server.port) and c.status == psutil.CONN_ESTABLISHED}
         with socket.socket(fileno=os.dup(end)) as held:
             held.shutdown(socket.SHUT_RDWR)
-        deadline = time.monotonic() + 5
-        while idle.usable() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: not idle.usable())
         assert store.get("k") == b"v"
 
 
@@ -123,16 +130,14 @@ def test_a_wait_ends_in_its_time_and_the_store_goes_on(server):
         began = time.monotonic()
         with pytest.raises(dist.DistStoreError, match=r"wait timeout after 0.2 s, keys: x/never"):
             dist.PrefixStore("x", store).wait(["never"], timedelta(seconds=0.2))
-        assert 0.2 <= time.monotonic() - began < 2.0
+        assert time.monotonic() - began >= 0.2
         store.set("x/never", "late")
         assert store.get("x/never") == b"late"
 
 
 def test_another_secret_is_refused_at_once(server):
-    began = time.monotonic()
-    with pytest.raises(dist.DistNetworkError, match="another run"):
-        CurveStore(server.host, server.port, OTHER, 30.0)
-    assert time.monotonic() - began < 5.0
+    with pytest.raises(dist.DistNetworkError, match="another run"):  # after its time it would be a DistStoreError
+        CurveStore(server.host, server.port, OTHER, WAIT_S)
 
 
 def test_the_servers_public_key_is_not_enough(server, monkeypatch):
@@ -148,7 +153,7 @@ def test_the_servers_public_key_is_not_enough(server, monkeypatch):
 
 def test_bytes_that_are_no_handshake_do_no_harm(server):
     for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 40):
-        with socket.create_connection((server.host, server.port), 2) as stranger, suppress(OSError):
+        with socket.create_connection((server.host, server.port), WAIT_S) as stranger, suppress(OSError):
             stranger.sendall(junk)
     with client(server) as store:
         store.set("k", "v")
@@ -183,10 +188,7 @@ def test_nothing_is_left_after_closing(server):
             store.set("k", str(turn))
         if turn == 0:
             first = held()
-    deadline = time.monotonic() + 5
-    while held() > first and time.monotonic() < deadline:  # native threads end a moment later
-        time.sleep(0.05)
-    assert held() <= first
+    wait_until(lambda: held() <= first)  # native threads end a moment later
 
 
 def test_those_who_gave_up_are_forgotten():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -62,9 +61,9 @@ def test_a_tracker_that_fails_does_not_end_the_run_and_one_that_works_gets_time_
     slow = f"{trainer}\ntime.sleep(2)\nprint('sent')"
     refused = "print('areal_lora.errors.EnvironmentError_: MLflow: refused (fix: x)'); raise SystemExit(69)"
     run = begin(("tracker", 0, refused), ("tracker", 1, slow), ("trainer", 0, trainer))
-    run.wait_for(lambda: run.log("tracker-0").count("refused") == 2, timeout_s=60)
+    run.wait_for(lambda: run.log("tracker-0").count("refused") == 2)
     go.touch()
-    code, output = run.end(timeout_s=60)
+    code, output = run.end()
     assert code == 0, output
     assert "tracker-0 exited with code 69: areal_lora.errors.EnvironmentError_: MLflow: refused (fix: x); " in output
     assert "it is restarted in 1 s (1 of 8)" in output
@@ -119,23 +118,22 @@ time.sleep(600)
 def test_signal_leaves_nothing_behind(begin: Callable[..., Run], number: signal.Signals) -> None:
     run = begin(("server", 0, GRANDPARENT), ("trainer", 0, STUBBORN), grace_s=1.0)
     run.wait_for(lambda: "ready" in run.log("server-0"))
-    start = time.monotonic()
     run.process.send_signal(number)
-    code, output = run.end(timeout_s=10)
+    code, output = run.end()
     assert code == 130
-    assert time.monotonic() - start < 10
     assert "Interrupted" in output
     assert run.alive() == []
 
 
 def test_second_interrupt_kills_at_once(begin: Callable[..., Run]) -> None:
-    run = begin(("trainer", 0, STUBBORN), grace_s=8.0)
+    told = STUBBORN.replace("signal.SIG_IGN", "lambda *_: print('polite', flush=True)")
+    run = begin(("trainer", 0, told), grace_s=600.0)
     run.wait_for(lambda: "ready" in run.log("trainer-0"))
     run.process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert run.process.poll() is None, "the first one is polite"
+    run.wait_for(lambda: "polite" in run.log("trainer-0"))
+    assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
-    assert run.end(timeout_s=4)[0] == 130
+    assert run.end()[0] == 130
     assert run.alive() == []
 
 
@@ -145,7 +143,7 @@ def test_polite_stop_lets_a_process_finish(begin: Callable[..., Run]) -> None:
         "def bye(*_): time.sleep(0.3); print('tidied'); sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, bye); print('ready'); time.sleep(600)"
     )
-    run = begin(("server", 0, tidy), ("trainer", 0, FOREVER))
+    run = begin(("server", 0, tidy), ("trainer", 0, FOREVER), grace_s=100.0)
     run.wait_for(lambda: "ready" in run.log("server-0"))
     run.process.send_signal(signal.SIGINT)
     assert run.end()[0] == 130
@@ -157,7 +155,7 @@ def test_killed_launcher_leaves_nothing_either(begin: Callable[..., Run]) -> Non
     run = begin(("server", 0, STUBBORN), ("trainer", 0, grandparent))
     run.wait_for(lambda: "ready" in run.log("server-0") and "ready" in run.log("trainer-0"))
     run.process.kill()
-    run.wait_for(lambda: run.alive() == [], timeout_s=15)
+    run.wait_for(lambda: run.alive() == [])
 
 
 def test_shared_memory_of_killed_processes_is_removed(begin: Callable[..., Run]) -> None:
@@ -249,21 +247,38 @@ alone = open(folder.path / f"{{role}}-{{index}}.lock", "w")
 fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where an earlier life is still there
 if read_endpoint(folder, role, index) is None:
     print("no old ports")
-publish_endpoint(folder, role, index, {{}})
 print("started")
+publish_endpoint(folder, role, index, {{}})
+for other in {others}:
+    while read_endpoint(folder, *other) is None:
+        time.sleep(0.05)
 for step in range({steps}):
     if {beats}:
-        beat(folder, role, index)
         set_status(folder, role, index, f"step {{step}}")
+        beat(folder, role, index)
     reached(f"{{role}}-{{index}}.step")
     time.sleep(0.1)
 {last}
 """
 
 
-def rank(tmp_path: Path, role: str, index: int, steps: int = 6000, beats: bool = True, last: str = "") -> Any:
-    code = RANK.format(folder=str(tmp_path / "run"), role=role, index=index, steps=steps, beats=beats, last=last)
-    return role, index, code
+STARTED_AGAIN = 'while (folder.logs / "{}.log").read_text().count("started") < 2: time.sleep(0.05)'
+ONCE = "step == 4 and not any(pathlib.Path({!r}).iterdir())"
+"""Just before the fault of the fifth step: the silence that follows is the fault's and no busy machine's."""
+
+
+def rank(
+    tmp_path: Path,
+    role: str,
+    index: int,
+    steps: int = 6000,
+    beats: bool | str = True,
+    last: str = "",
+    others: tuple[tuple[str, int], ...] = (),
+) -> Any:
+    """A process that waits for ``others``, then takes ``steps``, of which those of the expression ``beats`` beat."""
+    parts = {"role": role, "index": index, "steps": steps, "beats": beats, "last": last, "others": others}
+    return role, index, RANK.format(folder=str(tmp_path / "run"), **parts)
 
 
 def set_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str) -> None:
@@ -276,7 +291,12 @@ def test_the_controller_is_started_again_without_the_others(
     begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_fault(monkeypatch, tmp_path, "controller-0.step:5:kill")
-    run = begin(rank(tmp_path, "server", 0), rank(tmp_path, "controller", 0), rank(tmp_path, "trainer", 0, steps=30))
+    last = STARTED_AGAIN.format("controller-0")
+    run = begin(
+        rank(tmp_path, "server", 0),
+        rank(tmp_path, "controller", 0, others=(("server", 0), ("trainer", 0))),
+        rank(tmp_path, "trainer", 0, steps=5, last=last),
+    )
     code, output = run.end()
     assert code == 0, output
     assert "controller-0 was killed by SIGKILL; it is restarted in 1 s (1 of 3)" in output
@@ -291,17 +311,14 @@ def test_a_restarted_process_may_take_longer_to_its_first_beat_than_a_stall(
 ) -> None:
     """Beats of the life before do not count: what loads a large model is silent for long."""
     set_fault(monkeypatch, tmp_path, "controller-0.step:5:kill")
-    monkeypatch.setenv("HEARTBEAT_TIMEOUT_S", "2")
+    monkeypatch.setenv("HEARTBEAT_TIMEOUT_S", "1")
+    beats = ONCE.format(str(tmp_path / "marks"))
+    role, index, code = rank(tmp_path, "controller", 0, beats=beats, others=(("trainer", 0),))
     mark = tmp_path / "second"
-    role, index, code = rank(tmp_path, "controller", 0)
-    loads = f"import pathlib, time; m = pathlib.Path({str(mark)!r}); time.sleep(4 * m.exists()); m.touch()\n"
-    run = begin(
-        rank(tmp_path, "server", 0),
-        (role, index, loads + code),
-        rank(tmp_path, "trainer", 0, steps=80),
-        overrides=["run.stall_s=2"],
-    )
-    code, output = run.end(timeout_s=40)
+    loads = f"import pathlib, time; m = pathlib.Path({str(mark)!r}); time.sleep(3 * m.exists()); m.touch()\n"
+    last = STARTED_AGAIN.format("controller-0")
+    run = begin((role, index, loads + code), rank(tmp_path, "trainer", 0, steps=5, beats=False, last=last))
+    code, output = run.end()
     assert code == 0, output
     assert "no heartbeat" not in output
     assert count_restarts(RunFolder(run.folder)) == {"controller-0": 1}
@@ -311,11 +328,20 @@ def test_a_restarted_process_may_take_longer_to_its_first_beat_than_a_stall(
 def test_a_rank_that_ended_well_beside_one_that_failed_is_not_missed_later(
     begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 is done, then rank 0 dies: both start again, and the end of the earlier rank 1 is forgotten."""
-    monkeypatch.setenv("EARLY_END_S", "5")
-    set_fault(monkeypatch, tmp_path, "trainer-0.step:10:kill")
-    run = begin(rank(tmp_path, "trainer", 0, steps=40), rank(tmp_path, "trainer", 1, steps=3, beats=False))
-    code, output = run.end(timeout_s=40)
+    """Rank 1 is done, then rank 0 dies: both start again, and the end of the earlier rank 1 is forgotten.
+
+    An hour passes for the launcher when both are there again.
+    """
+    later = tmp_path / "later"
+    monkeypatch.setenv("AN_HOUR_LATER", str(later))
+    set_fault(monkeypatch, tmp_path, "trainer-0.step:8:kill")
+    stays = 'if (folder.logs / "trainer-1.log").read_text().count("started") == 2: time.sleep(600)'
+    last = f"{STARTED_AGAIN.format('trainer-1')}\npathlib.Path({str(later)!r}).touch()\ntime.sleep(0.5)"
+    run = begin(
+        rank(tmp_path, "trainer", 0, steps=10, last=last, others=(("trainer", 1),)),
+        rank(tmp_path, "trainer", 1, steps=2, beats=False, last=stays),
+    )
+    code, output = run.end()
     assert code == 0, output
     assert count_restarts(RunFolder(run.folder)) == {"trainer": 1}
 
@@ -325,11 +351,12 @@ def test_all_trainer_ranks_end_with_one_and_start_together(
     begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int
 ) -> None:
     set_fault(monkeypatch, tmp_path, f"trainer-{dead}.step:5:kill")
-    waits = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif step < 20: time.sleep(600)"
+    waits, steps = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)", 3 if dead == 0 else 6000
+    last = STARTED_AGAIN.format("trainer-1")
     run = begin(
         rank(tmp_path, "server", 0),
-        rank(tmp_path, "trainer", 0, steps=25),
-        rank(tmp_path, "trainer", 1, beats=False, steps=10 if dead == 0 else 30, last=waits if dead == 0 else ""),
+        rank(tmp_path, "trainer", 0, steps=8, last=last, others=(("server", 0), ("trainer", 1))),
+        rank(tmp_path, "trainer", 1, beats=False, steps=steps, last=waits, others=(("server", 0), ("trainer", 0))),
         grace_s=0.5,
     )
     code, output = run.end()
@@ -371,14 +398,15 @@ def test_a_stuck_process_leads_to_stacks_of_all_and_is_started_again(
     begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_fault(monkeypatch, tmp_path, "trainer-0.step:5:hang")
+    beats, others = ONCE.format(str(tmp_path / "marks")), (("server", 0), ("controller", 0), ("trainer", 1))
     run = begin(
         rank(tmp_path, "server", 0),
         rank(tmp_path, "controller", 0),
-        rank(tmp_path, "trainer", 0, steps=25),
+        rank(tmp_path, "trainer", 0, steps=6, beats=beats, last=STARTED_AGAIN.format("trainer-1"), others=others),
         rank(tmp_path, "trainer", 1, beats=False),
         overrides=["run.stall_s=2"],
     )
-    code, output = run.end(timeout_s=40)
+    code, output = run.end()
     assert code == 0, output
     file = tmp_path / "run" / "stacks" / "stall-1.txt"
     [line] = [line for line in output.splitlines() if "stacks" in line]

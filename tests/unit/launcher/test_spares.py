@@ -38,12 +38,14 @@ signal.signal(signal.SIGTERM, term)
 pathlib.Path(run, "heartbeats").mkdir(exist_ok=True)
 pathlib.Path(run, "heartbeats", f"server-{{index}}").touch()
 note("start")
-end = time.monotonic() + 30
+end = time.monotonic() + 300
 while time.monotonic() < end and not terms:
     time.sleep(0.02)
     if pathlib.Path(run, "crash").exists():
         pathlib.Path(run, "crash").unlink(); os._exit(75)
-time.sleep(0.5); note("left"); os._exit(0)
+while not pathlib.Path(run, "leave").exists():
+    time.sleep(0.02)
+note("left"); os._exit(0)
 """
 
 
@@ -56,7 +58,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     python.chmod(0o755)
     (tmp_path / "run").mkdir()
     monkeypatch.setitem(spares.LOOK_S, "local", 0.1)
-    monkeypatch.setattr(spares, "END_S", 2.0)
+    monkeypatch.setattr(spares, "END_S", 60.0)
     return load_config(
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
         [f"rollout.python={python}", "rollout.servers=2", f"run.root={tmp_path}"],
@@ -76,7 +78,7 @@ class Spares(threading.Thread):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(spares, "Interrupts", Quiet)  # signals are for main threads
             self.code = run_spares(
-                config, folder, n, grace_s=5.0, console=Console(quiet=True), state=lambda: self.state
+                config, folder, n, grace_s=60.0, console=Console(quiet=True), state=lambda: self.state
             )
 
 
@@ -98,11 +100,11 @@ def test_servers_end_with_the_run_at_once_and_are_restarted_before(config: Confi
     folder = tmp_path / "run"
     work = Spares(config, folder, 2)
     work.start()
-    wait_until(lambda: sorted(seen(folder)) == ["2 start", "3 start"], 10.0)
+    wait_until(lambda: sorted(seen(folder)) == ["2 start", "3 start"])
     (folder / "crash").touch()
-    wait_until(lambda: len([s for s in seen(folder) if s.endswith("start")]) == 3, 10.0)
+    wait_until(lambda: len([s for s in seen(folder) if s.endswith("start")]) == 3)
     work.state = OVER
-    work.join(10)
+    work.join(120)
     assert work.code == ExitCode.DONE
     said = seen(folder)
     assert said.count("2 TERM") == said.count("3 TERM") == 2, "no grace for a run that is over"
@@ -114,25 +116,26 @@ def test_servers_follow_the_run_into_its_next_session(config: Config, tmp_path: 
     folder = tmp_path / "run"
     work = Spares(config, folder, 1)
     work.start()
-    wait_until(lambda: seen(folder) == ["2 start"], 10.0)
+    wait_until(lambda: seen(folder) == ["2 start"])
     work.state = RunState(going=Going.WAITING, session="", secret_ns=1)  # the job is requeued
-    wait_until(lambda: seen(folder).count("2 TERM") == 2, 10.0)
+    wait_until(lambda: seen(folder).count("2 TERM") == 2)
     time.sleep(0.5)
     assert not any(s.startswith("3") for s in seen(folder))
     work.state = RunState(going=Going.GOING, session="9-1", secret_ns=2)
-    wait_until(lambda: "39-1 start" in seen(folder), 10.0)
+    wait_until(lambda: "39-1 start" in seen(folder))
     work.state = OVER
-    work.join(10)
+    work.join(120)
 
 
 def test_servers_that_left_by_themselves_are_not_restarted(config: Config, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     work = Spares(config, folder, 1)
     work.start()
-    wait_until(lambda: seen(folder) == ["2 start"], 10.0)
+    wait_until(lambda: seen(folder) == ["2 start"])
+    (folder / "leave").touch()
     Quiet.count = 1
     try:
-        work.join(10)
+        work.join(120)
     finally:
         Quiet.count = 0
     assert work.code == ExitCode.DONE

@@ -79,7 +79,7 @@ def elsewhere(text: str, expression: str, folder: Path) -> str:
     """What another interpreter, without the script, prints for ``expression``."""
     (folder / "saved.py").write_text(text)
     command = [sys.executable, "-I", "-c", f"import sys; sys.path.append({str(folder)!r}); import saved; {expression}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
     assert done.returncode == 0, f"{text}\n{done.stderr}"
     return done.stdout
 

@@ -125,7 +125,7 @@ def test_a_failed_process_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_stops_the_run_and_the_next_one_can_be_stopped_too(tmp_path: Path, handlers: None) -> None:
-    waiting = failing(tmp_path, command="exec sleep 60")
+    waiting = failing(tmp_path, command="exec sleep 600")
     for name in ("first", "second"):
         folder = tmp_path / "runs" / name
         began = threading.Thread(target=interrupt_when, args=(folder / "logs" / "server-0.log",))
@@ -139,7 +139,7 @@ def test_ctrl_c_stops_the_run_and_the_next_one_can_be_stopped_too(tmp_path: Path
 
 
 def interrupt_when(file: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGINT)

@@ -41,7 +41,7 @@ def echo(secret: str, plane: Plane, bind: str = "127.0.0.1") -> Iterator[int]:
 
 def answer(port: int, context: ssl.SSLContext, name: str = "localhost") -> bytes:
     with (
-        create_connection(("127.0.0.1", port), timeout=5) as raw,
+        create_connection(("127.0.0.1", port), timeout=120) as raw,
         context.wrap_socket(raw, server_hostname=name) as connection,
     ):
         assert connection.version() == "TLSv1.3"
@@ -73,7 +73,7 @@ def test_clients_of_the_run_accept_its_servers_and_no_others(plane: Plane) -> No
 def test_servers_have_keys_of_their_own() -> None:
     seen = set()
     for _ in range(2):
-        with echo(SECRET, Plane.DATA) as port, create_connection(("127.0.0.1", port), timeout=5) as raw:
+        with echo(SECRET, Plane.DATA) as port, create_connection(("127.0.0.1", port), timeout=120) as raw:
             with client_context(SECRET, Plane.DATA).wrap_socket(raw, server_hostname="localhost") as connection:
                 seen.add(connection.getpeercert(binary_form=True))
     assert len(seen) == 2

@@ -35,7 +35,7 @@ from tests.support.operations.scripted_trainer import ScriptedTrainer, scores
 DATUM = Datum(tokens=np.array([3, 1, 4], "<i4").tobytes(), weights=np.array([1.0, 0.5], "<f4").tobytes())
 PASS = Pass(data=(DATUM,), loss=Loss.CROSS_ENTROPY)
 STEP = OptimStep(lr=1e-3)
-WAIT_S = 60
+WAIT_S = 120
 
 
 class Service:

@@ -17,7 +17,7 @@ def test_a_fatal_signal_leaves_the_stacks_of_all_threads(tmp_path: Path) -> None
         "here()\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "stacks" / "trainer-0")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in done.stderr
     assert "in here" in done.stderr

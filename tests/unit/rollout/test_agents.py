@@ -41,7 +41,7 @@ def run(
     *,
     server: FakeServer | None = None,
     scorer: Graded | None = None,
-    timeout_s: float = 5.0,
+    timeout_s: float = 120.0,
     n_samples: int = 2,
 ) -> Episode:
     async def main() -> Episode:
@@ -269,7 +269,7 @@ def test_a_body_beyond_the_limit_is_413() -> None:
 
 
 def test_what_a_session_still_asks_ends_with_it() -> None:
-    fake = FakeServer(models={str(V1)}, answer=answer, delay_s=lambda k: 30.0 if k else 0.0)
+    fake = FakeServer(models={str(V1)}, answer=answer, delay_s=lambda k: 300.0 if k else 0.0)
     late: list[asyncio.Task[Any]] = []
 
     async def agent(task: AgentTask) -> float:
@@ -284,7 +284,7 @@ def test_what_a_session_still_asks_ends_with_it() -> None:
             async with agent_gateway() as sessions:
                 workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent)
                 await workflow.run(PROMPT, V1, seed=7)
-                async with asyncio.timeout(2.0):
+                async with asyncio.timeout(60.0):
                     while fake.open_requests:
                         await asyncio.sleep(0.01)
                     await asyncio.wait(late)
@@ -351,7 +351,7 @@ def test_a_completion_that_could_not_be_had_fails_the_group_at_once() -> None:
         try:
             await post(task, messages=[user("hi")])
             await post(task, messages=[user("ho")])
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             cancelled.append(True)
             raise
@@ -360,7 +360,7 @@ def test_a_completion_that_could_not_be_had_fails_the_group_at_once() -> None:
     start = time.monotonic()
     with pytest.raises(GenerationFault, match=r"server_error: .*500"):
         run(agent, server=fake)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 60  # an episode may take 120 s
     assert len(cancelled) == 2
 
 
@@ -379,7 +379,7 @@ async def no_number(task: AgentTask) -> Any:
 
 async def never_ends(task: AgentTask) -> float:
     await say(task, [user("hi")])
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
     return 1.0
 
 
@@ -396,7 +396,7 @@ def test_what_an_agent_does_wrong_is_a_fault_of_its_group(
     agent: Callable[[AgentTask], Awaitable[Any]], detail: str, outcome: Outcome
 ) -> None:
     with pytest.raises(GenerationFault, match=detail) as caught:
-        run(agent, timeout_s=0.5)
+        run(agent, timeout_s=0.5 if outcome is Outcome.TIMEOUT else 120.0)
     assert caught.value.outcome is outcome
 
 
@@ -440,7 +440,7 @@ def test_openais_own_client_works() -> None:
                 await client.with_options(api_key="wrong").completions.create(model=task.model, prompt="ab")
         return 1.0
 
-    assert [sum(t.loss_mask) for t in run(agent, n_samples=1, timeout_s=60.0).group.trajectories] == [6, 3]
+    assert [sum(t.loss_mask) for t in run(agent, n_samples=1).group.trajectories] == [6, 3]
 
 
 def test_an_agent_may_block() -> None:
@@ -450,7 +450,7 @@ def test_an_agent_may_block() -> None:
             data=json.dumps({"model": task.model, "messages": [user("hi")]}).encode(),
             headers={"Authorization": f"Bearer {task.api_key}"},
         )
-        with urllib.request.urlopen(request, timeout=5) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             return float(len(json.loads(response.read())["choices"]))
 
     assert [t.reward for t in run(agent).group.trajectories] == [1.0, 1.0]

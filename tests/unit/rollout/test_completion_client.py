@@ -17,12 +17,13 @@ from areal_lora.rollout.completion_client import (
 )
 from areal_lora.rollout.routing import Router
 from areal_lora.types import AdapterRef, Generation, Outcome, TokenColumns
+from tests.support.clocks import Clock
 from tests.support.rollout.fake_server import FakeServer, Fault
 
 V3 = AdapterRef(name="math", version=3)
 
 
-async def ask(server: FakeServer, *, n: int = 2, timeout_s: float = 5.0) -> list[Generation]:
+async def ask(server: FakeServer, *, n: int = 2, timeout_s: float = 120.0) -> list[Generation]:
     server.models.add(str(V3))
     async with server:
         router = Router()
@@ -101,7 +102,7 @@ def swap(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (FakeServer(fault=lambda _: Fault(status=404)), FaultKind.RETIRED),
         (FakeServer(fault=lambda _: Fault(status=400)), FaultKind.REJECTED),
         (FakeServer(fault=lambda _: Fault(disconnect=True)), FaultKind.CONNECTION),
-        (FakeServer(delay_s=lambda _: 3.0), FaultKind.TIMEOUT),
+        (FakeServer(delay_s=lambda _: 300.0), FaultKind.TIMEOUT),
         (FakeServer(served_as=lambda _: "other@v3"), FaultKind.PROTOCOL),
         (edited(lambda reply: reply["choices"].pop()), FaultKind.PROTOCOL),
         (edited(lambda reply: reply.pop("choices")), FaultKind.PROTOCOL),
@@ -124,7 +125,7 @@ def swap(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
 )
 def test_whatever_goes_wrong_is_typed(server: FakeServer, kind: FaultKind) -> None:
     with pytest.raises(GenerationFault) as caught:
-        asyncio.run(ask(server, timeout_s=0.3 if kind is FaultKind.TIMEOUT else 5.0))
+        asyncio.run(ask(server, timeout_s=0.3 if kind is FaultKind.TIMEOUT else 120.0))
     assert caught.value.kind is kind
     assert caught.value.outcome is not Outcome.OK
     assert caught.value.retryable == (kind is not FaultKind.REJECTED)
@@ -132,15 +133,15 @@ def test_whatever_goes_wrong_is_typed(server: FakeServer, kind: FaultKind) -> No
 
 def test_a_request_on_a_server_that_is_given_up_fails_over_at_once() -> None:
     async def run() -> None:
-        async with FakeServer(models={str(V3)}, delay_s=lambda _: 30.0) as hung:
+        async with FakeServer(models={str(V3)}, delay_s=lambda _: 300.0) as hung:
             router = Router()
             router.announce(V3, {"server-0": hung.url})
             async with CompletionClient(router, "") as client:
-                task = asyncio.create_task(client.sample(V3, wanted([1], n=1), timeout_s=60))
+                task = asyncio.create_task(client.sample(V3, wanted([1], n=1), timeout_s=120))
                 while not hung.open_requests:
                     await asyncio.sleep(0.01)
                 router.announce(V3, {"server-1": "http://127.0.0.1:9"}, lost=["server-0"])
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(60):
                     await task
 
     with pytest.raises(GenerationFault, match="excluded by the trainer") as caught:
@@ -151,7 +152,7 @@ def test_a_request_on_a_server_that_is_given_up_fails_over_at_once() -> None:
 
 def test_a_deadline_of_the_client_says_nothing_about_the_server() -> None:
     async def run() -> None:
-        async with FakeServer(models={str(V3)}, delay_s=lambda _: 30.0) as slow:
+        async with FakeServer(models={str(V3)}, delay_s=lambda _: 300.0) as slow:
             router = Router()
             router.announce(V3, {"server-0": slow.url})
             async with CompletionClient(router, "") as client:
@@ -166,7 +167,7 @@ def test_a_request_that_no_server_ever_got_says_nothing_about_the_answer() -> No
     """All servers cool down until its deadline: a connection fault, after which the same answer is asked for."""
 
     async def run() -> None:
-        router = Router()
+        router = Router(Clock())
         router.announce(V3, {"server-0": "http://127.0.0.1:9"})
         router.failed(router.servers["server-0"])
         async with CompletionClient(router, "") as client:
@@ -184,7 +185,7 @@ def test_a_server_that_is_not_there() -> None:
         router = Router()
         router.announce(V3, {"server-0": url})
         async with CompletionClient(router, "") as client:
-            await client.sample(V3, wanted([1], n=1), timeout_s=5)
+            await client.sample(V3, wanted([1], n=1), timeout_s=120)
 
     with pytest.raises(GenerationFault) as caught:
         asyncio.run(run())
@@ -193,18 +194,17 @@ def test_a_server_that_is_not_there() -> None:
 
 def test_a_cancelled_request_ends_on_the_server_too() -> None:
     async def run() -> int:
-        async with FakeServer(models={str(V3)}, delay_s=lambda _: 30.0) as server:
+        async with FakeServer(models={str(V3)}, delay_s=lambda _: 300.0) as server:
             router = Router()
             router.announce(V3, {"server-0": server.url})
             async with CompletionClient(router, "") as client:
-                task = asyncio.create_task(client.sample(V3, wanted([1], n=1), timeout_s=60))
+                task = asyncio.create_task(client.sample(V3, wanted([1], n=1), timeout_s=120))
                 while not server.open_requests:
                     await asyncio.sleep(0.01)
                 task.cancel()
-                for _ in range(200):
-                    await asyncio.sleep(0.01)
-                    if not server.open_requests:
-                        break
+                async with asyncio.timeout(120):
+                    while server.open_requests:
+                        await asyncio.sleep(0.01)
                 assert router.servers["server-0"].outstanding == 0
                 return server.open_requests
 
@@ -220,7 +220,7 @@ def test_answers_come_in_the_order_of_their_numbers() -> None:
                 request = CompletionRequest(
                     prompt=[1], n=3, max_tokens=8, temperature=0.0, top_p=1.0, return_token_ids=True
                 )
-                return (await client.pinned().complete(V3, request, timeout_s=5))[1]
+                return (await client.pinned().complete(V3, request, timeout_s=120))[1]
 
     def numbered(_: list[int], k: int) -> tuple[list[int], str]:
         return [7, 2], str(k)
@@ -249,7 +249,7 @@ def test_what_a_leaving_server_hands_back_another_one_answers() -> None:
             router.announce(V3, {"server-0": leaver.url, "server-1": other.url})
             async with CompletionClient(router, "secret") as client:
                 for _ in range(4):
-                    answers = await client.sample(V3, wanted([5, 6], n=2), timeout_s=5.0)
+                    answers = await client.sample(V3, wanted([5, 6], n=2), timeout_s=120.0)
                     assert len(answers) == 2
         assert (len(leaver.requests), len(other.requests)) == (1, 4)
         assert router.servers["server-0"].failures == 0
@@ -259,17 +259,17 @@ def test_what_a_leaving_server_hands_back_another_one_answers() -> None:
 
 def test_a_leaving_server_that_breaks_off_hands_back_and_alone_it_is_no_server() -> None:
     async def alone() -> None:
-        leaver = FakeServer(fault=lambda _: Fault(disconnect=True), delay_s=lambda _: 0.2)
+        def breaks_off(_: int) -> Fault:
+            router.servers["server-0"].leaving = True
+            return Fault(disconnect=True)
+
+        leaver, router = FakeServer(fault=breaks_off), Router()
         async with leaver:
             leaver.models.add(str(V3))
-            router = Router()
             router.announce(V3, {"server-0": leaver.url})
             async with CompletionClient(router, "secret") as client:
-                asked = asyncio.ensure_future(client.sample(V3, wanted([5], n=1), timeout_s=1.0))
-                await asyncio.sleep(0.05)
-                router.servers["server-0"].leaving = True
                 with pytest.raises(GenerationFault, match="no server was available") as fault:
-                    await asked
+                    await client.sample(V3, wanted([5], n=1), timeout_s=1.0)
         assert fault.value.kind is FaultKind.CONNECTION, "counted as an outage, not as a failure of the group"
         assert router.servers["server-0"].failures == 0
 

@@ -6,7 +6,7 @@ import pytest
 
 from areal_lora.rollout.routing import KEEP_VERSIONS, MAX_COOL_DOWN_S, Home, Router, VersionRetired
 from areal_lora.types import AdapterRef
-from tests.support.clocks import Clock
+from tests.support.clocks import Clock, in_virtual_time
 
 REF = AdapterRef(name="math", version=1)
 NEXT = AdapterRef(name="math", version=2)
@@ -18,7 +18,7 @@ def chosen(router: Router, ref: AdapterRef = REF) -> str:
         async with asyncio.timeout(1) as clock, router.lease(ref, 1, clock) as server:
             return server.url
 
-    return asyncio.run(choose())
+    return in_virtual_time(choose())
 
 
 def test_least_outstanding_sequences_win_and_are_given_back() -> None:
@@ -31,7 +31,7 @@ def test_least_outstanding_sequences_win_and_are_given_back() -> None:
                 assert [s.outstanding for s in router.servers.values()] == [8, 4]
         assert [s.outstanding for s in router.servers.values()] == [0, 0]
 
-    asyncio.run(run())
+    in_virtual_time(run())
 
 
 def test_only_servers_that_hold_the_version_are_asked() -> None:
@@ -67,10 +67,15 @@ def test_a_failed_server_cools_down_longer_each_time_until_it_succeeds() -> None
 
 
 def test_with_all_servers_down_it_waits_for_the_first_to_be_tried() -> None:
-    router = Router()
-    router.announce(REF, {"server-0": "a"})
-    router.failed(router.servers["server-0"])
-    assert chosen(router) == "a"
+    async def wait() -> None:
+        clock = asyncio.get_running_loop().time
+        router = Router(clock)
+        router.announce(REF, {"server-0": "a"})
+        router.failed(router.servers["server-0"])
+        assert (await router._choose(REF)).url == "a"
+        assert clock() >= 0.25
+
+    in_virtual_time(wait())
 
 
 def test_a_server_that_is_not_announced_with_the_newest_version_gets_nothing_until_it_is() -> None:
@@ -117,7 +122,7 @@ def test_what_runs_on_a_lost_server_is_cut_off_at_once_and_the_rest_goes_on() ->
         assert running[0].done()
         assert await asyncio.gather(*running, return_exceptions=True) == ["a cut True", "b"]
 
-    asyncio.run(run())
+    in_virtual_time(run())
 
 
 def test_what_is_remembered_of_a_server_does_not_grow_with_the_run() -> None:
@@ -159,7 +164,7 @@ def test_a_server_that_leaves_ends_what_it_runs_and_gets_no_more() -> None:
             assert not server.lost
         assert list(router.servers) == list(rest)
 
-    asyncio.run(leave())
+    in_virtual_time(leave())
 
 
 def test_a_request_waits_while_all_that_hold_its_version_leave() -> None:
@@ -174,7 +179,7 @@ def test_a_request_waits_while_all_that_hold_its_version_leave() -> None:
         router.announce(REF, BOTH | {"server-7": "c"})
         assert (await chosen).url == "c"
 
-    asyncio.run(wait())
+    in_virtual_time(wait())
 
 
 def settled(router: Router, home: Home, ref: AdapterRef = REF) -> str:

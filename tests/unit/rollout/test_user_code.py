@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from areal_lora.errors import RolloutError
 from areal_lora.rollout import user_code
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.user_code import call
+from tests.support.clocks import wait_until
 
 ENV = FaultKind.ENVIRONMENT
 
@@ -24,10 +24,7 @@ def release() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
-    deadline = time.monotonic() + 5
-    while any(t.name.startswith(user_code._ABANDONED) for t in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(t.name.startswith(user_code._ABANDONED) for t in threading.enumerate()))
 
 
 def where() -> int:
@@ -101,9 +98,7 @@ def test_a_thread_may_end_after_the_loop(release: threading.Event) -> None:
             async with asyncio.timeout(0.05):
                 await call(ENV, "math", release.wait)
 
-    start = time.monotonic()
-    asyncio.run(main())
-    assert time.monotonic() - start < 2
+    asyncio.run(main())  # ends although the thread does not
 
 
 def test_code_that_cancels_itself_is_a_fault_and_not_the_end_of_its_group() -> None:

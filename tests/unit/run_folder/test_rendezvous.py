@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,20 +19,18 @@ def test_servers_that_the_launcher_does_without_are_not_waited_for(tmp_path: Pat
     folder = RunFolder(tmp_path)
     rendezvous.publish_endpoint(folder, "server", 1, {"data": 7, "admin": 8})
     threading.Timer(0.3, folder.excluded("server-0").touch).start()
-    began = time.monotonic()
-    rendezvous.wait_servers(folder, 2, timeout_s=20)
-    assert time.monotonic() - began < 10
+    rendezvous.wait_servers(folder, 2, timeout_s=120)
     with pytest.raises(ProcessFailed, match="server-2 did not publish"):
         rendezvous.wait_servers(folder, 3, timeout_s=0.1)
     folder.excluded("server-1").touch()
     rendezvous.forget_endpoint(folder, "server", 1)
     with pytest.raises(ProcessFailed, match="none of 2 servers came up"):
-        rendezvous.wait_servers(folder, 2, timeout_s=20)
+        rendezvous.wait_servers(folder, 2, timeout_s=120)
 
 
 def test_what_is_published_is_read(tmp_path: Path) -> None:
     rendezvous.publish_endpoint(RunFolder(tmp_path), "server", 1, {"data": 1234, "admin": 1235})
-    endpoint = rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 1, timeout_s=1)
+    endpoint = rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 1, timeout_s=120)
     assert (endpoint.host, endpoint.ports, endpoint.pid) == ("127.0.0.1", {"data": 1234, "admin": 1235}, os.getpid())
     assert [p.name for p in (tmp_path / "rendezvous").iterdir()] == ["server-1.json"]
 
@@ -41,24 +38,25 @@ def test_what_is_published_is_read(tmp_path: Path) -> None:
 def test_waiting_ends_when_it_appears(tmp_path: Path) -> None:
     timer = threading.Timer(0.2, rendezvous.publish_endpoint, (RunFolder(tmp_path), "trainer", 0, {"store": 7}))
     timer.start()
-    assert rendezvous.wait_endpoint(RunFolder(tmp_path), "trainer", 0, timeout_s=10).ports == {"store": 7}
+    assert rendezvous.wait_endpoint(RunFolder(tmp_path), "trainer", 0, timeout_s=120).ports == {"store": 7}
     timer.join()
 
 
 def test_timeout_and_death_name_the_process(tmp_path: Path) -> None:
     with pytest.raises(ProcessFailed, match=r"server-3 did not publish .*/logs/server-3\.log"):
         rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 3, timeout_s=0.1)
-    start = time.monotonic()
     with pytest.raises(ProcessFailed, match="server-3 ended before"):
-        rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 3, timeout_s=30, still_alive=lambda: False)
-    assert time.monotonic() - start < 5
+        rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 3, timeout_s=120, still_alive=lambda: False)
 
 
 def test_waiting_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(rendezvous, "REMIND_S", 0.05)
-    with pytest.raises(ProcessFailed):
-        rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 0, timeout_s=0.3)
-    assert "waiting for server-0" in capsys.readouterr().err
+
+    def not_said() -> bool:
+        return "waiting for server-0" not in capsys.readouterr().err
+
+    with pytest.raises(ProcessFailed, match="ended before"):
+        rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 0, timeout_s=120, still_alive=not_said)
 
 
 def test_secret_is_private_random_and_anew_at_each_start(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from areal_lora.service.main import bound
 from areal_lora.service.queue import queue_writer
 from areal_lora.service.queue.queue_rows import Quota, Tables
 from tests.support.checkpoint import trained_run
+from tests.support.clocks import Clock
 from tests.support.service.hostile import ErrorBody
 from tests.support.service.running import Running, data_plane, running, section, service_config
 
@@ -519,7 +520,7 @@ def test_a_client_that_stops_reading_holds_no_version(tmp_path: Path, monkeypatc
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         assert b"200" in await reader.readline()
-        await asyncio.wait_for(ended.wait(), 20.0)
+        await asyncio.wait_for(ended.wait(), 120.0)
         assert it.api.meter._tokens == {}
         writer.close()
         http.should_exit = True
@@ -531,10 +532,11 @@ def test_a_client_that_stops_reading_holds_no_version(tmp_path: Path, monkeypatc
 
 def test_requests_a_minute_are_a_quota(tmp_path: Path) -> None:
     async def scene(it: Running) -> None:
+        it.api.meter._clock = Clock()
         answers = [await it.call("acme", "GET", "/v1/models") for _ in range(4)]
         assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
         refused(answers[-1], 429, "requests")
-        assert 15 <= int(answers[-1].headers["Retry-After"]) <= 20, "a third of a minute is one request"
+        assert answers[-1].headers["Retry-After"] == "20", "a third of a minute is one request"
         assert (await it.call("bolt", "GET", "/v1/models")).status_code == 200
 
     play(tmp_path, scene, {"requests": 3})
@@ -545,7 +547,7 @@ def test_a_body_that_does_not_come_is_refused_after_a_while(tmp_path: Path, monk
 
     async def slowly() -> AsyncIterator[bytes]:
         yield b'{"name":'
-        await asyncio.sleep(30)
+        await asyncio.sleep(600)
 
     async def scene(it: Running) -> None:
         for path in ("/v1/adapters", "/api/v1/create_session", "/api/v1/forward_backward"):

@@ -31,7 +31,7 @@ def pyrage(program: str, text: str = "") -> object:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=150,
     )
     found: object = json.loads(done.stdout)
     return found

@@ -32,7 +32,7 @@ def test_the_files_of_a_download_are_closed_once_its_client_does_not_read(monkey
         opened, held = Download(files=(("a", file),)), downloads.hold("acme")
         held.callback(opened.close)
         response = downloaded(opened.chunks(), held, "application/x-tar")
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(120.0):
             await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
 
     asyncio.run(run())
@@ -46,7 +46,7 @@ def test_a_client_that_leaves_during_a_read_is_no_error() -> None:
     class Slow(BytesIO):
         def read(self, size: int | None = -1) -> bytes:
             reads.set()
-            release.wait(30.0)
+            release.wait(120.0)
             return super().read(size)
 
     reads, release, file = threading.Event(), threading.Event(), Slow(b"x" * 99)
@@ -55,7 +55,7 @@ def test_a_client_that_leaves_during_a_read_is_no_error() -> None:
         pass
 
     async def receive() -> Message:
-        await asyncio.to_thread(reads.wait, 30.0)
+        await asyncio.to_thread(reads.wait, 120.0)
         return {"type": "http.disconnect"}
 
     async def run() -> None:

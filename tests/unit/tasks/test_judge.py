@@ -15,6 +15,7 @@ from areal_lora.tasks.judge import JudgeFault, JudgeSettings, fill, read_score
 from areal_lora.tasks.reward_calls import ScoreItem
 from areal_lora.tasks.scorer import RewardSum
 from areal_lora.types import Outcome
+from tests.support.clocks import undisturbed
 from tests.support.tasks.judge_stub import JudgeStub, hang, said
 
 KEY = "sk-0123456789abcdef"
@@ -22,10 +23,10 @@ KEY = "sk-0123456789abcdef"
 
 def judge(url: str, **keys) -> JudgeReward:
     first = {"model": "j", "prompt": "Q: {prompt} A: {completion} ({level})", "workers": 1}
-    return JudgeReward(url=url, **{**first, "timeout_s": 20.0, **keys})
+    return JudgeReward(url=url, **{**first, "timeout_s": 120.0, **keys})
 
 
-QUICK = {"attempt_s": 5.0, "attempts": 3, "backoff_s": 0.01, "concurrency": 16}
+QUICK = {"attempt_s": 60.0, "attempts": 3, "backoff_s": 0.01, "concurrency": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +110,6 @@ FATAL = [
 
 
 def test_what_it_cannot_score_is_an_error_of_that_answer_and_never_reward_0(monkeypatch, limits):
-    limits(attempt_s=1.0)
     monkeypatch.setenv("JUDGE_KEY", KEY)
     asked = Counter()
 
@@ -120,9 +120,11 @@ def test_what_it_cannot_score_is_an_error_of_that_answer_and_never_reward_0(monk
 
     with JudgeStub(behave) as stub:
         reward = judge(stub.url, key_env="JUDGE_KEY")
-        [[fine, *scores]], _ = score(reward, [item("fine"), *(item(str(i)) for i in range(len(FATAL)))])
+        [[fine, *scores]], _ = score(reward, [item("fine"), *(item(str(i)) for i in range(len(FATAL) - 1))])
+        limits(attempt_s=1.0)  # of the one that hangs
+        [last], _ = score(reward, [item(str(len(FATAL) - 1))])
     assert (fine.outcome, fine.reward) == (Outcome.OK, 0.5)
-    for i, (scored, (_, calls, words)) in enumerate(zip(scores, FATAL, strict=True)):
+    for i, (scored, (_, calls, words)) in enumerate(zip([*scores, *last], FATAL, strict=True)):
         assert scored.outcome is Outcome.ERROR
         assert math.isnan(scored.reward)
         assert words in scored.detail
@@ -131,8 +133,12 @@ def test_what_it_cannot_score_is_an_error_of_that_answer_and_never_reward_0(monk
 
 
 def test_an_answer_out_of_time_is_a_timeout():
-    with JudgeStub(lambda n, b: hang(5.0) if "slow" in str(b) else said("Score: 5")) as stub:
-        [[slow, fine]], _ = score(judge(stub.url, timeout_s=1.0), [item("slow"), item("fine")])
+    def measure():
+        with JudgeStub(lambda n, b: hang(5.0) if "slow" in str(b) else said("Score: 5")) as stub:
+            [found], _ = score(judge(stub.url, timeout_s=1.0), [item("slow"), item("fine")])
+        return found
+
+    slow, fine = undisturbed(measure, lambda found: found[1].outcome is Outcome.OK)
     assert (slow.outcome, fine.outcome) == (Outcome.TIMEOUT, Outcome.OK)
 
 

@@ -198,7 +198,7 @@ def served(score: Any, name: str = "server-0") -> MemoryServer:
 
 def test_a_batch_is_compared_beside_the_step_and_another_server_is_asked_where_one_is_gone() -> None:
     with served(server(1e-6)) as one, served(server(1e-6), "server-1") as other:
-        auditor = Auditor(SECRET, FP32[0], timeout_s=10.0, max_model_len=128)
+        auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
         auditor.servers = (one.endpoint, other.endpoint)
         auditor.start("math", batch(1, "interrupt"), 1, 1.0)
         first = auditor.collect("math", wait=True)
@@ -223,14 +223,14 @@ def test_a_step_never_waits_for_a_server_and_what_was_found_meanwhile_is_not_los
 
     def slow(ref: AdapterRef, rows: list[list[int]]) -> list[list[float]]:
         asked.set()
-        assert answers.wait(60.0)
+        assert answers.wait(120.0)
         return server(1e-6)(ref, rows)
 
     with served(slow) as one:
-        auditor = Auditor(SECRET, FP32[0], timeout_s=60.0, max_model_len=128)
+        auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
         auditor.servers = (one.endpoint,)
         auditor.start("math", logprobs_rolled_within(batch(3, "finish"), 1), 3, 1.0)
-        assert asked.wait(60.0)
+        assert asked.wait(120.0)
         auditor.start("math", batch(4, "finish"), 4, 1.0)
         skipped = auditor.collect("math")
         assert skipped is not None
@@ -247,7 +247,7 @@ def test_a_step_never_waits_for_a_server_and_what_was_found_meanwhile_is_not_los
 def test_an_answer_that_no_comparison_expects_ends_no_step(caplog: pytest.LogCaptureFixture) -> None:
     """A server that scores one sequence too few."""
     with served(lambda ref, rows: server(1e-6)(ref, rows)[1:]) as one:
-        auditor = Auditor(SECRET, FP32[0], timeout_s=60.0, max_model_len=128)
+        auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
         auditor.servers = (one.endpoint,)
         auditor.start("math", batch(1, "finish"), 1, 1.0)
         found = auditor.collect("math", wait=True)
@@ -259,7 +259,7 @@ def test_an_answer_that_no_comparison_expects_ends_no_step(caplog: pytest.LogCap
 
 
 def test_a_run_in_which_nothing_can_be_compared_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    auditor = Auditor(SECRET, FP32[0], timeout_s=5.0, max_model_len=128)
+    auditor = Auditor(SECRET, FP32[0], timeout_s=60.0, max_model_len=128)
     for step in range(auditing.QUIET_STEPS):
         auditor.start("math", batch(step, "finish"), step, 1.0)
         got = auditor.collect("math", wait=True)

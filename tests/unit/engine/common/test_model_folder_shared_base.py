@@ -166,7 +166,6 @@ def test_the_launcher_removes_what_its_killed_ranks_shared(base: list[Path], beg
     run.wait_for(lambda: run.log("trainer-0").strip() != "" and run.log("server-0").strip() != "")
     copy = Path("/dev/shm") / run.log("trainer-0").strip()
     assert copy.exists()
-    time.sleep(0.5)
     for process in run.alive():
         if process.pid != run.process.pid and hold in process.cmdline():
             process.kill()

@@ -58,7 +58,7 @@ def test_signals_arrive_as_words_and_the_supervisors_code_is_the_jobs(tmp_path: 
     assert job.stdout is not None
     assert job.stdout.readline() == "ready\n"
     job.send_signal(number)
-    output, _ = job.communicate(timeout=20)
+    output, _ = job.communicate(timeout=120)
     assert (job.returncode, output.split()) == (65, ["got", {10: "USR1", 15: "TERM"}[number]])
 
 
@@ -75,14 +75,14 @@ def test_a_signal_before_the_supervisor_reads_is_kept(tmp_path: Path) -> None:
     job.send_signal(10)
     time.sleep(0.2)
     job.send_signal(15)
-    output, _ = job.communicate(timeout=20)
+    output, _ = job.communicate(timeout=120)
     assert (job.returncode, output.split()) == (0, ["got", "USR1", "TERM"])
 
 
 def test_a_supervisor_that_was_killed_has_the_job_requeued(tmp_path: Path) -> None:
     path = script(tmp_path, "import os; os.kill(os.getpid(), 9)")
     job = started(path)
-    output, _ = job.communicate(timeout=20)
+    output, _ = job.communicate(timeout=120)
     assert job.returncode == 137
     assert "The supervisor was killed by signal 9: the job is requeued" in output
     assert (path.parent / "calls").read_text() == "requeue 17\n"

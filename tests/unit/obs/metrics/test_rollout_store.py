@@ -183,7 +183,7 @@ def test_a_kill_at_any_operation_leaves_whole_files_and_nothing_twice(tmp_path: 
             env=os.environ | {"PYTHONPATH": os.getcwd()},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=250,
         )
         assert done.returncode in (0, -9), done.stderr
         steps = steps_of(tmp_path) if segments(RunFolder(tmp_path).rollouts) else []

@@ -23,7 +23,7 @@ from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
-from tests.support.clocks import wait_until
+from tests.support.clocks import in_virtual_time, wait_until
 from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.helpers import NAME, CharTokenizer
 from tests.support.rollout.patient_client import PatientClient
@@ -286,4 +286,4 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
             assert await slow == m.StaleSession()
         assert closed == ["third", "busy", "slow", "busy"]
 
-    asyncio.run(run())
+    in_virtual_time(run())

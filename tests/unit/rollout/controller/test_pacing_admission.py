@@ -13,6 +13,7 @@ import pytest
 
 from areal_lora.rollout.controller.pacing import Admission, Claim, GroupTally
 from tests.support.rollout.sharing import Profile, Sharing
+from tests.support.sizes import sample
 
 ENDLESS = 1 << 30
 
@@ -143,8 +144,10 @@ def servers(rng: random.Random, weights: dict[str, float], places: int, left: in
     return Servers(admission, adapters, tokens, made)
 
 
-@pytest.mark.parametrize("places", [1, 3, 8, 64, 200])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "places"),
+    sample(list(itertools.product(range(3), [1, 3, 8, 64, 200])), 5, lambda case: [f"{case[1]} places"]),
+)
 def test_tokens_follow_the_weights_whatever_the_places_lengths_and_groups(seed: int, places: int) -> None:
     """Within what is in flight, which no queue can take back, and without a place that stays free."""
     print(f"seed {seed}")
@@ -259,9 +262,12 @@ SIDES = {"rollouts": (0.0001, (0.9, 1.0)), "both": (0.002, (0.05, 0.9)), "traine
 """Seconds of the trainer for a token, and the part of the time that it then waits."""
 
 
-@pytest.mark.parametrize("pacing", ["fresh", "full"])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("profiles", [equal, unlike], ids=["equal", "unlike"])
+@pytest.mark.parametrize(
+    ("profiles", "side", "pacing"),
+    sample(
+        list(itertools.product([equal, unlike], SIDES, ["fresh", "full"])), 6, lambda case: [str(case[:2]), case[2]]
+    ),
+)
 def test_shares_of_trained_tokens_follow_the_weights_whichever_side_is_slower(
     profiles: Callable[[], list[Profile]], side: str, pacing: str
 ) -> None:

@@ -29,7 +29,7 @@ while True:
         book.issue(book.head.issued, 1)
     book.flush()
     print(flush=True) if book.head.issued == 100 else None
-    time.sleep(0.05)
+    time.sleep(0.25)
 """
 
 

@@ -75,7 +75,7 @@ def both_ways(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any], dict
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)

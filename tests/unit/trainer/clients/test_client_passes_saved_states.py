@@ -126,7 +126,7 @@ def test_a_state_that_one_rank_cannot_read_fails_on_every_rank(tmp_path: Path) -
                 os.truncate(file, file.stat().st_size // 2)
             case "empty":
                 os.truncate(file, 0)
-    mine, others = run_ranks(load, 2, tmp_path, (folders,), timeout_s=60.0)
+    mine, others = run_ranks(load, 2, tmp_path, (folders,), timeout_s=200.0)
     assert mine == others
     for outcome, loaded in mine[:3]:
         assert isinstance(outcome, OperationFailure)

@@ -53,7 +53,7 @@ class HeldDisk(Disk):
 
     def about_to(self, operation: str, path: Path) -> None:
         if operation == "fsync":
-            assert self.go_on.wait(20.0)
+            assert self.go_on.wait(120.0)
 
 
 class Trainer:
@@ -118,7 +118,7 @@ def test_a_crash_repeats_no_more_steps_than_allowed(made: Any, every: int, behin
     held.join(0.2)
     assert held.is_alive()
     trainer.disk.go_on.set()
-    held.join(20.0)
+    held.join(120.0)
     assert not held.is_alive()
     trainer.checkpointing.join(NAME)
     trainer.disk.go_on.clear()
@@ -167,5 +167,5 @@ def test_all_ranks_join_where_rank_0_has_seen_the_end() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10.0)
+            thread.join(120.0)
         assert sorted(joined) == ([0, 1] if of_rank_0 else [])

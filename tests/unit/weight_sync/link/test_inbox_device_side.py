@@ -23,7 +23,7 @@ from areal_lora.weight_sync.messages import SourceEndpoint
 from tests.support.weight_sync.recorded_lane import RecordedLane
 
 ENDPOINT = SourceEndpoint(source=0, host="127.0.0.1", port=1, world=2, token="t", bucket_bytes=64, backend="recorder")
-LONG_S = 60.0  # far more than any of these tests takes
+LONG_S = 120.0  # far more than any of these tests takes
 
 
 class Library:
@@ -140,7 +140,7 @@ def test_a_communicator_that_does_not_form_is_left_at_the_deadline(monkeypatch: 
         return Backend(library, RecordedLane(library.calls, CPU), timed_from_issue=True)
 
     monkeypatch.setitem(backends._BACKENDS, "lazy", lazy)
-    secret, timeout_s = "ab" * 32, 2.5
+    secret, timeout_s = "ab" * 32, 5.0
     listener = GroupListener(
         source=0,
         bind="127.0.0.1",

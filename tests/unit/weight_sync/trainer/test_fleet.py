@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-import time
+from collections.abc import Collection
+from concurrent.futures import Future, wait
 
 import msgspec
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import DropReply, PingReply, ServerEndpoint
+from areal_lora.weight_sync.trainer import fleet as fleet_module
 from areal_lora.weight_sync.trainer.fleet import PINGS, AdminClient, Fleet
+from tests.support.clocks import WAIT_S, wait_until
 from tests.support.weight_sync.helpers import RUN, SECRET
 from tests.support.weight_sync.https_server import AdminHttpsServer
 
@@ -21,31 +24,48 @@ SERVERS = [ServerEndpoint(name=f"server-{i}", host="h", admin_port=i, data_port=
 
 
 class LossyFleet(Fleet):
-    """A ping whose first packet is lost takes ``late_s``; ``lost`` names those of a server that are."""
+    """``lost`` names the pings of a server that are. The first one of a server fails only after its repetition."""
 
-    def __init__(self, lost: dict[str, set[int]], late_s: float) -> None:
+    def __init__(self, lost: dict[str, set[int]]) -> None:
         super().__init__(RUN, SECRET)
-        self._lost, self._late_s = lost, late_s
+        self._lost = lost
         self.pings = {s.name: itertools.count() for s in SERVERS}
+        self._repeated = {s.name: threading.Event() for s in SERVERS}
 
     def ping(self, server: ServerEndpoint, timeout_s: float) -> PingReply:
-        if next(self.pings[server.name]) in self._lost.get(server.name, set()):
-            time.sleep(min(self._late_s, timeout_s))
-            if timeout_s < self._late_s:
-                raise PublishError("timed out")
+        number = next(self.pings[server.name])
+        if number:
+            self._repeated[server.name].set()
+        if number in self._lost.get(server.name, set()):
+            assert self._repeated[server.name].wait(WAIT_S)
+            raise PublishError("timed out")
         return PingReply()
 
 
-def test_a_ping_that_was_lost_is_repeated_within_the_same_time() -> None:
-    fleet, began = LossyFleet({"server-1": {0}}, late_s=60.0), time.monotonic()
-    assert fleet.silent(SERVERS, 5.0) == {}
-    assert time.monotonic() - began < 5.0
+def halves(monkeypatch: pytest.MonkeyPatch, lost: int) -> list[float]:
+    """Half of the pings' time is over as soon as all but ``lost`` servers have answered. Returns these times."""
+    found: list[float] = []
+
+    def in_no_time(pings: Collection[Future[PingReply]], timeout_s: float, *how: str) -> object:
+        if how:
+            return wait(pings, timeout_s, *how)
+        found.append(timeout_s)
+        return wait_until(lambda: sum(ping.done() for ping in pings) >= len(pings) - lost)
+
+    monkeypatch.setattr(fleet_module, "wait", in_no_time)
+    return found
+
+
+def test_a_ping_that_was_lost_is_repeated_within_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, waited = LossyFleet({"server-1": {0}}), halves(monkeypatch, lost=1)
+    assert fleet.silent(SERVERS, 2 * WAIT_S) == {}
+    assert waited == [WAIT_S]
     assert [next(fleet.pings[s.name]) for s in SERVERS] == [1, 2, 1], "the others are asked once"
 
 
-def test_a_server_that_answers_neither_is_silent() -> None:
-    fleet = LossyFleet({"server-1": {0, 1}, "server-2": {0}}, late_s=60.0)
-    [(server, error)] = fleet.silent(SERVERS, 1.0).items()
+def test_a_server_that_answers_neither_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, _ = LossyFleet({"server-1": {0, 1}, "server-2": {0}}), halves(monkeypatch, lost=2)
+    [(server, error)] = fleet.silent(SERVERS, 2 * WAIT_S).items()
     assert server.name == "server-1"
     with pytest.raises(PublishError):
         raise error
@@ -62,7 +82,7 @@ class Meeting(Fleet):
         with self._lock:
             self.running += 1
             self.most = max(self.most, self.running)
-        self._together.wait(60.0)
+        self._together.wait(WAIT_S)
         with self._lock:
             self.running -= 1
         return PingReply()
@@ -92,9 +112,9 @@ def test_a_refused_ping_is_not_repeated() -> None:
             next(self.pings[server.name])
             raise PublishError("connection refused")
 
-    fleet, began = Refusing({}, late_s=0.0), time.monotonic()
-    assert len(fleet.silent(SERVERS, 4.0)) == 3
-    assert time.monotonic() - began < 1.0
+    fleet = Refusing({})
+    assert len(fleet.silent(SERVERS, 2 * WAIT_S)) == 3
+    assert [next(fleet.pings[s.name]) for s in SERVERS] == [1, 1, 1]
 
 
 def test_what_a_dropped_adapter_scored_is_forgotten_after_the_probe_in_progress(
@@ -109,15 +129,15 @@ def test_what_a_dropped_adapter_scored_is_forgotten_after_the_probe_in_progress(
     line.served_logprobs["probe"] = {AdapterRef(name="math", version=2): [[0.0]], other: [[0.0]]}
 
     def probe() -> None:
-        assert probed.wait(60.0)
+        assert probed.wait(WAIT_S)
         line.served_logprobs["probe"][old] = [[0.0]]
 
     in_progress = line.thread.submit(probe)
     fleet.drop(SERVERS, "math", 1.0)
     assert not dropped.is_set()
     probed.set()
-    in_progress.result(60.0)
-    assert dropped.wait(60.0)
+    in_progress.result(WAIT_S)
+    assert dropped.wait(WAIT_S)
     assert line.served_logprobs == {"probe": {other: [[0.0]]}}
     fleet.close()
 
@@ -137,7 +157,7 @@ def test_a_server_that_was_away_drops_before_its_next_version_what_was_dropped_m
     fleet.keep([here, away, restarted])
     fleet.drop([here, away, restarted], "before", 1.0)
     for server in SERVERS:
-        fleet._lines[server].thread.submit(lambda: None).result(60.0)
+        fleet._lines[server].thread.submit(lambda: None).result(WAIT_S)
     assert sorted(asked) == [(server.name, "before") for server in SERVERS]
     fleet.keep([here])
     asked.clear()
@@ -146,14 +166,14 @@ def test_a_server_that_was_away_drops_before_its_next_version_what_was_dropped_m
     fleet.keep([here, away, again := msgspec.structs.replace(restarted, admin_port=77)])
     for server in (here, away, again):
         line = fleet._lines[server]
-        line.thread.submit(line.drop, 1.0).result(60.0)  # what each version begins with
+        line.thread.submit(line.drop, 1.0).result(WAIT_S)  # what each version begins with
     assert sorted(asked) == sorted([(n, a) for n in ("server-0", "server-1") for a in ("math", "code")])
     assert fleet._away == {}, "of neither is anything kept"
     asked.clear()
     fleet.keep([here])
     fleet.keep([here, away])
     line = fleet._lines[away]
-    line.thread.submit(line.drop, 1.0).result(60.0)
+    line.thread.submit(line.drop, 1.0).result(WAIT_S)
     assert asked == [], "what it has dropped is not asked for again"
     fleet.close()
 

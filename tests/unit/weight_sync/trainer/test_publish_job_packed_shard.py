@@ -12,6 +12,7 @@ from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link.same_host import MappedSegment
 from areal_lora.weight_sync.manifest import masked, seal, trailer_part
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
+from tests.support.clocks import wait_until
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BUCKET_BYTES, KEYS, layout_of, packed, ref, share, values
 
@@ -35,7 +36,7 @@ def test_the_wire_carries_the_tensors_then_their_fingerprints_and_the_seal():
     owned, aliases = share(full)
     shard, _ = packed(owned, aliases, version=3)
     line = Line()
-    shard.send(line, time.monotonic() + 5)
+    shard.send(line, time.monotonic() + 120)
     *buckets, trailer = line.sent
     assert all(b.numel() <= BUCKET_BYTES for b in buckets)
     sent = torch.cat(buckets).view(torch.float32)
@@ -57,16 +58,14 @@ def test_a_bucket_is_sent_as_soon_as_it_is_packed():
     def slowly(flat):
         steps = list(pack_of(layout, 0, dict(owned))(flat))
         yield steps[len(steps) // 2]
-        assert go.wait(5)
+        assert go.wait(120)
         yield steps[-1]
 
-    sender = threading.Thread(target=shard.send, args=(line, time.monotonic() + 5))
+    sender = threading.Thread(target=shard.send, args=(line, time.monotonic() + 120))
     packer = threading.Thread(target=shard.pack, args=(ref(0), slowly))
     sender.start()
     packer.start()
-    late = time.monotonic() + 3
-    while len(line.sent) < 3 and time.monotonic() < late:
-        time.sleep(0.005)
+    wait_until(lambda: len(line.sent) >= 3)
     before = len(line.sent)
     go.set()
     packer.join()
@@ -97,15 +96,15 @@ def test_receivers_on_this_machine_are_told_twice_and_see_how_far_packing_is():
         steps = list(pack_of(layout, 0, dict(owned))(flat))
         yield steps[middle - 1]
         half.set()
-        assert go.wait(5)
+        assert go.wait(120)
         yield steps[-1]
 
     shard.reset()
-    sender = threading.Thread(target=shard.send, args=(reader, time.monotonic() + 5))
+    sender = threading.Thread(target=shard.send, args=(reader, time.monotonic() + 120))
     packer = threading.Thread(target=shard.pack, args=(ref(0), slowly))
     sender.start()
     packer.start()
-    assert half.wait(5)
+    assert half.wait(120)
     window = MappedSegment(shard._segment.signal())
     assert window.ready == tensors[middle].offset
     assert reader.sent == [shard._segment.signal()]
@@ -134,7 +133,7 @@ def test_a_failed_pack_ends_the_send_at_once_and_the_shard_can_be_packed_again()
 
     def send():
         try:
-            shard.send(Line(), time.monotonic() + 30)
+            shard.send(Line(), time.monotonic() + 120)
         except PublishError as e:
             errors.append(e)
 
@@ -142,7 +141,7 @@ def test_a_failed_pack_ends_the_send_at_once_and_the_shard_can_be_packed_again()
     sender.start()
     with pytest.raises(IndexError):
         shard.pack(ref(0), broken)
-    sender.join(5)
+    sender.join(120)
     assert "packing failed" in str(errors[0])
     shard.reset()
     with pytest.raises(PublishError, match="of this rank"):
@@ -151,7 +150,7 @@ def test_a_failed_pack_ends_the_send_at_once_and_the_shard_can_be_packed_again()
     with pytest.raises(PublishError, match="deadline"):
         shard.send(Line(), time.monotonic() + 0.05)
     shard.pack(ref(0), pack_of(layout, 0, dict(owned)))
-    shard.send(Line(), time.monotonic() + 5)
+    shard.send(Line(), time.monotonic() + 120)
 
 
 def test_a_rank_that_owns_nothing_packs_nothing_but_takes_part():
