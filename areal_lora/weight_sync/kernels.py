@@ -125,6 +125,25 @@ def copy_blocks(
         _copy_block(src_base + b.src, src_kind, b.src_pitch, dst, dst_kind, b.dst_pitch, b.rows, b.cols, b.scale)
 
 
+@numba.njit(nogil=True, cache=True, inline="always")
+def _mix(h: Any, acc: Any) -> Any:
+    return (h * np.uint64(0x9E3779B97F4A7C15)) ^ acc ^ (acc >> np.uint64(32))
+
+
+@numba.njit(nogil=True, cache=True)
+def mix_chunks(chunks: Any, infinite: Any, chunk: Any, sizes: Any, first: int, last: int, sums: Any, bad: Any) -> None:
+    """As `fingerprints` of tensors ``first:last``, from ``chunks`` uint64 [n], their sums over blocks of words.
+
+    Tensor i has those from ``chunk[i]`` to ``chunk[i + 1]``, counted from ``chunk[first]``; ``infinite`` bool [n].
+    """
+    for i in range(first, last):
+        h, found = np.uint64(sizes[i]), False
+        for c in range(chunk[i] - chunk[first], chunk[i + 1] - chunk[first]):
+            h = _mix(h, chunks[c])
+            found |= infinite[c]
+        sums[i], bad[i] = h, np.uint8(found)
+
+
 @numba.njit(nogil=True, cache=True)
 def _fingerprint(at: int, size: int, kind: int, keys: int, width: int) -> Any:
     """(fingerprint, 1 where an exponent is all ones) of ``size`` elements at address ``at``.
@@ -152,7 +171,7 @@ def _fingerprint(at: int, size: int, kind: int, keys: int, width: int) -> Any:
             last = np.uint32(carray(pointer(at + whole * 4), 1, np.uint16)[0])
             acc += np.uint64(last) * multipliers[n]
             infinite |= np.uint32((last & low) == low)
-        h = (h * np.uint64(0x9E3779B97F4A7C15)) ^ acc ^ (acc >> np.uint64(32))
+        h = _mix(h, acc)
     return h, infinite
 
 
