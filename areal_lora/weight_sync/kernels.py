@@ -223,10 +223,10 @@ class Marks:
         kind, keys, width = KINDS[self.dtype], self.keys.ctypes.data, len(self.keys)
         fingerprints(base, kind, self.offsets, self.sizes, keys, width, first, last, self.sums, self.bad)
 
-    def parts(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Cut tensors [first, last) into runs of about ``_PART_BYTES``."""
+    def parts(self, first: int, last: int, nbytes: int = _PART_BYTES) -> Iterator[tuple[int, int]]:
+        """Cut tensors [first, last) into runs of about ``nbytes``."""
         while first < last:
-            end = int(np.searchsorted(self.offsets, self.offsets[first] + _PART_BYTES))
+            end = int(np.searchsorted(self.offsets, self.offsets[first] + nbytes))
             end = min(max(end, first + 1), last)
             yield first, end
             first = end

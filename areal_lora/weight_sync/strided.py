@@ -19,6 +19,7 @@ from torch import Tensor
 from areal_lora.weight_sync.kernels import BF16, ITEM_BYTES, KINDS, N_KEYS, Marks, TensorBlocks, mix_chunks
 from areal_lora.weight_sync.layout import TensorTable
 
+MEASURED_BYTES = 16 << 20  # fingerprinted at once: products take four times as much memory, and masks as much
 _UNIT_BYTES = 2  # fingerprints read units of 16 bits: tensors of bfloat16 start at any of them
 _CHUNK = 2 * N_KEYS
 _EXPONENT = 0x7F80  # of bfloat16, and of float32 in its upper unit
@@ -151,7 +152,8 @@ class ChunkSums:
             pairs = np.stack([keys, keys << 16], axis=1).reshape(-1)
             self._keys = marks.keys, torch.from_numpy(pairs).to(flat.device)
         if (first, last) not in self._batches:
-            self._batches[first, last] = self._made(first, last)
+            parts = marks.parts(first, last, MEASURED_BYTES)
+            self._batches[first, last] = [batch for part in parts for batch in self._made(first, *part)]
         units, n = flat.view(torch.int16), int(self._first[last] - self._first[first])
         sums = torch.empty(n, dtype=torch.int64, device=flat.device)
         exponents = torch.empty(n, dtype=torch.int16, device=flat.device)
@@ -165,12 +167,12 @@ class ChunkSums:
         chunks, infinite = sums.cpu().numpy().view(np.uint64), exponents.cpu().numpy() == _EXPONENT
         mix_chunks(chunks, infinite, self._first, marks.sizes, first, last, marks.sums, marks.bad)
 
-    def _made(self, first: int, last: int) -> list[Batch]:
-        begin = int(self._starts[first])
-        rows = zip(*(a[first:last].tolist() for a in (self._starts, self._first, self._whole, self._rest)), strict=True)
+    def _made(self, begin: int, first: int, last: int) -> list[Batch]:
+        """Chunks of tensors [first, last), counted from those of tensor ``begin``."""
+        starts, places = self._starts - self._starts[begin], self._first - self._first[begin]
+        rows = zip(*(a[first:last].tolist() for a in (starts, places, self._whole, self._rest)), strict=False)
         made = []
-        for at, to, whole, rest in rows:
-            src, dst = at - begin, to - int(self._first[first])
+        for src, dst, whole, rest in rows:
             if whole:
                 made.append(Batch(0, 0, src, dst, 0, 1.0, (whole, _CHUNK), (_CHUNK, 1), (1, 0)))
             if rest:

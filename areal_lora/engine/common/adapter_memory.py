@@ -123,10 +123,9 @@ class AdapterMemory:
     def export(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> np.ndarray:
         """Flat fp32 copy of this rank's shard of ``source`` [arena.size]. Collective like `Packer.fill`."""
         shard = self.shard("float32")
-        flat = torch.empty(shard.nbytes if shard else 0, dtype=torch.uint8, device=source.device)
-        for _ in self.packer("float32").fill(source, flat, groups):
-            pass
-        values: np.ndarray = flat.cpu().view(torch.float32).numpy()
+        values = np.empty(shard.nbytes // 4 if shard else 0, dtype=np.float32)
+        for start, _, section in self.packer("float32").sections(source, shard, groups):
+            values[start // 4 :][: len(section)] = section.numpy()
         return values
 
     def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
@@ -218,16 +217,22 @@ class Packer:
     def tensors(
         self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The fp32 tensors of the shard, each section in memory of its own. Otherwise like `fill`."""
+        """The fp32 tensors of the shard, in the memory of `sections`."""
+        for start, held, section in self.sections(weights, shard, groups):
+            for t in held:
+                yield t.name, section[(t.offset - start) // 4 :][: math.prod(t.shape)].view(t.shape)
+
+    def sections(
+        self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
+    ) -> Iterator[tuple[int, tuple[WireTensor, ...], Tensor]]:
+        """(start in the shard, tensors, their fp32 numbers in host memory of their own). Otherwise like `fill`."""
         for first, last in self._ready(weights, groups):
             assert shard is not None
             start = shard.tensors[first].offset
             end = shard.tensors[last].offset if last < len(shard.tensors) else shard.nbytes
             section = torch.empty((end - start) // 4, device=weights.device)
             self._copy(weights, section.view(torch.uint8), (first, last), start)
-            section = section.cpu()
-            for t in shard.tensors[first:last]:
-                yield t.name, section[(t.offset - start) // 4 :][: math.prod(t.shape)].view(t.shape)
+            yield start, shard.tensors[first:last], section.cpu()
 
     def _ready(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[int, int]]:
         """Gather the split ranges; yield the (first, last) tensors of each section."""
