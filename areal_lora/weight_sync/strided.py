@@ -1,9 +1,9 @@
 """Copies and fingerprints of tensors on an accelerator: plans of blocks as strided views, without a loop over tensors.
 
-Blocks of equal form at equal distances are one `Batch`, and batches of equal form again: all experts of all layers with
-a matrix of one shape. A batch is one launch, which converts and scales as it copies. So launches grow with the forms in
-a bucket, not with names, and a plan has a few numbers for each, where an index for every row of a lora_B with rank 16
-would take half as much memory as the rows. Batches are made once per layout and bucket. Results equal those of
+Blocks of equal form at equal distances are one `ViewBatch`, and batches of equal form again: the matrices of one shape
+of all experts of all layers. A batch is one launch, which converts and scales as it copies. So launches grow with the
+forms in a bucket, not with names, and a plan has a few numbers for each; an index for every row of a lora_B of rank 16
+would take half as much memory as the rows. Batches are made once per layout and bucket. Finite results equal those of
 `kernels` bit for bit; tensors on the CPU give them, too.
 """
 
@@ -25,7 +25,7 @@ _CHUNK = 2 * N_KEYS
 _EXPONENT = 0x7F80  # of bfloat16, and of float32 in its upper unit
 
 
-class Batch(NamedTuple):
+class ViewBatch(NamedTuple):
     """Blocks at equal distances, in elements: ``src`` in memory ``source``, ``dst`` in memory ``target``.
 
     ``dst_step`` is the distance from one serving slot to the next. The last two dimensions are a block's.
@@ -42,10 +42,10 @@ class Batch(NamedTuple):
     dst_strides: tuple[int, ...]
 
 
-def merged_batches(found: Sequence[Batch]) -> list[Batch]:
+def merged_batches(found: Sequence[ViewBatch]) -> list[ViewBatch]:
     """Merge batches of equal form in arithmetic progression, then those of the result, until none is left to merge."""
     while True:
-        forms: dict[tuple[object, ...], list[Batch]] = {}
+        forms: dict[tuple[object, ...], list[ViewBatch]] = {}
         for batch in found:
             forms.setdefault((*batch[:2], *batch[4:]), []).append(batch)
         merged = [batch for same in forms.values() for batch in _progressions(same)]
@@ -54,7 +54,7 @@ def merged_batches(found: Sequence[Batch]) -> list[Batch]:
         found = merged
 
 
-def _progressions(same: Sequence[Batch]) -> list[Batch]:
+def _progressions(same: Sequence[ViewBatch]) -> list[ViewBatch]:
     src, dst = (np.array([getattr(batch, side) for batch in same]) for side in ("src", "dst"))
     steps = np.stack([np.diff(src), np.diff(dst)], axis=1)
     ends = np.append(np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 1, len(steps))  # of runs of equal steps
@@ -74,11 +74,11 @@ def _progressions(same: Sequence[Batch]) -> list[Batch]:
 
 
 class StridedCopies:
-    """`TensorBlocks` between the memories that begin at ``sources`` and ``targets``: ascending, in the plan's bytes."""
+    """`TensorBlocks` between memories at ``sources`` and ``targets``: ascending, in the plan's bytes."""
 
     def __init__(self, plan: TensorBlocks, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._plan, self._sources, self._targets = plan, np.array(sources), np.array(targets)
-        self._batches: dict[tuple[int, int], list[Batch]] = {}
+        self._batches: dict[tuple[int, int], list[ViewBatch]] = {}
 
     def copy(
         self,
@@ -106,7 +106,7 @@ class StridedCopies:
             else:  # the product is rounded once, from float32
                 torch.mul(src if src.dtype is dst.dtype else src.float(), b.scale, out=dst)
 
-    def _made(self, first: int, last: int) -> list[Batch]:
+    def _made(self, first: int, last: int) -> list[ViewBatch]:
         plan = self._plan
         blocks = plan.blocks[plan.first[first] : plan.first[last]]
         src_item, dst_item = ITEM_BYTES[plan.src_dtype], ITEM_BYTES[plan.dst_dtype]
@@ -125,7 +125,7 @@ class StridedCopies:
             blocks["dst_pitch"] // dst_item,
         )
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        return merged_batches([Batch._make((*head, (n, m), (p, 1), (q, 1))) for *head, n, m, p, q in rows])
+        return merged_batches([ViewBatch._make((*head, (n, m), (p, 1), (q, 1))) for *head, n, m, p, q in rows])
 
 
 class ChunkSums:
@@ -139,7 +139,7 @@ class ChunkSums:
         units = table.sizes * ITEM_BYTES[table.dtype] // _UNIT_BYTES
         self._starts, self._whole, self._rest = table.offsets // _UNIT_BYTES, *np.divmod(units, _CHUNK)
         self._first = np.cumsum([0, *(self._whole + (self._rest > 0))])
-        self._batches: dict[tuple[int, int], list[Batch]] = {}
+        self._batches: dict[tuple[int, int], list[ViewBatch]] = {}
         self._keys: tuple[np.ndarray, Tensor] | None = None
 
     def measure(self, marks: Marks, flat: Tensor, first: int, last: int) -> None:
@@ -167,16 +167,16 @@ class ChunkSums:
         chunks, infinite = sums.cpu().numpy().view(np.uint64), exponents.cpu().numpy() == _EXPONENT
         mix_chunks(chunks, infinite, self._first, marks.sizes, first, last, marks.sums, marks.bad)
 
-    def _made(self, begin: int, first: int, last: int) -> list[Batch]:
-        """Chunks of tensors [first, last), counted from those of tensor ``begin``."""
-        starts, places = self._starts - self._starts[begin], self._first - self._first[begin]
+    def _made(self, origin: int, first: int, last: int) -> list[ViewBatch]:
+        """Chunks of tensors [first, last), counted from those of tensor ``origin``."""
+        starts, places = self._starts - self._starts[origin], self._first - self._first[origin]
         rows = zip(*(a[first:last].tolist() for a in (starts, places, self._whole, self._rest)), strict=False)
         made = []
         for src, dst, whole, rest in rows:
             if whole:
-                made.append(Batch(0, 0, src, dst, 0, 1.0, (whole, _CHUNK), (_CHUNK, 1), (1, 0)))
+                made.append(ViewBatch(0, 0, src, dst, 0, 1.0, (whole, _CHUNK), (_CHUNK, 1), (1, 0)))
             if rest:
-                made.append(Batch(0, 0, src + whole * _CHUNK, dst + whole, 0, 1.0, (1, rest), (rest, 1), (1, 0)))
+                made.append(ViewBatch(0, 0, src + whole * _CHUNK, dst + whole, 0, 1.0, (1, rest), (rest, 1), (1, 0)))
         return merged_batches(made)
 
 

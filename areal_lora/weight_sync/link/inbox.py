@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -20,6 +21,20 @@ Part = tuple[int, int]
 """(start, end) in the source's memory, bytes."""
 Memory: TypeAlias = np.ndarray | torch.Tensor
 """uint8: an array is host memory, a tensor that of a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketBytes:
+    """A shard's bytes from ``start`` on, uint8; valid until the call that gets them returns."""
+
+    memory: Memory
+    start: int
+
+    @property
+    def base(self) -> int:
+        """Address where the shard would start, on the host."""
+        memory = self.memory
+        return (memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr()) - self.start
 
 
 class Arriving(Protocol):

@@ -29,7 +29,7 @@ from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardMan
 from areal_lora.weight_sync.kernels import Marks
 from areal_lora.weight_sync.layout import AdapterLayout, Bucket, Shape
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, join_group
-from areal_lora.weight_sync.link.inbox import Memory
+from areal_lora.weight_sync.link.inbox import BucketBytes
 from areal_lora.weight_sync.manifest import (
     SEAL_BYTES,
     ShardKeys,
@@ -44,22 +44,7 @@ from areal_lora.weight_sync.manifest import (
 )
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
 
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A shard's bytes from ``start`` on, uint8; valid until the call that gets them returns."""
-
-    memory: Memory
-    start: int
-
-    @property
-    def base(self) -> int:
-        """Address where the shard would start, on the host."""
-        memory = self.memory
-        return (memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr()) - self.start
-
-
-OnTensors = Callable[[int, Arrived, int, int, Marks], None]
+OnTensors = Callable[[int, BucketBytes, int, int, Marks], None]
 """``(shard index, bytes of the bucket, first tensor, last tensor + 1, marks)``: the tensors of a bucket have arrived;
 they must be measured into ``marks``."""
 Plan = TypeVar("Plan")
@@ -84,27 +69,21 @@ class _Source:
     """One shard being received."""
 
     def __init__(
-        self,
-        index: int,
-        layout: AdapterLayout,
-        group: BroadcastGroup,
-        deadline: float,
-        keys: ShardKeys,
-        on_device: bool,
+        self, i: int, layout: AdapterLayout, group: BroadcastGroup, deadline: float, keys: ShardKeys, on_device: bool
     ) -> None:
-        self.index, self.shard, self._layout, self._keys = index, layout.shards[index], layout, keys
-        self.marks = layout.tables[index].marks(keys.multipliers)
+        self.index, self.shard, self._layout, self._keys = i, layout.shards[i], layout, keys
+        self.marks = layout.tables[i].marks(keys.multipliers)
         self.trailer = np.empty(0, dtype=np.uint8)
-        self._buckets = layout.tables[index].buckets(group.bucket_bytes)
+        self._buckets = layout.tables[i].buckets(group.bucket_bytes)
         parts = [*((b.start, b.end) for b in self._buckets), trailer_part(self.shard)]
         self._inbox = group.receive(parts, deadline, on_device)
 
-    def arrivals(self, timer: PhaseTimer) -> Iterator[tuple[Bucket, Arrived]]:
+    def arrivals(self, timer: PhaseTimer) -> Iterator[tuple[Bucket, BucketBytes]]:
         """Yield (bucket, its bytes) in order; the memory is valid until the next iteration."""
         for bucket in self._buckets:
             with timer.phase("wire"):
                 part = self._inbox.take()
-            yield bucket, Arrived(part, bucket.start)
+            yield bucket, BucketBytes(part, bucket.start)
         with timer.phase("wire"):
             part = self._inbox.take()
         self.trailer = part.copy() if isinstance(part, np.ndarray) else part.cpu().numpy()
@@ -168,7 +147,7 @@ class Reception:
         for _ in self._stream:
             pass
 
-    def _arrivals(self) -> Iterator[tuple[_Source, Bucket, Arrived]]:
+    def _arrivals(self) -> Iterator[tuple[_Source, Bucket, BucketBytes]]:
         running = [(s, s.arrivals(self._timer)) for s in self._sources]
         while running:
             for source, arrivals in list(running):
@@ -207,7 +186,7 @@ class SlotWriter(Protocol[Plan]):
     def prepare(self, slot: int, layout: AdapterLayout) -> None:
         """Clear the part of an inactive slot that ``layout`` does not overwrite."""
 
-    def write(self, plan: Plan, slot: int, arrived: Arrived, first: int, last: int, marks: Marks) -> None:
+    def write(self, plan: Plan, slot: int, arrived: BucketBytes, first: int, last: int, marks: Marks) -> None:
         """Store tensors [first, last) of a shard, with which ``arrived`` starts, and measure them."""
 
     def flush(self, slot: int) -> None:

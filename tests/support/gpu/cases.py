@@ -24,10 +24,9 @@ from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.broadcast_groups import GroupListener, join_group
-from areal_lora.weight_sync.link.inbox import Part
+from areal_lora.weight_sync.link.inbox import BucketBytes, Part
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.messages import SourceEndpoint
-from areal_lora.weight_sync.server.receiver import Arrived
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.engine.vllm_ext.slots import Full, install, layout_of
 from tests.support.weight_sync.helpers import KEYS, ref
@@ -95,11 +94,12 @@ def write_slot(device: torch.device, experts: Experts, repeats: int = 5) -> dict
     full, layout = experts.adapter(ours, seed=1)
     found, known = (install(writer, 1, layout, full) for writer in (ours, reference))
     wrong = sum(differing(a, b) for a, b in zip(stacks, plain, strict=True))
+    changed = int((found.sums != known.sums).sum())
     bucket = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
     (plan,) = ours.plan(layout)
 
     def write() -> None:
-        ours.write(plan, 1, Arrived(bucket, 0), 0, len(found.sums), found)
+        ours.write(plan, 1, BucketBytes(bucket, 0), 0, len(found.sums), found)
         ours.flush(1)
 
     times, counted = [], launches(write)
@@ -109,7 +109,7 @@ def write_slot(device: torch.device, experts: Experts, repeats: int = 5) -> dict
         times.append(time.perf_counter() - began)
     return {
         "differing_bytes": wrong,
-        "differing_fingerprints": int((found.sums != known.sums).sum()),
+        "differing_fingerprints": changed,
         "launches": counted,
         "version_mb": layout.nbytes / 1e6,
         "gb_per_s": layout.nbytes / min(times) / 1e9,

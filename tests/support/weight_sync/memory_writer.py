@@ -10,8 +10,8 @@ import numpy as np
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.kernels import Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.link.inbox import BucketBytes
 from areal_lora.weight_sync.messages import LORA_B
-from areal_lora.weight_sync.server.receiver import Arrived
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -76,7 +76,7 @@ class MemoryWriter:
             for name, at in places.items()
         }
 
-    def write(self, plan: TensorBlocks, slot: int, arrived: Arrived, first: int, last: int, marks: Marks) -> None:
+    def write(self, plan: TensorBlocks, slot: int, arrived: BucketBytes, first: int, last: int, marks: Marks) -> None:
         if self.on_write is not None:
             self.on_write()
         plan.copy(arrived.base, self._images[slot].ctypes.data, tensors=(first, last), marks=marks)

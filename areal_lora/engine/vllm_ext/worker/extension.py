@@ -51,9 +51,10 @@ from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync.kernels import ITEM_BYTES, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, Shape, ShardLayout
+from areal_lora.weight_sync.link.inbox import BucketBytes
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import WEIGHT, JoinRequest, StageResult, check_targets, covered, served_shapes
-from areal_lora.weight_sync.server.receiver import AdapterReceiver, Arrived
+from areal_lora.weight_sync.server.receiver import AdapterReceiver
 
 
 class MergedWeights:
@@ -87,7 +88,7 @@ class MergedWeights:
         """Note which weights the version has: a layer without any of them keeps its own."""
         self._touched = frozenset(t.name for shard in layout.shards for t in shard.tensors)
 
-    def write(self, plan: TensorBlocks, slot: int, arrived: Arrived, first: int, last: int, marks: Marks) -> None:
+    def write(self, plan: TensorBlocks, slot: int, arrived: BucketBytes, first: int, last: int, marks: Marks) -> None:
         plan.copy(arrived.base, 0, tensors=(first, last), marks=marks)
 
     def flush(self, slot: int) -> None:

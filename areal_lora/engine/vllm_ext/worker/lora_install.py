@@ -24,8 +24,8 @@ from areal_lora.processes.watched import renamed
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.kernels import ITEM_BYTES, Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout, WireTensor
+from areal_lora.weight_sync.link.inbox import BucketBytes
 from areal_lora.weight_sync.messages import check_targets, served_shapes
-from areal_lora.weight_sync.server.receiver import Arrived
 from areal_lora.weight_sync.strided import ChunkSums, StridedCopies
 
 _VLLM_MODULES = {
@@ -117,7 +117,7 @@ class StackedSlotWriter:
             self.zero(slot)
         self._written[slot] = cells
 
-    def write(self, plan: ShardPlan, slot: int, arrived: Arrived, first: int, last: int, marks: Marks) -> None:
+    def write(self, plan: ShardPlan, slot: int, arrived: BucketBytes, first: int, last: int, marks: Marks) -> None:
         """Store tensors [first, last) of a shard, with which ``arrived`` starts, and measure them."""
         if not self.on_device:
             plan.blocks.copy(arrived.base, 0, slot=slot, tensors=(first, last), marks=marks)

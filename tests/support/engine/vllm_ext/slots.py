@@ -11,7 +11,7 @@ from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.kernels import Marks
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
-from areal_lora.weight_sync.server.receiver import Arrived
+from areal_lora.weight_sync.link.inbox import BucketBytes
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import KEYS
 
@@ -39,6 +39,6 @@ def install(
     for first, last in itertools.pairwise(bounds):
         begin = tensors[first].offset
         end = tensors[last].offset if last < len(tensors) else layout.nbytes
-        writer.write(plan, slot, Arrived(flat[begin:end].numpy().copy(), begin), first, last, marks)
+        writer.write(plan, slot, BucketBytes(flat[begin:end].numpy().copy(), begin), first, last, marks)
     writer.flush(slot)
     return marks
