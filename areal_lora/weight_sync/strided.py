@@ -43,7 +43,7 @@ class ViewBatch(NamedTuple):
 
 
 def merged_batches(found: Sequence[ViewBatch]) -> list[ViewBatch]:
-    """Merge batches of equal form in arithmetic progression, then those of the result, until none is left to merge."""
+    """Merge batches of equal form in arithmetic progression, then those of the result, as long as any merge."""
     while True:
         forms: dict[tuple[object, ...], list[ViewBatch]] = {}
         for batch in found:

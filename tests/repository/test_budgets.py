@@ -28,7 +28,7 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1458,
     "cli": 2259,  # sweep; plan --simulate; where the report of a stopped run is; page; two versions in a chat
-    "config": 4281,  # groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory of both sides
+    "config": 4281,  # groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory of a GPU
     "data": 675,  # checks in chunks; micro-batches of equal attention; parts of a batch; the vocabulary; a moved model
     "distributed": 383,  # scatter
     "doctor": 1032,
@@ -39,14 +39,14 @@ LINES = {
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 4156,  # every rollout in columns, and queries of them; run.trackers; a live page, warnings; console lines
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
-    "platforms": 153,  # ranges of profilers; peaks of devices and memory on them; names of two torch versions; Lane.reaches
+    "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; Lane.reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
     "rollout": 5930,  # texts of groups; the newest version without a search; answers in columns and over restarts
     "run_folder": 1038,  # sweep.json; DesiredWatch logs a faulty file; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
     "trainer": 3818,  # steps ahead of a slow disk; parts of a batch; which passes join; rollouts of a step
-    "weight_sync": 5089,  # groups formed at once, with names of missing receivers; keyed shards; copies and sums on devices
+    "weight_sync": 5089,  # groups formed at once, with names of missing receivers; keyed shards; views on devices
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
