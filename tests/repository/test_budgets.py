@@ -28,7 +28,7 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1458,
     "cli": 2259,  # sweep; plan --simulate; where the report of a stopped run is; page; two versions in a chat
-    "config": 4281,  # groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory of a GPU
+    "config": 4281,  # groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory
     "data": 675,  # checks in chunks; micro-batches of equal attention; parts of a batch; the vocabulary; a moved model
     "distributed": 383,  # scatter
     "doctor": 1032,
@@ -39,7 +39,7 @@ LINES = {
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 4156,  # every rollout in columns, and queries of them; run.trackers; a live page, warnings; console lines
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
-    "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; Lane.reaches
+    "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
     "rollout": 5930,  # texts of groups; the newest version without a search; answers in columns and over restarts
     "run_folder": 1038,  # sweep.json; DesiredWatch logs a faulty file; the counter of trainer sessions; traces
