@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 VIEWS = (
     "aten.as_strided.default",
     "aten.view.dtype",
+    "aten.view.default",
+    "aten.unbind.int",
     "aten.slice.Tensor",
     "aten.select.int",
     "aten.detach.default",
