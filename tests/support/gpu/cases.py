@@ -184,7 +184,7 @@ class Pair:
 
     def __init__(self, device: torch.device, backend: str, nbytes: int, bucket: int, timeout_s: float) -> None:
         self.parts, self.timeout_s = parts_of(nbytes, bucket), timeout_s
-        self.segment = SharedSegment(nbytes, device)
+        self.segment, self._device = SharedSegment(nbytes, device), device
         self._listener = GroupListener(
             source=0,
             bind="127.0.0.1",
@@ -219,7 +219,8 @@ class Pair:
         return hashlib.blake2b(self._broadcast(time.monotonic() + self.timeout_s)).hexdigest()
 
     def _broadcast(self, deadline: float) -> bytes:
-        transfers = [self.group.start(torch.from_numpy(self.segment.bytes[a:b]), deadline) for a, b in self.parts]
+        flat = torch.from_numpy(self.segment.bytes).to(self._device)  # on a device as a packed shard
+        transfers = [self.group.start(flat[a:b], deadline) for a, b in self.parts]
         for transfer in transfers:
             transfer.wait()
         return self.segment.bytes.tobytes()
