@@ -141,20 +141,20 @@ class Tensors:
         """Unique bytes on the wire."""
         return self.layout.nbytes
 
-    def pack(self, flat: np.ndarray) -> Iterator[int]:
+    def pack(self, flat: torch.Tensor) -> Iterator[int]:
         """``packed_shard.Pack``."""
         done = 0
         for end in self._plan.ends:
-            self._plan.blocks.copy(self._memory.ctypes.data, flat.ctypes.data, tensors=(done, end))
+            self._plan.blocks.copy(self._memory.ctypes.data, flat.data_ptr(), tensors=(done, end))
             done = end
             yield done
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Every Hugging Face tensor in the wire's dtype, shared ones repeated: what other systems send and save."""
-        flat = np.empty(self.nbytes, dtype=np.uint8)
+        flat = torch.empty(self.nbytes, dtype=torch.uint8)
         for _ in self.pack(flat):
             pass
-        data = torch.from_numpy(flat).view({"float32": torch.float32, "bfloat16": torch.bfloat16}[self.layout.dtype])
+        data = flat.view({"float32": torch.float32, "bfloat16": torch.bfloat16}[self.layout.dtype])
         item = data.element_size()
         tensors: dict[str, torch.Tensor] = {}
         for shard in self.layout.shards:

@@ -120,6 +120,10 @@ class Lane:
         """Memory on the device for the content of ``host``."""
         return torch.empty_like(host, device=self.device)
 
+    def reaches(self, memory: Tensor) -> bool:
+        """Whether a library that works on the device takes ``memory`` as it is."""
+        return bool(memory.device.type == self.device.type)
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy between host and device; neither may be touched before ``synchronize``."""
         with self._stream:

@@ -3,7 +3,8 @@
 A plan is one array of blocks, made once per layout and checked against the memories that it touches: trainer
 parameters, wire buffers, serving slots. `TensorBlocks.copy` runs it; the reversed plan is the inverse. The loops run
 without the GIL and without OpenMP, in the thread that calls them: a server receives beside the model that generates in
-the same process, and no tensor costs Python work. Only this file works with memory addresses.
+the same process, and no tensor costs Python work. Only this file works with memory addresses. `strided` runs the same
+plans on a device.
 """
 
 from __future__ import annotations
@@ -125,6 +126,25 @@ def copy_blocks(
         _copy_block(src_base + b.src, src_kind, b.src_pitch, dst, dst_kind, b.dst_pitch, b.rows, b.cols, b.scale)
 
 
+@numba.njit(nogil=True, cache=True, inline="always")
+def _mix(h: Any, acc: Any) -> Any:
+    return (h * np.uint64(0x9E3779B97F4A7C15)) ^ acc ^ (acc >> np.uint64(32))
+
+
+@numba.njit(nogil=True, cache=True)
+def mix_chunks(chunks: Any, infinite: Any, chunk: Any, sizes: Any, first: int, last: int, sums: Any, bad: Any) -> None:
+    """As `fingerprints` of tensors ``first:last``, from ``chunks`` uint64 [n], their sums over blocks of words.
+
+    Tensor i has those from ``chunk[i]`` to ``chunk[i + 1]``, counted from ``chunk[first]``; ``infinite`` bool [n].
+    """
+    for i in range(first, last):
+        h, found = np.uint64(sizes[i]), False
+        for c in range(chunk[i] - chunk[first], chunk[i + 1] - chunk[first]):
+            h = _mix(h, chunks[c])
+            found |= infinite[c]
+        sums[i], bad[i] = h, np.uint8(found)
+
+
 @numba.njit(nogil=True, cache=True)
 def _fingerprint(at: int, size: int, kind: int, keys: int, width: int) -> Any:
     """(fingerprint, 1 where an exponent is all ones) of ``size`` elements at address ``at``.
@@ -152,7 +172,7 @@ def _fingerprint(at: int, size: int, kind: int, keys: int, width: int) -> Any:
             last = np.uint32(carray(pointer(at + whole * 4), 1, np.uint16)[0])
             acc += np.uint64(last) * multipliers[n]
             infinite |= np.uint32((last & low) == low)
-        h = (h * np.uint64(0x9E3779B97F4A7C15)) ^ acc ^ (acc >> np.uint64(32))
+        h = _mix(h, acc)
     return h, infinite
 
 
@@ -204,10 +224,10 @@ class Marks:
         kind, keys, width = KINDS[self.dtype], self.keys.ctypes.data, len(self.keys)
         fingerprints(base, kind, self.offsets, self.sizes, keys, width, first, last, self.sums, self.bad)
 
-    def parts(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Cut tensors [first, last) into runs of about ``_PART_BYTES``."""
+    def parts(self, first: int, last: int, nbytes: int = _PART_BYTES) -> Iterator[tuple[int, int]]:
+        """Cut tensors [first, last) into runs of about ``nbytes``."""
         while first < last:
-            end = int(np.searchsorted(self.offsets, self.offsets[first] + _PART_BYTES))
+            end = int(np.searchsorted(self.offsets, self.offsets[first] + nbytes))
             end = min(max(end, first + 1), last)
             yield first, end
             first = end

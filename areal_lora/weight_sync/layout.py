@@ -178,7 +178,7 @@ class TensorTable:
     """Offsets and ends (bytes) and sizes (elements) of a shard's tensors, int64 [n], for the compiled loops."""
 
     def __init__(self, shard: ShardLayout, dtype: str) -> None:
-        self._shard, self._dtype = shard, dtype
+        self._shard, self.dtype = shard, dtype
         self.offsets = np.array([t.offset for t in shard.tensors], dtype=np.int64)
         self.ends = np.array([*self.offsets[1:], shard.nbytes] if shard.tensors else [], dtype=np.int64)
         self.sizes = (self.ends - self.offsets) // ITEM_BYTES[dtype]
@@ -198,7 +198,7 @@ class TensorTable:
         """Empty marks for one version, whose fingerprints have the multipliers ``keys``."""
         n = len(self.offsets)
         return Marks(
-            dtype=self._dtype,
+            dtype=self.dtype,
             keys=keys,
             offsets=self.offsets,
             sizes=self.sizes,

@@ -10,9 +10,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
+from torch import Tensor
 
 from areal_lora.config.models import Config
 from areal_lora.run_folder.paths import RunFolder
@@ -124,7 +124,7 @@ class Run:
         )
         whole = pack_of(layout, 0, tensors)
 
-        def pack(flat: np.ndarray) -> Iterator[int]:
+        def pack(flat: Tensor) -> Iterator[int]:
             for done in whole(flat):
                 yield done
                 if done == sum(len(shard.tensors) for shard in layout.shards) // 2 and during is not None:

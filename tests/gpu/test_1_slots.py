@@ -19,8 +19,9 @@ LAYERS, WIDTH, RANK, TOKENS, REPLAYS = 48, 4096, 32, 64, 10_000
 
 def test_slot_writer_equals_the_cpu_writer(device: torch.device, record: Any) -> None:
     figures = write_slot(device, Experts())
-    record("0 differing bytes, at least 20 GB/s", figures)
+    record("0 differing bytes and fingerprints, at least 20 GB/s", figures)
     assert figures["differing_bytes"] == 0
+    assert figures["differing_fingerprints"] == 0
     assert figures["gb_per_s"] >= 20
 
 

@@ -55,8 +55,8 @@ class Values:
         return self._pool[begin : begin + n]
 
     def pack(self, version: int):
-        def pack(flat: np.ndarray) -> Iterator[int]:
-            flat.view(np.float32)[:] = self.flat(version)
+        def pack(flat: torch.Tensor) -> Iterator[int]:
+            flat.numpy().view(np.float32)[:] = self.flat(version)
             yield len(self.shard.tensors)
 
         return pack

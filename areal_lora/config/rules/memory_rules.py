@@ -73,7 +73,7 @@ def _hosts(config: Config, facts: Facts, memory: JobMemory) -> Iterator[Finding]
             continue
         staged = ((m, part) for m in memory.processes for part in m.parts if part.name == sizing.STAGING)
         pinned = sum(part.host * m.nodes.count(node) for m, part in staged)
-        if pinned > needed / 2:
+        if needed - pinned <= limit:
             fix = f"lower weight_sync.bucket_mib, or {fix}"
         reason = f"about {needed / GIB:.0f} GiB of host memory are needed on a node{of_pool}, {pinned / GIB:.0f} of"
         yield warning(path, f"{reason} them for the staging of publishes, and {has} {limit / GIB:.0f}", fix)

@@ -30,7 +30,9 @@ caching allocator on GPUs: a typical value."""
 GPU_HOST = 3 * GIB
 """Host memory of a process that uses a GPU."""
 STAGING_BUFFERS = 3
-"""Buffers of one source at a receiver: `weight_sync.link.backends.RING`."""
+"""Buffers of one source at a receiver: `weight_sync.link.inbox.RING`."""
+MEASURED = 5 * 16 * MIB
+"""Device memory in which tensors are fingerprinted: `weight_sync.strided.MEASURED_BYTES` as int64 and int16."""
 LEAST_KV, STAGING, JOINING = "KV cache, least", "staging of publishes", "room for adapters that join"
 DEFAULT_KV_GIB = 4.0
 """vLLM's KV cache on CPUs where ``rollout.kv_cache_gib`` is unset."""
@@ -131,9 +133,9 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
       micro-batches on a stage (Narayanan et al., arXiv 2104.04473). With recompute one layer is there in full.
     - Buffers: of one layer's backward pass, which on CPUs are part of `HEAP_CPU`, or, on the last stage, of a chunk of
       logits, with hidden states of the whole sequence and their gradient: what is larger.
-    - Publish and checkpoint. Host: shards on the wire and, on GPUs, their fp32 mirrors (`AdapterMemory`), all
-      page-locked; copies that a checkpoint writes. Device: what a source receives of tensor-parallel ranks, and the
-      copy of the shard that NCCL sends (`weight_sync.link.broadcast_groups`).
+    - Publish and checkpoint. Host: copies that a checkpoint writes. Device: what a source receives of tensor-parallel
+      ranks. Shards on the wire are where the adapter is (`PackedShard`), merged ones on the host; the other side has a
+      copy if the library sends from there (`weight_sync.link.broadcast_groups`).
     """
     t, on_cpu = config.trainer, config.cluster.device == "cpu"
     item = DTYPE_BYTES[config.model.dtype]
@@ -177,21 +179,22 @@ def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfi
     }
     wire = sum(_sent_bytes(config, shape, adapter, layers) for adapter in adapters)
     copied = sum(unique[a.name] * (3 * (1 + _critic_share(a)) + a.algorithm.has_reference) for a in adapters)
-    # A packer for checkpoints and one for the wire: what other tensor-parallel ranks send, and all of it on the host.
+    # A packer for checkpoints and one for the wire receive what other tensor-parallel ranks send.
     undivided = config.model_copy(update={"trainer": config.trainer.model_copy(update={"tp": 1, "etp": 1})})
-    packed = received = 0.0
+    received = 0.0
     for adapter in adapters:
         packers = 1 + (adapter_run(config, adapter).wire_dtype != "float32") + _critic_share(adapter)
         whole = _adapter_parameters(undivided, shape, adapter, layers)
-        packed, received = packed + whole * packers, received + (whole - held[adapter.name]) * packers
-    mirror = 0 if config.cluster.device == "cpu" else FP32 * packed
+        received += (whole - held[adapter.name]) * packers
+    over_host, merged = slots.broadcast_backend(config) == "gloo", config.rollout.adapter_mode == "merged"
+    on_device = config.cluster.device != "cpu" and not (merged and over_host)
     return [
         Part("adapter weights and gradients", device=int(FP32 * (2 * trained + references) + cast)),
         Part("optimizer moments", device=int(2 * FP32 * stage / (t.world_size // t.pp))),
         Part(
             "publish and checkpoint",
-            device=int(FP32 * received) + (wire if slots.broadcast_backend(config) != "gloo" else 0),
-            host=int(wire + FP32 * copied + mirror),
+            device=int(FP32 * received) + (wire if on_device else 0),
+            host=int(FP32 * copied) + (wire if over_host or merged else 0),
         ),
     ]
 
@@ -324,9 +327,9 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
       not a fixed need.
     - Activations: vLLM profiles one step of ``max_num_batched_tokens``: an MLP's projections, and the logits of
       ``max_num_seqs`` sequences in fp32 with a copy for the sampler.
-    - Staging of publishes, of each worker: `STAGING_BUFFERS` buckets of every source (`staging_bytes`). On GPUs they
-      are page-locked, and so is a mirror of one slot (`StackedSlotWriter`); NCCL has device memory for each bucket.
-      Merged weights have no slots, and a host copy of one version everywhere (`MergedWeights`).
+    - Staging of publishes, of each worker: `STAGING_BUFFERS` buckets of every source (`staging_bytes`), on the device
+      that NCCL receives on, else page-locked and uploaded one by one; `MEASURED`. Merged weights have no slots, and
+      buckets and a copy of one version on the host everywhere (`MergedWeights`).
     """
     rollout, on_cpu, tp = config.rollout, config.cluster.device == "cpu", config.rollout.tp
     item = DTYPE_BYTES[config.model.dtype]
@@ -349,14 +352,17 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
             Part("process", host=SERVER_PROCESS + tp * WORKER_PROCESS + (WORKER_PROCESS if tp > 1 else 0)),
         )
     held = (held_slots - held_slots // 2) // tp + held_slots // 2
-    mirror = version // tp if merged else held // slot_count(config)
+    over_host = slots.broadcast_backend(config) == "gloo"
+    uploaded = 0 if merged else staging // STAGING_BUFFERS
+    on_device = (uploaded if over_host else staging) + (0 if merged else MEASURED)
+    on_host = (staging if merged or over_host else 0) + version // tp
     graphs = 0 if rollout.enforce_eager else GPU_GRAPHS
     return (
         Part("base weights", device=weights // tp),
         Part("adapter slots", device=held),
         Part("KV cache" if rollout.kv_cache_gib else LEAST_KV, device=kv_part(config, shape)),
         Part("activations", device=step),
-        Part(STAGING, device=staging if slots.broadcast_backend(config) != "gloo" else 0, host=(staging + mirror) * tp),
+        Part(STAGING, device=on_device, host=on_host * tp),
         Part("process", device=GPU_CONTEXT + graphs, host=(tp + 2) * GPU_HOST),
     )
 

@@ -308,8 +308,8 @@ class AdapterEngine:
         """Sender and offset of every wire tensor, and which names share one (not collective, equal on all ranks)."""
         return self.resident(adapter).memory.layout(dtype)
 
-    def pack_adapter(self, adapter: str, dtype: str, flat: np.ndarray) -> Iterator[int]:
-        """Fill ``flat`` (uint8, host) with this rank's shard of ``adapter_layout(adapter, dtype)``; see `Pack`.
+    def pack_adapter(self, adapter: str, dtype: str, flat: Tensor) -> Iterator[int]:
+        """Fill ``flat`` (uint8, where the weights are) with this rank's shard of `adapter_layout`; see `Pack`.
 
         Collective over the tensor-parallel groups of the ranks that send: every rank must run the
         iterator to its end before the weights change. A rank without a shard gives an empty ``flat``.
@@ -321,8 +321,8 @@ class AdapterEngine:
         """The layout of the weights that the adapter changes (not collective, equal on all ranks)."""
         return merged_layout(self.adapter_layout(adapter), dtype)
 
-    def pack_merged(self, adapter: str, loss: CastLoss, flat: np.ndarray) -> Iterator[int]:
-        """Fill ``flat`` with this rank's shard of ``merged_layout`` in ``loss.dtype``, as the adapter is now.
+    def pack_merged(self, adapter: str, loss: CastLoss, flat: Tensor) -> Iterator[int]:
+        """Fill ``flat`` (uint8, host) with this rank's shard of `merged_layout` in ``loss.dtype``, as the adapter is.
 
         Each weight is base + alpha / rank * lora_B @ lora_A, computed in fp32 out of place and cast last; ``loss``
         counts what the cast loses. Collective like `pack_adapter`, but only until the call returns: the iterator

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from areal_lora.checkpoint.state import MOMENTS
 from areal_lora.config.models import OptimizerConfig
-from areal_lora.engine.base import AdamValues
+from areal_lora.engine.base import DTYPES, AdamValues
 from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, Span, arrange, spans
 from areal_lora.engine.common.transfer_plan import PackPlan, load_plan, pack_plan, wire_layout
 from areal_lora.engine.layers.active import site_key
@@ -40,6 +40,10 @@ from areal_lora.platforms.collectives import all_gather_single, reduce_scatter_s
 from areal_lora.types import AdapterSpec, StepStats
 from areal_lora.weight_sync.kernels import TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, WireTensor
+from areal_lora.weight_sync.strided import StridedCopies
+
+LAUNCHED = 16
+"""Sections that a device packs at once."""
 
 
 class AdapterMemory:
@@ -120,8 +124,8 @@ class AdapterMemory:
         """Flat fp32 copy of this rank's shard of ``source`` [arena.size]. Collective like `Packer.fill`."""
         shard = self.shard("float32")
         values = np.empty(shard.nbytes // 4 if shard else 0, dtype=np.float32)
-        for _ in self.packer("float32").fill(source, values.view(np.uint8), groups):
-            pass
+        for start, _, section in self.packer("float32").sections(source, shard, groups):
+            values[start // 4 :][: len(section)] = section.numpy()
         return values
 
     def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
@@ -141,7 +145,7 @@ class AdapterMemory:
 
     def packer(self, dtype: str) -> Packer:
         if dtype not in self._packers:
-            self._packers[dtype] = Packer(self, self.layout(dtype))
+            self._packers[dtype] = Packer(self, self.layout(dtype), strided=self.weights.device.type != "cpu")
         return self._packers[dtype]
 
     def held_names(self) -> list[str]:
@@ -170,9 +174,12 @@ class AdapterMemory:
 
 
 class Packer:
-    """One rank's plan, bound to its memory; built at the first publish of a wire dtype."""
+    """One rank's plan, bound to its memory; built at the first publish of a wire dtype.
 
-    def __init__(self, memory: AdapterMemory, layout: AdapterLayout) -> None:
+    Compiled loops copy memory of the host, ``strided`` views that of an accelerator.
+    """
+
+    def __init__(self, memory: AdapterMemory, layout: AdapterLayout, *, strided: bool) -> None:
         model, spec, rank = memory.model, memory.spec, memory.rank
         self._plan: PackPlan = pack_plan(model, spec, rank, layout)
         where, self._rank = model.layout, rank
@@ -184,42 +191,48 @@ class Packer:
         ]
         """By split range that an owner has from this group: the owner, the elements, the ranks of the group."""
         self._received = torch.empty(self._plan.space - self._plan.own, device=memory.weights.device)
-        on_gpu = memory.weights.device.type != "cpu"
-        # The blocks run on the host: GPU memory is mirrored there first.
-        self._mirror = torch.empty(self._plan.space, pin_memory=True) if on_gpu else None
+        self._dtype = DTYPES[layout.dtype]
+        self._strided = StridedCopies(self._plan.blocks, (0, self._plan.own * 4), (0,)) if strided else None
         self._bound: tuple[int, TensorBlocks] | None = None
 
-    def _blocks(self, source: Tensor) -> TensorBlocks:
-        """The plan with the addresses of ``source`` and of the receive buffer."""
-        if self._mirror is not None:
-            source = self._mirror
-        at, own = source.data_ptr(), self._plan.own
+    def _copy(self, weights: Tensor, flat: Tensor, tensors: tuple[int, int], skipped: int = 0) -> None:
+        """Copy tensors [a, b) of the shard to ``flat`` (uint8), which lacks its first ``skipped`` bytes."""
+        if self._strided is not None:
+            sources, target = (weights, self._received), flat.view(self._dtype)
+            self._strided.copy(sources, (target,), tensors, skipped=(0, skipped))
+            return
+        at, own = weights.data_ptr(), self._plan.own
         if self._bound is None or self._bound[0] != at:
             blocks = self._plan.blocks
-            outside = (blocks.blocks["src"] >= own * 4) & (self._mirror is None)
+            outside = blocks.blocks["src"] >= own * 4
             self._bound = at, blocks.moved(src_by=np.where(outside, self._received.data_ptr() - own * 4, at))
-        return self._bound[1]
+        self._bound[1].copy(0, flat.data_ptr() - skipped, tensors=tensors)
 
-    def fill(self, weights: Tensor, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
+    def fill(self, weights: Tensor, flat: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
         """See `AdapterEngine.pack_adapter`. ``weights`` may be any memory with the arrangement of the weights."""
-        blocks = self._blocks(weights)
         for start, end in self._ready(weights, groups):
-            blocks.copy(0, flat.ctypes.data, tensors=(start, end))
+            self._copy(weights, flat, (start, end))
             yield end
 
     def tensors(
         self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The fp32 tensors of the shard, each section in memory of its own. Otherwise like `fill`."""
-        blocks = self._blocks(weights)
+        """The fp32 tensors of the shard, in the memory of `sections`."""
+        for start, held, section in self.sections(weights, shard, groups):
+            for t in held:
+                yield t.name, section[(t.offset - start) // 4 :][: math.prod(t.shape)].view(t.shape)
+
+    def sections(
+        self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
+    ) -> Iterator[tuple[int, tuple[WireTensor, ...], Tensor]]:
+        """(start in the shard, tensors, their fp32 numbers in host memory of their own). Otherwise like `fill`."""
         for first, last in self._ready(weights, groups):
             assert shard is not None
             start = shard.tensors[first].offset
             end = shard.tensors[last].offset if last < len(shard.tensors) else shard.nbytes
-            section = torch.empty((end - start) // 4)
-            blocks.copy(0, section.data_ptr() - start, tensors=(first, last))
-            for t in shard.tensors[first:last]:
-                yield t.name, section[(t.offset - start) // 4 :][: math.prod(t.shape)].view(t.shape)
+            section = torch.empty((end - start) // 4, device=weights.device)
+            self._copy(weights, section.view(torch.uint8), (first, last), start)
+            yield start, shard.tensors[first:last], section.cpu()
 
     def _ready(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[int, int]]:
         """Gather the split ranges; yield the (first, last) tensors of each section."""
@@ -232,11 +245,10 @@ class Packer:
                 ops = [dist.P2POp(dist.irecv, room, owner + k, groups[part]) for k, room in enumerate(rooms, 1)]
             for work in dist.batch_isend_irecv(ops) if ops else ():
                 work.wait()
-        if self._mirror is not None:
-            self._mirror[: self._plan.own].copy_(weights, non_blocking=True)
-            self._mirror[self._plan.own :].copy_(self._received, non_blocking=True)
-            torch.get_device_module(weights.device).current_stream().synchronize()
-        yield from pairwise((0, *self._plan.ends))
+        ends = self._plan.ends
+        if self._strided is not None:  # a section is some launches: few of them are faster than an early first bucket
+            ends = (*ends[LAUNCHED - 1 : -1 : LAUNCHED], *ends[-1:])
+        yield from pairwise((0, *ends))
 
 
 def checked(layout: AdapterLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

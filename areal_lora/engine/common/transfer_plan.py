@@ -23,7 +23,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -257,8 +256,8 @@ class MergedShard:
         self._base, self._held, self._scale_of = base, held, adapter.structure.scale_of
         self._sources = list(_sources(adapter, mine)) if mine else []
 
-    def fill(self, tensors: Mapping[str, Tensor], flat: np.ndarray, loss: CastLoss) -> Iterator[int]:
-        """Fill ``flat`` (uint8, a shard of `merged_layout` in ``loss.dtype``) weight by weight; see `Pack`.
+    def fill(self, tensors: Mapping[str, Tensor], flat: Tensor, loss: CastLoss) -> Iterator[int]:
+        """Fill ``flat`` (uint8, host, a shard of `merged_layout` in ``loss.dtype``) weight by weight; see `Pack`.
 
         ``tensors`` are this rank's wire tensors in fp32, and what its experts share. ``loss`` counts what the cast
         loses. Raises UnknownTensorError if the base folder does not fit.
@@ -270,5 +269,5 @@ class MergedShard:
         end = 0
         for done, (_, weight) in enumerate(merged(weights, adapter, self._scale_of, dtype=loss.dtype, loss=loss), 1):
             start, end = end, end + weight.numel() * weight.element_size()
-            flat[start:end] = weight.contiguous().view(-1).view(torch.uint8).numpy()
+            flat[start:end] = weight.contiguous().view(-1).view(torch.uint8)
             yield done

@@ -125,7 +125,12 @@ class DeviceSide:
         watched_thread("device-broadcasts", self._run)
 
     def twin(self, flat: torch.Tensor) -> torch.Tensor:
-        """Device memory as long as ``flat``, the same memory for buffers that start at the same address."""
+        """Device memory as long as ``flat``, the same memory for buffers that start at the same address.
+
+        It is ``flat`` itself if that is on the device.
+        """
+        if self.lane.reaches(flat):
+            return flat
         held = self._memory.get(flat.data_ptr())
         if held is None or held.numel() < flat.numel():
             held = self._memory[flat.data_ptr()] = self.lane.twin(flat)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from areal_lora.distributed.store import CurveStore, StoreServer
 from areal_lora.errors import ConfigError, PublishError, undo_on_error
+from areal_lora.platforms.device import lane_of
 from areal_lora.processes.log import get_logger
 from areal_lora.weight_sync.link import backends
 from areal_lora.weight_sync.link.inbox import Part, Ring, RingInbox, WindowInbox, Windows
@@ -83,6 +84,7 @@ class BroadcastGroup:
         self._leaving = threading.Lock()
         self._timed_from_issue = backend.timed_from_issue
         self._device = backends.DeviceSide(backend.through) if backend.through is not None else None
+        self._lane = lane_of(device)
         self._ring, self._windows = Ring(device), Windows()
 
     def agree(self, willing: bool, deadline: float) -> None:
@@ -114,15 +116,26 @@ class BroadcastGroup:
         """Signal to receivers that read memory: the version in ``segment`` starts, or is complete (source)."""
         return self.start(torch.frombuffer(bytearray(segment.signal().encode()), dtype=torch.uint8), deadline)
 
-    def receive(self, parts: Sequence[Part], deadline: float) -> RingInbox | WindowInbox:
-        """Receive one version, from the wire or from the source's memory; invalidates the previous inbox (receiver)."""
+    def receive(self, parts: Sequence[Part], deadline: float, on_device: bool = False) -> RingInbox | WindowInbox:
+        """Receive one version, from the wire or from the source's memory; invalidates the previous inbox (receiver).
+
+        With ``on_device`` the parts stay on the device if the backend sends through it.
+        """
         start = partial(self.start, deadline=deadline)
         if self.same_host:
             return WindowInbox(self._windows, parts, start, deadline)
-        return RingInbox(self._ring, parts, start)
+        return RingInbox(self._ring, parts, start, on_device and self._device is not None)
 
     def start(self, flat: torch.Tensor, deadline: float) -> Broadcast:
-        """Send (rank 0) or receive (others) ``flat`` (uint8 [nbytes], host) by ``deadline`` (time.monotonic)."""
+        """Send (rank 0) or receive (others) ``flat`` (uint8 [nbytes]) by ``deadline`` (time.monotonic).
+
+        It is host memory, or complete memory of the device; where the backend sends from the host it is copied first.
+        """
+        if self._device is None and self._lane is not None and self._lane.reaches(flat):
+            host = self._lane.host(flat.shape, flat.dtype)
+            self._lane.copy(host, flat)
+            self._lane.synchronize()
+            flat = host
         return Broadcast(self, flat, deadline)
 
     def issue(self, flat: torch.Tensor, deadline: float) -> Future[backends.PendingBroadcast]:
@@ -138,13 +151,13 @@ class BroadcastGroup:
     def _through(self, group: dist.ProcessGroup, flat: torch.Tensor, deadline: float) -> dist.Work:
         assert self._device is not None
         twin, lane = self._device.twin(flat), self._device.lane
-        if self.rank == 0:
+        if self.rank == 0 and twin is not flat:
             lane.copy(twin, flat)
         with lane.queue():
             return group.broadcast([twin], self._options(deadline))
 
     def land(self, issued: backends.PendingBroadcast, flat: torch.Tensor, deadline: float) -> None:
-        """Wait for a broadcast; data received through a device is on the host afterwards."""
+        """Wait for a broadcast; data received through a device is in the buffer afterwards."""
         left = backends.delta(deadline - (issued.at if self._timed_from_issue else time.monotonic()))
         if self._device is None:
             issued.work.wait(left)
@@ -152,8 +165,8 @@ class BroadcastGroup:
         lane = self._device.lane
         with lane.queue():
             issued.work.wait(left)
-        if self.rank != 0:
-            lane.copy(flat, self._device.twin(flat))
+        if self.rank != 0 and (twin := self._device.twin(flat)) is not flat:
+            lane.copy(flat, twin)
         lane.synchronize()
 
     def close(self) -> None:

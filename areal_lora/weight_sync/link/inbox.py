@@ -3,7 +3,8 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +19,22 @@ RING = 3  # parts of one source in flight: one being read, the others on the wir
 
 Part = tuple[int, int]
 """(start, end) in the source's memory, bytes."""
+Memory: TypeAlias = np.ndarray | torch.Tensor
+"""uint8: an array is host memory, a tensor that of a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketBytes:
+    """A shard's bytes from ``start`` on, uint8; valid until the call that gets them returns."""
+
+    memory: Memory
+    start: int
+
+    @property
+    def base(self) -> int:
+        """Address where the shard would start, on the host."""
+        memory = self.memory
+        return (memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr()) - self.start
 
 
 class Arriving(Protocol):
@@ -39,32 +56,38 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: list[np.ndarray] = [np.empty(0, dtype=np.uint8)] * RING
+        self._nbytes, self._buffers = 0, list[Memory]()
 
-    def sized(self, nbytes: int) -> list[np.ndarray]:
-        """``RING`` buffers of at least ``nbytes``; earlier views become invalid."""
-        if self._buffers[0].size < nbytes:
-            self._buffers = [host_buffer(nbytes, self._device) for _ in range(RING)]
+    def sized(self, nbytes: int, on_device: bool) -> list[Memory]:
+        """``RING`` buffers of at least ``nbytes``, all calls on the same side; earlier views become invalid."""
+        if self._nbytes < nbytes:
+            self._nbytes, self._buffers = nbytes, []  # the old ones first
+            for _ in range(RING):
+                self._buffers.append(
+                    torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                    if on_device
+                    else host_buffer(nbytes, self._device)
+                )
         return self._buffers
 
 
 class RingInbox:
     """Receive parts over the wire, the first at once, each into the buffer that has been free for longest."""
 
-    def __init__(self, ring: Ring, parts: Sequence[Part], start: Start) -> None:
+    def __init__(self, ring: Ring, parts: Sequence[Part], start: Start, on_device: bool = False) -> None:
         sizes = [end - start for start, end in parts]
         self._start, self._ahead = start, deque(sizes)
-        self._free = deque(ring.sized(max(sizes)))
-        self._posted: deque[tuple[np.ndarray, int, Arriving]] = deque()
-        self._taken: np.ndarray | None = None
+        self._free = deque(ring.sized(max(sizes), on_device))
+        self._posted: deque[tuple[Memory, int, Arriving]] = deque()
+        self._taken: Memory | None = None
         while self._free and self._ahead:
             self._post()
 
     def _post(self) -> None:
         buffer, nbytes = self._free.popleft(), self._ahead.popleft()
-        self._posted.append((buffer, nbytes, self._start(torch.from_numpy(buffer[:nbytes]))))
+        self._posted.append((buffer, nbytes, self._start(torch.as_tensor(buffer[:nbytes]))))
 
-    def take(self) -> np.ndarray:
+    def take(self) -> Memory:
         """Wait for the next part, uint8 [its size]; valid until the next ``take``. Raises PublishError."""
         if self._taken is not None:
             self._free.append(self._taken)

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,9 +26,10 @@ import torch
 from areal_lora.errors import ManifestError, PublishError, RefusalReason, undo_on_error
 from areal_lora.processes.watched import reached, watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardManifest
-from areal_lora.weight_sync.kernels import Marks, TensorBlocks
+from areal_lora.weight_sync.kernels import Marks
 from areal_lora.weight_sync.layout import AdapterLayout, Bucket, Shape
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, join_group
+from areal_lora.weight_sync.link.inbox import BucketBytes
 from areal_lora.weight_sync.manifest import (
     SEAL_BYTES,
     ShardKeys,
@@ -43,9 +44,10 @@ from areal_lora.weight_sync.manifest import (
 )
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
 
-OnTensors = Callable[[int, int, int, int, Marks], None]
-"""``(shard index, address where the shard would start, first tensor, last tensor + 1, marks)``: the tensors of a
-bucket have arrived; they must be measured into ``marks``."""
+OnTensors = Callable[[int, BucketBytes, int, int, Marks], None]
+"""``(shard index, bytes of the bucket, first tensor, last tensor + 1, marks)``: the tensors of a bucket have arrived;
+they must be measured into ``marks``."""
+Plan = TypeVar("Plan")
 
 
 class PhaseTimer:
@@ -67,22 +69,24 @@ class _Source:
     """One shard being received."""
 
     def __init__(
-        self, index: int, layout: AdapterLayout, group: BroadcastGroup, deadline: float, keys: ShardKeys
+        self, i: int, layout: AdapterLayout, group: BroadcastGroup, deadline: float, keys: ShardKeys, on_device: bool
     ) -> None:
-        self.index, self.shard, self._layout, self._keys = index, layout.shards[index], layout, keys
-        self.marks = layout.tables[index].marks(keys.multipliers)
+        self.index, self.shard, self._layout, self._keys = i, layout.shards[i], layout, keys
+        self.marks = layout.tables[i].marks(keys.multipliers)
         self.trailer = np.empty(0, dtype=np.uint8)
-        self._buckets = layout.tables[index].buckets(group.bucket_bytes)
-        self._inbox = group.receive([*((b.start, b.end) for b in self._buckets), trailer_part(self.shard)], deadline)
+        self._buckets = layout.tables[i].buckets(group.bucket_bytes)
+        parts = [*((b.start, b.end) for b in self._buckets), trailer_part(self.shard)]
+        self._inbox = group.receive(parts, deadline, on_device)
 
-    def arrivals(self, timer: PhaseTimer) -> Iterator[tuple[Bucket, int]]:
-        """Yield (bucket, address of the shard's byte 0) in order; the memory is valid until the next iteration."""
+    def arrivals(self, timer: PhaseTimer) -> Iterator[tuple[Bucket, BucketBytes]]:
+        """Yield (bucket, its bytes) in order; the memory is valid until the next iteration."""
         for bucket in self._buckets:
             with timer.phase("wire"):
                 part = self._inbox.take()
-            yield bucket, part.ctypes.data - bucket.start
+            yield bucket, BucketBytes(part, bucket.start)
         with timer.phase("wire"):
-            self.trailer = self._inbox.take().copy()
+            part = self._inbox.take()
+        self.trailer = part.copy() if isinstance(part, np.ndarray) else part.cpu().numpy()
         self._inbox.finish()  # all bytes were read: from here on only this process's memory is used
 
     def verify(self, ref: AdapterRef) -> int:
@@ -111,10 +115,11 @@ class Reception:
         deadline: float,
         timer: PhaseTimer,
         keys: ShardKeys,
+        on_device: bool = False,
     ) -> None:
         self._layout, self._timer, self._deadline = layout, timer, deadline
         here = [(i, groups[s.source]) for i, s in enumerate(layout.shards) if s.source in groups]
-        self._sources = [_Source(i, layout, group, deadline, keys) for i, group in here]
+        self._sources = [_Source(i, layout, group, deadline, keys, on_device) for i, group in here]
         self._stream = self._arrivals()
 
     def receive(self, ref: AdapterRef, on_tensors: OnTensors) -> str:
@@ -122,13 +127,13 @@ class Reception:
 
         Raises ManifestError (``hash``, ``non_finite``) after all bytes are drained, PublishError for a broken transfer.
         """
-        for source, bucket, base in self._stream:
+        for source, bucket, arrived in self._stream:
             self.check_time(ref)
             with undo_on_error(self.drain):  # other servers may get their bytes through this one
                 if source is self._sources[0] and bucket.first == 0:
                     reached("server.receiving")
                 with self._timer.phase("write"):
-                    on_tensors(source.index, base, bucket.first, bucket.last, source.marks)
+                    on_tensors(source.index, arrived, bucket.first, bucket.last, source.marks)
         with self._timer.phase("verify"):
             return adapter_digest(self._layout, [source.verify(ref) for source in self._sources])
 
@@ -142,7 +147,7 @@ class Reception:
         for _ in self._stream:
             pass
 
-    def _arrivals(self) -> Iterator[tuple[_Source, Bucket, int]]:
+    def _arrivals(self) -> Iterator[tuple[_Source, Bucket, BucketBytes]]:
         running = [(s, s.arrivals(self._timer)) for s in self._sources]
         while running:
             for source, arrivals in list(running):
@@ -156,8 +161,13 @@ class Reception:
 _Groups = Mapping[int, BroadcastGroup]  # by source rank
 
 
-class SlotWriter(Protocol):
-    """Write into the slots of an engine. Runs in the receiver's thread; must not use OpenMP."""
+class SlotWriter(Protocol[Plan]):
+    """Write into the slots of an engine. Runs in the receiver's thread; must not use OpenMP.
+
+    ``on_device``: buckets that arrive on the device are read there; else they come to the host.
+    """
+
+    on_device: bool
 
     def expected(self, structure: AdapterStructure) -> dict[str, Shape]:
         """Map every full name the model serves to its shape in an adapter of ``structure``, the same on all workers.
@@ -166,18 +176,18 @@ class SlotWriter(Protocol):
         ManifestError (``rank``, ``targets``) for a structure the engine cannot serve.
         """
 
-    def plan(self, layout: AdapterLayout) -> Sequence[TensorBlocks]:
+    def plan(self, layout: AdapterLayout) -> Sequence[Plan]:
         """Plan, per shard, which part of each tensor this worker copies where in slot 0; once per layout.
 
-        ``src`` counts bytes from the shard's start; ``write`` uses ``dst`` as it is. Aliases are further blocks of a
-        wire tensor. ``scale`` is ``alpha / rank`` on lora_B and 1 on lora_A; no other code folds it in.
+        In `TensorBlocks` ``src`` counts bytes from the shard's start; aliases are further blocks of a wire tensor;
+        ``scale`` is ``alpha / rank`` on lora_B and 1 on lora_A; no other code folds it in.
         """
 
     def prepare(self, slot: int, layout: AdapterLayout) -> None:
         """Clear the part of an inactive slot that ``layout`` does not overwrite."""
 
-    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
-        """Store tensors [first, last) of a shard and measure them; the shard's byte 0 has the address ``base``."""
+    def write(self, plan: Plan, slot: int, arrived: BucketBytes, first: int, last: int, marks: Marks) -> None:
+        """Store tensors [first, last) of a shard, with which ``arrived`` starts, and measure them."""
 
     def flush(self, slot: int) -> None:
         """Complete all writes: after this the slot can be activated."""
@@ -191,7 +201,7 @@ class _KnownLayout:
     """A layout this worker has received. ``plans`` is None until the layout is checked against the engine."""
 
     layout: AdapterLayout
-    plans: Sequence[TensorBlocks] | None = None
+    plans: Sequence[Any] | None = None
 
 
 class AdapterReceiver:
@@ -204,7 +214,7 @@ class AdapterReceiver:
 
     def __init__(
         self,
-        writer: SlotWriter,
+        writer: SlotWriter[Any],
         *,
         run: str,
         secret: str,
@@ -263,10 +273,8 @@ class AdapterReceiver:
         started: tuple[_KnownLayout, Reception] | Exception
         try:
             known = self._layout(manifest, layout)
-            started = (
-                known,
-                Reception(known.layout, groups, time.monotonic() + timeout_s, timer, shard_keys(self._secret)),
-            )
+            deadline, keys = time.monotonic() + timeout_s, shard_keys(self._secret)
+            started = known, Reception(known.layout, groups, deadline, timer, keys, self._writer.on_device)
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are  # noqa: BLE001
             started = e
         if self._thread is None:
@@ -376,7 +384,7 @@ class AdapterReceiver:
 
     def _check(
         self, manifest: ShardManifest, known: _KnownLayout, slot: int | None, groups: _Groups
-    ) -> tuple[Sequence[TensorBlocks], int]:
+    ) -> tuple[Sequence[Any], int]:
         """Check the version and return each shard's plan and the slot. Raises ManifestError."""
         name, layout, held = manifest.ref.name, known.layout, self._current.get(manifest.ref.name)
         current = held.ref if held is not None and manifest.shares(held.ref, held.session) else None

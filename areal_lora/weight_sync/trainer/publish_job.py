@@ -23,23 +23,34 @@ from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import PublishError, undo_on_error
 from areal_lora.types import AdapterRef, ShardManifest
-from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, TensorTable
+from areal_lora.weight_sync.kernels import Marks
+from areal_lora.weight_sync.layout import AdapterLayout, Payload, ShardLayout, TensorTable
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.manifest import SEAL_BYTES, ShardKeys, masked, seal, shard_sum, trailer_part
 from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.strided import ChunkSums
 from areal_lora.weight_sync.trainer.decisions import Failure, Progress, PublishReport
 
-Pack = Callable[[np.ndarray], Iterator[int]]
-"""``pack(flat)`` writes a rank's shard into ``flat`` (uint8 [shard.nbytes], host, in the wire dtype) and
-yields the number of complete leading tensors of the shard; the last value is the number of all tensors.
+Pack = Callable[[torch.Tensor], Iterator[int]]
+"""``pack(flat)`` writes a rank's shard into ``flat`` (uint8 [shard.nbytes], in the wire dtype; where the adapter is, or
+on the host for merged weights) and yields the number of complete leading tensors; the last value is that of all.
 It may be collective over the rank's parallel groups. A rank that owns no tensors gets an empty ``flat``."""
 
 
 class PackedShard:
     """This rank's part of one version. One thread calls ``pack`` while another calls ``send``."""
 
-    def __init__(self, layout: AdapterLayout, source: int, keys: ShardKeys, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        source: int,
+        keys: ShardKeys,
+        device: torch.device = CPU,
+        *,
+        strided: bool | None = None,
+    ) -> None:
+        """``strided``: the tensors are device memory, by default those of an adapter on an accelerator."""
         mine = [i for i, s in enumerate(layout.shards) if s.source == source]
         self.layout, self._keys = layout, keys
         self._index = mine[0] if mine else None
@@ -47,8 +58,16 @@ class PackedShard:
         self.is_source = bool(mine)
         self._table = TensorTable(self.shard, layout.dtype)
         start, self._end = trailer_part(self.shard)
-        self._segment = SharedSegment(self._end, device)
-        self._flat, self._trailer = self._segment.bytes[: self.shard.nbytes], self._segment.bytes[start:]
+        if strided is None:
+            strided = device.type != "cpu" and layout.payload is Payload.UNMERGED
+        apart = start if strided else 0
+        self._segment = SharedSegment(self._end - apart, device)
+        self._trailer = self._segment.bytes[start - apart :]
+        self._flat = torch.from_numpy(self._segment.bytes[: self.shard.nbytes])
+        self._chunks: ChunkSums | None = None
+        if strided:
+            self._flat = torch.empty(self.shard.nbytes, dtype=torch.uint8, device=device)
+            self._chunks = ChunkSums(self._table)
         self._changed = threading.Condition()
         self._done, self._sealed, self._failed = 0, False, False
         self.sums = np.zeros(len(self.shard.tensors), dtype=np.uint64)
@@ -73,7 +92,7 @@ class PackedShard:
         self.sums = marks.sums
         with undo_on_error(self._give_up):  # also an interrupt
             for done in pack(self._flat):
-                marks.measure(self._flat.ctypes.data, self._done, done)
+                self._measure(marks, done)
                 self._advance(done)
             if self._done != len(self.shard.tensors):
                 raise PublishError(f"{ref}: packed {self._done} of {len(self.shard.tensors)} tensors of this rank")
@@ -81,6 +100,14 @@ class PackedShard:
             self._trailer[-SEAL_BYTES:] = np.frombuffer(sealed, dtype=np.uint8)
             self._trailer[:-SEAL_BYTES] = masked(self.sums, sealed, self._keys.mask).view(np.uint8)
             self._advance(self._done, sealed=True)
+
+    def _measure(self, marks: Marks, done: int) -> None:
+        """Fingerprint what was packed since the last call; on a device this waits for the packing, too."""
+        if self._chunks is None:
+            marks.measure(self._flat.data_ptr(), self._done, done)
+        else:
+            part = self._flat[self._table.end(self._done) : self._table.end(done)]
+            self._chunks.measure(marks, part, self._done, done)
 
     def _give_up(self) -> None:
         """Wake the sending thread: the remaining tensors are never packed."""
@@ -101,7 +128,7 @@ class PackedShard:
         else:
             for bucket in self._table.buckets(group.bucket_bytes):
                 self._wait(bucket.last, False, deadline)
-                transfers.append(group.start(torch.from_numpy(self._flat[bucket.start : bucket.end]), deadline))
+                transfers.append(group.start(self._flat[bucket.start : bucket.end], deadline))
         self._wait(len(self.shard.tensors), True, deadline)
         if group.same_host:
             transfers.append(group.signal(self._segment, deadline))

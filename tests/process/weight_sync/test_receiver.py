@@ -112,7 +112,10 @@ def bench(shared_bench):
 
 def tampered(shard, change):
     """``shard`` with its packed bytes changed by ``change(flat, place by name)`` behind its fingerprints' back."""
-    change(shard._flat, {t.name: slice(t.offset, t.offset + 4 * int(np.prod(t.shape))) for t in shard.shard.tensors})
+    change(
+        shard._flat.numpy(),
+        {t.name: slice(t.offset, t.offset + 4 * int(np.prod(t.shape))) for t in shard.shard.tensors},
+    )
     return shard
 
 
@@ -430,13 +433,13 @@ def test_bytes_that_changed_while_they_were_read_are_refused(backend, when):
         assert done.wait(10)
         yield last
 
-    def write(plan, slot, base, first, end, marks):
-        marks.measure(base, first, end)
+    def write(plan, slot, arrived, first, end, marks):
+        marks.measure(arrived.base, first, end)
         if (first == 0 and when == "between buckets") or (end == last and when == "in the last bucket"):
             assert sent.wait(10)
             packer.start()
             assert packing.wait(10)
-        plan.copy(base, bench.writer._images[slot].ctypes.data, tensors=(first, end))
+        plan.copy(arrived.base, bench.writer._images[slot].ctypes.data, tensors=(first, end))
 
     packer = threading.Thread(target=next_version)
     bench.writer.write = write

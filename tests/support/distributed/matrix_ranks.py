@@ -224,13 +224,13 @@ def one_adapter(kind: str, module: nn.Module, model: ShardedModel, spec: Adapter
         if kept is torch.bfloat16 and spec.rank != RANKS[-1]:
             continue
         shard = memory.shard(dtype)
-        flat = np.zeros(shard.nbytes if shard else 0, dtype=np.uint8)
+        flat = torch.zeros(shard.nbytes if shard else 0, dtype=torch.uint8)
         done = list(memory.packer(dtype).fill(memory.weights, flat, groups))
         if shard is None:
             assert done == []
             continue
         assert done[-1] == len(shard.tensors)
-        values = torch.from_numpy(flat).view(kept)
+        values = flat.view(kept)
         at = 0
         for t in shard.tensors:
             wanted = adapter[t.name].to(kept)

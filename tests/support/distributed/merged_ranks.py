@@ -28,7 +28,7 @@ def wire_tensors(layout: AdapterLayout, seed: int) -> dict[str, Tensor]:
 def packed(engine: AdapterEngine, loss: CastLoss | None = None) -> np.ndarray:
     """This rank's shard of the adapter as it is."""
     flat = empty(engine)
-    for _ in engine.pack_merged("a", loss or CastLoss(dtype=torch.float32), flat):
+    for _ in engine.pack_merged("a", loss or CastLoss(dtype=torch.float32), torch.from_numpy(flat)):
         pass
     return flat
 
@@ -49,7 +49,7 @@ def by_name(engine: AdapterEngine, flat: np.ndarray) -> dict[str, np.ndarray]:
 def fill_late(engine: AdapterEngine, later: dict[str, Tensor]) -> np.ndarray:
     """Pack now, and run the iterator only when the adapter has become another."""
     flat = empty(engine)
-    parts = engine.pack_merged("a", CastLoss(dtype=torch.float32), flat)
+    parts = engine.pack_merged("a", CastLoss(dtype=torch.float32), torch.from_numpy(flat))
     engine.load_adapter("a", later)
     for _ in parts:
         pass
@@ -58,7 +58,7 @@ def fill_late(engine: AdapterEngine, later: dict[str, Tensor]) -> np.ndarray:
 
 def break_off(engine: AdapterEngine) -> str:
     """Leave packing in its middle: the reader stops, then the base folder lacks a tensor."""
-    parts = engine.pack_merged("a", CastLoss(dtype=torch.float32), empty(engine))
+    parts = engine.pack_merged("a", CastLoss(dtype=torch.float32), torch.from_numpy(empty(engine)))
     next(parts, None)
     parts.close()  # type: ignore[attr-defined]
     base = engine._merged["a"]._base

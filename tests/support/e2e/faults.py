@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -55,10 +54,10 @@ class Tampering:
 
     def publish(self, *, layout: AdapterLayout, pack: Pack, **rest: object):
         [shard] = layout.shards
-        flat = np.empty(shard.nbytes, dtype=np.uint8)
+        flat = torch.empty(shard.nbytes, dtype=torch.uint8)
         for _ in pack(flat):
             pass
-        words = torch.from_numpy(flat.view(np.float32))
+        words = flat.view(torch.float32)
         owned = [(t.name, words[t.offset // 4 :][: math.prod(t.shape)].view(t.shape)) for t in shard.tensors]
         owned, spec = self.change(owned, layout.structure)
         tensors = dict(owned)

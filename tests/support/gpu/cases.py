@@ -15,7 +15,7 @@ import torch
 
 import tests.support.weight_sync  # registers the backend of sockets  # noqa: F401
 from areal_lora.config.models import TrainerConfig
-from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.adapter_memory import AdapterMemory, Packer
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.vllm_ext.compat.weights import Matrix
 from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
@@ -24,10 +24,13 @@ from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.broadcast_groups import GroupListener, join_group
-from areal_lora.weight_sync.link.inbox import Part
+from areal_lora.weight_sync.link.inbox import BucketBytes, Part
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.messages import SourceEndpoint
+from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.engine.vllm_ext.slots import Full, install, layout_of
+from tests.support.weight_sync.helpers import KEYS, ref
+from tests.support.weight_sync.launches import launches
 
 SECRET = "cd" * 32
 CPU = torch.device("cpu")
@@ -50,7 +53,9 @@ class Experts:
     rank: int = 32
     slots: int = 3
 
-    def writer(self, device: torch.device) -> tuple[StackedSlotWriter, list[torch.Tensor]]:
+    def writer(
+        self, device: torch.device, on_device: bool | None = None
+    ) -> tuple[StackedSlotWriter, list[torch.Tensor]]:
         """A writer over bfloat16 stacks of ones, and the stacks."""
         matrices, stacks = [], []
         for layer in range(self.layers):
@@ -66,7 +71,7 @@ class Experts:
                     module = f"model.layers.{layer}.mlp.experts.{e}.{name}_proj"
                     for suffix, stacked, full in ((".lora_A.weight", a, n_in), (".lora_B.weight", b, n_out)):
                         matrices.append(Matrix(name=module + suffix, stacked=stacked, index=e, start=0, full=full))
-        return StackedSlotWriter(matrices, self.rank), stacks
+        return StackedSlotWriter(matrices, self.rank, on_device=on_device), stacks
 
     def adapter(self, writer: StackedSlotWriter, seed: int) -> tuple[Full, AdapterLayout]:
         spec, rng = expert_spec(self.rank), np.random.default_rng(seed)
@@ -81,23 +86,38 @@ def differing(left: torch.Tensor, right: torch.Tensor) -> int:
 
 
 def write_slot(device: torch.device, experts: Experts, repeats: int = 5) -> dict[str, float]:
-    """Write one adapter into slot 1 on ``device`` and on the CPU: differing bytes, and the speed of `flush`."""
-    (ours, stacks), (reference, plain) = experts.writer(device), experts.writer(CPU)
+    """Write one adapter into slot 1 as views on ``device`` and by the loops of the CPU.
+
+    Differing bytes and fingerprints; launches and speed for a bucket that holds the whole version.
+    """
+    (ours, stacks), (reference, plain) = experts.writer(device, True), experts.writer(CPU)
     full, layout = experts.adapter(ours, seed=1)
-    for writer in (ours, reference):
-        install(writer, 1, layout, full)
+    found, known = (install(writer, 1, layout, full) for writer in (ours, reference))
     wrong = sum(differing(a, b) for a, b in zip(stacks, plain, strict=True))
-    times = []
+    changed = int((found.sums != known.sums).sum())
+    bucket = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+    (plan,) = ours.plan(layout)
+
+    def write() -> None:
+        ours.write(plan, 1, BucketBytes(bucket, 0), 0, len(found.sums), found)
+        ours.flush(1)
+
+    times, counted = [], launches(write)
     for _ in range(repeats):
         began = time.perf_counter()
-        ours.flush(1)
+        write()
         times.append(time.perf_counter() - began)
-    nbytes = sum(t[1].numel() * t.element_size() for t in stacks)
-    return {"differing_bytes": wrong, "slot_mb": nbytes / 1e6, "gb_per_s": nbytes / min(times) / 1e9}
+    return {
+        "differing_bytes": wrong,
+        "differing_fingerprints": changed,
+        "launches": counted,
+        "version_mb": layout.nbytes / 1e6,
+        "gb_per_s": layout.nbytes / min(times) / 1e9,
+    }
 
 
 def pack(device: torch.device, hf: dict[str, Any], rank: int) -> dict[str, float]:
-    """Pack the same adapter from memory of ``device`` and of the CPU, for both wire types."""
+    """Pack the same adapter as views on ``device`` and by the loops of the CPU, for both wire types."""
     shape = ModelShape.from_hf(hf)
     layout = ParallelLayout.of(TrainerConfig(world_size=1), layers=shape.layers, experts=shape.experts)
     spec = AdapterSpec(
@@ -113,16 +133,18 @@ def pack(device: torch.device, hf: dict[str, Any], rank: int) -> dict[str, float
     ours.weights.copy_(plain.weights)
     wrong, nbytes, took = 0, 0, 0.0
     for dtype in ("float32", "bfloat16"):
-        shard = ours.shard(dtype)
-        assert shard is not None
-        shards = [SharedSegment(shard.nbytes, where).bytes for where in (CPU, device)]
-        for memory, flat in zip((plain, ours), shards, strict=True):
-            began = time.perf_counter()
-            for _ in memory.packer(dtype).fill(memory.weights, flat, {}):
-                pass
-            took = time.perf_counter() - began
-        wrong += int((shards[0] != shards[1]).sum())
-        nbytes += shard.nbytes
+        shards = []
+        for memory, strided, where in ((plain, False, CPU), (ours, True, device)):
+            packer = Packer(memory, memory.layout(dtype), strided=strided)
+            shard = PackedShard(memory.layout(dtype), 0, KEYS, where, strided=strided)
+            shards.append(shard)
+            for _ in range(2):  # plans and memory are made once
+                shard.reset()
+                began = time.perf_counter()
+                shard.pack(ref(0), lambda flat: packer.fill(memory.weights, flat, {}))  # noqa: B023
+                took = time.perf_counter() - began
+        wrong += differing(shards[0]._flat, shards[1]._flat) + int((shards[0].sums != shards[1].sums).sum())
+        nbytes += shards[0].shard.nbytes
     return {"differing_bytes": wrong, "bytes": nbytes, "seconds_bfloat16": took}
 
 
@@ -162,7 +184,7 @@ class Pair:
 
     def __init__(self, device: torch.device, backend: str, nbytes: int, bucket: int, timeout_s: float) -> None:
         self.parts, self.timeout_s = parts_of(nbytes, bucket), timeout_s
-        self.segment = SharedSegment(nbytes, device)
+        self.segment, self._device = SharedSegment(nbytes, device), device
         self._listener = GroupListener(
             source=0,
             bind="127.0.0.1",
@@ -197,7 +219,8 @@ class Pair:
         return hashlib.blake2b(self._broadcast(time.monotonic() + self.timeout_s)).hexdigest()
 
     def _broadcast(self, deadline: float) -> bytes:
-        transfers = [self.group.start(torch.from_numpy(self.segment.bytes[a:b]), deadline) for a, b in self.parts]
+        flat = torch.from_numpy(self.segment.bytes).to(self._device)  # on a device as a packed shard
+        transfers = [self.group.start(flat[a:b], deadline) for a, b in self.parts]
         for transfer in transfers:
             transfer.wait()
         return self.segment.bytes.tobytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import numpy as np
 import torch
 
 from areal_lora.weight_sync.layout import AdapterLayout
@@ -32,10 +31,10 @@ def pack_of(layout: AdapterLayout, source: int, tensors: Mapping[str, torch.Tens
     mine = [t for shard in layout.shards if shard.source == source for t in shard.tensors]
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[layout.dtype]
 
-    def pack(flat: np.ndarray) -> Iterator[int]:
+    def pack(flat: torch.Tensor) -> Iterator[int]:
         for i, place in enumerate(mine):
-            raw = tensors[place.name].detach().to(dtype).contiguous().view(torch.uint8).reshape(-1).numpy()
-            flat[place.offset : place.offset + raw.size] = raw
+            raw = tensors[place.name].detach().to(dtype).contiguous().view(torch.uint8).reshape(-1)
+            flat[place.offset : place.offset + raw.numel()] = raw
             yield i + 1
 
     return pack

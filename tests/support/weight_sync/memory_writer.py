@@ -10,6 +10,7 @@ import numpy as np
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.kernels import Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.link.inbox import BucketBytes
 from areal_lora.weight_sync.messages import LORA_B
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -21,6 +22,8 @@ class MemoryWriter:
     ``touched`` holds the slots that were written or cleared. ``on_write()``, if set, runs before
     every bucket: a test can wait there in the middle of a transfer, or raise.
     """
+
+    on_device = False
 
     def __init__(self, shapes: Callable[[AdapterStructure], Shapes]) -> None:
         self._shapes = shapes
@@ -73,10 +76,10 @@ class MemoryWriter:
             for name, at in places.items()
         }
 
-    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
+    def write(self, plan: TensorBlocks, slot: int, arrived: BucketBytes, first: int, last: int, marks: Marks) -> None:
         if self.on_write is not None:
             self.on_write()
-        plan.copy(base, self._images[slot].ctypes.data, tensors=(first, last), marks=marks)
+        plan.copy(arrived.base, self._images[slot].ctypes.data, tensors=(first, last), marks=marks)
 
     def flush(self, slot: int) -> None:
         """Do nothing: host memory is written at once."""

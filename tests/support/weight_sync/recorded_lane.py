@@ -16,8 +16,9 @@ class RecordedLane:
     the host (gloo) begins in ``queue`` at once, so the copies queued before it happen there.
     """
 
-    def __init__(self, calls: list[str], device: torch.device) -> None:
-        self.calls, self.device = calls, device
+    def __init__(self, calls: list[str], device: torch.device, own: Sequence[Tensor] = ()) -> None:
+        """``own`` is memory of the device."""
+        self.calls, self.device, self._own = calls, device, {t.untyped_storage().data_ptr() for t in own}
         self._queued: list[Callable[[], object]] = []
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -25,6 +26,9 @@ class RecordedLane:
 
     def twin(self, host: Tensor) -> Tensor:
         return torch.empty_like(host)
+
+    def reaches(self, memory: Tensor) -> bool:
+        return memory.untyped_storage().data_ptr() in self._own
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self.calls.append("copy")

@@ -51,6 +51,7 @@ from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync.kernels import ITEM_BYTES, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, Shape, ShardLayout
+from areal_lora.weight_sync.link.inbox import BucketBytes
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import WEIGHT, JoinRequest, StageResult, check_targets, covered, served_shapes
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
@@ -60,6 +61,7 @@ class MergedWeights:
     """The ``weight_sync.server.receiver.SlotWriter`` of a worker whose model is one version; slots mean nothing."""
 
     max_rank = 0  # any rank: no adapter is held
+    on_device = False  # the host copies are written
 
     def __init__(
         self, fused: Iterable[FusedWeight], device: torch.device, base: ModelFolder, target_modules: Sequence[str]
@@ -86,8 +88,8 @@ class MergedWeights:
         """Note which weights the version has: a layer without any of them keeps its own."""
         self._touched = frozenset(t.name for shard in layout.shards for t in shard.tensors)
 
-    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
-        plan.copy(base, 0, tensors=(first, last), marks=marks)
+    def write(self, plan: TensorBlocks, slot: int, arrived: BucketBytes, first: int, last: int, marks: Marks) -> None:
+        plan.copy(arrived.base, 0, tensors=(first, last), marks=marks)
 
     def flush(self, slot: int) -> None:
         """Nothing to do: the host copies are complete."""

@@ -1,13 +1,14 @@
 """Write received tensors into an inactive slot of a worker's stacked LoRA buffers.
 
 Runs in the receiver's background thread while the model generates. Destinations are planned once
-per layout; a publish then runs compiled copies only. This module knows wire names and shapes,
+per layout; a publish then runs compiled or strided copies only. This module knows wire names and shapes,
 ``compat.weights`` knows where vLLM keeps the buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,9 @@ from areal_lora.processes.watched import renamed
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.kernels import ITEM_BYTES, Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout, WireTensor
+from areal_lora.weight_sync.link.inbox import BucketBytes
 from areal_lora.weight_sync.messages import check_targets, served_shapes
+from areal_lora.weight_sync.strided import ChunkSums, StridedCopies
 
 _VLLM_MODULES = {
     ("linear_qkv", Scope.ATTENTION): "qkv_proj",
@@ -50,28 +53,35 @@ def vllm_modules(target_modules: Sequence[str]) -> list[str]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """Copies of one shard into slot 0, by address. On a device the same as views, and fingerprints there."""
+
+    blocks: TensorBlocks
+    copies: StridedCopies
+    chunks: ChunkSums
+
+
 class StackedSlotWriter:
     """The ``weight_sync.server.receiver.SlotWriter`` of a vLLM worker.
 
-    Host memory is written in place. Compiled host code cannot reach device memory: blocks go to a pinned
-    mirror of one slot, and ``flush`` copies the mirror.
+    Slots are written in place: by compiled loops on the host, as `strided` views on a device (``on_device``, by default
+    where the slots are). What arrives on the host is uploaded there bucket by bucket.
     """
 
-    def __init__(self, matrices: Iterable[Matrix], max_rank: int) -> None:
+    def __init__(self, matrices: Iterable[Matrix], max_rank: int, *, on_device: bool | None = None) -> None:
         self._matrices = {renamed("server.matrix", m.name): m for m in matrices if path_of(m.module) is not None}
         self.max_rank = max_rank
         stacks = {id(m.stacked): m.stacked for m in self._matrices.values() if m.stacked is not None}
         self._dtype = held_dtype({t.dtype for t in stacks.values()})
-        self._stacks = list(stacks.values())
+        self._stacks = sorted(stacks.values(), key=torch.Tensor.data_ptr)
         self._n_slots = self._stacks[0].shape[0]
         self.device = self._stacks[0].device
         self._lane = lane_of(self.device)
-        self._mirrors: dict[int, torch.Tensor] = {}  # by id of the stack
-        if self._lane is not None:
-            self._mirrors = {id(t): self._lane.host(t.shape[1:], t.dtype) for t in self._stacks}
+        self.on_device = self._lane is not None if on_device is None else on_device
         self.slot_bytes = sum(t[0].numel() * t.element_size() for t in self._stacks)
         """Memory of one slot on this worker."""
-        self._written: dict[int, str] = {}  # by memory (``_memory``): which cells may be non-zero
+        self._written: dict[int, str] = {}  # by slot: which cells may be non-zero
         inputs = {m.module: m.full for m in self._matrices.values() if m.is_a}
         self.modules = {m.module: (inputs[m.module], m.full) for m in self._matrices.values() if not m.is_a}
         """(inputs, outputs) of every module that can be adapted, the same on all workers."""
@@ -87,48 +97,59 @@ class StackedSlotWriter:
         check_targets(self.modules, structure)
         return served_shapes(self.modules, structure)
 
-    def plan(self, layout: AdapterLayout) -> list[TensorBlocks]:
-        """Plan the copies per shard into slot 0, by address. Raises ManifestError for a layout that does not fit."""
+    def plan(self, layout: AdapterLayout) -> list[ShardPlan]:
+        """Plan the copies per shard. Raises ManifestError for a layout that does not fit."""
         full_names: dict[str, list[str]] = {}
         for name, wire in layout.aliases.items():
             full_names.setdefault(wire, []).append(name)
-        return [self._plan_shard(layout, shard, full_names) for shard in layout.shards]
+        starts = [stack.data_ptr() for stack in self._stacks]
+        plans = []
+        for shard, table in zip(layout.shards, layout.tables, strict=True):
+            blocks = self._plan_shard(layout, shard, full_names)
+            plans.append(ShardPlan(blocks, StridedCopies(blocks, (0,), starts), ChunkSums(table)))
+        return plans
 
     def prepare(self, slot: int, layout: AdapterLayout) -> None:
         """Clear the slot unless its content comes from a layout with the same cells, which ``layout`` overwrites."""
         made = layout.structure
         cells = f"{made.rank} {made.rank_pattern} {' '.join(sorted(made.target_modules))}"
-        if self._written.get(self._memory(slot)) not in (cells, _NOTHING):
+        if self._written.get(slot) not in (cells, _NOTHING):
             self.zero(slot)
-        self._written[self._memory(slot)] = cells
+        self._written[slot] = cells
 
-    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
-        """Store tensors [first, last) of a shard; the shard's byte 0 has the address ``base``."""
-        plan.copy(base, 0, slot=slot, tensors=(first, last), marks=marks)
+    def write(self, plan: ShardPlan, slot: int, arrived: BucketBytes, first: int, last: int, marks: Marks) -> None:
+        """Store tensors [first, last) of a shard, with which ``arrived`` starts, and measure them."""
+        if not self.on_device:
+            plan.blocks.copy(arrived.base, 0, slot=slot, tensors=(first, last), marks=marks)
+            return
+        with self._queue():
+            flat = torch.as_tensor(arrived.memory).to(self.device, non_blocking=True)
+            source, skipped = flat.view(DTYPES[marks.dtype]), (arrived.start, 0)
+            plan.copies.copy((source,), self._stacks, (first, last), slot=slot, skipped=skipped)
+            plan.chunks.measure(marks, flat, first, last)  # waits: the bucket's memory is used again
 
     def flush(self, slot: int) -> None:
-        """Copy the mirror, if there is one, into the slot; the copy is complete on return."""
-        if self._lane is None:
-            return
-        for stack in self._stacks:
-            self._lane.copy(stack[slot], self._mirrors[id(stack)])
-        self._lane.synchronize()
+        """Wait for the device, if the slot is there."""
+        if self._lane is not None:
+            self._lane.synchronize()
 
     def zero(self, slot: int) -> None:
         """Clear ``slot`` on this worker."""
-        for stack in self._stacks:
-            _host_view(self._mirrors.get(id(stack), stack[slot]))[...] = 0
-        self._written[self._memory(slot)] = _NOTHING
+        with self._queue():
+            for stack in self._stacks:
+                if self.on_device:
+                    stack[slot].zero_()
+                else:
+                    _host_view(stack[slot])[...] = 0
+        self._written[slot] = _NOTHING
 
-    def _memory(self, slot: int) -> int:
-        """Identify the memory that ``write`` writes to: the slot itself, or the one mirror of all slots."""
-        return -1 if self._mirrors else slot
+    def _queue(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._lane is None else self._lane.queue()
 
     def _plan_shard(
         self, layout: AdapterLayout, shard: ShardLayout, full_names: Mapping[str, Sequence[str]]
     ) -> TensorBlocks:
         placed = []
-        slots = 1 if self._mirrors else self._n_slots
         for tensor in shard.tensors:
             blocks = []
             for name in (tensor.name, *full_names.get(tensor.name, ())):
@@ -137,8 +158,8 @@ class StackedSlotWriter:
                     raise ManifestError(RefusalReason.UNKNOWN_TENSOR, f"{name} is nothing this engine serves")
                 if matrix.stacked is None:
                     continue
-                place = self._mirrors.get(id(matrix.stacked), matrix.stacked[0])[matrix.index]
-                step = 0 if self._mirrors else matrix.stacked.stride(0) * matrix.stacked.element_size()
+                place = matrix.stacked[0, matrix.index]
+                step = matrix.stacked.stride(0) * matrix.stacked.element_size()
                 rank = layout.structure.rank_of(matrix.module)
                 if matrix.is_a:
                     held, at, full, scale = (rank, place.shape[1]), (0, matrix.start), (rank, matrix.full), 1.0
@@ -148,7 +169,7 @@ class StackedSlotWriter:
                 item = ITEM_BYTES[layout.dtype]
                 blocks.append(PlacedBlock.of(tensor, place, at, held, full, item, step=step, scale=scale))
             placed.append(blocks)
-        return planned(placed, layout.dtype, self._dtype, shard, slots)
+        return planned(placed, layout.dtype, self._dtype, shard, self._n_slots)
 
 
 @dataclass(frozen=True, slots=True)

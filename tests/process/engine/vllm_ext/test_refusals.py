@@ -41,7 +41,7 @@ def flip(shard: PackedShard) -> None:
 def swap(shard: PackedShard) -> None:
     a, b = (next(t for t in shard.shard.tensors if t.name == name) for name in (NAME, TWIN))
     nbytes = 4 * a.shape[0] * a.shape[1]
-    first = shard._flat[a.offset : a.offset + nbytes].copy()
+    first = shard._flat[a.offset : a.offset + nbytes].clone()
     shard._flat[a.offset : a.offset + nbytes] = shard._flat[b.offset : b.offset + nbytes]
     shard._flat[b.offset : b.offset + nbytes] = first
 

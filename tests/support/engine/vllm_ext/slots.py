@@ -9,7 +9,9 @@ import torch
 
 from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.kernels import Marks
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
+from areal_lora.weight_sync.link.inbox import BucketBytes
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import KEYS
 
@@ -25,9 +27,9 @@ def layout_of(
 
 def install(
     writer: StackedSlotWriter, slot: int, layout: AdapterLayout, full: Full, cuts: tuple[int, ...] = ()
-) -> None:
+) -> Marks:
     """As the receiver does it: in runs of tensors, each from memory of its own."""
-    flat = np.empty(layout.nbytes, dtype=np.uint8)
+    flat = torch.empty(layout.nbytes, dtype=torch.uint8)
     list(pack_of(layout, 0, {n: torch.from_numpy(t) for n, t in full.items()})(flat))
     (plan,) = writer.plan(layout)
     marks = layout.tables[0].marks(KEYS.multipliers)
@@ -37,6 +39,6 @@ def install(
     for first, last in itertools.pairwise(bounds):
         begin = tensors[first].offset
         end = tensors[last].offset if last < len(tensors) else layout.nbytes
-        bucket = flat[begin:end].copy()
-        writer.write(plan, slot, bucket.ctypes.data - begin, first, last, marks)
+        writer.write(plan, slot, BucketBytes(flat[begin:end].numpy().copy(), begin), first, last, marks)
     writer.flush(slot)
+    return marks

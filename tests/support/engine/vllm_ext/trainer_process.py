@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
+from torch import Tensor
 
 from areal_lora.config.models import Config
 from areal_lora.run_folder.paths import RunFolder
@@ -36,7 +36,7 @@ def die() -> None:
 
 
 def dying(pack: Pack, tensors: int) -> Pack:
-    def packed(flat: np.ndarray) -> Iterator[int]:
+    def packed(flat: Tensor) -> Iterator[int]:
         for done in pack(flat):
             yield done
             if done == tensors:

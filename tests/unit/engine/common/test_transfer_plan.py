@@ -21,10 +21,12 @@ from areal_lora.families.family import Scope
 from areal_lora.families.sites import SiteKey
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.strided import StridedCopies
 from tests.support.families.conversion import to_hf
 from tests.support.families.shapes import make_shape
 from tests.support.sizes import sample
 
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 SIZES = {"layers": 4, "hidden": 24, "heads": 24, "head_dim": 2, "ffn": 24, "expert_ffn": 24}
 SHAPES = {
@@ -111,11 +113,16 @@ def pack(
         space[at:][: sum(map(len, parts))] = np.concatenate([space[:0], *parts])
     (shard,) = [s for s in layout.shards if s.source == rank] or [None]
     flat = np.zeros(shard.nbytes if shard else 0, dtype=np.uint8)
+    views = torch.zeros(len(flat) // TYPES[layout.dtype].itemsize, dtype=TYPES[layout.dtype])
+    strided = StridedCopies(found.blocks, (0, 4 * found.own), (0,))
+    sources = torch.from_numpy(space).split([found.own, found.space - found.own])
     first = 0
     for end in found.ends:
         found.blocks.copy(space.ctypes.data, flat.ctypes.data, tensors=(first, end))
+        strided.copy(sources, (views,), (first, end))
         first = end
     assert first == (len(shard.tensors) if shard else 0)
+    assert np.array_equal(views.view(torch.uint8).numpy(), flat), "a device packs the same bytes"
     return flat
 
 

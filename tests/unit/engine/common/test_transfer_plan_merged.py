@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -87,10 +86,10 @@ def test_the_share_of_a_rank(tmp_path: Path, base: dict[str, torch.Tensor], held
     for rank in (0, 1, 2):
         shard = MergedShard(ModelFolder.at(str(tmp_path)), ADAPTER, rank, held)
         mine = next((s for s in layout.shards if s.source == rank), None)
-        flat, loss = np.zeros(mine.nbytes if mine else 0, dtype=np.uint8), CastLoss(dtype=wire)
+        flat, loss = torch.zeros(mine.nbytes if mine else 0, dtype=torch.uint8), CastLoss(dtype=wire)
         assert list(shard.fill(given, flat, loss)) == list(range(1, 1 + len(mine.tensors if mine else ())))
         for t in mine.tensors if mine else ():
-            got = torch.from_numpy(flat[t.offset :])[: 20 * wire.itemsize].view(wire).view(t.shape)
+            got = flat[t.offset :][: 20 * wire.itemsize].view(wire).view(t.shape)
             name = t.name.replace("up_proj", "gate_proj").removesuffix(".weight")
             a, b = given[f"{name}.lora_A.weight"], given[f"{name}.lora_B.weight"]
             want = base[t.name].to(held).double() + SPEC.scale_of(name) * b.double() @ a.double()
@@ -103,4 +102,4 @@ def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
     save_file({n: torch.zeros(shape) for n, shape in list(SHAPES.items())[:1]}, tmp_path / "model.safetensors")
     shard = MergedShard(ModelFolder.at(str(tmp_path)), ADAPTER, 0, torch.float32)
     with pytest.raises(UnknownTensorError, match=r"up_proj\.weight is in no safetensors file"):
-        list(shard.fill(tensors(), np.zeros(160, dtype=np.uint8), CastLoss(dtype=torch.float32)))
+        list(shard.fill(tensors(), torch.zeros(160, dtype=torch.uint8), CastLoss(dtype=torch.float32)))

@@ -152,7 +152,7 @@ class Group:
     def __init__(self, shard, at_end):
         self._shard, self._at_end = shard, at_end
 
-    def receive(self, parts, deadline):
+    def receive(self, parts, deadline, on_device):
         return Lent(self._shard, parts, self._at_end)
 
 
@@ -160,8 +160,8 @@ def received(at_end):
     shard, _ = packed(*share(values(1)))
     reception = Reception(shard.layout, {0: Group(shard, at_end)}, time.monotonic() + 120, PhaseTimer(), KEYS)
 
-    def on_bucket(index, base, first, last, marks):
-        marks.measure(base, first, last)
+    def on_bucket(index, arrived, first, last, marks):
+        marks.measure(arrived.base, first, last)
 
     return reception.receive(ref(0), on_bucket), adapter_digest(shard.layout, [shard.sum])
 

@@ -85,6 +85,29 @@ def test_a_receiver_has_the_bytes_on_the_host_once_its_own_stream_has_ended() ->
         assert flat.tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_of_the_device_is_sent_and_received_in_place(rank: int) -> None:
+    calls: list[str] = []
+    library, flat = Library(calls), torch.arange(9, dtype=torch.uint8)
+    backend = Backend(library, RecordedLane(calls, CPU, [flat]), timed_from_issue=True)
+    with closing(BroadcastGroup(ENDPOINT, rank, backend, CPU, leave=lambda: None)) as group:
+        group.start(flat[2:6], time.monotonic() + LONG_S).wait()
+    assert calls == ["queue", "broadcast", "queue", "wait", "synchronize"]
+    assert library.sent[0].data_ptr() == flat[2:].data_ptr()
+
+
+def test_memory_of_the_device_goes_through_the_host_where_the_library_sends_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    library, flat = Library(calls), torch.arange(9, dtype=torch.uint8)
+    monkeypatch.setattr(broadcast_groups, "lane_of", lambda device: RecordedLane(calls, device, [flat]))
+    with closing(BroadcastGroup(ENDPOINT, 0, Backend(library, None), CPU, leave=lambda: None)) as group:
+        group.start(flat[2:6], time.monotonic() + LONG_S).wait()
+    assert calls == ["copy", "synchronize", "broadcast", "wait"]
+    assert library.sent[0].tolist() == [2, 3, 4, 5]
+
+
 def test_a_library_that_does_not_return_makes_nobody_wait_but_who_asks_for_the_bytes() -> None:
     calls: list[str] = []
     goes_on = threading.Event()

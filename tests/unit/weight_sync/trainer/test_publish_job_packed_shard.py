@@ -157,7 +157,7 @@ def test_a_rank_that_owns_nothing_packs_nothing_but_takes_part():
     owned, aliases = share(values(3))
     shard = PackedShard(layout_of(owned, aliases), 5, KEYS)
     seen = []
-    shard.pack(ref(0), lambda flat: seen.append(flat.size) or iter([0]))
+    shard.pack(ref(0), lambda flat: seen.append(flat.numel()) or iter([0]))
     assert seen == [0]
     assert not shard.is_source
     assert isinstance(shard.sums, np.ndarray)

@@ -20,11 +20,19 @@ ATTENTION, EXPERT = "model.layers.0.self_attn.", "model.layers.0.mlp.experts.{}.
 MAX_RANK, SLOTS, ALPHA = 8, 3, 8.0
 
 
+@pytest.fixture(params=[False, True], ids=["compiled", "strided"])
+def on_device(request: pytest.FixtureRequest) -> bool:
+    """The way of a device, which tensors on the host take as well."""
+    return bool(request.param)
+
+
 def spec(rank: int = 4, targets: tuple[str, ...] = ("linear_qkv", "linear_proj")) -> AdapterSpec:
     return AdapterSpec(name="a", base_model="m", rank=rank, alpha=ALPHA, target_modules=targets)
 
 
-def worker(tp_rank: int, dtype: torch.dtype = torch.float32) -> tuple[StackedSlotWriter, dict[str, torch.Tensor]]:
+def worker(
+    tp_rank: int, dtype: torch.dtype = torch.float32, on_device: bool = False
+) -> tuple[StackedSlotWriter, dict[str, torch.Tensor]]:
     """Worker ``tp_rank`` of two: q_proj splits lora_B's rows, o_proj splits lora_A's columns."""
     buffers = {
         ATTENTION + "q_proj.lora_A.weight": torch.full((SLOTS, 1, MAX_RANK, 10), 9.0, dtype=dtype),
@@ -38,7 +46,7 @@ def worker(tp_rank: int, dtype: torch.dtype = torch.float32) -> tuple[StackedSlo
     for name, stacked in buffers.items():
         begin, full = split.get(name, (0, 10))
         matrices.append(Matrix(name=name, stacked=stacked, index=0, start=begin, full=full))
-    return StackedSlotWriter(matrices, MAX_RANK), {name: t[:, 0] for name, t in buffers.items()}
+    return StackedSlotWriter(matrices, MAX_RANK, on_device=on_device), {name: t[:, 0] for name, t in buffers.items()}
 
 
 def values(writer: StackedSlotWriter, s: AdapterSpec, seed: int = 0) -> Full:
@@ -77,8 +85,10 @@ def test_what_cannot_be_served_is_refused(bad: AdapterSpec, reason: str) -> None
 
 @pytest.mark.parametrize("tp_rank", [0, 1])
 @pytest.mark.parametrize("cuts", [(), (1,), (1, 2, 3)])
-def test_each_worker_takes_its_part_and_nothing_else_changes(tp_rank: int, cuts: tuple[int, ...]) -> None:
-    writer, buffers = worker(tp_rank)
+def test_each_worker_takes_its_part_and_nothing_else_changes(
+    tp_rank: int, cuts: tuple[int, ...], on_device: bool
+) -> None:
+    writer, buffers = worker(tp_rank, on_device=on_device)
     full = values(writer, spec())
     install(writer, 1, layout_of(full, spec()), full, cuts)
     part = slice(6 * tp_rank, 6 * tp_rank + 6)
@@ -93,8 +103,8 @@ def test_each_worker_takes_its_part_and_nothing_else_changes(tp_rank: int, cuts:
         assert bool((t[[0, 2]] == 9.0).all()), "other slots must not change"
 
 
-def test_ranks_and_scales_of_single_modules() -> None:
-    writer, buffers = worker(1)
+def test_ranks_and_scales_of_single_modules(on_device: bool) -> None:
+    writer, buffers = worker(1, on_device=on_device)
     one = replace(spec(), rslora=True, rank_pattern=(("o_proj", 1),), alpha_pattern=(("q_proj", 6.0),))
     install(writer, 0, layout_of(wide := values(writer, spec(rank=8)), spec(rank=8)), wide)
     full = values(writer, one, seed=3)
@@ -109,8 +119,8 @@ def test_ranks_and_scales_of_single_modules() -> None:
         writer.expected(replace(one, rank_pattern=(("o_proj", 9),)))
 
 
-def test_a_slot_is_cleared_only_when_something_could_show_through() -> None:
-    writer, buffers = worker(0)
+def test_a_slot_is_cleared_only_when_something_could_show_through(on_device: bool) -> None:
+    writer, buffers = worker(0, on_device=on_device)
     wide, narrow = spec(rank=8), spec(rank=2)
     first, second, third = (values(writer, s, seed) for seed, s in enumerate((wide, wide, narrow)))
     install(writer, 0, layout_of(first, wide), first)
@@ -126,7 +136,7 @@ def test_a_slot_is_cleared_only_when_something_could_show_through() -> None:
     assert all(t[0].abs().max() == 0 for t in buffers.values())
 
 
-def experts(n: int = 2) -> tuple[StackedSlotWriter, torch.Tensor, torch.Tensor]:
+def experts(n: int = 2, on_device: bool = False) -> tuple[StackedSlotWriter, torch.Tensor, torch.Tensor]:
     """The second of two expert parallel workers: it holds every expert but 0."""
     a, b = torch.zeros(SLOTS, n - 1, MAX_RANK, 6), torch.zeros(SLOTS, n - 1, 10, MAX_RANK)
     matrices = []
@@ -135,11 +145,11 @@ def experts(n: int = 2) -> tuple[StackedSlotWriter, torch.Tensor, torch.Tensor]:
         where = {"index": max(e - 1, 0), "start": 0}
         matrices.append(Matrix(name=f"{module}.lora_A.weight", stacked=a if held else None, full=6, **where))
         matrices.append(Matrix(name=f"{module}.lora_B.weight", stacked=b if held else None, full=10, **where))
-    return StackedSlotWriter(matrices, MAX_RANK), a, b
+    return StackedSlotWriter(matrices, MAX_RANK, on_device=on_device), a, b
 
 
-def test_experts_of_another_worker_are_expected_but_not_written() -> None:
-    writer, a, b = experts()
+def test_experts_of_another_worker_are_expected_but_not_written(on_device: bool) -> None:
+    writer, a, b = experts(on_device=on_device)
     s = spec(targets=("linear_fc2",))
     full = values(writer, s)
     assert len(full) == 4
@@ -150,8 +160,8 @@ def test_experts_of_another_worker_are_expected_but_not_written() -> None:
     assert b[:2].abs().max() == 0
 
 
-def test_one_wire_tensor_reaches_all_its_names() -> None:
-    writer, a, b = experts(4)
+def test_one_wire_tensor_reaches_all_its_names(on_device: bool) -> None:
+    writer, a, b = experts(4, on_device)
     s = spec(targets=("expert.linear_fc2",))
     wire = {n: t for n, t in values(writer, s).items() if ".experts.0." in n}
     aliases = {n: re.sub(r"experts\.\d+", "experts.0", n) for n in writer.expected(s) if n not in wire}
@@ -163,9 +173,9 @@ def test_one_wire_tensor_reaches_all_its_names() -> None:
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 @pytest.mark.parametrize("slots", [torch.float32, torch.bfloat16], ids=str)
-def test_numbers_are_rounded_once_to_what_the_slots_hold(wire: str, slots: torch.dtype) -> None:
+def test_numbers_are_rounded_once_to_what_the_slots_hold(wire: str, slots: torch.dtype, on_device: bool) -> None:
     print("seed 4")
-    writer, buffers = worker(0, slots)
+    writer, buffers = worker(0, slots, on_device)
     full = values(writer, spec(), seed=4)
     install(writer, 2, layout_of(full, spec(), wire), full)
     sent = torch.from_numpy(full[ATTENTION + "o_proj.lora_B.weight"]).to(getattr(torch, wire)).float()
