@@ -15,7 +15,7 @@ from torch.nn import functional
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
 from areal_lora.engine.layers.active import ActiveAdapters, kept
-from areal_lora.engine.layers.grouped_lora import Groups, Lowered, Raised
+from areal_lora.engine.layers.grouped_lora import DownProjection, Groups, UpProjection
 from areal_lora.families.sites import RowRanges
 
 
@@ -40,7 +40,7 @@ class SharedInput:
             if len(lora_a) == 1:
                 found = functional.linear(kept(flat, keep), self.lora_a[active.each[0].name])
             else:
-                found = Lowered.apply(flat, Groups.of(active.tokens), keep, *lora_a)
+                found = DownProjection.apply(flat, Groups.of(active.tokens), keep, *lora_a)
             self._known, self._left = (x, found), self._projections
         hidden, self._left = self._known[1], self._left - 1
         if not self._left:
@@ -73,7 +73,7 @@ class LinearLora:
 class _AddProduct(torch.autograd.Function):  # type: ignore[misc]
     """Add one adapter's ``scale * hidden B'`` to ``output`` in its place: no backward pass of a frozen layer reads it.
 
-    The rows of B lie apart in memory; torch would add their gradients run by run. `Raised` would be a product and a
+    The rows of B lie apart in memory; torch would add their gradients run by run. `UpProjection` would be a product and a
     sum, and round apart.
     """
 
@@ -107,12 +107,11 @@ class LinearSite:
         parts = [self.adapters.get(adapter.name) for adapter in active.each]
         if not any(parts):
             return output
-        hidden, scale = (
-            self.shared.hidden(args[0], active),
-            active.scale([part.scale if part else 1.0 for part in parts]),
-        )
-        lora_b, grads = [part and part.lora_b for part in parts], [part and part.grad for part in parts]
+        hidden, rows = self.shared.hidden(args[0], active), active.tokens
+        scale = active.scale([part.scale if part else 1.0 for part in parts], rows)
+        lora_b = [part.lora_b if part else None for part in parts]
+        grads = [part.grad if part else None for part in parts]
         if len(parts) == 1:
             added: Tensor = _AddProduct.apply(output, hidden, *lora_b, *grads, scale)
             return added
-        return output.add_(Raised.apply(hidden, Groups.of(active.tokens), scale, lora_b, grads).view_as(output))
+        return output.add_(UpProjection.apply(hidden, Groups.of(rows), scale, lora_b, grads).view_as(output))

@@ -19,7 +19,7 @@ folders; its own table of conversions maps them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
 from types import FunctionType, MethodType
@@ -176,15 +176,13 @@ def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     numbers = torch.arange(max(module.num_experts * max(each, 1), experts.numel()), device=experts.device)
     back[order] = numbers[: order.numel()]
     its = None
-    if held is not None and held.owners is not None:
-        # Tokens are sorted by adapter, and so are an expert's rows: the sort by expert keeps their order.
-        owners = held.owners.index_select(0, tokens)
-        ends = torch.searchsorted(
-            experts * each + owners, numbers[: module.num_experts * each], right=True, out_int32=True
-        )
-        its = PackedTokens(keys=held.keys.index_select(0, tokens), ends=ends, owners=owners)
-    elif held is not None and active.drops:
+    if held is not None and (active.drops or each > 1):
         its = PackedTokens(keys=held.keys.index_select(0, tokens))
+        if held.owners is not None:
+            # Tokens are sorted by adapter, and so are an expert's rows: the sort by expert keeps their order.
+            owners, cells = held.owners.index_select(0, tokens), numbers[: module.num_experts * each]
+            ends = torch.searchsorted(experts * each + owners, cells, right=True, out_int32=True)
+            its = replace(its, owners=owners, ends=ends)
     rows = expert_mlp(
         _Exchange.apply(hidden, tokens, back, k, True),
         weights.reshape(-1).index_select(0, order),

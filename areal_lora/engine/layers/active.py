@@ -181,13 +181,13 @@ class ActiveAdapters:
         """Compute ``tokens`` next; without them one adapter has all rows."""
         self.tokens = tokens
 
-    def scale(self, scales: Sequence[float], rows: PackedTokens | None = None) -> float | Tensor:
-        """What multiplies the product of each of ``rows`` (None: of all tokens), of adapters with ``scales`` at a site.
+    def scale(self, scales: Sequence[float], rows: PackedTokens | None) -> float | Tensor:
+        """What multiplies the product of each of ``rows``, of adapters with ``scales`` at a site: [m, 1] fp32.
 
-        [m, 1] fp32; one number where one adapter is in use.
+        One number where one adapter is in use.
         """
         values = [scale * adapter.factor for scale, adapter in zip(scales, self.each, strict=True)]
-        return values[0] if len(values) == 1 else self._by_row(values, torch.float32, rows or self.tokens)[:, None]
+        return values[0] if len(values) == 1 else self._by_row(values, torch.float32, rows)[:, None]
 
     def keep(self, rows: PackedTokens | None, sites: int | Tensor, features: int, first: int = 0) -> Tensor | None:
         """[m, features] of a site's inputs, see `Dropout.keep`; None where nothing is dropped."""

@@ -122,7 +122,7 @@ def times_scale(x: Tensor, scale: float | Tensor) -> Tensor:
     return torch.mul(x, scale, out=torch.empty_like(x))
 
 
-class Lowered(torch.autograd.Function):  # type: ignore[misc]
+class DownProjection(torch.autograd.Function):  # type: ignore[misc]
     """A d(x) of several adapters: [m, r] of ``x`` [m, in] with what dropout keeps of it; ``lora_a`` [r, in] each."""
 
     @staticmethod
@@ -141,7 +141,7 @@ class Lowered(torch.autograd.Function):  # type: ignore[misc]
         return kept(groups.times(dh, weight.transpose(1, 2)), keep), *none
 
 
-class Raised(torch.autograd.Function):  # type: ignore[misc]
+class UpProjection(torch.autograd.Function):  # type: ignore[misc]
     """``scale`` h B' of several adapters: [m, out] of ``hidden`` [m, r] with a scale [m, 1] of each row.
 
     ``lora_b`` are [runs, rows, r] each, where runs * rows is out; ``grads`` of the same shapes take their gradients.

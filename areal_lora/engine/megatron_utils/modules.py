@@ -40,7 +40,7 @@ from areal_lora.engine.common.arena import Bank
 from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens, from_lanes, kept, to_lanes
 from areal_lora.engine.layers.attention import AttentionPlan, attend, rotate
 from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
-from areal_lora.engine.layers.grouped_lora import Groups, Lowered, Raised
+from areal_lora.engine.layers.grouped_lora import DownProjection, Groups, UpProjection
 from areal_lora.engine.layers.output import OutputSite
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.megatron_utils.base_weights import LINEAR, scope_of
@@ -249,22 +249,21 @@ class AdaptedLinear(LoRALinear):  # type: ignore[misc]
         x, rows, rank = x.reshape(-1, x.shape[-1]), active.tokens, parallel_state.get_tensor_model_parallel_rank()
         # A row-parallel layer has features from the rank's on.
         keep = active.keep(rows, kind.site, x.shape[1], rank * x.shape[1] if kind.split else 0)
-        one, lora_a, lora_b = len(parts) == 1, [p and p.lora_a for p in parts], [p and p.lora_b for p in parts]
+        one = len(parts) == 1
         if one:
             hidden = nn.functional.linear(kept(x, keep), kind.lora_a)
         else:
-            hidden = Lowered.apply(x, Groups.of(rows), keep, *lora_a)
+            hidden = DownProjection.apply(x, Groups.of(rows), keep, *(part.lora_a if part else None for part in parts))
         if kind.scatter:  # over the ranks' parts of the sequence
             hidden = reduce_scatter_to_sequence_parallel_region(hidden)
             rows = rows and rows.part(rank * len(hidden), len(hidden))
         scale = active.scale([part.scale if part else 1.0 for part in parts], rows)
         if one:
-            return torch.addmm(output.reshape(-1, output.shape[-1]), hidden, kind.lora_b.t(), alpha=scale).view(
-                output.shape
-            )
-        grads = [None if b is None or b.grad is None else b.grad[None] for b in lora_b]
-        lora_b = [None if b is None else b[None] for b in lora_b]
-        return output + Raised.apply(hidden, Groups.of(rows), scale, lora_b, grads).view(output.shape)
+            found = torch.addmm(output.reshape(-1, output.shape[-1]), hidden, kind.lora_b.t(), alpha=scale)
+            return found.view(output.shape)
+        lora_b = [part.lora_b[None] if part else None for part in parts]
+        grads = [part.lora_b.grad[None] if part and part.lora_b.grad is not None else None for part in parts]
+        return output + UpProjection.apply(hidden, Groups.of(rows), scale, lora_b, grads).view(output.shape)
 
 
 _SITE = re.compile(rf"(?:^|\.)decoder\.layers\.(?P<layer>\d+)\.{LINEAR}$")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_lora.engine.layers.active import ActiveAdapters, Dropout, PackedTokens
-from areal_lora.engine.layers.grouped_lora import Groups, Lowered, Raised, add_gradients, stacked
+from areal_lora.engine.layers.grouped_lora import DownProjection, Groups, UpProjection, add_gradients, stacked
 
 N_IN, RUNS, N_ROWS, SITE = 6, 2, 3, 11
 RANKS = {"a": 3, "b": 8, "none": 0, "c": 1, "empty": 5}
@@ -58,8 +58,8 @@ class Layer:
 
     def __call__(self, x: Tensor) -> Tensor:
         groups, keep = Groups.of(self.rows), self.active.keep(self.rows, SITE, N_IN)
-        hidden = Lowered.apply(x, groups, keep, *self.a)
-        out: Tensor = Raised.apply(hidden, groups, self.active.scale(self.scales, self.rows), self.b, self.grads)
+        hidden = DownProjection.apply(x, groups, keep, *self.a)
+        out: Tensor = UpProjection.apply(hidden, groups, self.active.scale(self.scales, self.rows), self.b, self.grads)
         return out
 
     def exact(self, x: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
