@@ -29,10 +29,10 @@ LINES = {
     "checkpoint": 1458,
     "cli": 2259,  # sweep; plan --simulate; where the report of a stopped run is; page; two versions in a chat
     "config": 4275,  # groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory
-    "data": 675,  # checks in chunks; micro-batches of equal attention; parts of a batch; the vocabulary; a moved model
+    "data": 700,  # checks in chunks; micro-batches of equal attention; parts of a batch; groups of clients' data
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 8919,  # ranges of micro-batches; context parallelism, chunked logits, recompute; adapters in one pass
+    "engine": 9031,  # context parallelism, chunked logits, recompute; adapters in grouped products
     "families": 1430,  # FLOPs of passes
     "launcher": 4610,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
     "library": 470,
@@ -45,7 +45,7 @@ LINES = {
     "run_folder": 1038,  # sweep.json; DesiredWatch logs a faulty file; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
-    "trainer": 3818,  # steps ahead of a slow disk; parts of a batch; which passes join; rollouts of a step
+    "trainer": 3822,  # parts of a batch; which passes join and share starts; rollouts of a step
     "weight_sync": 4809,  # groups formed at once, in time of their own, with names of missing receivers; keyed shards
 }
 """Lines of each room; those of the package's own files are under the empty name."""

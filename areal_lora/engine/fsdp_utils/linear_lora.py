@@ -73,8 +73,8 @@ class LinearLora:
 class _AddProduct(torch.autograd.Function):  # type: ignore[misc]
     """Add one adapter's ``scale * hidden B'`` to ``output`` in its place: no backward pass of a frozen layer reads it.
 
-    The rows of B lie apart in memory; torch would add their gradients run by run. `UpProjection` would be a product and a
-    sum, and round apart.
+    The rows of B lie apart in memory; torch would add their gradients run by run. `UpProjection` would be a product and
+    a sum, and round apart.
     """
 
     @staticmethod

@@ -22,7 +22,7 @@ from areal_lora.engine.layers.grouped_lora import Groups, add_gradients, gradien
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ExpertShare:
     """The adapters' part of a layer: A and B of each (None: it has none), their rows by (expert, adapter), and what
     multiplies their products: one number, or those of each row [T, 1]."""
 
@@ -79,7 +79,7 @@ class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
         w1: Tensor,
         w2: Tensor,
         groups: Groups,
-        shares: tuple[Share, Share],
+        shares: tuple[ExpertShare, ExpertShare],
         *keeps_and_weights: Tensor | None,
     ) -> Tensor:
         (first, second), (k1, k2, *_), n = shares, keeps_and_weights, len(w1)
@@ -154,12 +154,12 @@ def expert_mlp(
     """
     groups, (w1, w2) = Groups(ends), weights
     own = groups if rows is None or rows.ends is None else Groups(rows.ends)
-    shares, keeps, used = list[Share](), list[Tensor | None](), list[Tensor | None]()
+    shares, keeps, used = list[ExpertShare](), list[Tensor | None](), list[Tensor | None]()
     for layer, (features, first) in enumerate(((x.shape[1], 0), (w2.shape[2], first_column))):
         parts = [pair[layer] for pair in loras]
         a, b = [part.a for part in parts], [part.b for part in parts]
         adapted = any(part is not None for part in a)
-        shares.append(Share(own, active.scale([part.scale for part in parts], rows) if adapted else 1.0, a, b))
+        shares.append(ExpertShare(own, active.scale([part.scale for part in parts], rows) if adapted else 1.0, a, b))
         dropped = adapted and active.drops
         keeps.append(active.keep(rows, _sites(parts, own, len(x)), features, first) if dropped else None)
         used += [*a, *b]

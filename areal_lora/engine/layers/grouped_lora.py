@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
 from areal_lora.engine.layers.active import PackedTokens, kept
 
@@ -48,7 +47,7 @@ class Groups:
             return x @ weight.t()
         if not len(x):
             return x.new_empty(0, weight.shape[1])
-        out = functional.grouped_mm(_aligned(x), _aligned(weight, 2).transpose(1, 2), offs=self.ends)
+        out = nn.functional.grouped_mm(_aligned(x), _aligned(weight, 2).transpose(1, 2), offs=self.ends)
         return out[:, : weight.shape[1]]
 
     def outer(self, y: Tensor, x: Tensor, like: Tensor) -> Tensor:
@@ -57,7 +56,7 @@ class Groups:
             return y.t() @ x
         if not len(x):
             return torch.zeros_like(like)
-        grad = functional.grouped_mm(_aligned(y).t(), _aligned(x), offs=self.ends)
+        grad = nn.functional.grouped_mm(_aligned(y).t(), _aligned(x), offs=self.ends)
         return grad[:, : like.shape[1], : like.shape[2]]
 
 
@@ -65,7 +64,7 @@ def _aligned(x: Tensor, dims: int = 1) -> Tensor:
     """``x``, its last ``dims`` dimensions filled up with zeros to `ALIGN_BYTES` where a rank or a width is odd."""
     unit = ALIGN_BYTES // x.element_size()
     missing = [-size % unit for size in x.shape[: -dims - 1 : -1]]
-    return functional.pad(x, [n for size in missing for n in (0, size)]) if any(missing) else x
+    return nn.functional.pad(x, [n for size in missing for n in (0, size)]) if any(missing) else x
 
 
 def stacked(parts: Sequence[Tensor | None], experts: int | None = None) -> Tensor:
@@ -99,9 +98,8 @@ def add_gradients(grad: Tensor, to: Sequence[Tensor | None], experts: int = 1) -
         return
     each = grad.unflatten(0, (experts, len(to))).transpose(0, 1)  # [N, n, a, b]
     each = each.to(torch.float32, memory_format=torch.contiguous_format)
-    whole = each[:, 0] if experts == 1 else each
-    if experts > 1 and any(place is not None and place.dim() == 2 for place in to):
-        whole = each.sum(1)
+    shared = any(place is not None and place.dim() == 2 for place in to)
+    whole = each.sum(1) if shared and experts > 1 else each[:, 0]
     found = [
         ((whole if place.dim() == 2 else each)[i][..., : place.shape[-2], : place.shape[-1]], place)
         for i, place in enumerate(to)
