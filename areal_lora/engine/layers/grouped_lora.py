@@ -91,7 +91,7 @@ def stacked(parts: Sequence[Tensor | None], experts: int | None = None) -> Tenso
 def add_gradients(grad: Tensor, to: Sequence[Tensor | None], experts: int = 1) -> None:
     """Add the gradient ``grad`` [n * N, a, b] of stacked weights to those of the N adapters, [n, ...] or [...] each.
 
-    Padding is left out. One operator adds all, in fp32. ``grad`` of a single adapter is as its own.
+    Padding is omitted. One operator adds all, in fp32. ``grad`` of a single adapter is as its own.
     """
     if len(to) == 1 and to[0] is not None:
         to[0].add_(grad)
