@@ -17,6 +17,9 @@ counts, forward and backward:
 - FLOPs of matrix products over those of the model, which sees every prompt once for each answer.
 
 Times are arithmetic: 5 us a launch, 10 us a synchronisation, 600 TFLOP/s of an H100.
+
+A second table is of joint passes: one micro-batch with as many adapters, each with its own sequence. The sum of all
+adapters' gradients is one operator; on GPUs one launch has those of up to 110 tensors of alike shapes.
 """
 
 from __future__ import annotations
@@ -57,6 +60,14 @@ CASES = (
 )
 
 
+JOINT = {
+    f"{name}, {engine}": Case(name=name, model=dict(model) | {"vocab_size": 1024}, prompt=0, answers=(), engine=engine)
+    for name, model in (("8B", QWEN3_8B), ("30B-A3B", QWEN3_30B))
+    for engine in ("fsdp", "megatron")
+}
+"""With a small vocabulary: the figures of a layer do not depend on it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Passes:
     """Micro-batches of a slice: forward with packing and log-probabilities, backward. ``peak`` in bytes."""
@@ -94,6 +105,15 @@ def growth(case: Case, micro_batches: int = MANY) -> float:
     """The peak of so many micro-batches of 704 tokens over that of one, two layers."""
     few = replace(case, prompt=64, answers=(320, 320))
     return measure(few, 2, micro_batches).peak / measure(few, 2).peak
+
+
+def joint(case: Case, adapters: int, tokens: int = 1024) -> dict[str, int]:
+    """Of a layer in a micro-batch of ``tokens`` in sequences of so many adapters."""
+    names = tuple(f"client-{i}" for i in range(adapters))
+    case = replace(case, answers=(tokens // adapters,) * adapters, adapters=names)
+    one, two = measure(case, 1), measure(case, 2)
+    forward, backward = two.forward.launches - one.forward.launches, two.backward.launches - one.backward.launches
+    return {"forward": forward, "backward": backward, "syncs": total(two, "syncs") - total(one, "syncs")}
 
 
 def total(passes: Passes, name: str) -> int:
@@ -137,6 +157,13 @@ def main() -> None:
     for key in next(iter(found.values())):
         table.add_row(key, *(f"{row[key]:,.2f}".removesuffix(".00") for row in found.values()))
     Console(width=200).print(table)
+    joined = Table(
+        "adapters", *JOINT, title="launches forward/backward and synchronisations of a layer in joint passes"
+    )
+    for adapters in (1, 4, 16):
+        each = [joint(case, adapters) for case in JOINT.values()]
+        joined.add_row(str(adapters), *(f"{one['forward']}/{one['backward']}, {one['syncs']}" for one in each))
+    Console(width=200).print(joined)
     if chosen.names:
         one, two = measure(cases[0], 1), measure(cases[0], 2)
         for part, more, less in (("forward", two.forward, one.forward), ("backward", two.backward, one.backward)):

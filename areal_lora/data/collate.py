@@ -32,6 +32,7 @@ OF_HELD = ("token_ids", "rollout_logprobs", "versions")
 """Tensors [N] and [H] of a batch; all others but ``cu_seqlens`` are [T]."""
 CHECKED = 1 << 16
 """Tokens that `contradiction` looks at together: what it makes of them stays in a processor's cache."""
+WORTHWHILE = 16  # tokens: a common start costs every layer a pass of attention
 HOST = torch.device("cpu")  # named wherever a batch is made: torch's default device may be another one
 
 
@@ -230,6 +231,30 @@ def find_trees(lengths: Sequence[int], shared_starts: Sequence[int], group_ids: 
         else:
             trees += [Tree(sequences=(i,), shared=0) for i in members]
     return trees
+
+
+def groups_of_starts(shared_starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[N] numbers of groups for sequences without any, each with ``shared_starts`` [N] of the sequence before.
+
+    A group is a run. Its tree saves its least common start times all but one of its sequences; the groups save as much
+    as possible together. Starts below `WORTHWHILE` tokens are none.
+    """
+    shared = np.where(shared_starts < WORTHWHILE, 0, shared_starts)
+    n = len(shared)
+    if not shared.any():
+        return np.arange(n)
+    saved, first = np.zeros(n + 1, np.int64), np.zeros(n + 1, np.int64)
+    least = np.full(n, shared.max())  # of a group from i on
+    for end in range(1, n + 1):
+        np.minimum(least[: end - 1], shared[end - 1], out=least[: end - 1])
+        found = (saved[:end] + least[:end] * np.arange(end - 1, -1, -1))[::-1]
+        first[end] = end - 1 - found.argmax()  # the shortest of those that save as much
+        saved[end] = found.max()
+    starts, end = np.zeros(n, np.int64), n
+    while end:
+        end = first[end]
+        starts[end] = 1
+    return starts.cumsum() - 1
 
 
 def plan_microbatches(

@@ -93,8 +93,8 @@ class FsdpModel:
         (key,), (scale, sites) = bank.keys, memory.scale_and_sites(bank)
         pieces, (lora_a, _) = self._sharded.pieces(key), memory.parameters(bank, 0)
         known = self._linears.get(pieces[0].name)
-        shared = known.shared if known else SharedInput(len(pieces))
-        shared.lora_a[memory.spec.name] = lora_a, sites[0]
+        shared = known.shared if known else SharedInput(len(pieces), sites[0])
+        shared.lora_a[memory.spec.name] = lora_a
         for piece in pieces:
             if piece.name not in self._linears:
                 try:

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from real_sizes import CASES, figures, growth, measure
+from real_sizes import CASES, JOINT, figures, growth, joint, measure
 from size_meter import Meter, products
 from size_slices import Case
 
@@ -21,6 +21,12 @@ SMALL = {case.name: replace(case, model=dict(case.model) | {"vocab_size": 1024})
 LONG = SMALL["30B-A3B, 3 x 8 k"]
 LIMITS = {"30B-A3B, 3 x 8 k": (60, 95, 17), "8B, 3 x 8 k": (42, 72, 17)}
 """Launches of a layer forward and backward, copies from the host of a micro-batch."""
+JOINT_LIMITS = {
+    "8B, fsdp": (63, 93, 0),
+    "30B-A3B, fsdp": (78, 111, 0),
+    "8B, megatron": (45, 68, 0),
+    "30B-A3B, megatron": (95, 100, 2),  # the dispatcher waits for rows, and for what names their adapters
+}
 MEASURED = [case for case in SMALL.values() if case.engine != "peft" and "8 x 2 k" not in case.name]
 
 
@@ -46,6 +52,13 @@ def test_a_count_does_not_grow(name: str) -> None:
     names = ("launches_forward_layer", "launches_backward_layer", "host_copies_micro_batch")
     for count, limit in zip((found(name)[key] for key in names), LIMITS[name], strict=True):
         assert count <= limit
+
+
+@pytest.mark.parametrize(("name", "limit"), JOINT_LIMITS.items())
+def test_a_joint_pass_launches_the_same_whatever_the_number_of_adapters(name: str, limit: tuple[int, int, int]) -> None:
+    few, many = (joint(JOINT[name], adapters) for adapters in (2, 16))
+    assert few == many
+    assert all(count <= most for count, most in zip(many.values(), limit, strict=True))
 
 
 def test_the_peak_of_many_micro_batches_is_that_of_one() -> None:

@@ -14,31 +14,33 @@ from torch.nn import functional
 
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
-from areal_lora.engine.layers.active import ActiveAdapter, ActiveAdapters, kept
+from areal_lora.engine.layers.active import ActiveAdapters, kept
+from areal_lora.engine.layers.grouped_lora import DownProjection, Groups, UpProjection
 from areal_lora.families.sites import RowRanges
 
 
 class SharedInput:
     """``A x`` of the ``projections`` that read the same input: computed by the first of them for all adapters in use.
 
-    ``lora_a`` has the [r, in] of each resident adapter, and its number for dropout. The products are forgotten with the
-    last projection, so that they outlive no layer's pass.
+    ``lora_a`` has the [r, in] of each resident adapter; ``site`` is the layer's number for dropout. The product is
+    forgotten with the last projection, so that it outlives no layer's pass.
     """
 
-    def __init__(self, projections: int) -> None:
-        self.lora_a: dict[str, tuple[nn.Parameter, int]] = {}
-        self._projections = projections
-        self._known: tuple[Tensor, dict[str, Tensor]] | None = None
+    def __init__(self, projections: int, site: int) -> None:
+        self.lora_a: dict[str, nn.Parameter] = {}
+        self._projections, self._site = projections, site
+        self._known: tuple[Tensor, Tensor] | None = None
         self._left = 0
 
-    def hidden(self, x: Tensor, active: ActiveAdapters) -> dict[str, Tensor]:
-        """By adapter [rows, r] of its rows of the layer's input ``x`` [..., in]."""
+    def hidden(self, x: Tensor, active: ActiveAdapters) -> Tensor:
+        """[t, r] of the layer's input ``x`` [..., in]; r is one adapter's rank, or as in `stacked`."""
         if self._known is None or self._known[0] is not x:
-            found = {}
-            for adapter, rows in zip(active.each, active.split(x.reshape(-1, x.shape[-1])), strict=True):
-                if adapter.name in self.lora_a:
-                    lora_a, site = self.lora_a[adapter.name]
-                    found[adapter.name] = functional.linear(kept(rows, adapter.keep(site, rows.shape[-1])), lora_a)
+            flat, lora_a = x.reshape(-1, x.shape[-1]), [self.lora_a.get(adapter.name) for adapter in active.each]
+            keep = active.keep(active.tokens, self._site, flat.shape[1])
+            if len(lora_a) == 1:
+                found = functional.linear(kept(flat, keep), self.lora_a[active.each[0].name])
+            else:
+                found = DownProjection.apply(flat, Groups.of(active.tokens), keep, *lora_a)
             self._known, self._left = (x, found), self._projections
         hidden, self._left = self._known[1], self._left - 1
         if not self._left:
@@ -67,37 +69,29 @@ class LinearLora:
         grad = None if memory.frozen else memory.grads.as_strided(*view)
         return cls(lora_b=memory.cast.as_strided(*view), grad=grad, scale=scale)
 
-    def add_to(self, output: Tensor, hidden: Tensor, adapter: ActiveAdapter) -> Tensor:
-        """``output`` [..., out], which it changes, plus what the adapter's rows have of their ``hidden`` [rows, r]."""
-        added: Tensor = _AddProduct.apply(
-            output, hidden, self.lora_b, self.grad, self.scale * adapter.factor, adapter.start
-        )
-        return added
-
 
 class _AddProduct(torch.autograd.Function):  # type: ignore[misc]
-    """Add ``scale * hidden B'`` to ``output`` in its place: the backward pass of a frozen layer does not read it.
+    """Add one adapter's ``scale * hidden B'`` to ``output`` in its place: no backward pass of a frozen layer reads it.
 
-    The rows of B lie apart in memory; torch would add their gradients run by run.
+    The rows of B lie apart in memory; torch would add their gradients run by run. `UpProjection` would be a product and
+    a sum, and round apart.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, output: Tensor, hidden: Tensor, lora_b: Tensor, grad: Tensor | None, scale: float, start: int
-    ) -> Tensor:
+    def forward(ctx: Any, output: Tensor, hidden: Tensor, lora_b: Tensor, grad: Tensor | None, scale: float) -> Tensor:
         weight = lora_b.flatten(0, 1)
         ctx.save_for_backward(hidden, weight)
         ctx.mark_dirty(output)
-        ctx.grad, ctx.scale, ctx.start = grad, scale, start
-        output.view(-1, output.shape[-1]).narrow(0, start, len(hidden)).addmm_(hidden, weight.t(), alpha=scale)
+        ctx.grad, ctx.scale = grad, scale
+        output.view(-1, output.shape[-1]).addmm_(hidden, weight.t(), alpha=scale)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,), (hidden, weight) = grads, ctx.saved_tensors
-        rows = dy.reshape(-1, dy.shape[-1]).narrow(0, ctx.start, len(hidden))
+        rows = dy.reshape(-1, dy.shape[-1])
         ctx.grad.add_((rows.t() @ hidden).view(ctx.grad.shape), alpha=ctx.scale)
-        return dy, torch.addmm(hidden, rows, weight, beta=0, alpha=ctx.scale), None, None, None, None
+        return dy, torch.addmm(hidden, rows, weight, beta=0, alpha=ctx.scale), None, None, None
 
 
 class LinearSite:
@@ -109,8 +103,15 @@ class LinearSite:
         module.register_forward_hook(self)
 
     def __call__(self, module: nn.Module, args: Sequence[Tensor], output: Tensor) -> Tensor:
-        used = [adapter for adapter in self._active.each if adapter.name in self.adapters]
-        hidden = self.shared.hidden(args[0], self._active) if used else {}
-        for adapter in used:
-            output = self.adapters[adapter.name].add_to(output, hidden[adapter.name], adapter)
-        return output
+        active = self._active
+        parts = [self.adapters.get(adapter.name) for adapter in active.each]
+        if not any(parts):
+            return output
+        hidden, rows = self.shared.hidden(args[0], active), active.tokens
+        scale = active.scale([part.scale if part else 1.0 for part in parts], rows)
+        lora_b = [part.lora_b if part else None for part in parts]
+        grads = [part.grad if part else None for part in parts]
+        if len(parts) == 1:
+            added: Tensor = _AddProduct.apply(output, hidden, *lora_b, *grads, scale)
+            return added
+        return output.add_(UpProjection.apply(hidden, Groups.of(rows), scale, lora_b, grads).view_as(output))

@@ -19,7 +19,7 @@ folders; its own table of conversions maps them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
 from types import FunctionType, MethodType
@@ -42,7 +42,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.model_folder import ModelFolder
-from areal_lora.engine.layers.active import ActiveAdapters
+from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens
 from areal_lora.engine.layers.attention import AttentionPlan, attend, rotate
 from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
 from areal_lora.engine.layers.recompute import recompute
@@ -171,24 +171,26 @@ def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     site: ExpertsSite = vars(module)[_SITE]
     k = chosen.shape[1]
     experts, order = chosen.reshape(-1).sort(stable=True)
-    numbers = torch.arange(max(module.num_experts, experts.numel()), device=experts.device)
     active, tokens, back = site.active, order // k, torch.empty_like(order)
+    held, each, none = active.tokens, len(active.each), ExpertLora()
+    numbers = torch.arange(max(module.num_experts * max(each, 1), experts.numel()), device=experts.device)
     back[order] = numbers[: order.numel()]
-    held = active.tokens
-    none = ExpertLora()
-    loras = [(site.fc1.get(used.name, none), site.fc2.get(used.name, none)) for used in active.each]
-    owners = None
-    if held is not None and held.owners is not None:
-        owners = held.owners.index_select(0, tokens), [k * (b - a) for a, b in pairwise((0, *held.ends))]
+    its = None
+    if held is not None and (active.drops or each > 1):
+        its = PackedTokens(keys=held.keys.index_select(0, tokens))
+        if held.owners is not None:
+            # Tokens are sorted by adapter, and so are an expert's rows: the sort by expert keeps their order.
+            owners, cells = held.owners.index_select(0, tokens), numbers[: module.num_experts * each]
+            ends = torch.searchsorted(experts * each + owners, cells, right=True, out_int32=True)
+            its = replace(its, owners=owners, ends=ends)
     rows = expert_mlp(
         _Exchange.apply(hidden, tokens, back, k, True),
         weights.reshape(-1).index_select(0, order),
-        loras,
+        [(site.fc1.get(used.name, none), site.fc2.get(used.name, none)) for used in active.each],
         (module.gate_up_proj, module.down_proj),
         torch.searchsorted(experts, numbers[: module.num_experts], right=True, out_int32=True),
         active,
-        held.keys.index_select(0, tokens) if held is not None and active.drops else None,
-        owners,
+        its,
     )
     found: Tensor = _Exchange.apply(rows, tokens, back, k, False)
     return found

@@ -3,7 +3,7 @@
 A layer that adapters extend is wrapped once and holds its part of each resident adapter by name. One `ActiveAdapters`,
 which all layers share, names those in use, and which rows of a micro-batch are each one's: a run of the packed row, and
 of an expert's rows. None is in use outside of `ActiveAdapters.using`: a forward pass that names no adapter is one of
-the frozen base (contract C11).
+the frozen base (contract C11). What adapters differ in (scale, mask) is a number of each row on the device.
 
 Dropout on the input of lora_A comes from a counter: no generator, no state, the same in every layout. Whether feature
 j of a token's input at a site is kept is a function of the adapter's seed, its optimizer step, the token's text so
@@ -18,11 +18,12 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from areal_lora.platforms.device import upload
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _LANE_BITS, _LANES = 22, 3
@@ -42,12 +43,12 @@ class Dropout:
 
     def keep(self, keys: Tensor, sites: int | Tensor, features: int, first: int = 0) -> Tensor:
         """[t, features] bool of features ``first`` on, for tokens with ``keys`` [t] at one site or [t] sites."""
-        rows = _mix(keys ^ _signed(self.seed) ^ sites)
-        columns = _mix(torch.arange(first, first + features, device=keys.device) + _signed(_GOLDEN)) | 1
-        product = rows[:, None] * columns[None, :]
-        product ^= (product >> 32) & 0xFFFFFFFF
-        product *= _signed(_FIRST)
-        return product >= int((self.rate - 0.5) * 2**64)
+        return _mask(keys ^ self.seed ^ sites, self.limit, features, first)
+
+    @property
+    def limit(self) -> int:
+        """What is kept is as large or larger; 64 bits, signed."""
+        return int((self.rate - 0.5) * 2**64)
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -91,6 +92,14 @@ def kept(x: Tensor, keep: Tensor | None) -> Tensor:
     return x if keep is None else x.masked_fill(~keep, 0.0)
 
 
+def _mask(keys: Tensor, limit: int | Tensor, features: int, first: int) -> Tensor:
+    columns = _mix(torch.arange(first, first + features, device=keys.device) + _signed(_GOLDEN)) | 1
+    product = _mix(keys)[:, None] * columns[None, :]
+    product ^= (product >> 32) & 0xFFFFFFFF
+    product *= _signed(_FIRST)
+    return product >= limit
+
+
 def _mix(x: Tensor) -> Tensor:
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         x = x ^ ((x >> shift) & (2 ** (64 - shift) - 1))
@@ -104,35 +113,31 @@ def _signed(value: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTokens:
-    """The tokens of a micro-batch, t with padding, sorted by adapter: those of adapter i end before ``ends[i]``.
+    """The tokens of a micro-batch, t with padding, sorted by adapter; or the rows of experts, of each by adapter.
 
-    ``keys`` [t] int64 are those of dropout (`text_keys`), 0 for padding, which is the last adapter's. ``owners`` [t]
-    int64 are the adapters' numbers i, None where there is one adapter.
+    ``keys`` [t] int64 are those of dropout (`text_keys`), 0 for padding, which is the last adapter's. Where N > 1
+    adapters are in use, ``owners`` [t] int64 are their numbers, and the tokens of adapter i end before ``ends[i]``,
+    [N] int32; those of expert e and adapter i before ``ends[e * N + i]``. All are on the device.
     """
 
     keys: Tensor
-    ends: tuple[int, ...]
+    ends: Tensor | None = None
     owners: Tensor | None = None
+
+    def part(self, first: int, n: int) -> "PackedTokens":
+        """``n`` of the tokens, from ``first`` on."""
+        if n == len(self.keys) or self.ends is None or self.owners is None:
+            return self
+        rows = slice(first, first + n)
+        return PackedTokens(keys=self.keys[rows], ends=(self.ends - first).clamp_(0, n), owners=self.owners[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveAdapter:
-    """An adapter in use, with the rows of a micro-batch from ``start`` on, which have ``keys``.
-
-    ``dropout`` are the masks of its inputs, None while nothing is trained.
-    """
+    """An adapter in use. ``dropout`` are the masks of its inputs, None while nothing is trained."""
 
     name: str
     dropout: Dropout | None
-    start: int
-    keys: Tensor | None
-
-    def keep(self, site: int, features: int, first: int = 0) -> Tensor | None:
-        """[rows, features] of a dense site's input, see `Dropout.keep`; None where nothing is dropped."""
-        if self.dropout is None:
-            return None
-        assert self.keys is not None
-        return self.dropout.keep(self.keys, site, features, first)
 
     @property
     def factor(self) -> float:
@@ -144,11 +149,14 @@ class ActiveAdapters:
     """The adapters in use, and their tokens in the micro-batch that a layer computes; none is the frozen base."""
 
     each: tuple[ActiveAdapter, ...]
-    tokens: PackedTokens | None
 
     def __init__(self, used: Mapping[str, Dropout | None] | None = None) -> None:
-        self._used = used or {}
-        self.follow(None)
+        self.tokens: PackedTokens | None = None
+        self._use(used or {})
+
+    def _use(self, adapters: Mapping[str, Dropout | None]) -> None:
+        self.each = tuple(ActiveAdapter(name=name, dropout=dropout) for name, dropout in adapters.items())
+        self._tables = dict[tuple[torch.dtype, tuple[float, ...]], Tensor]()
 
     @property
     def drops(self) -> bool:
@@ -161,27 +169,43 @@ class ActiveAdapters:
 
         They are in the order of their rows. An empty name is the frozen base.
         """
-        before = self._used, self.tokens, self.each
-        self._used = adapters
-        self.follow(None)
+        before = self.each, self._tables, self.tokens
+        self._use(adapters)
+        self.tokens = None
         try:
             yield
         finally:
-            self._used, self.tokens, self.each = before
+            self.each, self._tables, self.tokens = before
 
     def follow(self, tokens: PackedTokens | None) -> None:
         """Compute ``tokens`` next; without them one adapter has all rows."""
         self.tokens = tokens
-        keys = (None,) * len(self._used) if tokens is None else self.split(tokens.keys)
-        starts = (0, *(tokens.ends if tokens else ()))
-        rows = zip(self._used.items(), starts, keys, strict=False)
-        self.each = tuple(ActiveAdapter(name=n, dropout=d, start=at, keys=k) for (n, d), at, k in rows)
 
-    def split(self, rows: Tensor, first: int = 0) -> Sequence[Tensor]:
-        """The rows of each adapter in use, of ``rows`` [m, ...] from row ``first`` of the micro-batch on."""
-        if len(self._used) < 2:
-            return (rows,)
-        assert self.tokens is not None
-        ends = [min(max(end - first, 0), len(rows)) for end in self.tokens.ends]
-        parts: Sequence[Tensor] = rows.split([end - start for start, end in pairwise((0, *ends))])
-        return parts
+    def scale(self, scales: Sequence[float], rows: PackedTokens | None) -> float | Tensor:
+        """What multiplies the product of each of ``rows``, of adapters with ``scales`` at a site: [m, 1] fp32.
+
+        One number where one adapter is in use.
+        """
+        values = [scale * adapter.factor for scale, adapter in zip(scales, self.each, strict=True)]
+        return values[0] if len(values) == 1 else self._by_row(values, torch.float32, rows)[:, None]
+
+    def keep(self, rows: PackedTokens | None, sites: int | Tensor, features: int, first: int = 0) -> Tensor | None:
+        """[m, features] of a site's inputs, see `Dropout.keep`; None where nothing is dropped."""
+        if not self.drops:
+            return None
+        assert rows is not None
+        masks = [adapter.dropout or Dropout(rate=0.0, seed=0) for adapter in self.each]
+        if len(masks) == 1:
+            return masks[0].keep(rows.keys, sites, features, first)
+        seeds = self._by_row([mask.seed for mask in masks], torch.int64, rows)
+        limits = self._by_row([mask.limit for mask in masks], torch.int64, rows)
+        return _mask(rows.keys ^ seeds ^ sites, limits[:, None], features, first)
+
+    def _by_row(self, values: Sequence[float], dtype: torch.dtype, rows: PackedTokens | None) -> Tensor:
+        """[m] of the adapters' ``values``, which are copied to the device once."""
+        assert rows is not None
+        assert rows.owners is not None
+        key = dtype, tuple(values)
+        if key not in self._tables:
+            self._tables[key] = upload(torch.tensor(values, dtype=dtype, device="cpu"), rows.owners.device)
+        return self._tables[key].index_select(0, rows.owners)

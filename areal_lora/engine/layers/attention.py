@@ -322,11 +322,11 @@ def pack(
         row, keys, owners = row[own], keys[own], owners[own]
     number = np.full(len(before), total)  # the prediction of each token of the row
     number[predicted] = numbers
-    tokens = PackedTokens(
-        keys=upload(torch.from_numpy(keys), device),
-        ends=tuple(np.searchsorted(owners, range(len(adapters)), side="right").tolist()),
-        owners=upload(torch.from_numpy(owners), device) if len(adapters) > 1 else None,
-    )
+    tokens = PackedTokens(keys=upload(torch.from_numpy(keys), device))
+    if len(adapters) > 1:
+        ends = np.searchsorted(owners, range(len(adapters)), side="right").astype(np.int32)
+        ends, owners = (upload(torch.from_numpy(numbers), device) for numbers in (ends, owners))
+        tokens = replace(tokens, ends=ends, owners=owners)
     return PackedMicroBatch(
         micros=tuple(to_device(part, device) for part in _by_adapter(micro)),
         sequences=sequences,

@@ -37,9 +37,10 @@ from torch import Tensor, nn
 from areal_lora.config.sections.run import Recompute
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
-from areal_lora.engine.layers.active import ActiveAdapter, ActiveAdapters, PackedTokens, from_lanes, kept, to_lanes
+from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens, from_lanes, kept, to_lanes
 from areal_lora.engine.layers.attention import AttentionPlan, attend, rotate
 from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
+from areal_lora.engine.layers.grouped_lora import DownProjection, Groups, UpProjection
 from areal_lora.engine.layers.output import OutputSite
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.megatron_utils.base_weights import LINEAR, scope_of
@@ -138,10 +139,9 @@ class GroupedExperts(nn.Module):  # type: ignore[misc]
         self.linear_fc1 = GroupedLinear(num_local_experts, hidden, 2 * width, config.params_dtype)
         self.linear_fc2 = GroupedLinear(num_local_experts, width, hidden, config.params_dtype)
         self._first_column = pg_collection.expt_tp.rank() * width
-        self.row_keys: Tensor | None = None
-        self.row_owners: tuple[Tensor, list[int]] | None = None
-        """Of the rows that `forward` gets, set by `follow_tokens` where several adapters are in use or inputs are
-        dropped: keys [T]; where there are several, their numbers [T], and how many rows each has."""
+        self.rows: PackedTokens | None = None
+        """Those that `forward` gets, sorted by expert alone; set by `follow_tokens` where several adapters are in use
+        or inputs are dropped."""
 
     @property
     def active(self) -> ActiveAdapters:
@@ -155,8 +155,19 @@ class GroupedExperts(nn.Module):  # type: ignore[misc]
         weights = self.linear_fc1.weight, self.linear_fc2.weight
         # Megatron's dispatchers have the counts on the host: a copy of n numbers, which waits for nothing.
         ends = tokens_per_expert.cumsum(0).to(x.device, torch.int32, non_blocking=True)
-        rows = self.row_keys, self.row_owners
-        return expert_mlp(x, probs, loras, weights, ends, active, *rows, self._first_column), None
+        rows, back = self.rows, None
+        if rows is not None and rows.owners is not None:
+            each, numbers = len(active.each), torch.arange(max(len(x), len(ends) * len(active.each)), device=x.device)
+            experts = torch.searchsorted(ends, numbers[: len(x)], right=True)
+            cells, order = (experts * each + rows.owners).sort(stable=True)
+            rows = PackedTokens(
+                keys=rows.keys.index_select(0, order),
+                ends=torch.searchsorted(cells, numbers[: len(ends) * each], right=True, out_int32=True),
+                owners=rows.owners.index_select(0, order),
+            )
+            x, probs, back = x.index_select(0, order), probs.index_select(0, order), order.argsort()
+        out = expert_mlp(x, probs, loras, weights, ends, active, rows, self._first_column)
+        return (out if back is None else out.index_select(0, back)), None
 
 
 def follow_tokens(model: nn.Module) -> None:
@@ -171,17 +182,14 @@ def _routed(layer: MoELayer, _: nn.Module, args: tuple[Tensor, ...], output: tup
     """Runs in every pass and recomputation, before the tokens are dispatched."""
     experts, (probs, routing_map) = layer.experts, output
     active = experts.active
-    experts.row_keys = experts.row_owners = None
+    experts.rows = None
     if active.drops or len(active.each) > 1:
         assert active.tokens is not None
         lanes, owners = to_lanes(active.tokens.keys), active.tokens.owners
         lanes = lanes if owners is None else torch.cat([lanes, owners[:, None].float()], dim=1)
         with torch.no_grad():
             rows = _dispatched(layer.token_dispatcher, lanes, args[0].shape[0], probs, routing_map)
-        experts.row_keys = from_lanes(rows)
-        if owners is not None:
-            numbers = rows[:, -1].long()
-            experts.row_owners = numbers, numbers.bincount(minlength=len(active.each)).tolist()
+        experts.rows = PackedTokens(keys=from_lanes(rows), owners=None if owners is None else rows[:, -1].long())
 
 
 def _dispatched(dispatcher: Any, lanes: Tensor, own: int, probs: Tensor, routing_map: Tensor) -> Tensor:
@@ -213,11 +221,6 @@ class ParallelAdapter:
     split: bool
     """Over the inputs."""
 
-    def hidden(self, x: Tensor, adapter: ActiveAdapter) -> Tensor:
-        """``A x`` [m, r] of the adapter's rows ``x`` [m, in]; a row-parallel layer has features from the rank's on."""
-        first = parallel_state.get_tensor_model_parallel_rank() * x.shape[-1] if self.split else 0
-        return nn.functional.linear(kept(x, adapter.keep(self.site, x.shape[-1], first)), self.lora_a)
-
 
 class AdaptedLinear(LoRALinear):  # type: ignore[misc]
     """Bridge's wrapper of a linear layer, with its part of each resident adapter.
@@ -232,46 +235,35 @@ class AdaptedLinear(LoRALinear):  # type: ignore[misc]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         output, bias, normed = self.base_linear_forward(x, *args, **kwargs)
-        parts = [(used, self.residents.get(used.name)) for used in self.active.each]
-        kinds = [adapter for _, adapter in parts if adapter is not None]
-        return (self._add(output, normed.contiguous(), parts, kinds[0]) if kinds else output), bias
+        parts = [self.residents.get(used.name) for used in self.active.each]
+        return (self._add(output, normed.contiguous(), parts) if any(parts) else output), bias
 
-    def _add(
-        self,
-        output: Tensor,
-        x: Tensor,
-        parts: Sequence[tuple[ActiveAdapter, ParallelAdapter | None]],
-        kind: ParallelAdapter,
-    ) -> Tensor:
-        """``output`` [..., out] plus each adapter's share for its rows of the layer's input ``x`` [..., in].
+    def _add(self, output: Tensor, x: Tensor, parts: Sequence[ParallelAdapter | None]) -> Tensor:
+        """``output`` [..., out] plus the adapters' products for the layer's input ``x`` [..., in].
 
-        Collectives are for all adapters at once; those of the site are alike (``kind``).
+        Collectives are for all adapters at once; those of the site are alike.
         """
+        active, kind = self.active, next(part for part in parts if part)
         if kind.gather:
             x = gather_from_sequence_parallel_region(x)
-        active, first = self.active, 0
-        rows = zip(parts, active.split(x.reshape(-1, x.shape[-1])), strict=True)
-        hidden = [adapter.hidden(own, used) if adapter else own.new_empty(len(own), 0) for (used, adapter), own in rows]
-        if kind.scatter:
-            hidden, first = _scattered(hidden, active)
-        outputs = list(active.split(output.reshape(-1, output.shape[-1]), first))
-        for i, (used, adapter) in enumerate(parts):
-            if adapter is not None:
-                scale = adapter.scale * used.factor
-                outputs[i] = torch.addmm(outputs[i], hidden[i], adapter.lora_b.t(), alpha=scale)
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(output.shape)
-
-
-def _scattered(hidden: list[Tensor], active: ActiveAdapters) -> tuple[list[Tensor], int]:
-    """The sums over the tensor-parallel ranks of each adapter's ``hidden`` [m, r] for this rank's part of the sequence,
-    in one collective; and the first row of that part."""
-    ranks = [each.shape[1] for each in hidden]
-    filled = (nn.functional.pad(each, (0, max(ranks) - each.shape[1])) for each in hidden)
-    own = reduce_scatter_to_sequence_parallel_region(hidden[0] if len(hidden) == 1 else torch.cat(list(filled)))
-    first = parallel_state.get_tensor_model_parallel_rank() * len(own)
-    if len(hidden) == 1:
-        return [own], first
-    return [each[:, :r] for each, r in zip(active.split(own, first), ranks, strict=True)], first
+        x, rows, rank = x.reshape(-1, x.shape[-1]), active.tokens, parallel_state.get_tensor_model_parallel_rank()
+        # A row-parallel layer has features from the rank's on.
+        keep = active.keep(rows, kind.site, x.shape[1], rank * x.shape[1] if kind.split else 0)
+        one = len(parts) == 1
+        if one:
+            hidden = nn.functional.linear(kept(x, keep), kind.lora_a)
+        else:
+            hidden = DownProjection.apply(x, Groups.of(rows), keep, *(part.lora_a if part else None for part in parts))
+        if kind.scatter:  # over the ranks' parts of the sequence
+            hidden = reduce_scatter_to_sequence_parallel_region(hidden)
+            rows = rows and rows.part(rank * len(hidden), len(hidden))
+        scale = active.scale([part.scale if part else 1.0 for part in parts], rows)
+        if one:
+            found = torch.addmm(output.reshape(-1, output.shape[-1]), hidden, kind.lora_b.t(), alpha=scale)
+            return found.view(output.shape)
+        lora_b = [part.lora_b[None] if part else None for part in parts]
+        grads = [part.lora_b.grad[None] if part and part.lora_b.grad is not None else None for part in parts]
+        return output + UpProjection.apply(hidden, Groups.of(rows), scale, lora_b, grads).view(output.shape)
 
 
 _SITE = re.compile(rf"(?:^|\.)decoder\.layers\.(?P<layer>\d+)\.{LINEAR}$")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
 from random import Random
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lora.data.collate import MicroPlan, Tree, find_trees, plan_microbatches
+from areal_lora.data.collate import MicroPlan, Tree, find_trees, groups_of_starts, plan_microbatches
 from areal_lora.data.packed_groups import shared_starts
 from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import ModelShape
@@ -211,3 +212,29 @@ def test_ranks_wait_little_for_each_other_when_lengths_have_a_long_tail(dp: int,
     print(f"seed 0, dp {dp}: {met:.3f} where ranks meet in every micro-batch, {at_the_end:.3f} at the end of a step")
     assert met < most[0]
     assert at_the_end < most[1]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_groups_of_starts_save_as_much_as_any(seed: int) -> None:
+    """Against all ways to cut up to eight sequences into runs; a run saves its least start but for its first."""
+    print("seed", seed)
+    draw = np.random.default_rng(seed)
+    starts = draw.choice([0, 3, 15, 16, 20, 40, 300], draw.integers(1, 9))
+    starts[0] = 0
+    n, counted = len(starts), np.where(starts < 16, 0, starts)
+
+    def saved(cuts: list[int]) -> int:
+        bounds = pairwise([0, *cuts, n])
+        return sum(int(counted[a + 1 : b].min()) * (b - a - 1) for a, b in bounds if b - a > 1)
+
+    every = [list(cuts) for k in range(n) for cuts in combinations(range(1, n), k)]
+    numbers = groups_of_starts(starts)
+    assert set(np.diff(numbers)) <= {0, 1}
+    assert saved([i for i in range(1, n) if numbers[i] != numbers[i - 1]]) == max(map(saved, every))
+
+
+def test_answers_of_each_prompt_are_a_group() -> None:
+    """Prompts have a short head or a longer one in common, too; an unlike sequence is alone."""
+    for head in (15, 40):
+        starts = np.array([0, *[100] * 15, head, *[130] * 15, 0, head])
+        assert groups_of_starts(starts).tolist() == [0] * 16 + [1] * 16 + ([2, 3] if head == 15 else [2, 2])

@@ -31,14 +31,15 @@ def test_projections_share_a_product_and_their_rows_lie_apart(rows: dict[str, in
     sharded = ShardedModel(shape=SHAPE, layout=layout)
     keys = torch.arange(5)
     active = ActiveAdapters({name: dropout if name == "a" or name == "b" else None for name in rows})
-    ends = torch.tensor([*rows.values()]).cumsum(0).tolist()
-    active.follow(PackedTokens(keys=keys, ends=tuple(ends)))
+    ends = torch.tensor([*rows.values()]).cumsum(0).int()
+    owners = torch.arange(len(rows)).repeat_interleave(torch.tensor([*rows.values()]))
+    active.follow(PackedTokens(keys=keys, ends=ends, owners=owners))
     memories = {}
     for name in rows.keys() - {"base"}:
         spec = AdapterSpec(name=name, base_model="m", rank=RANKS[name], alpha=6.0, target_modules=("linear_qkv",))
         memories[name] = AdapterMemory(sharded, spec, 0, torch.device("cpu"))
     pieces = sharded.pieces(next(iter(memories.values())).arena.banks[0].keys[0])
-    shared = SharedInput(len(pieces))
+    shared = SharedInput(len(pieces), 11)
     sites = [LinearSite(nn.Identity(), shared, active) for _ in pieces]
     found, exact = {}, {}
     for name, memory in sorted(memories.items()):
@@ -46,7 +47,7 @@ def test_projections_share_a_product_and_their_rows_lie_apart(rows: dict[str, in
         (bank,) = memory.arena.banks
         found[name] = memory.parameters(bank, 0)
         exact[name] = [x.detach().double().requires_grad_() for x in found[name]]
-        shared.lora_a[name] = found[name][0], 11
+        shared.lora_a[name] = found[name][0]
         for site, piece in zip(sites, pieces, strict=True):
             site.adapters[name] = LinearLora.of(memory, bank, piece.rows, 2.0)
     for _ in range(2):
@@ -60,7 +61,7 @@ def test_projections_share_a_product_and_their_rows_lie_apart(rows: dict[str, in
                 part = base[own].double()
                 if name in exact:
                     a, b = exact[name]
-                    drop = active._used[name]
+                    drop = next(used.dropout for used in active.each if used.name == name)
                     kept = exact_x[own] if drop is None else exact_x[own] * drop.keep(keys[own], 11, 16)
                     factor = 1.0 if drop is None else 1 / 0.6
                     cut = torch.cat([b[first:last] for first, last in piece.rows])

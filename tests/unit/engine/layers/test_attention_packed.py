@@ -55,13 +55,17 @@ def test_the_trees_of_an_adapter_follow_each_other() -> None:
     mixed = replace(batch, adapters=("c", "b", *("a",) * (batch.n_sequences - 2)))
     packed = pack(mixed, PLAN, 0, CPU)
     assert packed.sequences == (1, 2, 3), "in the order in which the batch names them"
-    assert packed.tokens.ends == (0, 1, 8), "one has no sequence here, and padding is the last one's"
     assert packed.tokens.owners is not None
+    assert packed.tokens.ends is not None
+    assert packed.tokens.ends.tolist() == [0, 1, 8], "one has no sequence here, and padding is the last one's"
+    part = packed.tokens.part(1, 4)
+    assert part.ends is not None
+    assert part.ends.tolist() == [0, 0, 4]
     assert packed.tokens.owners.tolist() == [1, *[2] * 7]
     assert [(set(micro.adapters), micro.n_tokens) for micro in packed.micros] == [({"b"}, 1), ({"a"}, 7)]
     assert packed.token_ids.tolist() == [[21, 31, 32, 33, 34, 43, 0, 0]]
     alone = pack(batch, PLAN, 0, CPU).tokens
-    assert (alone.ends, alone.owners) == ((8,), None)
+    assert (alone.ends, alone.owners) == (None, None)
 
 
 def test_a_rank_without_sequences_gets_padding_of_the_same_size() -> None:

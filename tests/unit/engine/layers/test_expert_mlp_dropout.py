@@ -8,8 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from areal_lora.engine.layers.active import Dropout, from_lanes, kept, site_key, step_seed, text_keys, to_lanes
-from areal_lora.engine.layers.expert_mlp import ExpertLora, ExpertMlp, Groups
+from areal_lora.engine.layers.active import (
+    ActiveAdapters,
+    Dropout,
+    PackedTokens,
+    from_lanes,
+    kept,
+    site_key,
+    step_seed,
+    text_keys,
+    to_lanes,
+)
+from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
 
 SITE = site_key("model.layers.0.self_attn.q_proj")
 SEED = 3
@@ -70,7 +80,7 @@ def test_experts_with_masks_equal_autograd(shared: str) -> None:
     print("seed", SEED)
     torch.manual_seed(SEED)
     h, f, r, splits = 6, 5, 3, (4, 0, 7)
-    groups, n = Groups(torch.tensor(splits).cumsum(0).int()), sum(splits)
+    ends, n = torch.tensor(splits).cumsum(0).int(), sum(splits)
     lora = {"a1": (r, h), "b1": (2 * f, r), "a2": (r, f), "b2": (h, r)}
     parts = {
         name: torch.randn(*(() if name in shared else (3,)), *shape).requires_grad_() for name, shape in lora.items()
@@ -83,13 +93,13 @@ def test_experts_with_masks_equal_autograd(shared: str) -> None:
         ExpertLora(parts["a2"], parts["b2"], 0.5, torch.tensor((21, 22, 23))),
     ]
     keys = keys_of(n)
-    keeps = (fc[0].keep(drop, keys, groups, h), fc[1].keep(drop, keys, groups, f))
-    shares = [(groups, scale * drop.factor, n) for scale in (1.5, 0.5)]
-    tensors = parts["a1"], parts["b1"], keeps[0], parts["a2"], parts["b2"], keeps[1]
-    y = ExpertMlp.apply(x, probs, w1, w2, groups, None, shares, *tensors)
+    y = expert_mlp(x, probs, [(fc[0], fc[1])], (w1, w2), ends, ActiveAdapters({"a": drop}), PackedTokens(keys=keys))
     weight = torch.randn(n, h)
     leaves = [x, probs, *parts.values()]
-    found = torch.autograd.grad((y * weight).sum(), leaves)
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf)
+    (y * weight).sum().backward()
+    found = [leaf.grad for leaf in leaves]
     # The reference, in float64.
     x, probs, *others = leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
     parts, w1, w2 = dict(zip(parts, others, strict=True)), w1.double(), w2.double()

@@ -36,7 +36,9 @@ def make_experts(dtype: torch.dtype = torch.float32) -> GroupedExperts:
 
 def adapter(shared: bool, n_out: int, n_in: int) -> tuple[nn.Parameter, nn.Parameter]:
     stack = () if shared else (len(SPLITS),)
-    return nn.Parameter(torch.randn(*stack, RANK, n_in)), nn.Parameter(torch.randn(*stack, n_out, RANK))
+    a, b = nn.Parameter(torch.randn(*stack, RANK, n_in)), nn.Parameter(torch.randn(*stack, n_out, RANK))
+    a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
+    return a, b
 
 
 def adapt(linear: GroupedLinear, a: torch.Tensor, b: torch.Tensor, name: str = "a") -> None:
@@ -100,11 +102,8 @@ def test_each_row_has_the_weights_of_its_adapter() -> None:
         second.residents[name] = ExpertLora(*pairs[2:], SCALE)
     names = ["b", "base", "a", "c"]
     owners = torch.tensor([3, 0, 1, 0, 0, 1, 0, 3, 3, 1, 3, 0])  # of the rows by expert, in any order
-    first.active = second.active = active = ActiveAdapters(dict.fromkeys(names))
-    active.follow(
-        PackedTokens(keys=torch.zeros(4, dtype=torch.int64), ends=(1, 2, 2, 4), owners=torch.tensor([0, 1, 3, 3]))
-    )
-    experts.row_owners = owners, owners.bincount(minlength=4).tolist()
+    first.active = second.active = ActiveAdapters(dict.fromkeys(names))
+    experts.rows = PackedTokens(keys=torch.zeros(12, dtype=torch.int64), owners=owners)
     x, probs = torch.randn(12, HIDDEN, requires_grad=True), torch.rand(12, requires_grad=True)
     out, _ = experts(x, torch.tensor(SPLITS), probs)
     inputs = [x, probs, *lora["b"], *lora["a"], *lora["c"][2:]]

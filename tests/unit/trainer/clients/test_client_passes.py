@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lora.config.models import Config
+from areal_lora.config.models import Config, TrainerConfig
+from areal_lora.engine.common.arena import ParallelLayout
+from areal_lora.engine.common.micro_batches import plans_of
 from areal_lora.operations.protocol import Datum, Loss, LossSettings, Pass
 from areal_lora.trainer.clients.client_passes import Limits, batch_of, carry_out, problem
 from tests.support.operations.client import datum, floats
@@ -89,6 +91,18 @@ def test_passes_of_several_adapters_are_one_batch() -> None:
     assert len(set(batch.group_ids.tolist())) == 3, "no start is shared"
     assert batch.advantages is not None
     assert batch.advantages.tolist() == [0.0, 0.0, 0.0, 0.5, -0.5, 0.0, 0.5, -0.5]
+
+
+def test_answers_of_a_prompt_compute_it_once() -> None:
+    """Of one pass: another client's answers to the same prompt are computed with its own adapter."""
+    prompts = [[1 + i, *range(40)] for i in range(2)]
+    answers = [datum([*prompt, 90 + i], [1.0] * 41) for prompt in prompts for i in range(16)]
+    one = asked(*answers, loss=Loss.CROSS_ENTROPY)
+    batch = batch_of({"b.1": one, "a.1": one})
+    assert batch.group_ids.tolist() == [i // 16 for i in range(64)]
+    layout = ParallelLayout.of(TrainerConfig(world_size=1), layers=1, experts=0)
+    plans = plans_of(batch, layout, token_budget=4096)
+    assert sum(plan.n_tokens for plan in plans) == 4 * (41 + 16)
 
 
 def test_a_pass_with_and_without_gradients_answers_alike() -> None:
