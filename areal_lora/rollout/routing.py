@@ -78,6 +78,10 @@ class Router:
             server = self.servers.setdefault(name, Server(url))
             server.versions = {r for r in server.versions if r.name != ref.name or _beside(r, ref)} | {ref}
 
+    def figures(self) -> dict[str, float]:
+        """Of `obs.machine`. Callable from any thread."""
+        return {"sequences_outstanding": sum(server.outstanding for server in list(self.servers.values()))}
+
     def newest(self, ref: AdapterRef) -> AdapterRef:
         """The newest version of ``ref``'s adapter that a server holds; ``ref`` where none holds any."""
         announced = self._announced.get(ref.name, ref)

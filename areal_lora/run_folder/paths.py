@@ -156,6 +156,9 @@ class RunFolder:
     def status(self, process: str) -> Path:
         return self.statuses / f"{process}.txt"
 
+    def machine_use(self, process: str) -> Path:
+        return self.statuses / f"{process}.json"
+
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
 

@@ -101,6 +101,7 @@ class ServerStats(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields
 
     ``running`` and ``waiting`` are sequences now; ``prompt_tokens`` counts each prompt once.
     ``interrupted`` sequences were cut and continued on a newer version, which recomputed ``recomputed_tokens``.
+    ``kv_cache_share`` of the KV cache was in use at the engine's last answer.
     """
 
     up_s: float = 0.0
@@ -113,6 +114,7 @@ class ServerStats(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields
     aborted: int = 0
     interrupted: int = 0
     recomputed_tokens: int = 0
+    kv_cache_share: float = 0.0
 
 
 class InfoReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
