@@ -20,6 +20,7 @@ from areal_lora.config.recorded import adapter_run, alone, read_config
 from areal_lora.config.sections.run import own_place
 from areal_lora.data.prompts import Formatter, PromptStream, TextTokenizer, load_tokenizer
 from areal_lora.errors import ArealLoraError, exit_code_of
+from areal_lora.obs.machine import MachineWatch
 from areal_lora.processes import stacks
 from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.startup import collector_paused, die_with_parent
@@ -220,6 +221,7 @@ async def serve(
                 publish_endpoint(run_folder, ROLE, 0, ports, host=host)
                 notes = [note for part in data for each in part.sets if (note := each.held_out.note())]
                 set_status(run_folder, ROLE, 0, "; ".join(["serving", *notes]))
+                stack.callback(MachineWatch(run_folder, ROLE, 0, figures=router.figures).stop)
                 log.info("serving %s on port %d", ", ".join(runtimes), socket.port)
                 await stop.wait()
                 raise _Stop

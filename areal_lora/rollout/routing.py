@@ -128,6 +128,10 @@ class Router:
         if ref in held:
             held[ref] = tuple(s for s in held[ref] if s is not server)
 
+    def figures(self) -> dict[str, float]:
+        """Of `obs.machine`. Callable from any thread."""
+        return {"sequences_outstanding": sum(server.outstanding for server in list(self.servers.values()))}
+
     def newest(self, ref: AdapterRef) -> AdapterRef:
         """The newest version of ``ref``'s adapter that a server holds; ``ref`` where none holds any."""
         held = self._holders.get(ref.name, {})

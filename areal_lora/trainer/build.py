@@ -21,6 +21,7 @@ from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.families.shape import read_shape
+from areal_lora.obs.machine import MachineWatch
 from areal_lora.obs.metrics.rollout_store import RolloutWriter
 from areal_lora.operations.link import TrainerEnd
 from areal_lora.platforms.device import own_device, peak_flops
@@ -66,6 +67,8 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     """Build this rank. Collective over all ranks; rank 0 waits for servers and controller (see its status line)."""
     started_s = time.monotonic()
     set_status(run_folder, "trainer", rank, "loading the base model")
+    device = config.cluster.device
+    machines = MachineWatch(run_folder, "trainer", rank, device=device, collects=rank == 0)
     engine = build_engine(config)
     control = Exchange(timeout_s=CONTROL_TIMEOUT_S)
     mine = None
@@ -84,7 +87,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
         states[name].kl_scale = found.kl_scale
     client = _connect(config, run_folder, states, restored) if rank == 0 else None
     clients = _clients(config, run_folder, engine) if rank == 0 and config.service else None
-    rank_0 = _rank_0(config, run_folder, client, clients, states, restored, started_s) if client else None
+    rank_0 = _rank_0(config, run_folder, client, clients, states, restored, started_s, machines) if client else None
     store = CheckpointStore(run_folder, Exchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
     saver = Saver(
         store=store,
@@ -164,13 +167,16 @@ def _rank_0(
     states: Mapping[str, TrainingState],
     restored: Mapping[str, RestoredState],
     started_s: float,
+    machines: MachineWatch,
 ) -> Rank0:
     only = config.adapters[0].name if len(config.adapters) == 1 and config.service is None else None
     versions = {name: found.version for name, found in restored.items()}
     devices = Devices(count=config.trainer.world_size, peak_flops=peak_flops(config.cluster.device))
     limit, words = config.run.keep_rollouts_mib << 20, partial(vocabulary, config.model.folder)
     rollouts = RolloutWriter(run_folder, limit, words) if limit else None
-    recorder = Recorder(run_folder, list(states), versions, started_s, only=only, devices=devices, rollouts=rollouts)
+    recorder = Recorder(
+        run_folder, list(states), versions, started_s, only=only, devices=devices, rollouts=rollouts, machines=machines
+    )
     kept = {name: restored[name].controller if name in restored else ControllerState() for name in states}
     auditor = Auditor(
         read_secret(run_folder),

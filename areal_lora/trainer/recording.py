@@ -7,6 +7,7 @@ from pathlib import Path
 
 from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.engine.common.adapter_engine import DeviceMemory
+from areal_lora.obs.machine import MachineWatch, joined
 from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import recorded_s
 from areal_lora.obs.metrics.rollout_store import RolloutWriter, StepRollouts
@@ -60,7 +61,7 @@ class Recorder:
     """Rank 0's metrics writer and status line; times count from the start of the run, over all its sessions.
 
     ``resumed`` are the versions that adapters resume from: records of later versions are superseded.
-    ``only`` is as in `MetricsWriter`. Without ``rollouts`` none is kept.
+    ``only`` is as in `MetricsWriter`. Without ``rollouts`` none is kept. ``machines`` collects the figures of all.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class Recorder:
         only: str | None = None,
         devices: Devices | None = None,
         rollouts: RolloutWriter | None = None,
+        machines: MachineWatch | None = None,
     ) -> None:
         self._run_folder, self._devices, self._rollouts = run_folder, devices or Devices(), rollouts
+        self._machines = machines
         before_s = recorded_s(run_folder)
         self._started_s = started_s - before_s
         self._writer = MetricsWriter(run_folder, only)
@@ -188,7 +191,7 @@ class Recorder:
         if stats:
             metrics |= self._meter.step(ref.name, tokens=stats.tokens_generated, idle_s=stats.idle_s, now_s=now)
         metrics |= step_metrics.of_batch(batch) | step_metrics.of_learning(report) | step_metrics.of_memory(memory)
-        metrics |= step_metrics.of_speed(spans, batch.n_tokens, self._devices)
+        metrics |= self._of_machines(spans, batch.n_tokens)
         self._writer.write(
             records.StepRecord(
                 adapter=ref.name,
@@ -214,6 +217,7 @@ class Recorder:
                     texts=received.texts,
                     advantages=batch.advantages.float().cpu().numpy(),
                     trainer_logprobs=None if own is None else own.float().cpu().numpy(),
+                    dropped=received.dropped,
                 )
             )
 
@@ -233,11 +237,14 @@ class Recorder:
                 taken=not outcome.skipped,
                 n_targets=window.targets,
                 metrics=measured(
-                    step_metrics.of_client(window, step, outcome)
-                    | step_metrics.of_speed(spans, window.tokens, self._devices)
+                    step_metrics.of_client(window, step, outcome) | self._of_machines(spans, window.tokens)
                 ),
             )
         )
+
+    def _of_machines(self, spans: Spans, tokens: int) -> Metrics:
+        speed = step_metrics.of_speed(spans, tokens, self._devices)
+        return {**speed, **joined(self._machines.uses)} if self._machines else speed
 
     def finish(self, adapters: Mapping[str, Path]) -> None:
         """Write the report and, last, the summary, which names the exported folder of each of ``adapters``."""
@@ -250,5 +257,7 @@ class Recorder:
 
     def close(self) -> None:
         self._writer.close()
+        if self._machines:
+            self._machines.stop()
         if self._rollouts:
             self._rollouts.close()

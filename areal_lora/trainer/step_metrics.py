@@ -1,7 +1,8 @@
 """The metrics of a training step by tag: each is named here, once. `StepRecord.metrics` has them, readers use the tags.
 
 A tag is what TensorBoard and trackers show: ``train/``, ``time/`` (seconds), ``speed/``, ``memory/`` (GiB), ``reward/``
-and ``reward_cost/`` by name, ``extra/``. Fractions are in [0, 1], log-probabilities in nats. None: not measured.
+and ``reward_cost/`` by name, ``machine/`` (`obs.machine`), ``extra/``. Fractions are in [0, 1], log-probabilities in
+nats. None: not measured.
 """
 
 from collections.abc import Sequence

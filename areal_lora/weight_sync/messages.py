@@ -102,6 +102,7 @@ class ServerStats(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields
     ``running`` and ``waiting`` are sequences now; ``prompt_tokens`` counts each prompt once,
     ``cached_tokens`` those of them that the prefix cache had.
     ``interrupted`` sequences were cut and continued on a newer version, which recomputed ``recomputed_tokens``.
+    ``kv_cache_share`` of the KV cache was in use at the engine's last answer.
     """
 
     up_s: float = 0.0
@@ -115,6 +116,7 @@ class ServerStats(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields
     aborted: int = 0
     interrupted: int = 0
     recomputed_tokens: int = 0
+    kv_cache_share: float = 0.0
 
 
 class InfoReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -171,6 +171,12 @@ CHARTS = (
     Chart("Training passes", "TFLOP/s of a device", "speed/tflops"),
     Chart("Share of the peak", "without (mfu) and with recomputation (hfu)", "speed/mfu speed/hfu", unit=True),
     Chart("Device memory", "GiB on the fullest trainer device at its peak", "memory/*_gib"),
+    Chart("CPUs", "share of a node's CPUs that the processes of a role use", "machine/*/cpu_share", unit=True),
+    Chart("Host memory", "GiB resident, by role and node", "machine/*/memory_gib"),
+    Chart("GPU utilisation", "mean over the GPUs of a role on a node", "machine/*/gpu_share", unit=True),
+    Chart("GPU memory", "GiB in use on the fullest GPU of a role on a node", "machine/*/gpu_gib"),
+    Chart("Sequences", "of servers: running, waiting; of the controller: not answered", "machine/*/sequences_*"),
+    Chart("KV cache", "share in use, of the fullest server of a node", "machine/*/kv_cache_share", unit=True),
     Chart("Idle", "fraction of the time without training, or without generation", "train/*_idle", unit=True),
     Chart("Rollout speed", "tokens/s, all servers", "train/rollout_tokens_per_s"),
     Chart(

@@ -6,7 +6,9 @@ since the last flush may be lost in a crash. Their prompts are issued again unde
 """
 
 import bisect
+import json
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -15,12 +17,13 @@ import msgspec
 
 from areal_lora.data.prompts import Prompt, PromptStream
 from areal_lora.errors import RolloutError, UserCodeError
+from areal_lora.obs.metrics.records import DroppedGroup, GroupText
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.pacing import STALE, GroupTally
 from areal_lora.rollout.ledger.ledger import LIVE, GroupState, Ledger, LedgerRow
 from areal_lora.rollout.workflow import Episode
-from areal_lora.types import Cause, TrajectoryGroup
+from areal_lora.types import AdapterRef, Cause, TokenColumns, Trajectory, TrajectoryGroup
 
 MAX_TRIES = 8  # requests of one issue
 CODE_TRIES = 3  # of one whose answers user code fails on: another answer may pass, time changes nothing
@@ -91,6 +94,34 @@ class Lease:
         return tuple(finished.episode.group for finished in self.finished)
 
 
+def group_text(ticket: Ticket, episode: Episode) -> GroupText:
+    """What people read of the group."""
+    messages = ticket.prompt.sample.messages
+    return GroupText(
+        prompt=ticket.prompt.text,
+        answers=episode.texts,
+        messages="" if messages is None else json.dumps(messages, ensure_ascii=False),
+        gold=ticket.prompt.sample.gold,
+        tries=ticket.issue + ticket.failed,
+    )
+
+
+def unanswered(ticket: Ticket, adapter: str, fault: GenerationFault) -> Episode:
+    """A group of the prompt alone, of a try that ended in ``fault``."""
+    prompt, version = ticket.prompt, ticket.version or 0
+    trajectory = Trajectory(
+        uid=prompt.uid,
+        sample=0,
+        adapter=AdapterRef(name=adapter, version=version),
+        columns=TokenColumns.unsampled(prompt.token_ids),
+        reward=0.0,
+        outcome=fault.outcome,
+        finish_reason=fault.kind,
+        detail=fault.detail,
+    )
+    return Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=(trajectory,)), texts=("",))
+
+
 def decide(failure: GenerationFault, *, failed: int, unserved_s: float) -> tuple[int, float | None]:
     """The failed tries after ``failed`` and ``failure``, and the wait before the next one; None: the group is dropped.
 
@@ -151,6 +182,21 @@ class FailureStreak:
             raise RolloutError(f"{text} (fix: start what the code connects to)")
         logs = "controller's log" if last.kind in USER_CODE else "rollout servers' logs"
         raise RolloutError(f"{text} (fix: see the {logs})")
+
+
+class DropReport:
+    """The last ``limit`` groups that were dropped since the previous ``take``."""
+
+    def __init__(self, limit: int) -> None:
+        self._groups = deque[DroppedGroup](maxlen=limit)
+
+    def add(self, ticket: Ticket, reason: str, episode: Episode) -> None:
+        self._groups.append(DroppedGroup(reason=reason, group=episode.group, text=group_text(ticket, episode)))
+
+    def take(self) -> tuple[DroppedGroup, ...]:
+        taken = tuple(self._groups)
+        self._groups.clear()
+        return taken
 
 
 class GroupPool:

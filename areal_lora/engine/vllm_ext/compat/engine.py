@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -25,6 +26,19 @@ SCORE_TEMPERATURE = "areal_lora_score_temperature"
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
+def kv_cache_share(core: EngineCore) -> float:
+    """The share of the KV cache in use. As a method of vLLM's engine core: `AsyncLLM` has no call without statistics.
+
+    Its statistics would cost time at every model step.
+    """
+    return float(core.scheduler.get_kv_cache_usage())
+
+
+async def read_kv_cache_share(engine: AsyncLLM) -> float:
+    """`kv_cache_share` of an engine of `start_engine`, which answers between two model steps."""
+    return float(await engine.engine_core.call_utility_async(kv_cache_share.__name__))
+
+
 def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     """Start the engine's processes as forks of this one, which has imported what they need.
 
@@ -35,6 +49,7 @@ def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     config = arguments.create_engine_config()  # sets the variable
     os.environ[_START_METHOD] = "fork"
     os.register_at_fork(after_in_child=_leave_server)
+    setattr(EngineCore, kv_cache_share.__name__, kv_cache_share)
     gc.freeze()  # otherwise the first collection in a fork would copy all memory of Python objects
     return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
 

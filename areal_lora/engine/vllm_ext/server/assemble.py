@@ -49,6 +49,7 @@ class Parts:
     engine: AsyncLLM
     channel: WorkerChannel
     adapters: ServedAdapters
+    counters: RequestCounters
     data_app: ASGIApp
     admin_app: ASGIApp
     n_slots: int
@@ -216,6 +217,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
         engine=engine,
         channel=channel,
         adapters=adapters,
+        counters=counters,
         n_slots=adapter_slots(config),
         shared_before=shared_before,
         data_app=data_app,

@@ -65,6 +65,7 @@ class RequestCounters:
     aborted: int = 0
     interrupted: int = 0
     recomputed_tokens: int = 0
+    kv_cache_share: float = 0.0
     began_s: float = field(init=False)
     _idle_s: float = 0.0  # not counting the idle time that lasts
     _idle_since_s: float = field(init=False)
@@ -89,8 +90,15 @@ class RequestCounters:
             idle_s=self._idle_s + (0.0 if self.in_flight else now - self._idle_since_s),
             running=min(self.in_flight, self.max_num_seqs),
             waiting=max(0, self.in_flight - self.max_num_seqs),
+            kv_cache_share=self.kv_cache_share,
             **{name: getattr(self, name) for name in COUNTS},
         )
+
+    def figures(self) -> dict[str, float]:
+        """Of `obs.machine`. Callable from any thread."""
+        found = self.stats()
+        counts = {"sequences_running": found.running, "sequences_waiting": found.waiting}
+        return counts | {"kv_cache_share": found.kv_cache_share}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

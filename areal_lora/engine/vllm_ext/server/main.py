@@ -40,6 +40,7 @@ from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, Publis
 from areal_lora.network.addresses import on_loopback, set_variables
 from areal_lora.network.http_server import CLOSE_S, HttpServer
 from areal_lora.network.tls import Plane, server_context
+from areal_lora.obs.machine import MachineWatch
 from areal_lora.processes import stacks
 from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.startup import collector_paused, die_with_parent, take_devices
@@ -172,6 +173,8 @@ async def serve(
         log.info("serving %s on %s (%d adapter slots)", config.model.path, ports, parts.n_slots)
         stall_s = config.run.stall_s  # a model step may take long; a ping may not
         heart = Heart(run_folder, ROLE, index, {EVENT_LOOP: stall_s, ENGINE: stall_s, WORKERS: WORKERS_S})
+        figures, device = parts.counters.figures, config.cluster.device
+        machine = MachineWatch(run_folder, ROLE, index, device=device, figures=figures)
         processes = psutil.Process().children(True)
         signs = [
             watched_task("event-loop-ticks", partial(tick, heart)),
@@ -198,6 +201,7 @@ async def serve(
         for sign in signs:
             sign.cancel()
         heart.stop()
+        machine.stop()
     finally:
         parts.close(ENGINE_STOP_S)
     if died:
@@ -213,10 +217,13 @@ async def tick(heart: Heart) -> None:
 
 
 async def _engine_ticks(parts: Parts, heart: Heart, every_s: float) -> None:
-    """Report progress whenever the engine ends a step."""
+    """Report progress whenever the engine ends a step, and read how full its KV cache is."""
+    from areal_lora.engine.vllm_ext.compat.engine import read_kv_cache_share  # as in ``serve``
+
     while not parts.engine.errored:
         try:
             await parts.engine.collective_rpc("al_alive")
+            parts.counters.kv_cache_share = await read_kv_cache_share(parts.engine)
         except Exception:  # fault boundary: ``serve`` reports an engine that has ended
             if parts.engine.errored:
                 return

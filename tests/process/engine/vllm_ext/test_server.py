@@ -23,6 +23,7 @@ from areal_lora.engine.vllm_ext.server.main import WORKERS_S
 from areal_lora.engine.vllm_ext.worker.extension import NICE
 from areal_lora.errors import ManifestError, ProcessFailed, PublishError
 from areal_lora.network.tls import Plane, client_context
+from areal_lora.obs.machine import MachineUse
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.run_folder.status import last_beats
@@ -238,6 +239,30 @@ def test_a_probe_does_not_queue_behind_the_rollouts(server: RunningServer) -> No
     done, answers = asyncio.run(run())
     assert len(answers) == 3 * at_once
     assert done < 2 * at_once, "it took the first free place, not the one after all that waited"
+
+
+def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None:
+    def share() -> float:
+        return server.admin.info(10.0).stats.kv_cache_share
+
+    async def run() -> None:
+        async def sample(first: int) -> None:
+            while True:
+                await server.greedy(session, "base", [first, *PROMPT], 150)
+
+        async with aiohttp.ClientSession() as session:
+            running = [asyncio.create_task(sample(10 + k)) for k in range(4)]
+            while not 0 < await asyncio.to_thread(share) <= 1:
+                await asyncio.sleep(0.05)
+            for task in running:
+                task.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+    wait_until(lambda: share() == 0, 60)
+    use = msgspec.json.decode((RunFolder(server.folder).statuses / "server-0.json").read_bytes(), type=MachineUse)
+    engine = max(p.memory_info().rss for p in psutil.Process(server.process.pid).children())
+    assert use.figures["memory_gib"] * 2**30 > engine, "of the server and its descendants"
+    assert use.figures.keys() >= {"cpu_share", "sequences_running", "sequences_waiting", "kv_cache_share"}
 
 
 def test_only_the_threads_that_receive_have_a_low_priority(server: RunningServer) -> None:

@@ -19,8 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal_lora.obs.metrics import rollout_store
-from areal_lora.obs.metrics.rollout_store import RolloutWriter, rollout_table, segments
+from areal_lora.obs.metrics.records import DroppedGroup
+from areal_lora.obs.metrics.rollout_store import RolloutWriter, Scalars, encoded, rollout_table, segments
+from areal_lora.obs.report.inspector import RolloutFilter, RolloutIndex
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.types import Outcome
 from tests.support.obs.rollouts import PROMPT, VOCABULARY, keep, step_rollouts
 from tests.support.sizes import size
 
@@ -97,14 +100,18 @@ def test_the_limit_holds_and_the_start_and_the_newest_stay(tmp_path: Path) -> No
 
 
 def test_a_step_beyond_the_limit_is_counted_and_later_ones_are_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tables = list[int]()
+    table_of = rollout_store.rollout_table
+    monkeypatch.setattr(rollout_store, "rollout_table", lambda step, n: tables.append(step.step) or table_of(step, n))
     writer = RolloutWriter(RunFolder(tmp_path), 60_000, lambda: VOCABULARY)
     with caplog.at_level(logging.WARNING):
-        for step, groups in enumerate((1, 500, 1)):
+        for step, groups in enumerate((1, 500, 1, 200)):
             writer.write(step_rollouts(step, groups=groups, tokens=20))
         writer.close()
-    assert (writer.left_out, sorted(set(steps_of(tmp_path)))) == (2000, [0, 2])
+    assert tables == [0, 2, 3], "40,000 sampled tokens are not encoded in vain, 16,000 might have fitted"
+    assert (writer.left_out, sorted(set(steps_of(tmp_path)))) == (2800, [0, 2])
     assert "step 1 of toy are not kept: a step of them exceeds run.keep_rollouts_mib" in caplog.text
 
 
@@ -193,3 +200,32 @@ def test_a_kill_at_any_operation_leaves_whole_files_and_nothing_twice(tmp_path: 
     assert done.returncode == 0
     assert last == first + 1 >= 11
     assert not list(RunFolder(tmp_path).rollouts.glob(".*"))
+
+
+def test_an_answer_without_a_score_has_no_reward() -> None:
+    given = step_rollouts(0, groups=1, n=2)
+    [group] = given.groups
+    first = replace(group.trajectories[0], outcome=Outcome.ERROR, reward=0.0)
+    group = replace(group, trajectories=(first, *group.trajectories[1:]))
+    lost = DroppedGroup(reason="scorer: down", group=group, text=given.texts[0])
+    table = rollout_table(replace(given, dropped=(lost,)), 0)
+    assert str(table["reward"].to_pylist()) == "[0.0, 1.0, nan, 1.0]"
+    assert table["dropped"].to_pylist() == [None, None, "scorer: down", "scorer: down"]
+
+
+def test_files_of_earlier_versions_are_read_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path)
+    earlier = rollout_table(step_rollouts(0), 0).drop_columns(["dropped"])
+    folder.rollouts.mkdir(parents=True)
+    (folder.rollouts / "000000000-000000008.parquet").write_bytes(encoded(earlier))
+    other = msgspec.msgpack.encode(Scalars("rollout:<i8", ["toy"], bytes(8)))
+    (folder.rollouts / "000000000-000000008.index").write_bytes(other)
+    found = RolloutIndex(folder)
+    assert (found.page(RolloutFilter(outcome="trained")).matches, found.page(RolloutFilter()).rows[0].dropped) == (
+        8,
+        None,
+    )
+    monkeypatch.setattr(rollout_store, "MERGED_FILES", 2)
+    keep(folder, [step_rollouts(1, dropped=["stale"])])
+    assert len(segments(folder.rollouts)) == 1
+    assert (found.page(RolloutFilter(outcome="dropped")).matches, found.overview().kept) == (4, 20)

@@ -1,0 +1,158 @@
+"""What the processes of a run use of their machines. Each measures itself; trainer rank 0 reads all for its records.
+
+process --every EVERY_S--> status/<role>-<index>.json (MachineUse) --> rank 0 --> machine/<role>/<node>/<figure>
+"""
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from statistics import fmean
+from typing import Any
+
+import msgspec
+import psutil
+
+from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import VISIBLE
+from areal_lora.processes.watched import watched_thread
+from areal_lora.run_folder.atomic import write_file
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.status import STALE_S
+
+EVERY_S = 10.0
+FIGURES: dict[str, Callable[[Collection[float]], float]] = {
+    "cpu_share": sum,  # of all CPUs of the node, since the measurement before
+    "memory_gib": sum,  # resident; pages that processes share count in each
+    "gpu_share": fmean,  # NVML's utilisation of the process's GPUs
+    "gpu_gib": max,  # in use on the fullest of its GPUs, by any process
+    "sequences_running": sum,
+    "sequences_waiting": sum,
+    "sequences_outstanding": sum,  # requested by the controller, not answered
+    "kv_cache_share": max,
+}
+"""The figures, and how those of the processes of one role on one node are joined."""
+
+log = get_logger(__name__)
+
+
+class MachineUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process and its descendants on ``node`` use: ``FIGURES``, without those that it does not have."""
+
+    role: str
+    node: str
+    figures: dict[str, float]
+
+
+def joined(uses: Iterable[MachineUse]) -> dict[str, float]:
+    """``machine/<role>/<node>/<figure>`` of all processes."""
+    found = defaultdict[tuple[str, str, str], list[float]](list)
+    for use in uses:
+        for name, value in use.figures.items():
+            found[use.role, use.node, name].append(value)
+    return {f"machine/{role}/{node}/{name}": FIGURES[name](x) for (role, node, name), x in found.items()}
+
+
+def load_nvml() -> Any | None:
+    """NVIDIA's management library; None without the package ``nvidia-ml-py`` or without a driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except ImportError:
+        return None
+    except pynvml.NVMLError as error:
+        log.warning("no figures of GPUs: %s", error)
+        return None
+    return pynvml
+
+
+def gpu_figures(nvml: Any, visible: str | None) -> dict[str, float]:
+    """Of the GPUs in ``visible``, as in CUDA_VISIBLE_DEVICES (None: all); of those without figures, as MIG's, none."""
+    names = visible.split(",") if visible is not None else map(str, range(nvml.nvmlDeviceGetCount()))
+    shares, used = [], []
+    for name in filter(None, map(str.strip, names)):
+        with suppress(nvml.NVMLError):
+            gpu = nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
+            used.append(nvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30)
+            shares.append(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100)
+    return ({"gpu_gib": max(used)} if used else {}) | ({"gpu_share": fmean(shares)} if shares else {})
+
+
+class ProcessMeter:
+    """CPU time and memory of this process and its descendants."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._root = clock, psutil.Process()
+        self._before, self._before_s = dict[psutil.Process, float](), clock() - time.time() + self._root.create_time()
+
+    def figures(self) -> dict[str, float]:
+        """Since the call before, or the start of the process. Time of a descendant that has ended does not count."""
+        (seconds, nbytes), now_s = self._read(), self._clock()
+        spent_s = sum(spent - self._before.get(process, 0.0) for process, spent in seconds.items())
+        share = spent_s / max(1.0, now_s - self._before_s) / (psutil.cpu_count() or 1)
+        self._before, self._before_s = seconds, now_s
+        return {"cpu_share": share, "memory_gib": nbytes / 2**30}
+
+    def _read(self) -> tuple[dict[psutil.Process, float], int]:
+        seconds, nbytes = dict[psutil.Process, float](), 0
+        for process in (self._root, *self._root.children(recursive=True)):
+            with suppress(psutil.Error):  # it has ended
+                times = process.cpu_times()
+                nbytes += process.memory_info().rss
+                seconds[process] = times.user + times.system
+        return seconds, nbytes
+
+
+class MachineWatch:
+    """Writes this process's `MachineUse` now and every ``EVERY_S``, in a thread; a failure is a warning.
+
+    ``device`` is that of a role that computes, else "cpu". ``figures`` are further ones of ``FIGURES``; the thread
+    calls it. ``collects``: ``uses`` are those of all processes, as of the last round.
+    """
+
+    def __init__(
+        self,
+        run_folder: RunFolder,
+        role: str,
+        index: int,
+        *,
+        device: str = "cpu",
+        figures: Callable[[], Mapping[str, float]] = dict,
+        collects: bool = False,
+    ) -> None:
+        self.uses: list[MachineUse] = []
+        self._role, self._target = role, run_folder.status(f"{role}-{index}").with_suffix(".json")
+        self._collects = collects
+        self._device, self._figures = device, figures
+        self._seen: dict[str, tuple[bytes, float]] = {}  # content of each file, and since when
+        self._stop = threading.Event()
+        watched_thread("machine", self._run, lambda failed: log.warning("no figures of this machine: %s", failed))
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        nvml, meter = load_nvml() if self._device == "cuda" else None, ProcessMeter()
+        while True:
+            figures = meter.figures() | dict(self._figures())
+            figures |= gpu_figures(nvml, os.environ.get(VISIBLE["cuda"])) if nvml else {}
+            use = MachineUse(role=self._role, node=os.uname().nodename, figures=figures)
+            try:
+                write_file(self._target, msgspec.json.encode(use))
+                self.uses = self._collect(time.monotonic()) if self._collects else []
+            except OSError as error:
+                log.warning("figures of this machine: %s", error)
+            if self._stop.wait(EVERY_S):
+                return
+
+    def _collect(self, now_s: float) -> list[MachineUse]:
+        """What all processes wrote; a file that has not changed for ``STALE_S`` is that of one that has ended."""
+        for path in self._target.parent.glob("[!.]*.json"):
+            with suppress(FileNotFoundError):
+                if (raw := path.read_bytes()) != self._seen.get(path.name, (b"", 0.0))[0]:
+                    self._seen[path.name] = raw, now_s
+        fresh = (raw for raw, since_s in self._seen.values() if now_s < since_s + STALE_S)
+        return [msgspec.json.decode(raw, type=MachineUse) for raw in fresh]
