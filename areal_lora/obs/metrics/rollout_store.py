@@ -1,7 +1,7 @@
 """Keep the rollouts of a run in columns: Parquet files below ``rollouts/`` of the run folder, written by a thread.
 
     000000000-000004096.parquet ...   the rollouts with these numbers, the second one excluded
-    000000000-000004096.npz ...       what queries compare of these
+    000000000-000004096.index ...     what queries compare of these (Scalars)
     vocabulary.parquet                the text of each token id
 
 A file is written whole or not at all. Small files are merged: a file replaces all whose numbers lie within its own.
@@ -10,7 +10,6 @@ Where the limit is reached, the oldest files are removed, the first one last: it
 
 from __future__ import annotations
 
-import io
 import queue
 import re
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from areal_lora.obs.metrics.records import GroupText
@@ -44,6 +44,8 @@ SEGMENTS = 32
 WAITING_BYTES = 512 << 20
 TOKEN_BYTES = 24
 """Of a token that waits, with its part of the texts."""
+LEAST_BYTES = 3
+"""Of a sampled token in a file: the mantissa of its log-probability does not compress."""
 CLOSE_S = 120.0
 FLOATS = ("logprobs", "trainer_logprobs")
 DICTIONARIES = ("adapter", "uid", "prompt", "messages", "gold", "finish_reason")
@@ -69,6 +71,13 @@ class StepRollouts:
     trainer_logprobs: np.ndarray | None  # [T] float32
 
 
+class Scalars(msgspec.Struct, frozen=True):
+    """``rows`` are those of a file as ``INDEX``; its numbers of adapters are places in ``adapters``."""
+
+    adapters: list[str]
+    rows: bytes
+
+
 class RolloutFile(NamedTuple):
     """A file with the rollouts numbered ``first`` to ``end`` - 1, without those that a resume made void."""
 
@@ -78,8 +87,8 @@ class RolloutFile(NamedTuple):
 
     @property
     def scalars(self) -> Path:
-        """Its `rollout_index`; absent after a crash, and while the file is replaced."""
-        return self.path.with_suffix(".npz")
+        """Its `Scalars`; absent after a crash, and while the file is replaced."""
+        return self.path.with_suffix(".index")
 
     @property
     def nbytes(self) -> int:
@@ -181,10 +190,10 @@ def rollout_table(step: StepRollouts, first: int) -> pa.Table:
     )
 
 
-def rollout_index(table: pa.Table) -> tuple[np.ndarray, list[str]]:
-    """The columns of ``INDEX`` of a table, and the names of its adapters by their number there. ``solved``: -1 is null.
+def scalars_of(table: pa.Table) -> Scalars:
+    """The columns of ``INDEX`` of a table. ``solved``: -1 is null.
 
-    They are also in the table: this is what takes no second to read of a million rollouts.
+    They are also in the table: this is what takes a tenth of a second to read of a million rollouts.
     """
     adapters = table["adapter"].combine_chunks().dictionary_encode()
     found = np.empty(len(table), INDEX)
@@ -194,7 +203,7 @@ def rollout_index(table: pa.Table) -> tuple[np.ndarray, list[str]]:
             found[name] = adapters.indices.to_numpy()
         else:
             found[name] = (column.cast("int8").fill_null(-1) if name == "solved" else column).to_numpy()
-    return found, adapters.dictionary.to_pylist()
+    return Scalars(adapters.dictionary.to_pylist(), found.tobytes())
 
 
 def _offsets(sizes: Sequence[int]) -> np.ndarray:
@@ -216,13 +225,6 @@ def encoded(table: pa.Table) -> Any:
         use_byte_stream_split=floats,
     ) as writer:
         writer.write_table(table, row_group_size=ROWS)
-    return sink.getvalue()
-
-
-def _encoded_index(table: pa.Table) -> bytes:
-    rows, adapters = rollout_index(table)
-    sink = io.BytesIO()
-    np.savez(sink, rows=rows, adapters=np.array(adapters))
     return sink.getvalue()
 
 
@@ -293,8 +295,11 @@ class RolloutWriter:
             write_file(words, made)
         files = segments(self._folder)
         first = files[-1].end if files else 0
-        table = rollout_table(step, first)
-        if len(table) and not self._place(table, first, first + len(table)):
+        sampled = sum(t.columns.n_sampled for group in step.groups for t in group.trajectories)
+        fits = LEAST_BYTES * sampled <= self._limit  # else it is not worth encoding
+        if fits and len(table := rollout_table(step, first)):
+            fits = self._place(table, first, first + len(table))
+        if not fits:
             self._leave_out(step, f"a step of them exceeds run.keep_rollouts_mib, {self._limit >> 20} MiB")
         small = lambda each: each.nbytes < self._segment_bytes  # noqa: E731
         tail = [*takewhile(small, reversed(segments(self._folder)))][::-1]
@@ -307,7 +312,7 @@ class RolloutWriter:
 
     def _place(self, table: pa.Table, first: int, end: int) -> bool:
         """Write a file after making room for it; False if it exceeds the limit alone."""
-        content, index = encoded(table), _encoded_index(table)
+        content, index = encoded(table), msgspec.msgpack.encode(scalars_of(table))
         files = segments(self._folder)
         spare = self._limit - len(content) - len(index)
         spare -= sum(path.stat().st_size for path in self._folder.iterdir())
@@ -336,4 +341,4 @@ class RolloutWriter:
                 continue
             each.scalars.unlink(missing_ok=True)
             write_file(each.path, encoded(table))
-            write_file(each.scalars, _encoded_index(table))
+            write_file(each.scalars, msgspec.msgpack.encode(scalars_of(table)))

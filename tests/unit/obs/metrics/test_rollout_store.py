@@ -97,14 +97,18 @@ def test_the_limit_holds_and_the_start_and_the_newest_stay(tmp_path: Path) -> No
 
 
 def test_a_step_beyond_the_limit_is_counted_and_later_ones_are_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tables = list[int]()
+    table_of = rollout_store.rollout_table
+    monkeypatch.setattr(rollout_store, "rollout_table", lambda step, n: tables.append(step.step) or table_of(step, n))
     writer = RolloutWriter(RunFolder(tmp_path), 60_000, lambda: VOCABULARY)
     with caplog.at_level(logging.WARNING):
-        for step, groups in enumerate((1, 500, 1)):
+        for step, groups in enumerate((1, 500, 1, 200)):
             writer.write(step_rollouts(step, groups=groups, tokens=20))
         writer.close()
-    assert (writer.left_out, sorted(set(steps_of(tmp_path)))) == (2000, [0, 2])
+    assert tables == [0, 2, 3], "40,000 sampled tokens are not encoded in vain, 16,000 might have fitted"
+    assert (writer.left_out, sorted(set(steps_of(tmp_path)))) == (2800, [0, 2])
     assert "step 1 of toy are not kept: a step of them exceeds run.keep_rollouts_mib" in caplog.text
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,18 @@ def test_pages_have_what_matches_newest_first(
     if "text" not in chosen:
         assert index.page(RolloutFilter(**chosen)).matches == len(expected)
         assert [head.rollout for head in index.rollouts(RolloutFilter(**chosen))] == expected[::-1]
+
+
+def test_a_first_page_imports_no_pandas(folder: RunFolder) -> None:
+    """Its import takes longer than all the rest of the first page of a million rollouts."""
+    code = f"""
+import sys
+from areal_lora.obs.report.inspector import RolloutFilter, RolloutIndex
+from areal_lora.run_folder.paths import RunFolder
+assert len(RolloutIndex(RunFolder({str(folder)!r})).page(RolloutFilter(outcome="solved")).rows) == 25
+assert "pandas" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_a_search_that_takes_too_long_states_where_it_continues(
