@@ -100,7 +100,7 @@ def samples(
 ) -> None:
     """Show the answers that are kept of a step, its groups, drops and errors."""
     folder = find_run(run)
-    index, wanted = RolloutIndex(folder), RolloutFilter(adapter=adapter or "")
+    index, wanted = RolloutIndex(folder), RolloutFilter(adapter=adapter or "", outcome="trained")
     newest = index.page(wanted, limit=1).rows
     if not newest:
         raise ConfigError(str(folder.rollouts), "there is no answer of a trained step", "wait for the end of a step")

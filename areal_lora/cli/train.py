@@ -120,7 +120,7 @@ def print_simulation(config: Config, *, gpus: int | None, like: str | None) -> N
         folder = find_run(like)
         of = prepare(moved_here(read_config(folder), folder), err, starts=False)
         own = cost_model.arithmetic(of.config, of.plan.shape)
-        answers = [head.answer for head in RolloutIndex(folder).page(RolloutFilter()).rows]
+        answers = [head.answer for head in RolloutIndex(folder).page(RolloutFilter(outcome="trained")).rows]
         costs, basis = (
             cost_model.scaled(costs, read_metrics(folder), own, of.config, answers),
             f"as measured in {folder}",

@@ -217,6 +217,7 @@ class Recorder:
                     texts=received.texts,
                     advantages=batch.advantages.float().cpu().numpy(),
                     trainer_logprobs=None if own is None else own.float().cpu().numpy(),
+                    dropped=received.dropped,
                 )
             )
 

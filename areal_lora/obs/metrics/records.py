@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_lora.config.sections.task import DEFAULT_SET
-from areal_lora.types import AdapterPhase
+from areal_lora.types import AdapterPhase, TrajectoryGroup
 
 
 def mean_lag(staleness: Mapping[int, int]) -> float | None:
@@ -217,6 +217,17 @@ class GroupText(msgspec.Struct, frozen=True, kw_only=True):
     messages: str = ""
     gold: str = ""
     tries: int = 1
+
+
+class DroppedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group that is not trained on. ``reason`` is one of `StepRecord.dropped`, with the last fault of a failed group.
+
+    Where it has no answers there is one trajectory, of the prompt alone.
+    """
+
+    reason: str
+    group: TrajectoryGroup
+    text: GroupText
 
 
 class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="resume"):

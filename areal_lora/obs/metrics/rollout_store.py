@@ -10,6 +10,7 @@ Where the limit is reached, the oldest files are removed, the first one last: it
 
 from __future__ import annotations
 
+import math
 import queue
 import re
 from collections.abc import Callable, Sequence
@@ -22,12 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from areal_lora.obs.metrics.records import GroupText
+from areal_lora.obs.metrics.records import DroppedGroup, GroupText
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.types import TrajectoryGroup
+from areal_lora.types import Outcome, TokenColumns, TrajectoryGroup
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,8 +49,9 @@ LEAST_BYTES = 3
 """Of a sampled token in a file: the mantissa of its log-probability does not compress."""
 CLOSE_S = 120.0
 FLOATS = ("logprobs", "trainer_logprobs")
-DICTIONARIES = ("adapter", "uid", "prompt", "messages", "gold", "finish_reason")
-_WIDTHS = "rollout:<i8 prompt_key:<i8 step:<i4 group:<i4 reward:<f4 adapter:<i2 solved:i1 truncated:? stale:? retried:?"
+DICTIONARIES = ("adapter", "uid", "prompt", "messages", "gold", "finish_reason", "dropped")
+_WIDTHS = "rollout:<i8 prompt_key:<i8 step:<i4 group:<i4 reward:<f4 adapter:<i2 solved:i1"
+_WIDTHS += " truncated:? stale:? retried:? dropped:?"
 INDEX = np.dtype([(name, width) for name, _, width in (each.partition(":") for each in _WIDTHS.split())])
 _NAME = re.compile(r"(\d{9,})-(\d{9,})\.parquet")
 
@@ -60,7 +62,8 @@ log = get_logger(__name__)
 class StepRollouts:
     """The rollouts of one training step, T tokens of N trajectories in all, in the order of the groups.
 
-    ``trainer_logprobs`` are those of the policy before the step; None where no pass computed them.
+    ``trainer_logprobs`` are those of the policy before the step; None where no pass computed them. ``dropped`` groups
+    were dropped since the step before, and are numbered after those of the step.
     """
 
     adapter: str
@@ -69,6 +72,17 @@ class StepRollouts:
     texts: tuple[GroupText, ...]  # of each group
     advantages: np.ndarray  # [T] float32
     trainer_logprobs: np.ndarray | None  # [T] float32
+    dropped: tuple[DroppedGroup, ...] = ()
+
+    @property
+    def columns(self) -> list[TokenColumns]:
+        """Of all trajectories, with those of dropped groups."""
+        every = [*self.groups, *(each.group for each in self.dropped)]
+        return [t.columns for group in every for t in group.trajectories]
+
+    @property
+    def waiting_bytes(self) -> int:
+        return TOKEN_BYTES * sum(map(len, self.columns))
 
 
 class Scalars(msgspec.Struct, frozen=True):
@@ -128,16 +142,22 @@ def rollout_table(step: StepRollouts, first: int) -> pa.Table:
     ``answer`` is empty where a user's workflow returned no text. ``solved`` is null where the task has no rule for it.
     ``stale``: a token's version is older than the step's. ``retried``: a request of the group failed, or an answer to
     its prompt came too late. ``versions`` are pairs of a version and its number of tokens, -1 for tokens that were not
-    sampled.
+    sampled. ``dropped`` is the reason of a group that is not trained on, null of every other; its advantage and what
+    the trainer computes are not known, nor is the ``reward`` of an answer without a score: NaN.
     """
     import pyarrow as pa
 
+    groups: list[tuple[TrajectoryGroup, GroupText, str | None]] = []
+    groups += [(group, text, None) for group, text in zip(step.groups, step.texts, strict=True)]
+    groups += [(each.group, each.text, each.reason) for each in step.dropped]
     rows = [
         (number, text, group, place, t)
-        for number, (group, text) in enumerate(zip(step.groups, step.texts, strict=True))
+        for number, (group, text, _) in enumerate(groups)
         for place, t in enumerate(group.trajectories)
     ]
-    columns = [t.columns for *_, t in rows]
+    dropped = [groups[number][2] for number, *_ in rows]
+    is_dropped = np.array([reason is not None for reason in dropped], bool)
+    columns = step.columns
     ids = np.concatenate([np.empty(0, "<i4"), *(c.ids for c in columns)])
     logprobs = np.concatenate([np.empty(0, "<f4"), *(c.scores for c in columns)])
     runs = [c.runs for c in columns]
@@ -149,10 +169,15 @@ def rollout_table(step: StepRollouts, first: int) -> pa.Table:
         means: np.ndarray = (sums / np.maximum(counts, 1)).astype(np.float32)
         return means
 
-    def lists(values: np.ndarray, at: np.ndarray = offsets) -> pa.ListArray:
-        return pa.ListArray.from_arrays(pa.array(at, pa.int32()), pa.array(np.ascontiguousarray(values)))
+    def lists(values: np.ndarray, at: np.ndarray = offsets, mask: np.ndarray | None = None) -> pa.ListArray:
+        missing = None if mask is None else pa.array(mask)
+        return pa.ListArray.from_arrays(pa.array(at, pa.int32()), pa.array(np.ascontiguousarray(values)), mask=missing)
 
-    own, spans = step.trainer_logprobs, [r[r[:, 0] >= 0, 0] for r in runs]
+    def whole(values: np.ndarray) -> np.ndarray:
+        return np.append(values, np.zeros(len(ids) - len(values), "<f4"))
+
+    advantages, own = whole(step.advantages), None if step.trainer_logprobs is None else whole(step.trainer_logprobs)
+    spans = [r[r[:, 0] >= 0, 0] for r in runs]
     oldest = [int(span.min()) if span.size else step.step for span in spans]
     components = pa.map_(pa.string(), pa.float32())
     return pa.table(
@@ -169,14 +194,17 @@ def rollout_table(step: StepRollouts, first: int) -> pa.Table:
             "gold": [text.gold for _, text, *_ in rows],
             "answer": ["".join(text.answers[place : place + 1]) for _, text, _, place, _ in rows],
             "finish_reason": [t.finish_reason for *_, t in rows],
-            "reward": pa.array([t.reward for *_, t in rows], pa.float32()),
+            "reward": pa.array([t.reward if t.outcome is Outcome.OK else math.nan for *_, t in rows], pa.float32()),
             "components": pa.array([list(t.components.items()) for *_, t in rows], components),
-            "advantage": mean(step.advantages),
-            "mismatch": pa.nulls(len(rows), pa.float32()) if own is None else mean(np.abs(own - logprobs)),
+            "advantage": np.where(is_dropped, np.float32(math.nan), mean(advantages)),
+            "mismatch": pa.nulls(len(rows), pa.float32())
+            if own is None
+            else pa.array(mean(np.abs(own - logprobs)), mask=is_dropped),
             "solved": pa.array([t.correct for *_, t in rows], pa.bool_()),
             "truncated": [t.finish_reason == "length" for *_, t in rows],
             "stale": [version < step.step for version in oldest],
             "retried": [text.tries > 1 for _, text, *_ in rows],
+            "dropped": pa.array(dropped, pa.string()),
             "oldest": pa.array(oldest, pa.int32()),
             "newest": pa.array([int(s.max()) if s.size else step.step for s in spans], pa.int32()),
             "versions": lists(
@@ -184,8 +212,10 @@ def rollout_table(step: StepRollouts, first: int) -> pa.Table:
             ),
             "token_ids": lists(ids),
             "logprobs": lists(logprobs),
-            "trainer_logprobs": pa.nulls(len(rows), pa.list_(pa.float32())) if own is None else lists(own),
-            "advantages": lists(step.advantages),
+            "trainer_logprobs": pa.nulls(len(rows), pa.list_(pa.float32()))
+            if own is None
+            else lists(own, mask=is_dropped),
+            "advantages": lists(advantages),
         }
     )
 
@@ -197,12 +227,10 @@ def scalars_of(table: pa.Table) -> Scalars:
     """
     adapters = table["adapter"].combine_chunks().dictionary_encode()
     found = np.empty(len(table), INDEX)
-    for name in INDEX.names or ():
-        column = table[name]
-        if name == "adapter":
-            found[name] = adapters.indices.to_numpy()
-        else:
-            found[name] = (column.cast("int8").fill_null(-1) if name == "solved" else column).to_numpy()
+    found["adapter"], found["dropped"] = adapters.indices.to_numpy(), False
+    for name in {*INDEX.names} - {"adapter"} & {*table.column_names}:  # earlier versions kept no dropped ones
+        column = table[name].is_valid() if name == "dropped" else table[name]
+        found[name] = (column.cast("int8").fill_null(-1) if name == "solved" else column).to_numpy()
     return Scalars(adapters.dictionary.to_pylist(), found.tobytes())
 
 
@@ -249,7 +277,7 @@ class RolloutWriter:
         if self.waiting_bytes > WAITING_BYTES:
             self._leave_out(step, "the disk takes them slower than they come")
         elif self._thread.is_alive():
-            self._taken += TOKEN_BYTES * len(step.advantages)
+            self._taken += step.waiting_bytes
             self._queue.put(step)
 
     @property
@@ -271,7 +299,7 @@ class RolloutWriter:
     def _leave_out(self, step: StepRollouts, why: str) -> None:
         if not self.left_out:
             log.warning("rollouts of step %d of %s are not kept: %s", step.step, step.adapter, why)
-        self.left_out += sum(len(group.trajectories) for group in step.groups)
+        self.left_out += len(step.columns)
 
     # ------------------------------------------------------------ in the thread
 
@@ -283,7 +311,7 @@ class RolloutWriter:
         while (work := self._queue.get()) is not None:
             if isinstance(work, StepRollouts):
                 self._append(work)
-                self._written += TOKEN_BYTES * len(work.advantages)
+                self._written += work.waiting_bytes
             else:
                 self._drop(*work)
 
@@ -295,7 +323,7 @@ class RolloutWriter:
             write_file(words, made)
         files = segments(self._folder)
         first = files[-1].end if files else 0
-        sampled = sum(t.columns.n_sampled for group in step.groups for t in group.trajectories)
+        sampled = sum(columns.n_sampled for columns in step.columns)
         fits = LEAST_BYTES * sampled <= self._limit  # else it is not worth encoding
         if fits and len(table := rollout_table(step, first)):
             fits = self._place(table, first, first + len(table))
@@ -305,7 +333,7 @@ class RolloutWriter:
         tail = [*takewhile(small, reversed(segments(self._folder)))][::-1]
         nbytes = sum(each.nbytes for each in tail)
         if len(tail) >= MERGED_FILES or (len(tail) > 1 and nbytes >= self._segment_bytes):
-            merged = pa.concat_tables([parquet_file(each.path).read() for each in tail])
+            merged = pa.concat_tables([parquet_file(each.path).read() for each in tail], promote_options="default")
             if self._place(merged, tail[0].first, tail[-1].end):
                 for each in tail:
                     each.unlink()

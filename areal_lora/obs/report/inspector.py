@@ -28,7 +28,7 @@ EXCERPT = 240
 OTHERS = 200
 EMBEDDED_TOKENS = 60_000
 TOKENS = ("messages", "versions", "token_ids", "logprobs", "trainer_logprobs", "advantages")
-TEXTS = ("uid", "prompt", "gold", "answer", "finish_reason", "components")
+TEXTS = ("uid", "prompt", "gold", "answer", "finish_reason", "components", "dropped")
 SCALARS = ("rollout", "adapter", "step", "group", "reward", "solved", "truncated", "stale", "retried")
 HEAD = (*SCALARS, *TEXTS, "sample", "advantage", "mismatch", "oldest", "newest")
 
@@ -36,13 +36,13 @@ HEAD = (*SCALARS, *TEXTS, "sample", "advantage", "mismatch", "oldest", "newest")
 class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a rollout has to be; what is empty or None does not count. ``below``: its number is lower.
 
-    ``text`` is a part of the prompt or of the answer, as it is written.
+    ``text`` is a part of the prompt or of the answer, as it is written. ``trained``: not dropped.
     """
 
     adapter: str = ""
     step: int | None = None
     group: int | None = None
-    outcome: Literal["", "solved", "failed", "truncated", "stale", "retried"] = ""
+    outcome: Literal["", "solved", "failed", "truncated", "stale", "retried", "dropped", "trained"] = ""
     lowest: float | None = None
     highest: float | None = None
     text: str = ""
@@ -50,7 +50,7 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class RolloutHead(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout without its tokens; columns as in `rollout_store.rollout_table`."""
+    """A rollout without its tokens; columns as in `rollout_store.rollout_table`. NaN is null in JSON."""
 
     rollout: int
     adapter: str
@@ -69,6 +69,7 @@ class RolloutHead(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: list[str]
     oldest: int
     newest: int
+    dropped: str | None = None
 
 
 class RolloutTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,6 +253,8 @@ class RolloutIndex:
                 wanted.append(of[name] == value)
         if chosen.outcome in ("solved", "failed"):
             wanted.append(of["solved"] == (chosen.outcome == "solved"))
+        elif chosen.outcome == "trained":
+            wanted.append(~of["dropped"])
         elif chosen.outcome:
             wanted.append(of[chosen.outcome])
         wanted += [of["reward"] >= np.float32(chosen.lowest)] if chosen.lowest is not None else []
@@ -301,7 +304,7 @@ class RolloutIndex:
         overview = self._overview()
         for at in (0, -1):
             for code, name in enumerate(self._rows.adapters):
-                where = np.flatnonzero(self._rows.index["adapter"] == code)
+                where = np.flatnonzero((self._rows.index["adapter"] == code) & ~self._rows.index["dropped"])
                 if not len(where):
                     continue
                 step, group = (int(self._rows.index[column][where[at]]) for column in ("step", "group"))
@@ -338,6 +341,6 @@ def _head(row: dict[str, Any], limit: int | None = None) -> RolloutHead:
         **fields
         | {
             "components": dict(row["components"]),
-            "outcomes": solved + [name for name in ("truncated", "stale", "retried") if row[name]],
+            "outcomes": solved + [name for name in ("truncated", "stale", "retried", "dropped") if row.get(name)],
         }
     )

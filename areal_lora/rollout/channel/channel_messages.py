@@ -12,13 +12,13 @@ import msgspec
 
 from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.network.rpc import Listener, Wire
-from areal_lora.obs.metrics.records import EvalRecord, GroupText, SampleRecord
+from areal_lora.obs.metrics.records import DroppedGroup, EvalRecord, GroupText, SampleRecord
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.tasks.tally import Estimates
 from areal_lora.types import TrajectoryGroup
 
-PROTOCOL = 12
+PROTOCOL = 13
 WIRE = Wire(
     server="controller",
     client="trainer",
@@ -221,8 +221,9 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(ChannelMessage, frozen=True):
-    """The groups of one step, oldest issue first; ``texts`` are theirs, or none where no rollout is kept. ``events``
-    are evaluation results, of any adapter, that are not delivered yet.
+    """The groups of one step, oldest issue first; ``texts`` are theirs, and ``dropped`` the last groups dropped since
+    the step before, or none where no rollout is kept. ``events`` are evaluation results, of any adapter, that are not
+    delivered yet.
 
     ``snapshot`` is the ledger as it will be once this step is consumed: opaque, for the checkpoint.
     ``reward_components`` are means over the batch's samples of the parts that the reward names. ``reward_costs`` is
@@ -238,6 +239,7 @@ class Batch(ChannelMessage, frozen=True):
     snapshot: bytes
     reward_components: dict[str, float] = {}
     reward_costs: dict[str, float] = {}
+    dropped: tuple[DroppedGroup, ...] = ()
 
 
 class Lacking(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,6 @@ trainer --get batch-> feed.take of the first wanted adapter that has a batch  <-
 """
 
 import asyncio
-import json
 import secrets
 import statistics
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,12 +13,11 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from areal_lora.errors import ArealLoraError, RolloutError
-from areal_lora.obs.metrics.records import GroupText
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller.evaluation import Changes
-from areal_lora.rollout.controller.groups import Lease, ScoredGroup, Ticket
+from areal_lora.rollout.controller.groups import Lease, Ticket, group_text
 from areal_lora.rollout.controller.pacing import Admission
 from areal_lora.rollout.controller.runtime import AdapterRuntime
 from areal_lora.rollout.ledger.ledger import LedgerError
@@ -314,11 +312,12 @@ def _take(runtime: AdapterRuntime, wanted: m.StepRequest) -> m.Batch | m.Adapter
         step=wanted.step,
         groups=lease.groups,
         stats=runtime.feed.stats(),
-        texts=tuple(map(_texts, lease.finished)) if runtime.texts else (),
+        texts=tuple(group_text(each.ticket, each.episode) for each in lease.finished) if runtime.texts else (),
         reward_components=_components(lease),
         reward_costs=runtime.take_costs(),
         events=(),
         snapshot=lease.snapshot,
+        dropped=runtime.feed.groups.take_dropped() if runtime.texts else (),
     )
 
 
@@ -341,15 +340,3 @@ def _components(lease: Lease) -> dict[str, float]:
     samples = {(group.uid, t.sample): t.components for group in groups for t in group.trajectories}
     names = {name: None for components in samples.values() for name in components}
     return {name: statistics.fmean(c.get(name, 0.0) for c in samples.values()) for name in names}
-
-
-def _texts(scored: ScoredGroup) -> GroupText:
-    ticket = scored.ticket
-    messages = ticket.prompt.sample.messages
-    return GroupText(
-        prompt=ticket.prompt.text,
-        answers=scored.episode.texts,
-        messages="" if messages is None else json.dumps(messages, ensure_ascii=False),
-        gold=ticket.prompt.sample.gold,
-        tries=ticket.issue + ticket.failed,
-    )

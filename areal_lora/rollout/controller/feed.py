@@ -59,7 +59,7 @@ class AdapterFeed:
     ) -> None:
         self.name, self.budget, self.max_running = name, budget, max_running
         self.newest = NO_VERSION  # the newest version announced
-        self.groups = GroupPool(prompts, ledger, on_expire=on_expire, clock=clock)
+        self.groups = GroupPool(prompts, ledger, on_expire=on_expire, clock=clock, dropped=budget.prompts_per_step)
         self.failures = FailureStreak()
         self.pacer = Pacer(pacing, budget, clock)
         self._ledger, self._clock = ledger, clock
@@ -172,8 +172,10 @@ class AdapterFeed:
         if finished.newest > min(self._resumed[ticket.trainers :], default=finished.newest):
             reason = ROLLED_BACK
         if reason:
+            self.groups.report(live, reason, episode)
             self.groups.reissue(live, reason)
         elif self._drop_uniform and finished.uniform:
+            self.groups.report(live, NO_VARIANCE, episode)
             self._ledger.drop(live.seq, NO_VARIANCE)
             self._uniform_in_a_row += 1
         else:
@@ -183,10 +185,11 @@ class AdapterFeed:
         reached("controller.group_done")
         return True
 
-    def retry(self, ticket: Ticket, failure: GenerationFault) -> float | None:
+    def retry(self, ticket: Ticket, failure: GenerationFault, episode: Episode | None = None) -> float | None:
         """Seconds to wait before the next :meth:`begin`, or None: the group is dropped, or was abandoned before.
 
-        See `groups` for the policy. Raises RolloutError when two steps' worth of groups in a row were dropped.
+        ``episode`` has the answers, where the failure was in scoring them. See `groups` for the policy. Raises
+        RolloutError when two steps' worth of groups in a row were dropped.
         """
         counters = self._ledger.head.counters
         if self.groups.running.get(ticket.seq) is not ticket or ticket.version is None:
@@ -197,6 +200,7 @@ class AdapterFeed:
         ticket.resampled += failure.resample
         if wait_s is None:
             self.groups.stop(ticket)
+            self.groups.report(ticket, str(failure), episode or groups.unanswered(ticket, self.name, failure))
             self._ledger.drop(ticket.seq, failure.kind)
             self.failures.lost(failure, self.name, self.budget.prompts_per_step)
             return None
@@ -255,6 +259,7 @@ class AdapterFeed:
         for finished in list(self.groups.ready.values()):
             if reason := self.budget.refusal(finished.oldest, finished.newest, version):
                 del self.groups.ready[finished.ticket.seq]
+                self.groups.report(finished.ticket, reason, finished.episode)
                 self.groups.reissue(finished.ticket, reason)
         for ticket in list(self.groups.running.values()):
             held = ticket.version

@@ -6,7 +6,9 @@ since the last flush may be lost in a crash. Their prompts are issued again unde
 """
 
 import bisect
+import json
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -15,12 +17,13 @@ import msgspec
 
 from areal_lora.data.prompts import Prompt, PromptStream
 from areal_lora.errors import RolloutError, UserCodeError
+from areal_lora.obs.metrics.records import DroppedGroup, GroupText
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.pacing import STALE, GroupTally
 from areal_lora.rollout.ledger.ledger import LIVE, GroupState, Ledger, LedgerRow
 from areal_lora.rollout.workflow import Episode
-from areal_lora.types import Cause, TrajectoryGroup
+from areal_lora.types import AdapterRef, Cause, TokenColumns, Trajectory, TrajectoryGroup
 
 MAX_TRIES = 8  # requests of one issue
 CODE_TRIES = 3  # of one whose answers user code fails on: another answer may pass, time changes nothing
@@ -91,6 +94,34 @@ class Lease:
         return tuple(finished.episode.group for finished in self.finished)
 
 
+def group_text(ticket: Ticket, episode: Episode) -> GroupText:
+    """What people read of the group."""
+    messages = ticket.prompt.sample.messages
+    return GroupText(
+        prompt=ticket.prompt.text,
+        answers=episode.texts,
+        messages="" if messages is None else json.dumps(messages, ensure_ascii=False),
+        gold=ticket.prompt.sample.gold,
+        tries=ticket.issue + ticket.failed,
+    )
+
+
+def unanswered(ticket: Ticket, adapter: str, fault: GenerationFault) -> Episode:
+    """A group of the prompt alone, of a try that ended in ``fault``."""
+    prompt, version = ticket.prompt, ticket.version or 0
+    trajectory = Trajectory(
+        uid=prompt.uid,
+        sample=0,
+        adapter=AdapterRef(name=adapter, version=version),
+        columns=TokenColumns.unsampled(prompt.token_ids),
+        reward=0.0,
+        outcome=fault.outcome,
+        finish_reason=fault.kind,
+        detail=fault.detail,
+    )
+    return Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=(trajectory,)), texts=("",))
+
+
 def decide(failure: GenerationFault, *, failed: int, unserved_s: float) -> tuple[int, float | None]:
     """The failed tries after ``failed`` and ``failure``, and the wait before the next one; None: the group is dropped.
 
@@ -156,11 +187,18 @@ class FailureStreak:
 class GroupPool:
     """Groups by state: ``waiting`` (oldest issue first), ``running`` and ``ready`` by seq, ``leases`` by step.
 
-    ``on_expire(ticket)`` is called for a running group whose answer is not needed any more.
+    ``on_expire(ticket)`` is called for a running group whose answer is not needed any more. At most the last
+    ``dropped`` groups that are dropped are held for reports.
     """
 
     def __init__(
-        self, prompts: PromptStream, ledger: Ledger, *, on_expire: Callable[[Ticket], None], clock: Callable[[], float]
+        self,
+        prompts: PromptStream,
+        ledger: Ledger,
+        *,
+        on_expire: Callable[[Ticket], None],
+        clock: Callable[[], float],
+        dropped: int = 0,
     ) -> None:
         self.ledger = ledger
         self.loaded = False
@@ -171,6 +209,7 @@ class GroupPool:
         self.leases: dict[int, list[int]] = {}
         self.idle_since_s: float | None = None  # nothing in flight
         self.tally = GroupTally()
+        self._dropped = deque[DroppedGroup](maxlen=dropped)
         self.on_expire, self._prompts, self._clock = on_expire, prompts, clock
 
     # ------------------------------------------------------------ loading
@@ -265,6 +304,15 @@ class GroupPool:
         seq = self.ledger.issue(ticket.prompt.position, ticket.issue + 1, stale)
         again = Ticket(seq=seq, prompt=ticket.prompt, issue=ticket.issue + 1, birth=self.birth, stale=stale)
         self.waiting.append(again)
+
+    def report(self, ticket: Ticket, reason: str, episode: Episode) -> None:
+        """Hold a group that is dropped for `take_dropped`."""
+        self._dropped.append(DroppedGroup(reason=reason, group=episode.group, text=group_text(ticket, episode)))
+
+    def take_dropped(self) -> tuple[DroppedGroup, ...]:
+        taken = tuple(self._dropped)
+        self._dropped.clear()
+        return taken
 
     # ------------------------------------------------------------ done and leased
 

@@ -125,6 +125,7 @@ class AdapterRuntime:
             if ref is None:
                 back_off_s = NO_VERSION_WAIT_S
                 continue
+            episode = None
             try:
                 # A try that failed for lack of a server, or in a crash, does not change the seed.
                 seed = derived_seed(self.seed, ticket.prompt.uid, ticket.issue, ticket.resampled)
@@ -132,7 +133,7 @@ class AdapterRuntime:
                 if (bad := first_fault(episode.group)) is not None:
                     raise GenerationFault(FaultKind.SCORER, f"{bad.outcome}: {bad.detail}", bad.cause)
             except GenerationFault as fault:
-                back_off_s = feed.retry(ticket, fault)
+                back_off_s = feed.retry(ticket, fault, episode)
                 continue
             feed.finish(ticket, episode)
             back_off_s = None

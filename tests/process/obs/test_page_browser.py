@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
+from areal_lora.types import Outcome
 from tests.support.obs.browser import Visit, chromium, why_not
 from tests.support.obs.fake_run import ADAPTER, make_run
 from tests.support.obs.records import step_record
@@ -39,6 +41,19 @@ def browser() -> Iterator[Browser]:
         pytest.skip(reason)
     with chromium() as found:
         yield found
+
+
+@contextmanager
+def live_page(folder: RunFolder) -> Iterator[str]:
+    """Serve the page of a run; the address."""
+    command = [sys.executable, "-m", "areal_lora", "page", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            [address] = re.findall(r"http://127\.0\.0\.1:\d+/\S+/", server.stdout.readline())
+            yield address
+        finally:
+            server.terminate()
+        server.wait(20)
 
 
 def test_ten_thousand_steps_are_drawn_without_a_request_or_an_error(browser: Browser, tmp_path: Path) -> None:
@@ -77,8 +92,15 @@ def test_what_models_write_is_text(browser: Browser, tmp_path: Path) -> None:
     make_run(tmp_path, steps=3)
     attack = "<script>window.attacked = 1</script><img src=x onerror='window.attacked = 1'>"
     texts = [attack, "</pre></main></body>" + attack, "\u202eright to left\u202c", "\x00\x1b[31mred\x07", "x" * 10**6]
-    hostile = step_rollouts(2, n=5, texts=texts * 2)
-    group = msgspec.structs.replace(hostile.texts[1], prompt=attack, gold=attack, messages=json.dumps([attack]))
+    hostile = step_rollouts(2, n=5, texts=texts * 2, dropped=[attack])
+    call = {"id": attack, "type": "function", "function": {"name": attack, "arguments": {attack: attack}}}
+    messages = [
+        attack,
+        None,
+        {"role": attack, "tool_calls": [call, attack, None]},
+        {"role": "tool", "content": [attack]},
+    ]
+    group = msgspec.structs.replace(hostile.texts[1], prompt=attack, gold=attack, messages=json.dumps(messages))
     (RunFolder(tmp_path).rollouts / "vocabulary.parquet").unlink()
     keep(RunFolder(tmp_path), [replace(hostile, texts=(hostile.texts[0], group))], vocabulary=[attack] * 1000)
     set_status(RunFolder(tmp_path), "trainer", 0, attack)
@@ -91,6 +113,7 @@ def test_what_models_write_is_text(browser: Browser, tmp_path: Path) -> None:
     assert visit.page.evaluate("window.attacked") is None
     shown = visit.page.inner_text("#group")
     assert attack in shown
+    assert visit.page.text_content("#group details").count(attack) == 6
     assert shown.count(attack) > 5 * 6, "tokens are texts of a vocabulary, of models like any other"
     assert visit.requests == [report.as_uri()]
     assert visit.problems == []
@@ -133,6 +156,39 @@ def test_rollouts_are_filtered_opened_coloured_and_compared(browser: Browser, tm
     assert visit.problems == []
 
 
+def test_dropped_groups_have_their_reason_and_calls_of_tools_are_shown_as_calls(
+    browser: Browser, tmp_path: Path
+) -> None:
+    folder = RunFolder(make_run(tmp_path, steps=1))
+    call = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"query": "why"}'}}
+    messages = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Because."},
+    ]
+    given = step_rollouts(9, adapter=ADAPTER, dropped=["scorer: no connection"])
+    [lost] = given.dropped
+    unscored = replace(lost.group.trajectories[0], outcome=Outcome.ERROR)
+    group = replace(lost.group, trajectories=(unscored, *lost.group.trajectories[1:]))
+    text = msgspec.structs.replace(lost.text, messages=json.dumps(messages))
+    keep(folder, [replace(given, dropped=(msgspec.structs.replace(lost, group=group, text=text),))])
+    with live_page(folder) as address:
+        visit = Visit(browser, address)
+        visit.page.locator("#filter [name=outcome]").select_option("dropped")
+        visit.wait("document.querySelectorAll('ol.rollouts li').length === 4")
+        rows = visit.page.locator("ol.rollouts li").all_inner_texts()
+        assert all("because scorer: no connection" in row and "advantage" not in row for row in rows)
+        assert ["not scored" in row for row in rows] == [False, False, False, True]
+        visit.page.locator("ol.rollouts button").first.click()
+        visit.page.get_by_text("messages", exact=True).click()
+        shown = visit.page.inner_text("#group details")
+        assert 'search({"query": "why"})' in shown
+        assert shown.index("result of search") < shown.index("Because.")
+        visit.page.locator("#filter [name=outcome]").select_option("trained")
+        visit.wait("document.querySelectorAll('ol.rollouts li').length === 16")
+        assert visit.problems == []
+
+
 def test_controls_change_axis_scale_and_zoom(browser: Browser, tmp_path: Path) -> None:
     visit = Visit(browser, write_report(make_run(tmp_path)).as_uri())
     page, spread = visit.page, "[e.plot.scales.x.min, e.plot.scales.x.max]"
@@ -162,33 +218,27 @@ def test_controls_change_axis_scale_and_zoom(browser: Browser, tmp_path: Path) -
 
 def test_a_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
     folder = RunFolder(make_run(tmp_path / "run", steps=4))
-    command = [sys.executable, "-m", "areal_lora", "page", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            [address] = re.findall(r"http://127\.0\.0\.1:\d+/\S+/", server.stdout.readline())
-            visit = Visit(browser, address)
-            visit.wait("[...drawn.values()][0].plot")
-            visit.page.click("summary")
-            began = time.monotonic()
-            with MetricsWriter(folder) as writer:
-                writer.write(step_record(step=4, version=4, time_s=9.0, adapter=ADAPTER, reward_mean=0.123))
-            visit.wait("[...drawn.values()][0].plot.data[1].includes(0.123)")
-            visit.wait("document.body.innerText.includes('5/40')")
-            print(f"shown {time.monotonic() - began:.2f} s after the step")
-            assert visit.page.evaluate("document.querySelector('details').open")
-            keep(folder, [step_rollouts(7, adapter=ADAPTER), step_rollouts(14, adapter=ADAPTER)])
-            visit.wait("document.getElementById('rollouts').innerText.includes('24 rollouts kept')")
-            visit.page.locator("ol.rollouts button").first.click()
-            visit.page.get_by_label("same prompt beside").select_option("step 7, group 1, toy")
-            visit.wait("document.querySelectorAll('#group .beside .sample').length === 8")
-            with visit.page.expect_download() as download:
-                visit.page.get_by_role("link", name="download as Parquet").click()
-            assert len(pq.read_table(download.value.path())) == 24
-            assert visit.page.inner_text("#state") == "live"
-            paths = {url.removeprefix(address).partition("?")[0] for url in visit.requests}
-            assert paths == {"", "data", "rollouts", "group"}
-            assert visit.problems == []
-        finally:
-            server.terminate()
-        server.wait(20)
+    with live_page(folder) as address:
+        visit = Visit(browser, address)
+        visit.wait("[...drawn.values()][0].plot")
+        visit.page.click("summary")
+        began = time.monotonic()
+        with MetricsWriter(folder) as writer:
+            writer.write(step_record(step=4, version=4, time_s=9.0, adapter=ADAPTER, reward_mean=0.123))
+        visit.wait("[...drawn.values()][0].plot.data[1].includes(0.123)")
+        visit.wait("document.body.innerText.includes('5/40')")
+        print(f"shown {time.monotonic() - began:.2f} s after the step")
+        assert visit.page.evaluate("document.querySelector('details').open")
+        keep(folder, [step_rollouts(7, adapter=ADAPTER), step_rollouts(14, adapter=ADAPTER)])
+        visit.wait("document.getElementById('rollouts').innerText.includes('24 rollouts kept')")
+        visit.page.locator("ol.rollouts button").first.click()
+        visit.page.get_by_label("same prompt beside").select_option("step 7, group 1, toy")
+        visit.wait("document.querySelectorAll('#group .beside .sample').length === 8")
+        with visit.page.expect_download() as download:
+            visit.page.get_by_role("link", name="download as Parquet").click()
+        assert len(pq.read_table(download.value.path())) == 24
+        assert visit.page.inner_text("#state") == "live"
+        paths = {url.removeprefix(address).partition("?")[0] for url in visit.requests}
+        assert paths == {"", "data", "rollouts", "group"}
+        assert visit.problems == []
     visit.wait("document.getElementById('state').textContent.startsWith('not live')")

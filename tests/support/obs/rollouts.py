@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from areal_lora.obs.metrics.records import GroupText
+from areal_lora.obs.metrics.records import DroppedGroup, GroupText
 from areal_lora.obs.metrics.rollout_store import RolloutWriter, StepRollouts
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, TokenColumns, Trajectory, TrajectoryGroup
@@ -25,11 +25,13 @@ def step_rollouts(
     tokens: int = 6,
     texts: Sequence[str] = (),
     scored: bool = True,
+    dropped: Sequence[str] = (),
 ) -> StepRollouts:
     """``groups`` of ``n`` answers of ``tokens`` tokens; the first half of the tokens is of the version before.
 
     Answer i has reward i % 2, answer 0 is truncated, group 0 needed two tries. ``texts`` are answers in order of the
-    rollouts. ``scored``: the trainer's log-probabilities are known, 0.25 from the server's.
+    rollouts. ``scored``: the trainer's log-probabilities are known, 0.25 from the server's. ``dropped`` are reasons of
+    further groups of ``n`` answers, which were dropped.
     """
     rng, made, said = np.random.default_rng(step), [], list(texts)
     versions = [-1] * PROMPT + [max(0, step - 1)] * (tokens // 2) + [step] * (tokens - tokens // 2)
@@ -55,7 +57,14 @@ def step_rollouts(
     every = [t for group in made for t in group.trajectories]
     logprobs = np.concatenate([t.columns.scores for t in every])
     mask = np.concatenate([t.columns.each_version for t in every]) >= 0
+    lost = step_rollouts(step + 1000, adapter=adapter, groups=len(dropped), n=n, tokens=tokens) if dropped else None
     return StepRollouts(
+        dropped=tuple(
+            DroppedGroup(reason=reason, group=group, text=text)
+            for reason, group, text in zip(
+                dropped, lost.groups if lost else (), lost.texts if lost else (), strict=True
+            )
+        ),
         adapter=adapter,
         step=step,
         groups=tuple(made),

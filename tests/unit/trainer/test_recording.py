@@ -17,7 +17,7 @@ import torch
 from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.obs.metrics.records import GroupText
+from areal_lora.obs.metrics.records import DroppedGroup, GroupText
 from areal_lora.obs.metrics.rollout_store import RolloutWriter
 from areal_lora.obs.report.inspector import RolloutFilter, RolloutIndex
 from areal_lora.obs.report.summary import read_summary
@@ -69,7 +69,8 @@ def test_the_rollouts_of_a_step_are_kept_with_what_the_trainer_knows_and_repeats
         for p in prompts
     )
     texts = tuple(GroupText(prompt=p.text, answers=("yes", "no"), tries=1 + i) for i, p in enumerate(prompts))
-    received = msgspec.structs.replace(EMPTY, adapter=NAME, step=4, groups=groups, texts=texts)
+    lost = DroppedGroup(reason="stale", group=groups[0], text=texts[0])
+    received = msgspec.structs.replace(EMPTY, adapter=NAME, step=4, groups=groups, texts=texts, dropped=(lost,))
     report = LearnReport(sums=defaultdict(float, tokens=8.0), grad_norm=1.0, lr=1e-3, skipped=0.0)
     batch = collate(PackedGroups.of(groups))
     prox = torch.where(batch.loss_mask, batch.rollout_logprobs - 0.5, 0)
@@ -80,13 +81,16 @@ def test_the_rollouts_of_a_step_are_kept_with_what_the_trainer_knows_and_repeats
         recorder.batch(received)
         recorder.step(AdapterRef(name=NAME, version=5), annotated, report, {0: 8}, Spans())
         recorder.close()
-    heads = RolloutIndex(RunFolder(tmp_path)).rollouts(RolloutFilter())
+    index = RolloutIndex(RunFolder(tmp_path))
+    heads = index.rollouts(RolloutFilter(outcome="trained"))
     assert [(h.step, h.group, h.answer, h.reward, h.newest) for h in heads] == [
         (4, group, answer, reward, 3) for group in (0, 1) for answer, reward in (("yes", 1.0), ("no", 0.0))
     ]
     assert {(h.advantage, h.mismatch) for h in heads} == {(2.0, 0.5)}
     assert [h.outcomes for h in heads] == [["stale"], ["stale"], ["stale", "retried"], ["stale", "retried"]]
     assert [h.prompt for h in heads[::2]] == [p.text for p in prompts]
+    dropped = index.rollouts(RolloutFilter(outcome="dropped"))
+    assert [(h.step, h.group, h.answer, h.dropped) for h in dropped] == [(4, 2, "yes", "stale"), (4, 2, "no", "stale")]
 
 
 def test_the_record_of_a_clients_step_has_its_spans_and_nothing_of_rollouts(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 "use strict";
 // Shows the rollouts of PageData (inspector.py): a filter, a list in pages, the answers of one group side by side.
 // A live page queries its server; a file has the groups inside. All texts are set as text.
-const OUTCOMES = ["solved", "failed", "truncated", "stale", "retried"];
+const OUTCOMES = ["solved", "failed", "truncated", "stale", "retried", "dropped", "trained"];
 const COLOURS_BY = { version: "version", mismatch: "mismatch", advantage: "advantage" };
 const LEVELS = { mismatch: [0.01, 0.1, 0.5, 1], advantage: [1e-6, 0.5, 1, 2] };
 const LOCAL_PAGE = 25;
@@ -49,8 +49,9 @@ async function query(path, values) {
 function localPage(chosen) {
   const text = chosen.text ?? "", heads = overview().groups.flatMap((group) => group.rollouts.map((one) => one.head));
   const rows = heads.filter((head) => (!chosen.adapter || head.adapter === chosen.adapter) &&
-    (chosen.step == null || head.step === +chosen.step) && (!chosen.outcome || head.outcomes.includes(chosen.outcome)) &&
-    (chosen.lowest == null || head.reward >= +chosen.lowest) && (chosen.highest == null || head.reward <= +chosen.highest) &&
+    (chosen.step == null || head.step === +chosen.step) && (!chosen.outcome || (chosen.outcome === "trained" ? !head.dropped : head.outcomes.includes(chosen.outcome))) &&
+    (chosen.lowest == null || (head.reward ?? NaN) >= +chosen.lowest) &&
+    (chosen.highest == null || (head.reward ?? NaN) <= +chosen.highest) &&
     (chosen.below == null || head.rollout < +chosen.below) && (head.prompt.includes(text) || head.answer.includes(text)));
   rows.sort((a, b) => b.rollout - a.rollout);
   const more = rows.length > LOCAL_PAGE;
@@ -96,9 +97,11 @@ function row(head) {
 function facts(head) {
   const parts = Object.entries(head.components).map(([name, value]) => `${name} ${short(value)}`).join(", ");
   const mismatch = head.mismatch == null ? "" : `mismatch ${short(head.mismatch)}`;
-  const texts = [`advantage ${short(head.advantage)}`, parts, mismatch, versions(head), head.outcomes.join(", "),
+  const advantage = head.advantage == null ? "" : `advantage ${short(head.advantage)}`;
+  const texts = [advantage, parts, mismatch, versions(head), head.outcomes.join(", "), head.dropped && `because ${head.dropped}`,
     head.gold && `gold ${head.gold}`];
-  const reward = element("span", { class: head.reward > 0 ? "good" : "bad" }, `reward ${short(head.reward)}`);
+  const scored = head.reward == null ? "not scored" : `reward ${short(head.reward)}`;
+  const reward = element("span", { class: head.reward > 0 ? "good" : "bad" }, scored);
   return [reward, ...texts.filter(Boolean).map((text) => element("span", {}, text))];
 }
 
@@ -133,9 +136,25 @@ function drawGroup() {
     element("p", { class: "controls" }, element("label", {}, "tokens by", by), element("label", {}, "same prompt beside", beside),
       button("close", () => { opened.replaceChildren(); list.querySelector("button")?.focus(); })), legend(first, second),
     element("pre", { class: "prompt" }, head.prompt), ...(messages ? [element("details", {},
-      element("summary", {}, "messages"), element("pre", {}, JSON.stringify(JSON.parse(messages), null, 2)))] : []),
+      element("summary", {}, "messages"), ...messageList(messages))] : []),
     element("div", { class: second?.rollouts.length ? "beside" : "samples" },
       ...(columns.length > 1 ? columns : [...columns[0].children].slice(1))));
+}
+
+// Messages of a prompt: calls of tools as calls, and results with the name of what was called.
+function messageList(messages) {
+  const names = new Map(), written = (value) => typeof value === "string" ? value : JSON.stringify(value, null, 2) ?? "";
+  return [JSON.parse(messages)].flat().flatMap((one) => {
+    if (typeof one !== "object" || one === null) return [element("pre", {}, written(one))];
+    const calls = [one.tool_calls ?? []].flat().map((call) => {
+      const { name, arguments: given } = call?.function ?? {};
+      names.set(call?.id, name);
+      return element("pre", { class: "call" }, `${written(name)}(${written(given)})`);
+    });
+    const role = one.role === "tool" ? `result of ${written(names.get(one.tool_call_id) ?? one.name)}` : written(one.role);
+    const text = one.content == null ? [] : [element("pre", {}, written(one.content))];
+    return [element("p", { class: "head" }, element("span", {}, role)), ...text, ...calls];
+  });
 }
 
 const versionsOf = (groups) => [...new Set(groups.flatMap((group) => group?.rollouts ?? []).flatMap((one) =>

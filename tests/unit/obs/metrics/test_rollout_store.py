@@ -19,8 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal_lora.obs.metrics import rollout_store
-from areal_lora.obs.metrics.rollout_store import RolloutWriter, rollout_table, segments
+from areal_lora.obs.metrics.records import DroppedGroup
+from areal_lora.obs.metrics.rollout_store import RolloutWriter, encoded, rollout_table, segments
+from areal_lora.obs.report.inspector import RolloutFilter, RolloutIndex
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.types import Outcome
 from tests.support.obs.rollouts import PROMPT, VOCABULARY, keep, step_rollouts
 from tests.support.sizes import size
 
@@ -197,3 +200,30 @@ def test_a_kill_at_any_operation_leaves_whole_files_and_nothing_twice(tmp_path: 
     assert done.returncode == 0
     assert last == first + 1 >= 11
     assert not list(RunFolder(tmp_path).rollouts.glob(".*"))
+
+
+def test_an_answer_without_a_score_has_no_reward() -> None:
+    given = step_rollouts(0, groups=1, n=2)
+    [group] = given.groups
+    first = replace(group.trajectories[0], outcome=Outcome.ERROR, reward=0.0)
+    group = replace(group, trajectories=(first, *group.trajectories[1:]))
+    lost = DroppedGroup(reason="scorer: down", group=group, text=given.texts[0])
+    table = rollout_table(replace(given, dropped=(lost,)), 0)
+    assert str(table["reward"].to_pylist()) == "[0.0, 1.0, nan, 1.0]"
+    assert table["dropped"].to_pylist() == [None, None, "scorer: down", "scorer: down"]
+
+
+def test_files_of_earlier_versions_are_read_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path)
+    earlier = rollout_table(step_rollouts(0), 0).drop_columns(["dropped"])
+    folder.rollouts.mkdir(parents=True)
+    (folder.rollouts / "000000000-000000008.parquet").write_bytes(encoded(earlier))
+    found = RolloutIndex(folder)
+    assert (found.page(RolloutFilter(outcome="trained")).matches, found.page(RolloutFilter()).rows[0].dropped) == (
+        8,
+        None,
+    )
+    monkeypatch.setattr(rollout_store, "MERGED_FILES", 2)
+    keep(folder, [step_rollouts(1, dropped=["stale"])])
+    assert len(segments(folder.rollouts)) == 1
+    assert (found.page(RolloutFilter(outcome="dropped")).matches, found.overview().kept) == (4, 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -30,7 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout_store, "ROWS", 7)
         patch.setattr(rollout_store, "MERGED_FILES", 5)
-        keep(found, [step_rollouts(step, adapter=name) for step in range(STEPS) for name in ("a", "b")])
+        lost = {(5, "a"): ("stale", "scorer: down"), (STEPS - 1, "b"): ("no_variance",)}
+        places = [(step, name) for step in range(STEPS) for name in ("a", "b")]
+        keep(found, [step_rollouts(*at[:1], adapter=at[1], dropped=lost.get(at, ())) for at in places])
     return found
 
 
@@ -66,7 +69,9 @@ FILTERS: list[tuple[dict[str, Any], Callable[[dict[str, Any]], bool]]] = [
     ({"outcome": "failed", "lowest": -1.0}, lambda row: row["solved"] is False),
     ({"outcome": "truncated"}, lambda row: row["truncated"]),
     ({"outcome": "stale"}, lambda row: row["oldest"] < row["step"]),
-    ({"outcome": "retried", "adapter": "a"}, lambda row: row["group"] == 0 and row["adapter"] == "a"),
+    ({"outcome": "retried", "adapter": "a"}, lambda row: row["group"] in (0, 2) and row["adapter"] == "a"),
+    ({"outcome": "dropped"}, lambda row: row["dropped"] is not None),
+    ({"outcome": "trained", "step": 5}, lambda row: row["step"] == 5 and row["dropped"] is None),
     ({"lowest": 0.5, "highest": 1.0}, lambda row: row["reward"] == 1.0),
     ({"text": "answer 3 of step 1"}, lambda row: "answer 3 of step 1" in row["answer"]),
     (
@@ -95,9 +100,11 @@ def test_a_first_page_imports_no_pandas(folder: RunFolder) -> None:
     """Its import takes longer than all the rest of the first page of a million rollouts."""
     code = f"""
 import sys
+from areal_lora.obs.report import inspector
 from areal_lora.obs.report.inspector import RolloutFilter, RolloutIndex
 from areal_lora.run_folder.paths import RunFolder
-assert len(RolloutIndex(RunFolder({str(folder)!r})).page(RolloutFilter(outcome="solved")).rows) == 25
+inspector.ROWS = 7
+assert len(RolloutIndex(RunFolder.of({str(folder)!r})).page(RolloutFilter(outcome="solved")).rows) == 25
 assert "pandas" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
@@ -129,9 +136,22 @@ def test_a_group_has_all_its_answers_with_their_tokens(folder: RunFolder) -> Non
     assert index.group(GroupPlace(adapter="b", step=99, group=0)).rollouts == []
 
 
+def test_a_dropped_group_has_its_reason_and_nothing_of_the_trainer(folder: RunFolder) -> None:
+    index = RolloutIndex(folder)
+    view = index.group(GroupPlace(adapter="a", step=5, group=3))
+    assert [one.head.dropped for one in view.rollouts] == ["scorer: down"] * 4
+    assert view.rollouts[1].head.outcomes == ["solved", "dropped"]
+    for one in view.rollouts:
+        assert math.isnan(one.head.advantage)
+        assert (one.head.mismatch, one.trainer_logprobs) == (None, None)
+        assert set(one.advantages) == {0.0}
+    [before] = index.group(GroupPlace(adapter="a", step=5, group=1)).rollouts[:1]
+    assert (before.head.dropped, before.head.mismatch, before.head.advantage) == (None, pytest.approx(0.25), -0.5)
+
+
 def test_the_ends_are_whole_groups_of_each_adapter(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     overview = RolloutIndex(folder).ends()
-    assert (overview.kept, overview.steps, overview.adapters) == (STEPS * 16, (0, STEPS - 1), ["a", "b"])
+    assert (overview.kept, overview.steps, overview.adapters) == (STEPS * 16 + 12, (0, STEPS - 1), ["a", "b"])
     places = [(g.rollouts[0].head.adapter, g.rollouts[0].head.step, len(g.rollouts)) for g in overview.groups]
     assert places == [("a", 0, 4), ("b", 0, 4), ("a", STEPS - 1, 4), ("b", STEPS - 1, 4)]
     monkeypatch.setattr(inspector, "EMBEDDED_TOKENS", 80)

@@ -9,7 +9,7 @@ from areal_lora.errors import RolloutError
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.groups import MAX_STALE, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
 from areal_lora.rollout.ledger.ledger import GroupState, LedgerFile
-from areal_lora.types import Cause, TrajectoryGroup
+from areal_lora.types import Cause, Outcome, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, admit_all, episode, feed, stream
 
@@ -450,3 +450,50 @@ def test_another_batch_size_at_a_resume_loses_and_repeats_no_prompt() -> None:
     assert second is not None
     assert [f.ticket.prompt.position for f in first.finished] == [0, 1]
     assert [f.ticket.prompt.position for f in second.finished] == [2, 3, 4]
+
+
+def test_groups_that_were_dropped_are_reported_once_with_reason_and_answers() -> None:
+    made, _, _ = feed(eta=0, b=3, drop_uniform=True)
+    made.announce(0)
+    uniform, failed, unscored = admit_all(made)
+    made.finish(uniform, episode(uniform.prompt, 0))
+    made.retry(failed, GenerationFault(FaultKind.REJECTED, "HTTP 400"))
+    fault = GenerationFault(FaultKind.REJECTED, "no rule")
+    made.retry(unscored, fault, episode(unscored.prompt, 0))
+    for _ in range(2):
+        wait_s = made.retry(unscored, fault)
+        assert wait_s is None, "dropped before"
+    first, second, third = made.groups.take_dropped()
+    assert [each.reason for each in (first, second, third)] == [
+        "no_variance",
+        "rejected: HTTP 400",
+        "rejected: no rule",
+    ]
+    assert (first.group.uid, first.text.answers, first.text.prompt) == (
+        uniform.prompt.uid,
+        ("x", "x"),
+        uniform.prompt.text,
+    )
+    [prompt] = second.group.trajectories
+    assert (prompt.token_ids, prompt.loss_mask) == (failed.prompt.token_ids, [0] * len(failed.prompt.token_ids))
+    assert prompt.outcome is not Outcome.OK
+    assert len(third.group.trajectories) == 2
+    assert made.groups.take_dropped() == ()
+    again = admit_all(made)
+    for ticket in again * 2:
+        made.finish(ticket, episode(ticket.prompt, 0))
+    assert len(made.groups.take_dropped()) == 3, "at most a step's worth, the last ones"
+
+
+def test_a_ready_group_that_became_too_old_is_reported() -> None:
+    made, _, _ = feed(eta=0, b=1, max_running=2)
+    made.announce(0)
+    tickets = admit_all(made)
+    for ticket in tickets:
+        made.finish(ticket, episode(ticket.prompt, 0))
+    assert made.take(0, 0)
+    made.announce(1)
+    [ticket] = admit_all(made)
+    made.finish(ticket, episode(ticket.prompt, 0))  # the server says it used an older version
+    [lost] = made.groups.take_dropped()
+    assert (lost.reason, lost.group.uid) == ("stale", ticket.prompt.uid)
