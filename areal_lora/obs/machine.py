@@ -4,7 +4,6 @@ process --every EVERY_S--> status/<role>-<index>.json (MachineUse) --> rank 0 --
 """
 
 import os
-import socket
 import threading
 import time
 from collections import defaultdict
@@ -125,7 +124,8 @@ class MachineWatch:
         collects: bool = False,
     ) -> None:
         self.uses: list[MachineUse] = []
-        self._folder, self._role, self._name, self._collects = run_folder, role, f"{role}-{index}", collects
+        self._role, self._target = role, run_folder.status(f"{role}-{index}").with_suffix(".json")
+        self._collects = collects
         self._device, self._figures = device, figures
         self._seen: dict[str, tuple[bytes, float]] = {}  # content of each file, and since when
         self._stop = threading.Event()
@@ -139,9 +139,9 @@ class MachineWatch:
         while True:
             figures = meter.figures() | dict(self._figures())
             figures |= gpu_figures(nvml, os.environ.get(VISIBLE["cuda"])) if nvml else {}
-            use = MachineUse(role=self._role, node=socket.gethostname(), figures=figures)
+            use = MachineUse(role=self._role, node=os.uname().nodename, figures=figures)
             try:
-                write_file(self._folder.machine_use(self._name), msgspec.json.encode(use))
+                write_file(self._target, msgspec.json.encode(use))
                 self.uses = self._collect(time.monotonic()) if self._collects else []
             except OSError as error:
                 log.warning("figures of this machine: %s", error)
@@ -150,7 +150,7 @@ class MachineWatch:
 
     def _collect(self, now_s: float) -> list[MachineUse]:
         """What all processes wrote; a file that has not changed for ``STALE_S`` is that of one that has ended."""
-        for path in self._folder.statuses.glob("[!.]*.json"):
+        for path in self._target.parent.glob("[!.]*.json"):
             with suppress(FileNotFoundError):
                 if (raw := path.read_bytes()) != self._seen.get(path.name, (b"", 0.0))[0]:
                     self._seen[path.name] = raw, now_s

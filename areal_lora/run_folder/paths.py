@@ -156,9 +156,6 @@ class RunFolder:
     def status(self, process: str) -> Path:
         return self.statuses / f"{process}.txt"
 
-    def machine_use(self, process: str) -> Path:
-        return self.statuses / f"{process}.json"
-
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
 

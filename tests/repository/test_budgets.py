@@ -32,21 +32,21 @@ LINES = {
     "data": 675,  # checks in chunks; micro-batches of equal attention; parts of a batch; the vocabulary; a moved model
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 8919,  # ranges of micro-batches; context parallelism, chunked logits, recompute; adapters in one pass
+    "engine": 8952,  # context parallelism, chunked logits, recompute; adapters in one pass; the use of the KV cache
     "families": 1430,  # FLOPs of passes
     "launcher": 4610,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 4156,  # every rollout in columns, and queries of them; run.trackers; a live page, warnings; console lines
+    "obs": 4373,  # queries of every rollout; run.trackers; a live page, warnings; the use of machines; dropped groups
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 149,  # ranges of profilers; peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 5930,  # texts of groups; the newest version without a search; answers in columns and over restarts
+    "rollout": 5978,  # texts of groups; answers in columns and over restarts; dropped groups with their reasons and answers
     "run_folder": 1038,  # sweep.json; DesiredWatch logs a faulty file; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
-    "trainer": 3818,  # steps ahead of a slow disk; parts of a batch; which passes join; rollouts of a step
-    "weight_sync": 4809,  # groups formed at once, in time of their own, with names of missing receivers; keyed shards
+    "trainer": 3834,  # steps ahead of a slow disk; parts of a batch; which passes join; rollouts and machines of a step
+    "weight_sync": 4811,  # groups formed at once, with names of missing receivers; keyed shards; the use of the KV cache
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

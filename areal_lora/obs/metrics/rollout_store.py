@@ -228,7 +228,7 @@ def scalars_of(table: pa.Table) -> Scalars:
     adapters = table["adapter"].combine_chunks().dictionary_encode()
     found = np.empty(len(table), INDEX)
     found["adapter"], found["dropped"] = adapters.indices.to_numpy(), False
-    for name in {*INDEX.names} - {"adapter"} & {*table.column_names}:  # earlier versions kept no dropped ones
+    for name in {*(INDEX.names or ())} - {"adapter"} & {*table.column_names}:  # earlier versions kept no dropped ones
         column = table[name].is_valid() if name == "dropped" else table[name]
         found[name] = (column.cast("int8").fill_null(-1) if name == "solved" else column).to_numpy()
     return Scalars(adapters.dictionary.to_pylist(), found.tobytes())

@@ -317,7 +317,7 @@ def _take(runtime: AdapterRuntime, wanted: m.StepRequest) -> m.Batch | m.Adapter
         reward_costs=runtime.take_costs(),
         events=(),
         snapshot=lease.snapshot,
-        dropped=runtime.feed.groups.take_dropped() if runtime.texts else (),
+        dropped=runtime.feed.dropped.take() if runtime.texts else (),
     )
 
 

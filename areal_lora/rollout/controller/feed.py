@@ -21,7 +21,7 @@ from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel.channel_messages import Stats
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller import groups
-from areal_lora.rollout.controller.groups import FailureStreak, GroupPool, Lease, ScoredGroup, Ticket
+from areal_lora.rollout.controller.groups import DropReport, FailureStreak, GroupPool, Lease, ScoredGroup, Ticket
 from areal_lora.rollout.controller.pacing import STALE, Pacer, Pacing, StalenessBudget
 from areal_lora.rollout.ledger.ledger import GroupState, Ledger
 from areal_lora.rollout.ledger.reconcile import ROLLED_BACK, apply, decode_snapshot, plan_for, take_snapshot
@@ -59,7 +59,8 @@ class AdapterFeed:
     ) -> None:
         self.name, self.budget, self.max_running = name, budget, max_running
         self.newest = NO_VERSION  # the newest version announced
-        self.groups = GroupPool(prompts, ledger, on_expire=on_expire, clock=clock, dropped=budget.prompts_per_step)
+        self.groups = GroupPool(prompts, ledger, on_expire=on_expire, clock=clock)
+        self.dropped = DropReport(budget.prompts_per_step)
         self.failures = FailureStreak()
         self.pacer = Pacer(pacing, budget, clock)
         self._ledger, self._clock = ledger, clock
@@ -172,10 +173,10 @@ class AdapterFeed:
         if finished.newest > min(self._resumed[ticket.trainers :], default=finished.newest):
             reason = ROLLED_BACK
         if reason:
-            self.groups.report(live, reason, episode)
+            self.dropped.add(live, reason, episode)
             self.groups.reissue(live, reason)
         elif self._drop_uniform and finished.uniform:
-            self.groups.report(live, NO_VARIANCE, episode)
+            self.dropped.add(live, NO_VARIANCE, episode)
             self._ledger.drop(live.seq, NO_VARIANCE)
             self._uniform_in_a_row += 1
         else:
@@ -200,7 +201,7 @@ class AdapterFeed:
         ticket.resampled += failure.resample
         if wait_s is None:
             self.groups.stop(ticket)
-            self.groups.report(ticket, str(failure), episode or groups.unanswered(ticket, self.name, failure))
+            self.dropped.add(ticket, str(failure), episode or groups.unanswered(ticket, self.name, failure))
             self._ledger.drop(ticket.seq, failure.kind)
             self.failures.lost(failure, self.name, self.budget.prompts_per_step)
             return None
@@ -259,7 +260,7 @@ class AdapterFeed:
         for finished in list(self.groups.ready.values()):
             if reason := self.budget.refusal(finished.oldest, finished.newest, version):
                 del self.groups.ready[finished.ticket.seq]
-                self.groups.report(finished.ticket, reason, finished.episode)
+                self.dropped.add(finished.ticket, reason, finished.episode)
                 self.groups.reissue(finished.ticket, reason)
         for ticket in list(self.groups.running.values()):
             held = ticket.version

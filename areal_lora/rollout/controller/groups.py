@@ -184,21 +184,29 @@ class FailureStreak:
         raise RolloutError(f"{text} (fix: see the {logs})")
 
 
+class DropReport:
+    """The last ``limit`` groups that were dropped since the previous ``take``."""
+
+    def __init__(self, limit: int) -> None:
+        self._groups = deque[DroppedGroup](maxlen=limit)
+
+    def add(self, ticket: Ticket, reason: str, episode: Episode) -> None:
+        self._groups.append(DroppedGroup(reason=reason, group=episode.group, text=group_text(ticket, episode)))
+
+    def take(self) -> tuple[DroppedGroup, ...]:
+        taken = tuple(self._groups)
+        self._groups.clear()
+        return taken
+
+
 class GroupPool:
     """Groups by state: ``waiting`` (oldest issue first), ``running`` and ``ready`` by seq, ``leases`` by step.
 
-    ``on_expire(ticket)`` is called for a running group whose answer is not needed any more. At most the last
-    ``dropped`` groups that are dropped are held for reports.
+    ``on_expire(ticket)`` is called for a running group whose answer is not needed any more.
     """
 
     def __init__(
-        self,
-        prompts: PromptStream,
-        ledger: Ledger,
-        *,
-        on_expire: Callable[[Ticket], None],
-        clock: Callable[[], float],
-        dropped: int = 0,
+        self, prompts: PromptStream, ledger: Ledger, *, on_expire: Callable[[Ticket], None], clock: Callable[[], float]
     ) -> None:
         self.ledger = ledger
         self.loaded = False
@@ -209,7 +217,6 @@ class GroupPool:
         self.leases: dict[int, list[int]] = {}
         self.idle_since_s: float | None = None  # nothing in flight
         self.tally = GroupTally()
-        self._dropped = deque[DroppedGroup](maxlen=dropped)
         self.on_expire, self._prompts, self._clock = on_expire, prompts, clock
 
     # ------------------------------------------------------------ loading
@@ -304,15 +311,6 @@ class GroupPool:
         seq = self.ledger.issue(ticket.prompt.position, ticket.issue + 1, stale)
         again = Ticket(seq=seq, prompt=ticket.prompt, issue=ticket.issue + 1, birth=self.birth, stale=stale)
         self.waiting.append(again)
-
-    def report(self, ticket: Ticket, reason: str, episode: Episode) -> None:
-        """Hold a group that is dropped for `take_dropped`."""
-        self._dropped.append(DroppedGroup(reason=reason, group=episode.group, text=group_text(ticket, episode)))
-
-    def take_dropped(self) -> tuple[DroppedGroup, ...]:
-        taken = tuple(self._dropped)
-        self._dropped.clear()
-        return taken
 
     # ------------------------------------------------------------ done and leased
 

@@ -101,7 +101,7 @@ def test_one_process_collects_what_all_wrote_until_they_end(tmp_path: Path, monk
     folder.statuses.mkdir(parents=True)
     monkeypatch.setattr(machine, "EVERY_S", 0.05)
     ended = MachineUse(role="server", node="n1", figures={"sequences_running": 5.0})
-    folder.machine_use("server-3").write_bytes(msgspec.json.encode(ended))
+    (folder.statuses / "server-3.json").write_bytes(msgspec.json.encode(ended))
     controller = MachineWatch(folder, "controller", 0, figures=lambda: {"sequences_outstanding": 7.0})
     watch = MachineWatch(folder, "trainer", 0, collects=True)
     wait_until(lambda: len(watch.uses) == 3, 60)

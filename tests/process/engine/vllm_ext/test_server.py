@@ -259,7 +259,7 @@ def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None
 
     asyncio.run(asyncio.wait_for(run(), 120))
     wait_until(lambda: share() == 0, 60)
-    use = msgspec.json.decode(RunFolder(server.folder).machine_use("server-0").read_bytes(), type=MachineUse)
+    use = msgspec.json.decode((RunFolder(server.folder).statuses / "server-0.json").read_bytes(), type=MachineUse)
     engine = max(p.memory_info().rss for p in psutil.Process(server.process.pid).children())
     assert use.figures["memory_gib"] * 2**30 > engine, "of the server and its descendants"
     assert use.figures.keys() >= {"cpu_share", "sequences_running", "sequences_waiting", "kv_cache_share"}
