@@ -41,12 +41,12 @@ LINES = {
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 149,  # ranges of profilers; peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 5978,  # texts of groups; answers in columns and over restarts; dropped groups with their reasons and answers
+    "rollout": 5978,  # texts of groups; answers in columns and over restarts; dropped groups with reasons and answers
     "run_folder": 1038,  # sweep.json; DesiredWatch logs a faulty file; the counter of trainer sessions; traces
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
     "trainer": 3834,  # steps ahead of a slow disk; parts of a batch; which passes join; rollouts and machines of a step
-    "weight_sync": 4811,  # groups formed at once, with names of missing receivers; keyed shards; the use of the KV cache
+    "weight_sync": 4811,  # groups formed at once, with names of missing receivers; keyed shards; use of the KV cache
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

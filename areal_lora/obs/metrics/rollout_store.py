@@ -50,9 +50,9 @@ LEAST_BYTES = 3
 CLOSE_S = 120.0
 FLOATS = ("logprobs", "trainer_logprobs")
 DICTIONARIES = ("adapter", "uid", "prompt", "messages", "gold", "finish_reason", "dropped")
-_WIDTHS = "rollout:<i8 prompt_key:<i8 step:<i4 group:<i4 reward:<f4 adapter:<i2 solved:i1"
-_WIDTHS += " truncated:? stale:? retried:? dropped:?"
-INDEX = np.dtype([(name, width) for name, _, width in (each.partition(":") for each in _WIDTHS.split())])
+LAYOUT = "rollout:<i8 prompt_key:<i8 step:<i4 group:<i4 reward:<f4 adapter:<i2 solved:i1"
+LAYOUT += " truncated:? stale:? retried:? dropped:?"
+INDEX = np.dtype([(name, width) for name, _, width in (each.partition(":") for each in LAYOUT.split())])
 _NAME = re.compile(r"(\d{9,})-(\d{9,})\.parquet")
 
 log = get_logger(__name__)
@@ -86,10 +86,11 @@ class StepRollouts:
 
 
 class Scalars(msgspec.Struct, frozen=True):
-    """``rows`` are those of a file as ``INDEX``; its numbers of adapters are places in ``adapters``."""
+    """``rows`` are those of a file as ``INDEX``, by ``layout``; its numbers of adapters are places in ``adapters``."""
 
     adapters: list[str]
     rows: bytes
+    layout: str = LAYOUT
 
 
 class RolloutFile(NamedTuple):

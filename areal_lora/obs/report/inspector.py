@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from areal_lora.obs.metrics.rollout_store import INDEX, ROWS, RolloutFile, Scalars, parquet_file, scalars_of, segments
+from areal_lora.obs.metrics.rollout_store import (
+    INDEX,
+    LAYOUT,
+    ROWS,
+    RolloutFile,
+    Scalars,
+    parquet_file,
+    scalars_of,
+    segments,
+)
 from areal_lora.run_folder.paths import RunFolder
 
 if TYPE_CHECKING:
@@ -154,7 +163,9 @@ class RolloutRows:
     def _scalars(self, file: RolloutFile) -> np.ndarray:
         try:
             found = msgspec.msgpack.decode(file.scalars.read_bytes(), type=Scalars)
-        except (OSError, msgspec.DecodeError):  # after a crash
+        except (OSError, msgspec.DecodeError):
+            found = None
+        if found is None or found.layout != LAYOUT:  # after a crash, or of an earlier version
             with parquet_file(file.path) as table:
                 found = scalars_of(table.read(INDEX.names))
         self.adapters += [name for name in found.adapters if name not in self.adapters]

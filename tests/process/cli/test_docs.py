@@ -157,7 +157,7 @@ HOW: dict[str, How] = {
         ),
     ),
     "tail -f runs/NAME/metrics.jsonl": Run(instead=(("tail", "timeout 0.5 tail"),), code=124, says='"kind":"step"'),
-    "tail -n +1 runs/NAME/status/*": Run(says="step 39: waiting"),
+    "tail -n +1 runs/NAME/status/*.txt": Run(says="step 39: waiting"),
     **dict.fromkeys(
         [
             "python make_data.py",

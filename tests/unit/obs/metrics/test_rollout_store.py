@@ -20,7 +20,7 @@ import pytest
 
 from areal_lora.obs.metrics import rollout_store
 from areal_lora.obs.metrics.records import DroppedGroup
-from areal_lora.obs.metrics.rollout_store import RolloutWriter, encoded, rollout_table, segments
+from areal_lora.obs.metrics.rollout_store import RolloutWriter, Scalars, encoded, rollout_table, segments
 from areal_lora.obs.report.inspector import RolloutFilter, RolloutIndex
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import Outcome
@@ -218,6 +218,8 @@ def test_files_of_earlier_versions_are_read_and_merged(tmp_path: Path, monkeypat
     earlier = rollout_table(step_rollouts(0), 0).drop_columns(["dropped"])
     folder.rollouts.mkdir(parents=True)
     (folder.rollouts / "000000000-000000008.parquet").write_bytes(encoded(earlier))
+    other = msgspec.msgpack.encode(Scalars(["toy"], bytes(8), layout="rollout:<i8"))
+    (folder.rollouts / "000000000-000000008.index").write_bytes(other)
     found = RolloutIndex(folder)
     assert (found.page(RolloutFilter(outcome="trained")).matches, found.page(RolloutFilter()).rows[0].dropped) == (
         8,
