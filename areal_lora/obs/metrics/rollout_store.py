@@ -88,9 +88,9 @@ class StepRollouts:
 class Scalars(msgspec.Struct, frozen=True):
     """``rows`` are those of a file as ``INDEX``, by ``layout``; its numbers of adapters are places in ``adapters``."""
 
+    layout: str
     adapters: list[str]
     rows: bytes
-    layout: str = LAYOUT
 
 
 class RolloutFile(NamedTuple):
@@ -232,7 +232,7 @@ def scalars_of(table: pa.Table) -> Scalars:
     for name in {*(INDEX.names or ())} - {"adapter"} & {*table.column_names}:  # earlier versions kept no dropped ones
         column = table[name].is_valid() if name == "dropped" else table[name]
         found[name] = (column.cast("int8").fill_null(-1) if name == "solved" else column).to_numpy()
-    return Scalars(adapters.dictionary.to_pylist(), found.tobytes())
+    return Scalars(LAYOUT, adapters.dictionary.to_pylist(), found.tobytes())
 
 
 def _offsets(sizes: Sequence[int]) -> np.ndarray:

@@ -218,7 +218,7 @@ def test_files_of_earlier_versions_are_read_and_merged(tmp_path: Path, monkeypat
     earlier = rollout_table(step_rollouts(0), 0).drop_columns(["dropped"])
     folder.rollouts.mkdir(parents=True)
     (folder.rollouts / "000000000-000000008.parquet").write_bytes(encoded(earlier))
-    other = msgspec.msgpack.encode(Scalars(["toy"], bytes(8), layout="rollout:<i8"))
+    other = msgspec.msgpack.encode(Scalars("rollout:<i8", ["toy"], bytes(8)))
     (folder.rollouts / "000000000-000000008.index").write_bytes(other)
     found = RolloutIndex(folder)
     assert (found.page(RolloutFilter(outcome="trained")).matches, found.page(RolloutFilter()).rows[0].dropped) == (
