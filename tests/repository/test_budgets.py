@@ -37,7 +37,7 @@ LINES = {
     "launcher": 4610,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 4373,  # queries of every rollout; run.trackers; a live page, warnings; the use of machines; dropped groups
+    "obs": 4380,  # queries of every rollout; run.trackers; a live page, warnings; the use of machines; dropped groups
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 149,  # ranges of profilers; peaks of devices and memory on them; names of two torch versions; upload
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher

@@ -105,6 +105,16 @@ class RolloutFile(NamedTuple):
         """Its `Scalars`; absent after a crash, and while the file is replaced."""
         return self.path.with_suffix(".index")
 
+    def read_scalars(self) -> Scalars:
+        try:
+            found = msgspec.msgpack.decode(self.scalars.read_bytes(), type=Scalars)
+        except (OSError, msgspec.DecodeError):
+            found = None
+        if found is None or found.layout != LAYOUT:  # after a crash, or of an earlier version
+            with parquet_file(self.path) as table:
+                found = scalars_of(table.read(INDEX.names))
+        return found
+
     @property
     def nbytes(self) -> int:
         return sum(path.stat().st_size for path in (self.path, self.scalars) if path.exists())

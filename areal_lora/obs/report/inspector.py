@@ -15,16 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from areal_lora.obs.metrics.rollout_store import (
-    INDEX,
-    LAYOUT,
-    ROWS,
-    RolloutFile,
-    Scalars,
-    parquet_file,
-    scalars_of,
-    segments,
-)
+from areal_lora.obs.metrics.rollout_store import INDEX, ROWS, RolloutFile, parquet_file, segments
 from areal_lora.run_folder.paths import RunFolder
 
 if TYPE_CHECKING:
@@ -161,13 +152,7 @@ class RolloutRows:
             self.index = np.frombuffer(b"".join(each.rows.data for each in found), INDEX)
 
     def _scalars(self, file: RolloutFile) -> np.ndarray:
-        try:
-            found = msgspec.msgpack.decode(file.scalars.read_bytes(), type=Scalars)
-        except (OSError, msgspec.DecodeError):
-            found = None
-        if found is None or found.layout != LAYOUT:  # after a crash, or of an earlier version
-            with parquet_file(file.path) as table:
-                found = scalars_of(table.read(INDEX.names))
+        found = file.read_scalars()
         self.adapters += [name for name in found.adapters if name not in self.adapters]
         rows, codes = np.frombuffer(found.rows, INDEX), [self.adapters.index(name) for name in found.adapters]
         if codes != [*range(len(codes))]:

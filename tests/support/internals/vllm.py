@@ -60,6 +60,24 @@ INTERNALS: tuple[Used, ...] = (
             ("shutdown", ("timeout",)),
         ),
     ),
+    Used(
+        module="vllm.v1.engine.core",
+        name="EngineCore",
+        members=("scheduler",),
+        why="the use of the KV cache is in statistics only, which cost time at every model step",
+    ),
+    Used(
+        module="vllm.v1.core.sched.interface",
+        name="SchedulerInterface",
+        members=("get_kv_cache_usage",),
+        why="as EngineCore",
+    ),
+    Used(
+        module="vllm.v1.engine.core_client",
+        name="AsyncMPClient",
+        calls=(("call_utility_async", ("method",)),),
+        why="as EngineCore",
+    ),
     Used(module="vllm.outputs", name="RequestOutput", members=("outputs", "finished", "prompt_logprobs")),
     Used(module="vllm.outputs", name="CompletionOutput", members=("token_ids", "logprobs", "finish_reason", "index")),
     Used(
