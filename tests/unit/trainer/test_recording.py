@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import torch
 
 from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
+from areal_lora.obs.machine import MachineWatch
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import DroppedGroup, GroupText
 from areal_lora.obs.metrics.rollout_store import RolloutWriter
@@ -29,7 +31,7 @@ from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.step_metrics import Window
 from areal_lora.types import AdapterRef, TrajectoryGroup
-from tests.support.clocks import Clock
+from tests.support.clocks import Clock, wait_until
 from tests.support.obs.page import Page
 from tests.support.rollout.helpers import NAME, stream, trajectory
 from tests.support.sizes import size
@@ -60,6 +62,20 @@ def test_rewards_are_averaged_over_samples_and_not_over_their_trajectories(tmp_p
     given = replace(batch, given=torch.ones_like(batch.given))
     recorder.step(AdapterRef(name=NAME, version=2), given, report, {0: 8}, spans)
     assert "train/sampled_nll" not in read_metrics(tmp_path).steps[-1].metrics
+
+
+def test_a_step_has_the_use_of_the_machines(tmp_path: Path) -> None:
+    folder, groups = RunFolder(tmp_path), (TrajectoryGroup(uid="0:a", trajectories=(trajectory(stream().at(0), 0),)),)
+    folder.statuses.mkdir(parents=True)
+    machines = MachineWatch(folder, "trainer", 0, collects=True)
+    wait_until(lambda: machines.uses, 60)
+    recorder = Recorder(folder, [NAME], {}, time.monotonic(), machines=machines)
+    report = LearnReport(sums=defaultdict(float, tokens=8.0), grad_norm=1.0, lr=1e-3, skipped=0.0)
+    recorder.step(AdapterRef(name=NAME, version=1), collate(PackedGroups.of(groups)), report, {0: 8}, Spans())
+    recorder.close()
+    [step] = read_metrics(tmp_path).steps
+    tags = {tag for tag in step.metrics if tag.startswith("machine/")}
+    assert tags == {f"machine/trainer/{os.uname().nodename}/{name}" for name in ("cpu_share", "memory_gib")}
 
 
 def test_the_rollouts_of_a_step_are_kept_with_what_the_trainer_knows_and_repeats_replace_them(tmp_path: Path) -> None:
