@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Clock:
@@ -17,7 +20,7 @@ class Clock:
 
 
 def wait_until(
-    condition: Callable[[], object], timeout_s: float = 5.0, what: str = "the condition", pause_s: float = 0.02
+    condition: Callable[[], object], timeout_s: float = 120.0, what: str = "the condition", pause_s: float = 0.02
 ) -> float:
     """Poll ``condition`` until it holds; fails after ``timeout_s``. Seconds that it took."""
     began = time.monotonic()
@@ -25,3 +28,14 @@ def wait_until(
         assert time.monotonic() - began < timeout_s, f"{what} did not happen within {timeout_s} s"
         time.sleep(pause_s)
     return time.monotonic() - began
+
+
+def seen(run: Callable[[], T], happened: Callable[[T], object], tries: int = 10) -> T:
+    """What the first run gave in which it happened: a process that stands still for seconds misses short deadlines.
+
+    Fails if it happened in none: a fault of the product shows in each.
+    """
+    for _ in range(tries):
+        if happened(found := run()):
+            return found
+    raise AssertionError(f"in {tries} runs it did not happen, the last gave {found}")
