@@ -178,7 +178,7 @@ def test_a_real_server_scores_a_published_adapter_alike(kind: str, tmp_path: Pat
         server.source.close()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
     batch = scoring_batch([PROMPT], "a")
     for found, name in ((base, None), (adapted, "a")):
         torch.testing.assert_close(torch.tensor(found), engine.logprobs(batch, adapter=name), atol=1e-4, rtol=0)

@@ -30,7 +30,7 @@ def test_a_mixture_in_bfloat16_on_a_cpu_with_avx2_only(tmp_path: Path) -> None:
         running.source.close()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
     assert largest(base, running.logprobs(None, PROMPT)) < 0.1
     assert largest(got, running.logprobs(tensors, PROMPT)) < 0.2
     assert largest(got, base) > 0.5, "the adapter must show"

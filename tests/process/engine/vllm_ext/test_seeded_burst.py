@@ -12,5 +12,5 @@ from tests.support.paths import EXAMPLES
 
 @pytest.mark.slow
 def test_a_burst_of_seeded_prompts_is_served_whole() -> None:
-    said = starter_of(ROLES["rollout.python"]).output(seeded_burst.__name__, [str(EXAMPLES)], 200.0)
+    said = starter_of(ROLES["rollout.python"]).output(seeded_burst.__name__, [str(EXAMPLES)], 280.0)
     assert said.strip().splitlines()[-1] == str(32 * 8)
