@@ -21,14 +21,16 @@ from tests.support.paths import EXAMPLES
 RANK = 8
 
 
-def alone(folder: Path, engine: str, dtype: str, recompute: Recompute, device: str) -> tuple[np.ndarray, np.ndarray]:
+def alone(
+    folder: Path, engine: str, dtype: str, recompute: Recompute, device: str, python: str | Path = sys.executable
+) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and gradient of a random adapter, from a process of its own: engines keep global state."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     file = folder / f"{engine}-{dtype}-{recompute}.npz"
-    command = [sys.executable, "-m", __name__, engine, dtype, recompute, device, str(file)]
+    command = [python, "-m", __name__, engine, dtype, recompute, device, str(file)]
     subprocess.run(command, env=os.environ | world, check=True, timeout=280)
     with np.load(file) as found:
         return found["logprobs"], found["gradient"]

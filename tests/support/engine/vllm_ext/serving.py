@@ -350,7 +350,7 @@ def start(
             "adapters": [ADAPTER | dict(differing or {}), *(ADAPTER | dict(other) for other in further)],
             "trainer": {"world_size": 1},
             "rollout": {"max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.1} | rollout,
-            "weight_sync": {"timeout_s": 20.0},
+            "weight_sync": {"timeout_s": 150.0},
             "cluster": {"device": "cpu", "devices_per_node": 2},
         }
     )
