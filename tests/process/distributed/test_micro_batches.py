@@ -11,7 +11,7 @@ from tests.support.distributed.memory_ranks import BUDGET, MICRO_BATCHES, RESULT
 from tests.support.distributed.spawn import run_ranks
 from tests.support.paths import EXAMPLES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CASES = [
     Case(name="megatron", world=1, budget=BUDGET),

@@ -21,7 +21,7 @@ from tests.support.distributed.intruder import intrude, intrude_all
 from tests.support.distributed.spawn import forking
 from tests.support.paths import EXAMPLES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SHIPPED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
 WORLD = 2

@@ -11,7 +11,7 @@ import pytest
 from tests.support.engine.vllm_ext.older_cpu import OLDER_CPU, OLDER_SERVER
 from tests.support.engine.vllm_ext.serving import PROMPT, connect, largest, make_model, start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is of x86")

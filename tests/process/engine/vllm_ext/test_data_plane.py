@@ -22,7 +22,7 @@ from tests.support.edges import EDGES, RAW, written
 from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer
 from tests.support.sizes import size
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 N_REQUESTS = size(600, 20_000)

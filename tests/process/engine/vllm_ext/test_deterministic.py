@@ -17,7 +17,7 @@ from tests.support import shared_memory
 from tests.support.clocks import wait_until
 from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, connect, start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 REQUESTS: list[dict[str, Any]] = [
     {

@@ -17,7 +17,7 @@ from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.engine.vllm_ext.serving import RANK, RunningServer, Tensors
 from tests.support.weight_sync.adapters import pack_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NAME = "model.layers.2.mlp.experts.5.gate_proj.lora_A.weight"
 TWIN = NAME.replace("experts.5", "experts.6")

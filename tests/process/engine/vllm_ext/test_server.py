@@ -36,7 +36,7 @@ from tests.support.engine.vllm_ext.serving import (
     merged_model,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def largest(a: list[float], b: list[float]) -> float:

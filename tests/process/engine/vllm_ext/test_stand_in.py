@@ -33,6 +33,7 @@ from tests.support.forks.starter import starter_of
 from tests.support.launcher.command import ROLES
 from tests.support.rollout.helpers import eval_set, single_turn_workflows
 
+pytestmark = pytest.mark.timeout(600)
 PLACES = 32
 MODULE = "tests.support.engine.vllm_ext.stand_in"
 

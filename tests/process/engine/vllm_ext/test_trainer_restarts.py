@@ -16,7 +16,7 @@ from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer
 from tests.support.forks.starter import starter_of
 from tests.support.launcher.command import ROLES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Trainer:
