@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -58,8 +57,7 @@ def truth(version: int, seed: int) -> dict[str, torch.Tensor]:
 
 def serve(pipe: Connection, name: str, workers: int) -> None:
     torch.set_num_threads(1)
-    continued = threading.Event()
-    signal.signal(signal.SIGCONT, lambda *_: continued.set())
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})  # in all threads, or any of them would take it
     server = MemoryServer(
         run=RUN,
         secret=SECRET,
@@ -80,19 +78,19 @@ def serve(pipe: Connection, name: str, workers: int) -> None:
             elif what == "refs":
                 pipe.send([str(r) for r in sorted(server.held.active)])
             elif what == "pause":  # in the middle of the next transfer, for a signal to arrive
-                continued.clear()
-                writers[0].on_write = partial(pause, pipe, itertools.count(), continued)
+                signal.sigtimedwait({signal.SIGCONT}, 0)
+                writers[0].on_write = partial(pause, pipe, itertools.count())
             elif what == "forget":  # versions from now on lose their lora_B
                 for w in writers:
                     w.flush = lambda slot, w=w: forget(w.slots[slot])  # type: ignore[method-assign]
                 pipe.send(None)
 
 
-def pause(pipe: Connection, buckets: Iterator[int], continued: threading.Event) -> None:
+def pause(pipe: Connection, buckets: Iterator[int]) -> None:
     """In the middle of a transfer, until this process is killed or, stopped, continues."""
     if next(buckets) == 2:
         pipe.send("midway")
-        continued.wait(LONG_S)
+        signal.sigtimedwait({signal.SIGCONT}, LONG_S)
 
 
 def forget(tensors: dict[str, np.ndarray]) -> None:
