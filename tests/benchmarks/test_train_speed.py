@@ -56,6 +56,7 @@ def test_a_side_without_a_number_is_no_tie():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_both_sides_compute_the_same_and_are_measured(tmp_path):
     out = tmp_path / "out.json"
     script = ROOT / "benchmarks" / "train_speed.py"

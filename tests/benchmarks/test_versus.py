@@ -8,6 +8,7 @@ from tree_watch import TreeWatch, Usage
 from versus import claims, report
 from versus_runs import Run, Step, phases_of, read_trl
 
+from tests.support.clocks import wait_until
 from tests.support.obs.records import step_record
 
 IDLE = Usage(at_s=[0.0, 100.0], cpu_s=[0.0, 150.0], peak_bytes=2**30, by_name={"trainer-0": 100.0})
@@ -89,14 +90,16 @@ def test_phases_of_a_recorded_step():
 
 
 def test_a_process_and_its_child_are_watched():
-    child = "import time; block = bytearray(64 << 20); t = time.process_time()\nwhile time.process_time() - t < 1: pass"
+    child = "import sys, time; block = bytearray(64 << 20); t = time.process_time()\n"
+    child += "while time.process_time() - t < 1: pass\nsys.stdin.read()"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     started_s = time.monotonic()
-    process = subprocess.Popen([sys.executable, "-c", parent])
+    process = subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE)
     with TreeWatch(process.pid, started_s, every_s=0.1) as watch:
-        assert process.wait() == 0
-    assert watch.usage.peak_bytes > 64 << 20
-    assert 0.5 < watch.usage.cpu_s[-1] < 5.0
+        wait_until(lambda: watch._peak > 64 << 20 and watch._cpu_s[-1] > 0.5, what="a look at the child's work")
+        process.communicate()
+    assert process.returncode == 0
+    assert watch.usage.cpu_s[-1] < 5.0
     assert watch.usage.at_s == sorted(watch.usage.at_s)
 
 

@@ -67,8 +67,8 @@ def go(root: Path, name: str, victims: dict[int, str]) -> Run:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return go(tmp_path_factory.mktemp("undisturbed"), "demo", {})
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return go(tmp_path_factory.mktemp("seen"), "demo", {})
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +82,10 @@ def test_it_ends_well_after_three_restarts(disturbed: Run) -> None:
     assert disturbed.summary["restarts"] == {"server-0": 1, "controller-0": 1, "trainer": 1}
 
 
-def test_it_learns_as_well_as_an_undisturbed_run(disturbed: Run, undisturbed: Run) -> None:
-    assert undisturbed.code == 0, undisturbed.output
-    [before] = [r["accuracy"] for r in undisturbed.records("eval") if r["version"] == 0]
-    ours, theirs = disturbed.final_accuracy(), undisturbed.final_accuracy()
+def test_it_learns_as_well_as_an_undisturbed_run(disturbed: Run, seen: Run) -> None:
+    assert seen.code == 0, seen.output
+    [before] = [r["accuracy"] for r in seen.records("eval") if r["version"] == 0]
+    ours, theirs = disturbed.final_accuracy(), seen.final_accuracy()
     print(f"\nheld-out accuracy {before:.3f}; after {STEPS} steps {theirs:.3f}, with three kills {ours:.3f}")
     assert abs(ours - theirs) <= 0.05
     assert theirs > before + 0.3, "neither has learned: the comparison proves nothing"

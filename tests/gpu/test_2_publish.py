@@ -19,7 +19,7 @@ from areal_lora.weight_sync.messages import SourceEndpoint
 from tests.support.gpu.cases import Pair, pack
 
 MB = 2**20
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 def test_pack_from_device_memory(device: torch.device, record: Any) -> None:
@@ -60,7 +60,7 @@ def test_nccl_refuses_two_members_on_one_device(device: torch.device, record: An
     finally:
         pair.close()
     took = time.monotonic() - began
-    record("a clear error, no hang: at most 11 s", {"error": str(caught.value), "seconds": took})
+    record(f"a clear error, no hang: at most {TIMEOUT_S + 1:.0f} s", {"error": str(caught.value), "seconds": took})
     assert took <= TIMEOUT_S + 1.0
 
 

@@ -32,14 +32,6 @@ def in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
-def undisturbed(measure: Callable[[], T], fine: Callable[[T], object], times: int = 5) -> T:
-    """The first result of ``measure`` that is ``fine``, or the last one: work has a second, a stall may take longer."""
-    for _ in range(times - 1):
-        if fine(found := measure()):
-            return found
-    return measure()
-
-
 def wait_until(
     condition: Callable[[], object], timeout_s: float = WAIT_S, what: str = "the condition", pause_s: float = 0.02
 ) -> float:
@@ -49,3 +41,14 @@ def wait_until(
         assert time.monotonic() - began < timeout_s, f"{what} did not happen within {timeout_s} s"
         time.sleep(pause_s)
     return time.monotonic() - began
+
+
+def seen(run: Callable[[], T], happened: Callable[[T], object], tries: int = 10) -> T:
+    """What the first run gave in which it happened: a process that stands still for seconds misses short deadlines.
+
+    Fails if it happened in none: a fault of the product shows in each.
+    """
+    for _ in range(tries):
+        if happened(found := run()):
+            return found
+    raise AssertionError(f"in {tries} runs it did not happen, the last gave {found}")

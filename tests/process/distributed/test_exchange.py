@@ -16,7 +16,7 @@ CASES = [[0, 1, 2, 3], [0, 0, 2, 2], [0, 2, 0, 2], [0, 0, 0, 0], [3, 1, 1, 1]]
 
 @pytest.mark.slow
 def test_each_rank_receives_its_part_and_every_message(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(received, 4, tmp_path, (CASES,), timeout_s=60.0)):
+    for rank, found in enumerate(run_ranks(received, 4, tmp_path, (CASES,))):
         want = [part(of_ranks[rank]).tobytes() if rank else b"" for of_ranks in CASES]
         for size in (0, INLINE_BYTES, 3 * INLINE_BYTES + 1):
             want.append(np.random.default_rng(size).bytes(size))

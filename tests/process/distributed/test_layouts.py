@@ -48,7 +48,7 @@ from tests.support.distributed.oracle import (
 from tests.support.distributed.spawn import RanksFailed, run_ranks
 from tests.support.sizes import sample
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LOGPROB_TOLERANCE = 1e-4
 # Of the largest entry of a tensor's update. transformers in fp32 is up to 2.5e-5 away from float64 here (Mixtral).
@@ -213,11 +213,7 @@ class World:
             folder.mkdir()
             try:
                 self._ranks[key] = run_ranks(
-                    exercise_all,
-                    cases[0].world,
-                    folder,
-                    (self.paths, cases, NEIGHBOURS, self.numpy_wires()),
-                    timeout_s=280.0,
+                    exercise_all, cases[0].world, folder, (self.paths, cases, NEIGHBOURS, self.numpy_wires())
                 )
             except RanksFailed as failure:  # kept, or every test would start the world again
                 self._ranks[key] = failure

@@ -15,7 +15,7 @@ from tests.support.distributed.oracle import ALPHA, EXPERTS, LAYERS, OUTER, RANK
 from tests.support.distributed.spawn import run_ranks
 from tests.support.sizes import size
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 VERSIONS, VERSIONS_OF_FOUR = size(12, 200), 6
 CASES = [
@@ -42,7 +42,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     seen: dict[str, list[dict[str, Any]]] = {}
     for n, versions in ((2, VERSIONS), (4, VERSIONS_OF_FOUR)):
         cases = [case for case in CASES if case.world == n]
-        ranks = run_ranks(publish_many, n, tmp / "ranks", (path, cases, versions), timeout_s=200.0)
+        ranks = run_ranks(publish_many, n, tmp / "ranks", (path, cases, versions))
         seen |= {case.name: [rank[case.name] for rank in ranks] for case in cases}
     return load_file(Path(path) / "model.safetensors"), seen
 

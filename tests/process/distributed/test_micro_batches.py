@@ -11,7 +11,7 @@ from tests.support.distributed.memory_ranks import BUDGET, MICRO_BATCHES, RESULT
 from tests.support.distributed.spawn import run_ranks
 from tests.support.paths import EXAMPLES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CASES = [
     Case(name="megatron", world=1, budget=BUDGET),
@@ -24,7 +24,7 @@ CASES = [
 def test_nothing_of_a_micro_batch_lives_longer_than_its_passes(case: Case, tmp_path: Path) -> None:
     """Plans: of training one for each pipeline stage from this one on, of scoring one; none afterwards. Bytes: the last
     micro-batch is computed with as many as the first that found its stage full, but for results."""
-    ranks = run_ranks(living, case.world, tmp_path, (str(EXAMPLES / "tiny_model"), case), timeout_s=200.0)
+    ranks = run_ranks(living, case.world, tmp_path, (str(EXAMPLES / "tiny_model"), case))
     for stage, found in enumerate(ranks):
         assert [len(seen.plans) for seen in found.values()] == [MICRO_BATCHES + 1] * 2
         assert max(found["training"].plans) == case.pp - stage

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("optimizer")
-    return run_ranks(case.share_steps, case.WORLD, folder, (), timeout_s=120.0)
+    return run_ranks(case.share_steps, case.WORLD, folder, ())
 
 
 @pytest.fixture(scope="module")

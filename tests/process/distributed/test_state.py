@@ -12,7 +12,7 @@ from tests.support.distributed.oracle import SHARED, make_model
 from tests.support.distributed.spawn import run_ranks
 from tests.support.distributed.state_ranks import begin, carry
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KINDS = ("moe", f"moe{SHARED}")
 
@@ -38,11 +38,11 @@ def journeys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     for kind in KINDS:
         folder = tmp / f"{kind}-worlds"
         folder.mkdir()
-        seen = run_ranks(begin, 1, folder, (path, Case("one", 1, kind)), timeout_s=120.0)[0]
-        steps = run_ranks(carry, 2, folder, (path, cases(kind), seen["state"]), timeout_s=200.0)
+        seen = run_ranks(begin, 1, folder, (path, Case("one", 1, kind)))[0]
+        steps = run_ranks(carry, 2, folder, (path, cases(kind), seen["state"]))
         last = steps[0][cases(kind)[-1].name]["state"]
         (folder / "back").mkdir()
-        back = run_ranks(carry, 1, folder / "back", (path, [Case("back", 1, kind)], last), timeout_s=120.0)[0]
+        back = run_ranks(carry, 1, folder / "back", (path, [Case("back", 1, kind)], last))[0]
         found[kind] = {"begin": seen, "ranks": steps, "back": back["back"]}
     return found
 

@@ -128,6 +128,7 @@ def test_peft_and_we_read_ranks_and_scales_alike(kind: str, one: AdapterSpec, tm
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_vllm_equals_the_merged_model(tmp_path: Path) -> None:
     """Experts called w1, w2, w3; and dense layers, experts and a shared expert, all adapted, in one model."""
     tokens, every = torch.arange(2, 60), []
@@ -136,7 +137,7 @@ def test_vllm_equals_the_merged_model(tmp_path: Path) -> None:
         every.append(make(kind, save(kind, tmp_path / kind, wide=True), spec(EVERYTHING, layout, rank=8), size=0.1))
     words = [sys.executable, str(SUPPORT / "engine" / "stock_scores.py"), json.dumps(tokens.tolist())]
     words += [str(folder) for folders in every for folder in (folders.base, folders.adapter)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
     for folders, line in zip(every, lines, strict=True):

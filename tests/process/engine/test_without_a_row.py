@@ -29,7 +29,7 @@ from tests.support.engine.vllm_ext.serving import PROMPT, RANK, connect, make_to
 from tests.support.families.rowless import ROWLESS, save_rowless
 from tests.support.sizes import sample
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ALPHA = 12.0
 ROWS = [[3, 5, 7, 9, 11, 13, 2, 40, 41, 42], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3]]
 CPU = torch.device("cpu")
@@ -178,7 +178,7 @@ def test_a_real_server_scores_a_published_adapter_alike(kind: str, tmp_path: Pat
         server.source.close()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
     batch = scoring_batch([PROMPT], "a")
     for found, name in ((base, None), (adapted, "a")):
         torch.testing.assert_close(torch.tensor(found), engine.logprobs(batch, adapter=name), atol=1e-4, rtol=0)

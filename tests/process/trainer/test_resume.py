@@ -23,7 +23,7 @@ from tests.support.distributed.spawn import RanksFailed, run_ranks
 from tests.support.sizes import sample
 from tests.support.trainer.resume_ranks import PROMPTS, STEPS, Session, crash, live
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 PROFILE = ProfileConfig(steps=[2], ranks=[1])
 # Counted per session: the first save of a session that resumes is that of its first step.
@@ -64,7 +64,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def world(what: Any, session: Session, store: Path) -> list[Any]:
     store.mkdir()
-    return run_ranks(what, 2, store, (session,), timeout_s=120.0)
+    return run_ranks(what, 2, store, (session,))
 
 
 def manifests(folder: Path) -> list[Manifest]:

@@ -19,7 +19,7 @@ from tests.support.distributed.oracle import ALPHA, RANK, make_model, random_ada
 from tests.support.distributed.spawn import run_ranks
 from tests.support.trainer.warm_ranks import start_all
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 TOLERANCE = 1e-4
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -74,7 +74,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[A
     }
     results = {}
     for world, cases in worlds.items():
-        ranks = run_ranks(start_all, world, tmp, (cases,), timeout_s=200.0)
+        ranks = run_ranks(start_all, world, tmp, (cases,))
         results |= {case: [rank[case] for rank in ranks] for case in cases}
     return {**worlds[1], **worlds[2]}, results
 

@@ -16,6 +16,7 @@ from areal_lora.weight_sync.trainer import publish_job as job_module
 from areal_lora.weight_sync.trainer.decisions import PublishReport
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.clocks import seen, wait_until
 from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync import SOCKETS
 from tests.support.weight_sync.adapters import pack_of
@@ -23,7 +24,8 @@ from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref,
 from tests.support.weight_sync.memory_server import MemoryServer
 from tests.support.weight_sync.thread_exchange import ThreadExchange
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LONG_S = 150.0
 BUCKET_MIB = 0.001
 
 
@@ -82,7 +84,7 @@ class Ranks:
         for t in threads:
             t.start()
         for t in threads:
-            t.join(60)
+            t.join(LONG_S)
         return got
 
     def __enter__(self):
@@ -94,84 +96,99 @@ class Ranks:
 
 
 class Late:
-    """Holds up the writing of the last bucket of a version: all bytes have arrived by then."""
+    """Holds up the writing of the last bucket of a version until it is released: all bytes have arrived by then."""
 
-    def __init__(self, server, last, hold_s):
-        self.n, self.last, self.hold_s, self.ended = 0, last, hold_s, threading.Event()
+    def __init__(self, server, last):
+        self.n, self.last = 0, last
+        self.reached, self.released = threading.Event(), threading.Event()
         server.writers[0].on_write = self
 
     def __call__(self):
         self.n += 1
         if self.n == self.last:
-            time.sleep(self.hold_s)
-            self.ended.set()
+            self.reached.set()
+            assert self.released.wait(LONG_S)
 
 
 def buckets_of(server, backend):
     """How many buckets a version has."""
-    seen = []
-    server.writers[0].on_write = lambda: seen.append(1)
-    with Ranks(server, backend=backend, timeout_s=20.0) as ranks:
+    counted = []
+    server.writers[0].on_write = lambda: counted.append(1)
+    with Ranks(server, backend=backend, timeout_s=LONG_S) as ranks:
         assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
-    return len(seen)
+    return len(counted)
 
 
 @pytest.mark.parametrize("backend", ["gloo", SOCKETS])
 def test_a_version_is_not_activated_after_the_trainer_has_given_it_up(monkeypatch, backend):
     with serve() as server:
         last = buckets_of(server, backend)
-        late = Late(server, last, hold_s=4.0)
         monkeypatch.setattr(run, "FORM_S", 0.8)  # else the second transfer waits until the server has ended the first
-        with Ranks(server, backend=backend, timeout_s=2.0) as ranks:
-            ((answer, seconds),) = ranks.outcomes(1)
-            assert isinstance(answer, PublishError), answer
-            assert not late.ended.is_set(), f"the trainer gave up first, after {seconds:.1f} s"
-            assert late.ended.wait(10.0)
-            time.sleep(0.5)
-            assert sorted(server.held.active) == [ref(0)], "the server serves a version that was given up"
+
+        def given_up():
+            late = Late(server, last)
+            with Ranks(server, backend=backend, timeout_s=2.0) as ranks:
+                ((answer, _),) = ranks.outcomes(1)
+                assert isinstance(answer, PublishError), answer
+                late.released.set()
+                wait_until(lambda: not server.busy)
+                assert sorted(server.held.active) == [ref(0)], "the server serves a version that was given up"
+            return late.reached.is_set()
+
+        seen(given_up, bool)
         server.writers[0].on_write = None
         monkeypatch.undo()
-        with Ranks(server, backend=backend, timeout_s=20.0) as ranks:
+        with Ranks(server, backend=backend, timeout_s=LONG_S) as ranks:
             assert isinstance(ranks.outcomes(1)[0][0], PublishReport), "it may come again"
 
 
 def test_a_request_whose_time_has_passed_in_the_queue_is_not_looked_at(monkeypatch):
-    monkeypatch.setattr(run, "FORM_S", 0.5)  # no second attempt once the server is free
-    held, looked = threading.Event(), []
+    looked, inside = [], []
 
     class Busy(MemoryServer):
+        def handle(self, *request):
+            inside.append(request)
+            try:
+                return super().handle(*request)
+            finally:
+                inside.remove(request)
+
         def _publish(self, announcement, *rest):
             looked.append(announcement.manifest.ref)
             return super()._publish(announcement, *rest)
 
-    with serve(Busy) as server, Ranks(server, timeout_s=2.0) as ranks:
-        assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
-        server._one_publish.acquire()  # by another request
-        threading.Timer(7.0, lambda: (server._one_publish.release(), held.set())).start()
-        ((answer, _),) = ranks.outcomes(1)
-        assert isinstance(answer, PublishError), answer
-        assert held.wait(20.0)
-        time.sleep(0.5)
-        assert looked == [ref(0)]
+    with serve(Busy) as server:
+        with Ranks(server, timeout_s=LONG_S) as ranks:
+            assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
+        monkeypatch.setattr(run, "FORM_S", 0.5)  # no second attempt once the server is free
+        with Ranks(server, timeout_s=2.0) as ranks:
+            server._one_publish.acquire()  # by another request
+            ((answer, _),) = ranks.outcomes(1)
+            assert isinstance(answer, PublishError), answer
+            wait_until(lambda: not inside)
+            server._one_publish.release()
+            assert looked == [ref(0)]
 
 
 def test_no_rank_gives_up_while_another_one_has_not_started_the_publish(monkeypatch):
     """Ranks come to the beginning of a publish at different times; its time counts from the last one's."""
     monkeypatch.setattr(job_module, "SLACK_S", 0.3)
-    with serve() as server, Ranks(server, world=2, timeout_s=1.0) as ranks:
-        for version in range(2):
-            outcomes = ranks.outcomes(version, apart_s=2.0, last=version)
-            assert all(isinstance(answer, PublishReport) for answer, _ in outcomes), outcomes
+
+    def outcomes():
+        with serve() as server, Ranks(server, world=2, timeout_s=1.0) as ranks:
+            return [answer for v in range(2) for answer, _ in ranks.outcomes(v, apart_s=2.0, last=v)]
+
+    seen(outcomes, lambda answers: all(isinstance(answer, PublishReport) for answer in answers))
 
 
 class Hanging(MemoryServer):
     """Does not answer requests to ``path`` any more, but others."""
 
-    path = ""
+    path, over = "", threading.Event()
 
     def handle(self, method, path, header, body):
         if path == self.path:
-            time.sleep(20.0)
+            self.over.wait(LONG_S)
         return super().handle(method, path, header, body)
 
 
@@ -179,29 +196,37 @@ class Hanging(MemoryServer):
 def test_rank_0_ends_within_the_budget_of_a_publish_and_the_others_hear_from_it(monkeypatch, path):
     monkeypatch.setattr(job_module, "SLACK_S", 0.5)
     monkeypatch.setattr(run, "FORM_S", 0.8)
-    with serve(Hanging) as server, Ranks(server, world=2, timeout_s=2.0) as ranks:
-        if path in (tp.PUBLISH_PATH, tp.SCORE_PATH):  # also one that is found out in the middle of a run
-            assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
-        server.path = path
-        (first, first_s), (other, other_s) = ranks.outcomes(1)
+    monkeypatch.setattr(Hanging, "over", threading.Event())
+
+    def outcomes():
+        with serve(Hanging) as server, Ranks(server, world=2, timeout_s=2.0) as ranks:
+            if path in (tp.PUBLISH_PATH, tp.SCORE_PATH):  # also one that is found out in the middle of a run
+                ranks.outcomes(0)
+            server.path = path
+            return ranks.config.publish_s + 0.5, ranks.outcomes(1)
+
+    def in_time(found):
+        """Every rank has the same reason, none stopped waiting before."""
+        limit_s, ((first, first_s), (other, other_s)) = found
         assert isinstance(first, PublishError)
-        assert str(other) == str(first), "every rank has the same reason, none stopped waiting before"
-        assert "gone or late" not in str(first)
-        assert max(first_s, other_s) < ranks.config.publish_s + 0.5
+        return str(other) == str(first) and "gone or late" not in str(first) and max(first_s, other_s) < limit_s
+
+    seen(outcomes, in_time)
+    Hanging.over.set()
 
 
 def test_packing_that_does_not_end_in_time_ends_the_publish():
     with serve() as server, Ranks(server, timeout_s=1.0) as ranks:
         owned, aliases = share(values(0))
-        layout = layout_of(owned, aliases)
+        layout, [publisher] = layout_of(owned, aliases), ranks.publishers
 
         def pack(flat):
             for done in pack_of(layout, 0, dict(owned))(flat):
                 yield done
                 if done == 3:
-                    time.sleep(2.5)
+                    wait_until(publisher._lanes["a"].previous.outcome.done)
 
-        handle = ranks.publishers[0].publish(ref(0), None, layout, pack, BASE, None)
+        handle = publisher.publish(ref(0), None, layout, pack, BASE, None)
         assert handle.outcome.done(), "it ended while the tensors were still being packed"
         with pytest.raises(PublishError, match="not packed in time at trainer rank 0"):
             handle.wait()

@@ -35,7 +35,7 @@ from tests.support.weight_sync.many import (
 )
 from tests.support.weight_sync.thread_exchange import ThreadExchange
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_33_adapters_of_mixed_targets_need_a_formation_per_source_and_are_never_refused() -> None:
@@ -45,11 +45,11 @@ def test_33_adapters_of_mixed_targets_need_a_formation_per_source_and_are_never_
         s.bind(("127.0.0.1", 0))
         s.listen()
         port = s.getsockname()[1]
-        wait = timedelta(seconds=60)
+        wait = timedelta(seconds=150)
         store = dist.TCPStore("127.0.0.1", port, 2, True, wait, wait_for_workers=False, master_listen_fd=s.detach())
         ranks = [ps.start(train_many, rank, port, server.endpoint, n, rounds) for rank in range(2)]
         for rank in ranks:
-            attempts, formations = rank.answer(200.0)
+            attempts, formations = rank.answer(280.0)
             assert (attempts, formations) == ([1] * n * rounds, 2)
         assert (server.versions, server.joins, server.refused) == (99, 2, [])
         for i in range(n):
@@ -57,7 +57,7 @@ def test_33_adapters_of_mixed_targets_need_a_formation_per_source_and_are_never_
         assert {len(layout(made(i), 2).shards) for i in range(n)} == {1, 2}, "some adapters have no part on rank 1"
         assert len({layout(made(i), 2).digest for i in range(n)}) == 18, "adapters of one structure share a layout"
         for rank in ranks:
-            rank.process.join(10)
+            rank.process.join(120)
         del store
 
 
@@ -194,7 +194,7 @@ def test_a_rank_that_is_late_lets_the_same_publish_go_ahead() -> None:
             served(publish(greedy, 1))
             with server.lease("a2@v1"):
                 waiting = publish(greedy, 2)
-                wait_until(lambda: bool(ranks[0].waits), 20.0)
+                wait_until(lambda: bool(ranks[0].waits))
                 for version in range(1, 3):
                     served(publish(other, version, late_s=0.5))
                     server.assert_serves(other, version)
@@ -207,7 +207,7 @@ def test_a_rank_that_is_late_lets_the_same_publish_go_ahead() -> None:
 def test_a_publish_without_a_slot_until_its_deadline_is_an_error_of_that_adapter(
     pair: tuple[CountingServer, Adapters], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WeightSyncConfig, "slot_s", 3.0)
+    monkeypatch.setattr(WeightSyncConfig, "slot_s", 1.0)
     server, adapters = pair
     with contextlib.ExitStack() as held:
         greedy, other = made(0), made(1)
@@ -217,10 +217,10 @@ def test_a_publish_without_a_slot_until_its_deadline_is_an_error_of_that_adapter
         adapters.publish(greedy, 1).wait()
         held.enter_context(server.lease("a0@v1"))
         began, full = time.monotonic(), adapters.publish(greedy, 2)
-        with pytest.raises(ManifestError, match=r"no slot within 3 s.* a0@v0 \(1 running\)") as e:
+        with pytest.raises(ManifestError, match=r"no slot within 1 s.* a0@v0 \(1 running\)") as e:
             full.wait()
         assert e.value.reason == RefusalReason.SLOT
-        assert time.monotonic() - began >= 3.0
+        assert time.monotonic() - began >= 1.0
         adapters.publish(other, 1).wait()
         held.close()
         adapters.publish(greedy, 2).wait()
@@ -236,7 +236,7 @@ def test_a_dropped_adapter_waits_for_no_slot(pair: tuple[CountingServer, Adapter
         adapters.publish(spec, 1).wait()
         with server.lease("a0@v1"):
             handle = adapters.publish(spec, 2)
-            wait_until(lambda: bool(adapters.waits), 10.0)
+            wait_until(lambda: bool(adapters.waits))
             adapters.publisher.drop("a0")
             with pytest.raises(PublishError, match="dropped"):
                 handle.wait()
@@ -266,7 +266,7 @@ def test_a_server_that_joins_late_gets_the_current_version_of_every_adapter() ->
         assert not adapters.publisher.changed()
         late = stack.enter_context(CountingServer(n_slots=n + 2, adapters=n, name="server-1"))
         watch.servers.append(late.endpoint)
-        wait_until(adapters.publisher.changed, 20.0)
+        wait_until(adapters.publisher.changed)
         adapters.publish(made(0), 1).wait()  # a step of one adapter meets it first
         assert "a1" not in late.held.incarnations
         assert adapters.publisher.changed(), "three adapters are missing there"
@@ -284,7 +284,7 @@ def test_the_shard_of_a_dropped_adapter_is_freed_without_another_publish(pair: t
     adapters.publish(made(0), 0).wait()
     shard = weakref.ref(adapters.publisher._lanes["a0"].shard)
     adapters.publisher.drop("a0")
-    wait_until(lambda: shard() is None, 20.0)
+    wait_until(lambda: shard() is None)
 
 
 def resident_kib() -> int:
@@ -317,7 +317,7 @@ def test_adapters_come_and_go_and_leave_nothing() -> None:
         before, memory = counts(), resident_kib()
         for k in range(CYCLES):
             cycle(k)
-        wait_until(lambda: "a0" not in server.held.incarnations, 20.0)  # servers are not waited for
+        wait_until(lambda: "a0" not in server.held.incarnations)  # servers are not waited for
         assert all(now <= then for now, then in zip(counts(), before, strict=True))
         grown = resident_kib() - memory
         assert grown < 8 * max(CYCLES, 500), f"{grown} KiB more after {CYCLES} adapters"

@@ -13,14 +13,17 @@ from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.server import transaction
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.clocks import seen, wait_until
 from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
 from tests.support.weight_sync.memory_server import MemoryServer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LONG_S = 150.0
 
 
 class LyingServer(MemoryServer):
@@ -56,7 +59,7 @@ class Solo:
 
     def __init__(self, *servers, secret=SECRET, watch=None, session=0, **config):
         self.active = []
-        config = WeightSyncConfig(**({"timeout_s": 10.0, "bucket_mib": 0.001} | config))
+        config = WeightSyncConfig(**({"timeout_s": LONG_S, "bucket_mib": 0.001} | config))
         self.publisher = Publisher(
             run=RUN,
             config=config,
@@ -182,13 +185,18 @@ def test_a_server_that_missed_a_session_keeps_nothing_of_the_ones_before():
 
 
 def test_a_trainer_that_was_replaced_publishes_nothing_more():
-    with serve() as server, Solo(server, session=1) as old:
-        old.publish(0).wait()
-        with Solo(server, session=2) as new:
+
+    def refused():
+        with serve() as server, Solo(server, session=1, timeout_s=3.0) as old, Solo(server, session=2) as new:
+            with contextlib.suppress(PublishError):
+                old.publish(0).wait()
             new.publish(0).wait()
-            with pytest.raises(ManifestError, match="session 1 of the trainer; session 2 runs now"):
+            with pytest.raises((ManifestError, PublishError)) as e:
                 old.publish(1).wait()
             assert sorted(server.held.active) == [ref(0)]
+            return str(e.value)
+
+    seen(refused, lambda why: "session 1 of the trainer; session 2 runs now" in why)
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2])
@@ -216,63 +224,69 @@ def test_one_slow_evaluation_at_a_time_delays_no_publish(eta, caplog):
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2])
-def test_a_publish_waits_for_a_slot_that_is_held_and_says_by_what(eta, caplog):
+def test_a_publish_waits_for_a_slot_that_is_held_and_says_by_what(eta, caplog, monkeypatch):
     """Two evaluations of old versions at a time: one more than there are slots for. Sizes as the real server's."""
-    with serve(n_slots=eta + 3, keep=eta + 1) as server, Solo(server, timeout_s=10.0) as solo:
+    with serve(n_slots=eta + 3, keep=eta + 1) as server, Solo(server) as solo:
         held = contextlib.ExitStack()
         for version in range(eta + 2):  # rollouts and evaluations, each on its own version
             solo.publish(version).wait()
             held.enter_context(server.lease(f"a@v{version}"))
-        last = solo.publish(eta + 2)
-        last.wait()
+        solo.publish(eta + 2).wait()
         held.enter_context(server.lease(f"a@v{eta + 2}"))
-        waiting = solo.publish(eta + 3)
-        threading.Timer(3.0, held.close).start()
-        began = time.monotonic()
+        with monkeypatch.context() as patched:
+            patched.setattr(transaction, "SLOT_WAIT_S", 0.5)
+            server.held.adapters = 2  # a server of several adapters does not wait for half of the time
+            waiting = solo.publish(eta + 3)
+            wait_until(lambda: "waits for an adapter slot: server-0: " in caplog.text)
+        assert not waiting.outcome.done()
+        held.close()
         report = waiting.wait()
-        assert time.monotonic() - began > 1.0
         assert (report.ref, report.lost) == (ref(eta + 3), {})
         assert server.held.resolve("a").ref == ref(eta + 3)
-        assert "waits for an adapter slot: server-0: " in caplog.text
         assert "a@v0 (1 running)" in caplog.text
         solo.publish(eta + 4).wait()
 
 
 def test_a_server_that_has_no_slot_until_the_deadline_is_left_behind_and_catches_up():
-    with serve(n_slots=2, keep=1) as full, serve(name="server-1") as roomy:
+    with serve(n_slots=2, keep=1) as full, serve(name="server-1") as roomy, contextlib.ExitStack() as held:
         watch = Watch(full, roomy)
-        with Solo(full, roomy, watch=watch, timeout_s=6.0) as solo, contextlib.ExitStack() as held:
+        with Solo(full, roomy, watch=watch) as solo:
             for version in range(2):
                 solo.publish(version).wait()
                 held.enter_context(full.lease(f"a@v{version}"))
-            report = solo.publish(2).wait()
-            assert report.servers == (roomy.endpoint,)
-            assert "has no free adapter slot yet" in report.lost["server-0"]
-            held.close()
-            until = time.monotonic() + 20
-            while not solo.publisher.changed() and time.monotonic() < until:
-                time.sleep(0.05)
+
+        def left_behind():
+            with Solo(full, roomy, watch=watch, timeout_s=3.0) as solo, contextlib.suppress(PublishError):
+                report = solo.publish(2).wait()
+                return report.servers == (roomy.endpoint,) and "has no free adapter slot" in report.lost["server-0"]
+
+        seen(left_behind, bool)
+        held.close()
+        with Solo(roomy, watch=watch) as solo:
+            solo.publish(2).wait()
+            wait_until(solo.publisher.changed)
             assert set(solo.publish(3).wait().servers) == {full.endpoint, roomy.endpoint}
 
 
 def test_a_run_whose_only_server_has_no_slot_until_the_deadline_goes_on_when_it_has():
-    with serve(n_slots=2, keep=1) as server:
-        with Solo(server, watch=Watch(server), timeout_s=3.0, rejoin_s=30.0) as solo, contextlib.ExitStack() as held:
+    with serve(n_slots=2, keep=1) as server, contextlib.ExitStack() as held:
+        with Solo(server) as solo:
             for version in range(2):
                 solo.publish(version).wait()
                 held.enter_context(server.lease(f"a@v{version}"))
-            threading.Timer(6.0, held.close).start()
+        with Solo(server, watch=Watch(server), timeout_s=2.0, rejoin_s=LONG_S) as solo:
+            threading.Timer(4.0, held.close).start()
             report = solo.publish(2).wait()
             assert report.servers == (server.endpoint,)
             assert server.held.resolve("a").ref == ref(2)
 
 
 def test_a_wrong_secret_fails_the_publish_by_name():
-    with serve() as server, Solo(server, secret="guess", timeout_s=3.0) as solo:
+    with serve() as server, Solo(server, secret="guess") as solo:
         began = time.monotonic()
         with pytest.raises(PublishError, match=r"server-0 .*is not of this run"):
             solo.publish(0).wait()
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < LONG_S / 2
 
 
 def test_an_adapter_the_server_does_not_bind_is_an_error_before_anything_is_sent():
@@ -306,7 +320,7 @@ def test_an_error_of_packing_reaches_join_and_one_of_the_code_its_caller():
             solo.publisher.publish(ref(0), None, layout, broken(ZeroDivisionError()), BASE, None)
         with pytest.raises(PublishError, match="ZeroDivision"):
             solo.publish(0)  # the one before is joined first
-        assert time.monotonic() - began < 4.0  # no rank waits for a deadline
+        assert time.monotonic() - began < LONG_S / 3  # no rank waits for a deadline
         solo.publish(0).wait()
 
 
@@ -325,7 +339,7 @@ def test_servers_hear_of_a_version_before_it_is_packed():
         layout = layout_of(owned, aliases)
 
         def pack(flat):
-            assert heard.wait(5.0)
+            assert heard.wait(LONG_S)
             yield from pack_of(layout, 0, dict(owned))(flat)
 
         solo.publisher.publish(ref(1), None, layout, pack, BASE, None).wait()

@@ -16,7 +16,7 @@ def part(number: int) -> np.ndarray:
 
 def received(cases: Sequence[Sequence[int]]) -> list[bytes]:
     """For each of ``cases`` this rank's part (rank 0: nothing), then messages of three sizes."""
-    exchange, found = Exchange(timeout_s=30.0), []
+    exchange, found = Exchange(timeout_s=150.0), []
     for of_ranks in cases:
         room = np.zeros_like(part(of_ranks[exchange.rank])) if exchange.rank else np.zeros((2, 0), np.int32)
         exchange.scatter(part, of_ranks, room)

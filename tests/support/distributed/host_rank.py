@@ -1,7 +1,7 @@
-"""One trainer rank on a host of its own: joins the world, adds a number, broadcasts over a weight-sync group.
+"""One trainer rank on a host of its own: joins worlds, adds a number, broadcasts over a weight-sync group.
 
-``python -m tests.support.distributed.host_rank FOLDER RANK BIND INTERFACE`` prints what it found as JSON; ends at a
-line on its standard input.
+``python -m tests.support.distributed.host_rank RANK`` reads worlds, ``FOLDER BIND INTERFACE``, from its standard input.
+In each it prints what it found as JSON, and leaves it at the next line.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from areal_lora.weight_sync.messages import SourceEndpoint
 from tests.support.paths import EXAMPLES
 
 SHIPPED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
-TIMEOUT_S = 20.0
+TIMEOUT_S = 150.0
 
 
-def main(folder: Path, rank: int, bind: str, interface: str) -> None:
+def meet(folder: Path, rank: int, bind: str, interface: str) -> None:
     config = load_config(SHIPPED, [f"cluster.bind='{bind}'", f"cluster.interface={interface}", "cluster.nodes=2"])
     join_world(config, RunFolder(folder), rank, 2)
     total = torch.tensor([rank + 1.0])
@@ -73,4 +73,6 @@ def main(folder: Path, rank: int, bind: str, interface: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    for line in sys.stdin:
+        folder, *at = line.split()
+        meet(Path(folder), int(sys.argv[1]), *at)

@@ -20,19 +20,19 @@ KEY = "default_pg/0//gloo/rank_0"
 PATIENCE_S = 1.5
 
 
-def intrude(host: str, port: int) -> str | None:
+def intrude(host: str, port: int, patience_s: float = PATIENCE_S) -> str | None:
     read: list[str] = []
 
     def attempt() -> None:
         with suppress(dist.DistError, RuntimeError):
-            store = dist.TCPStore(host, port, None, False, timedelta(seconds=1), wait_for_workers=False)
+            store = dist.TCPStore(host, port, None, False, timedelta(seconds=patience_s), wait_for_workers=False)
             store.set(KEY, "mine")
             read.append(store.get(KEY).decode())
 
     # torch's client waits without end for an answer of a server that is not a TCPStore.
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    thread.join(PATIENCE_S)
+    thread.join(patience_s)
     return read[0] if read else None
 
 

@@ -331,7 +331,7 @@ def matrix(folder: str, chosen: list[tuple[int, Sizes]]) -> dict[str, Any]:
             init_method=f"file://{Path(folder) / f'world-{sizes.world}-{index}'}",
             rank=rank,
             world_size=sizes.world,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=150),
         )
         found["combinations"] += one_layout(sizes, index, found["refused"], found["digests"])
         found["layouts"] += 1

@@ -30,7 +30,7 @@ def _child(
     try:
         # A file store needs no port. The short timeout frees ranks whose peer has raised.
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=150)
         )
         dist.barrier()  # a rank that is done sooner would close connections that others still make
         pipe.send((True, target(*args)))
@@ -55,7 +55,7 @@ def forking() -> ForkServerContext:
 
 
 def run_ranks(
-    target: Callable[..., Any], world: int, folder: Path, args: tuple[Any, ...], timeout_s: float
+    target: Callable[..., Any], world: int, folder: Path, args: tuple[Any, ...], timeout_s: float = 280.0
 ) -> list[Any]:
     """``target(*args)`` on ``world`` processes; its return values in rank order (plain objects, numpy).
 

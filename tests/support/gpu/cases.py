@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import multiprocessing as mp
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy as np
@@ -23,16 +23,15 @@ from areal_lora.errors import PublishError
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout
-from areal_lora.weight_sync.link.broadcast_groups import GroupListener, join_group
+from areal_lora.weight_sync.link.broadcast_groups import GroupListener
 from areal_lora.weight_sync.link.inbox import BucketBytes, Part
 from areal_lora.weight_sync.link.same_host import SharedSegment
-from areal_lora.weight_sync.messages import SourceEndpoint
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.engine.vllm_ext.slots import Full, install, layout_of
+from tests.support.gpu.receiver import SECRET, receive
 from tests.support.weight_sync.helpers import KEYS, ref
 from tests.support.weight_sync.launches import launches
 
-SECRET = "cd" * 32
 CPU = torch.device("cpu")
 
 
@@ -155,34 +154,18 @@ def parts_of(nbytes: int, bucket: int) -> list[Part]:
     return [(a, min(a + bucket, nbytes)) for a in range(0, nbytes, bucket)]
 
 
-def receive(pipe: Connection, endpoint: SourceEndpoint, device: str, parts: Sequence[Part], timeout_s: float) -> None:
-    """A receiver: join, then receive versions until told to stop; answer each with its digest or the error."""
-    place = torch.device(device)
-    torch.zeros(1, device=place)  # a context of its own
-    try:
-        group = join_group(endpoint, 1, "127.0.0.1", timeout_s, SECRET, place)
-    except PublishError as e:
-        pipe.send(f"error: {e}")
-        return
-    pipe.send("joined")
-    while pipe.recv() == "receive":
-        digest = hashlib.blake2b()
-        inbox = group.receive(parts, time.monotonic() + timeout_s)
-        pipe.send("posted")
-        try:
-            for _ in parts:
-                digest.update(inbox.take().tobytes())
-            inbox.finish()
-            pipe.send(digest.hexdigest())
-        except PublishError as e:
-            pipe.send(f"error: {e}")
-            return
-
-
 class Pair:
     """This process as the source, another as the receiver, both on ``device``."""
 
-    def __init__(self, device: torch.device, backend: str, nbytes: int, bucket: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        backend: str,
+        nbytes: int,
+        bucket: int,
+        timeout_s: float,
+        context: BaseContext | None = None,
+    ) -> None:
         self.parts, self.timeout_s = parts_of(nbytes, bucket), timeout_s
         self.segment, self._device = SharedSegment(nbytes, device), device
         self._listener = GroupListener(
@@ -195,7 +178,7 @@ class Pair:
             secret=SECRET,
             device=device,
         )
-        context = mp.get_context("spawn")
+        context = context or mp.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.receiver = context.Process(
             target=receive, args=(theirs, self._listener.endpoint, str(device), self.parts, timeout_s), daemon=True

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.config.sections.run import Recompute
-from areal_lora.platforms.device import own_device
+from areal_lora.platforms.device import collective_of, own_device
 from areal_lora.types import AdapterSpec
 from tests.support.distributed.engine_ranks import TARGETS, TEMPERATURE, loss_fn, make_batch, make_rows
 from tests.support.paths import EXAMPLES
@@ -21,14 +21,13 @@ from tests.support.paths import EXAMPLES
 RANK = 8
 
 
-def alone(folder: Path, engine: str, dtype: str, recompute: Recompute, device: str) -> tuple[np.ndarray, np.ndarray]:
+def alone(
+    folder: Path, engine: str, dtype: str, recompute: Recompute, device: str, python: str | Path = sys.executable
+) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and gradient of a random adapter, from a process of its own: engines keep global state."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     file = folder / f"{engine}-{dtype}-{recompute}.npz"
-    command = [sys.executable, "-m", __name__, engine, dtype, recompute, device, str(file)]
+    command = [python, "-m", __name__, engine, dtype, recompute, device, str(file)]
     subprocess.run(command, env=os.environ | world, check=True, timeout=280)
     with np.load(file) as found:
         return found["logprobs"], found["gradient"]
@@ -36,6 +35,8 @@ def alone(folder: Path, engine: str, dtype: str, recompute: Recompute, device: s
 
 def main(engine_name: str, dtype: str, recompute: Recompute, kind: str, file: str) -> None:
     device = own_device(kind, 0)
+    store = f"file://{file}.store"  # it needs no port
+    dist.init_process_group(collective_of(device), init_method=store, rank=0, world_size=1)
     trainer = TrainerConfig(engine=engine_name, world_size=1, max_tokens_per_microbatch=256, recompute=recompute)
     from areal_lora.engine.fsdp_engine import FsdpEngine
     from areal_lora.engine.megatron_engine import MegatronEngine

@@ -78,7 +78,7 @@ def load(folders: Sequence[Path]) -> list[tuple[Outcome, list[int]]]:
 
     Rank 1 has a folder of its own: what a shared file system shows it.
     """
-    exchange, found = Exchange(timeout_s=120.0), []
+    exchange, found = Exchange(timeout_s=150.0), []
     for folder in folders:
         engine: Any = Engine()
         asked = LoadState(adapter=SPEC.name, label="one", optimizer=True)

@@ -86,7 +86,7 @@ def memory_bytes(key: str) -> int:
 
 def export_all(folder: Path, cases: list[tuple[str, ModelShape, dict[str, int], int, ExpertLayout]]) -> dict[str, Any]:
     """By case, how much more memory this rank has held during the export than before it."""
-    exchange, grown = Exchange(timeout_s=120.0), {}
+    exchange, grown = Exchange(timeout_s=150.0), {}
     for name, shape, sizes, rank, experts in cases:
         engine: Any = Engine(model(shape, sizes), spec(rank, experts))
         adapter: Any = SimpleNamespace(name="a", spec=spec(rank, experts), base_commit=None)
@@ -112,7 +112,7 @@ def whole(shape: ModelShape, rank: int, experts: ExpertLayout) -> dict[str, Tens
 
 def lose_a_rank(folder: Path) -> str:
     """What rank 0 reports when rank 1 ends before it has sent anything."""
-    exchange = Exchange(timeout_s=120.0)
+    exchange = Exchange(timeout_s=150.0)
     dist.barrier()  # rank 1 must not end while rank 0 still connects
     if exchange.rank == 0:
         try:

@@ -118,7 +118,7 @@ class Adapters:
         self.active: list[Any] = []
         self.waits: list[tuple[AdapterRef, str]] = []
         self._ranks, exchange = ranks, exchange or SoloExchange()
-        sync = WeightSyncConfig(**({"timeout_s": 120.0, "bucket_mib": 0.001} | config))
+        sync = WeightSyncConfig(**({"timeout_s": 150.0, "bucket_mib": 0.001} | config))
         leader = None
         if exchange.rank == 0:
             leader = Leader(
@@ -163,10 +163,10 @@ def counted_formations() -> Iterator[list[int]]:
 def train_many(pipe: Connection, rank: int, port: int, server: ServerEndpoint, n: int, rounds: int) -> None:
     """One of two ranks: publish ``rounds`` versions of ``n`` adapters, and send (attempts, formations)."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=150))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     attempts = []
-    with counted_formations() as formed, Adapters(server, exchange=Exchange(timeout_s=60.0), ranks=2) as adapters:
+    with counted_formations() as formed, Adapters(server, exchange=Exchange(timeout_s=150.0), ranks=2) as adapters:
         for version in range(rounds):
             handles = [adapters.publish(made(i), version) for i in range(n)]
             attempts += [handle.wait().attempts for handle in handles]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from tests.support.weight_sync.helpers import BASE, RUN, SECRET, ref, shapes_of,
 from tests.support.weight_sync.memory_server import MemoryServer
 
 PROBE_IDS = [[3, 1, 4, 1, 5], [9, 2, 6]]
-PAUSE_S = 1.0
+LONG_S = 150.0
 BUCKET_MIB = 0.0004
 
 
@@ -56,6 +57,7 @@ def truth(version: int, seed: int) -> dict[str, torch.Tensor]:
 
 def serve(pipe: Connection, name: str, workers: int) -> None:
     torch.set_num_threads(1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})  # in all threads, or any of them would take it
     server = MemoryServer(
         run=RUN,
         secret=SECRET,
@@ -76,6 +78,7 @@ def serve(pipe: Connection, name: str, workers: int) -> None:
             elif what == "refs":
                 pipe.send([str(r) for r in sorted(server.held.active)])
             elif what == "pause":  # in the middle of the next transfer, for a signal to arrive
+                signal.sigtimedwait({signal.SIGCONT}, 0)
                 writers[0].on_write = partial(pause, pipe, itertools.count())
             elif what == "forget":  # versions from now on lose their lora_B
                 for w in writers:
@@ -84,9 +87,10 @@ def serve(pipe: Connection, name: str, workers: int) -> None:
 
 
 def pause(pipe: Connection, buckets: Iterator[int]) -> None:
+    """In the middle of a transfer, until this process is killed or, stopped, continues."""
     if next(buckets) == 2:
         pipe.send("midway")
-        time.sleep(PAUSE_S)
+        signal.sigtimedwait({signal.SIGCONT}, LONG_S)
 
 
 def forget(tensors: dict[str, np.ndarray]) -> None:
@@ -115,7 +119,7 @@ class Rank:
 
     def __init__(self, rank: int, watch: Watch) -> None:
         self.rank, self.watch = rank, watch
-        self.exchange = Exchange(timeout_s=60.0)
+        self.exchange = Exchange(timeout_s=LONG_S)
         self.active: list[Any] = []
         self.announce_s = 0.0  # how long the controller lets itself be waited for
         self.publisher: Publisher | None = None
@@ -228,7 +232,7 @@ def flipped_bit(wanted: bool) -> Iterator[None]:
 
 def train(pipe: Connection, rank: int, world: int, port: int, watch: str) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, world, False, timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", port, world, False, timedelta(seconds=LONG_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     me = Rank(rank, Watch(watch))
     while (command := pipe.recv()) is not None:
@@ -248,11 +252,11 @@ class Child:
     process: Any
     pipe: Connection
 
-    def ask(self, *command: Any, timeout_s: float = 60.0) -> Any:
+    def ask(self, *command: Any, timeout_s: float = LONG_S) -> Any:
         self.pipe.send(command)
         return self.answer(timeout_s)
 
-    def answer(self, timeout_s: float = 60.0) -> Any:
+    def answer(self, timeout_s: float = LONG_S) -> Any:
         assert self.pipe.poll(timeout_s), f"{self.process.name} did not answer"
         return self.pipe.recv()
 

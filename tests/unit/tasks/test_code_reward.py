@@ -15,7 +15,7 @@ from areal_lora.tasks.code_reward import CodeSettings, extract_program, row_test
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.types import Outcome
-from tests.support.clocks import undisturbed
+from tests.support.clocks import seen
 
 ADD = "print(sum(map(int, input().split())))"
 PAIRS = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7\n"]}
@@ -159,7 +159,7 @@ def test_the_time_of_an_answer_bounds_all_its_tests():
     row = {"inputs": [""] * 20, "outputs": ["x"] * 20}
     reward = code(credit="partial", timeout_s=4.0, test_s=1.0)
     asked = answer("import time\ntime.sleep(9)", **row)
-    [scored] = undisturbed(lambda: score(reward, asked), lambda found: found[0].outcome is Outcome.OK)
+    [scored] = seen(lambda: score(reward, asked), lambda found: found[0].outcome is Outcome.OK)
     assert (scored.outcome, dict(scored.components)) == (Outcome.OK, {"passed": 0.0, "time": 1.0})
 
 

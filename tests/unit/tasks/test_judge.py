@@ -15,7 +15,7 @@ from areal_lora.tasks.judge import JudgeFault, JudgeSettings, fill, read_score
 from areal_lora.tasks.reward_calls import ScoreItem
 from areal_lora.tasks.scorer import RewardSum
 from areal_lora.types import Outcome
-from tests.support.clocks import undisturbed
+from tests.support.clocks import seen
 from tests.support.tasks.judge_stub import JudgeStub, hang, said
 
 KEY = "sk-0123456789abcdef"
@@ -138,7 +138,7 @@ def test_an_answer_out_of_time_is_a_timeout():
             [found], _ = score(judge(stub.url, timeout_s=1.0), [item("slow"), item("fine")])
         return found
 
-    slow, fine = undisturbed(measure, lambda found: found[1].outcome is Outcome.OK)
+    slow, fine = seen(measure, lambda found: found[1].outcome is Outcome.OK)
     assert (slow.outcome, fine.outcome) == (Outcome.TIMEOUT, Outcome.OK)
 
 

@@ -9,7 +9,7 @@ from areal_lora.tasks.reward_calls import ScoreItem
 from areal_lora.tasks.rewards import reward_call
 from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.types import Outcome
-from tests.support.clocks import undisturbed
+from tests.support.clocks import seen
 
 pytest.importorskip("math_verify")
 math_verify = reward_call("math_verify").function
@@ -69,8 +69,6 @@ def test_the_deadline_rules_over_expressions_that_never_end():
             return await pool.score([ScoreItem(completion=text, answer="#### 7") for text in texts])
 
     # The first use loads the parser, and a stall may take longer than the deadline.
-    first, endless, last = undisturbed(
-        lambda: asyncio.run(run()), lambda found: found[0].reward == found[2].reward == 1.0
-    )
+    first, endless, last = seen(lambda: asyncio.run(run()), lambda found: found[0].reward == found[2].reward == 1.0)
     assert first.reward == last.reward == 1.0
     assert endless.outcome in (Outcome.TIMEOUT, Outcome.ERROR)

@@ -24,7 +24,7 @@ from areal_lora.tasks import scorer
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.types import Cause, Outcome, Sample
-from tests.support.clocks import undisturbed, wait_until
+from tests.support.clocks import seen, wait_until
 from tests.support.docs import section
 from tests.support.paths import ROOT, SUPPORT
 
@@ -146,7 +146,7 @@ def hung() -> dict[str, list[Score]]:
     def measure() -> list[list[Score]]:
         return score(*([item("7", "7"), item(fault), item("7", "7")] for fault in HANGS), reward=faulty(timeout_s=0.5))
 
-    found = undisturbed(measure, lambda found: all(s.outcome is Outcome.OK for one in found for s in one[::2]))
+    found = seen(measure, lambda found: all(s.outcome is Outcome.OK for one in found for s in one[::2]))
     return dict(zip(HANGS, found, strict=True))
 
 
@@ -163,7 +163,7 @@ def test_a_child_that_hangs_whatever_it_does_about_signals_and_timers_is_killed(
     def measure() -> list[Score]:
         return score([item("7", "7"), item("pid"), item(fault), item("7", "7")], reward=faulty(timeout_s=0.5))[0]
 
-    scores = undisturbed(measure, lambda found: [s.outcome is Outcome.OK for s in found] == [True, True, False, True])
+    scores = seen(measure, lambda found: [s.outcome is Outcome.OK for s in found] == [True, True, False, True])
     assert [s.outcome for s in scores] == [Outcome.OK, Outcome.OK, Outcome.TIMEOUT, Outcome.OK]
     assert not psutil.pid_exists(int(scores[1].reward))
 
@@ -190,7 +190,7 @@ def test_scoring_that_ends_in_time_survives_a_controller_that_stalls():
     def measure() -> list[list[Score]]:
         return stalled(lambda: time.sleep(2.5), [item("nap", "nap")] * 4, [item("nap", "nap")] * 4)
 
-    both = undisturbed(measure, lambda found: all(s.outcome is Outcome.OK for scores in found for s in scores))
+    both = seen(measure, lambda found: all(s.outcome is Outcome.OK for scores in found for s in scores))
     assert [[s.outcome for s in scores] for scores in both] == [[Outcome.OK] * 4] * 2
     assert all(s.reward == 1.0 for scores in both for s in scores)
 
@@ -205,9 +205,7 @@ def test_a_hang_ends_in_time_although_the_controller_stalls_and_is_a_timeout_of_
     def measure() -> list[Score]:
         return stalled(stall, [item("7", "7"), item("nap", "nap"), item("hang"), item("7", "7")])[0]
 
-    scores = undisturbed(
-        measure, lambda found: left == [1] and [found[k].outcome for k in (0, 1, 3)] == [Outcome.OK] * 3
-    )
+    scores = seen(measure, lambda found: left == [1] and [found[k].outcome for k in (0, 1, 3)] == [Outcome.OK] * 3)
     assert left == [1]
     assert [s.outcome for s in scores] == [Outcome.OK, Outcome.OK, Outcome.TIMEOUT, Outcome.OK]
     assert "1 s" in scores[2].detail
@@ -245,7 +243,7 @@ def test_scoring_that_ends_in_time_survives_a_controller_that_is_stopped(tmp_pat
                 controller.kill()
         return printed.splitlines()
 
-    assert undisturbed(measure, lambda found: found == ["ok 1.0"] * 4) == ["ok 1.0"] * 4
+    assert seen(measure, lambda found: found == ["ok 1.0"] * 4) == ["ok 1.0"] * 4
 
 
 def test_a_child_that_no_longer_reads_is_given_up():
@@ -255,7 +253,7 @@ def test_a_child_that_no_longer_reads_is_given_up():
             await asyncio.sleep(0.3)
             return await pool.score([item("7" * (1 << 20)), item("7", "7")])  # more than the pipe takes
 
-    hung, after = undisturbed(lambda: asyncio.run(run()), lambda found: found[1].outcome is Outcome.OK)
+    hung, after = seen(lambda: asyncio.run(run()), lambda found: found[1].outcome is Outcome.OK)
     assert (hung.outcome, after.outcome) == (Outcome.TIMEOUT, Outcome.OK)
 
 
@@ -631,7 +629,7 @@ def test_an_async_reward_scores_a_batch_concurrently_and_each_answer_has_its_tim
     def measure() -> list[list[Score]]:
         return call(tmp_path, "judge", rows(*"7" * 30), rows("7", "hang", "raise", "8"), timeout_s=1.0)
 
-    _, second = undisturbed(measure, lambda found: found[1][0].outcome is found[1][3].outcome is Outcome.OK)
+    _, second = seen(measure, lambda found: found[1][0].outcome is found[1][3].outcome is Outcome.OK)
     assert [s.outcome for s in second] == [Outcome.OK, Outcome.TIMEOUT, Outcome.ERROR, Outcome.OK]
     assert "the judge is away" in second[2].detail
     assert (second[0].correct, second[3].correct) == (True, False)

@@ -11,7 +11,7 @@ import pytest
 from tests.support.engine.vllm_ext.older_cpu import OLDER_CPU, OLDER_SERVER
 from tests.support.engine.vllm_ext.serving import PROMPT, connect, largest, make_model, start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is of x86")
@@ -30,7 +30,7 @@ def test_a_mixture_in_bfloat16_on_a_cpu_with_avx2_only(tmp_path: Path) -> None:
         running.source.close()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
     assert largest(base, running.logprobs(None, PROMPT)) < 0.1
     assert largest(got, running.logprobs(tensors, PROMPT)) < 0.2
     assert largest(got, base) > 0.5, "the adapter must show"

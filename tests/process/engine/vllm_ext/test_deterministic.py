@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
+from tests.support import shared_memory
+from tests.support.clocks import wait_until
 from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, connect, start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 REQUESTS: list[dict[str, Any]] = [
     {
@@ -44,7 +48,14 @@ async def ask(server: RunningServer, order: list[int], at_once: bool) -> dict[in
 
 
 @pytest.fixture(scope="module")
-def servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningServer]]:
+def before() -> set[str]:
+    return shared_memory.names()
+
+
+@pytest.fixture(scope="module")
+def servers(
+    tiny_model: Path, before: set[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[RunningServer]]:
     folder = tmp_path_factory.mktemp("deterministic")
     processes = [start(folder / name, tiny_model, deterministic=True, max_staleness=0) for name in "ab"]
     try:
@@ -53,7 +64,7 @@ def servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         for process in processes:
             process.terminate()
         for process in processes:
-            process.wait(20)
+            process.wait(120)
 
 
 def test_two_servers_answer_bit_for_bit_alike_in_any_order(servers: list[RunningServer]) -> None:
@@ -70,8 +81,17 @@ def test_two_servers_answer_bit_for_bit_alike_in_any_order(servers: list[Running
     assert first.score(first.newest) == second.score(second.newest)
 
 
-def test_a_server_told_to_end_ends(servers: list[RunningServer]) -> None:
-    for server in servers:
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_nothing_is_left_behind(servers: list[RunningServer], before: set[str]) -> None:
+    """By a server that is told to end, and by one that is killed."""
+    for server, number in zip(servers, (signal.SIGTERM, signal.SIGKILL), strict=True):
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert children, "the engine is a child process"
+        server.process.send_signal(number)
+        assert server.process.wait(120) == (0 if number == signal.SIGTERM else -number)
         server.source.close()
-        server.process.terminate()
-        assert server.process.wait(15) == 0
+        wait_until(lambda children=children: not any(map(alive, children)), what="the end of all children")
+    wait_until(lambda: not shared_memory.left_behind(before), what="the end of what it had in memory")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from areal_lora.engine.vllm_ext.server.adapters import PINNED_S
 from areal_lora.engine.vllm_ext.server.sampling import continuation_seed
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import ServerStats
+from tests.support.clocks import seen
 from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, Tensors, connect, hf_logits, start
 from tests.support.weight_sync import SOCKETS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LONG = 200  # tokens of an answer; a version stays for a part of it
 SEQUENCES = 16  # at once
@@ -42,7 +44,7 @@ def server(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         running.source.close()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
 
 
 class Versions:
@@ -58,12 +60,10 @@ class Versions:
         self.tensors[ref.version] = self.server.adapter(seed)
         return ref
 
-    async def keep_coming(self, until: Sequence[asyncio.Task[Any]], pause_s: float) -> None:
-        """Publish until all are done; longer pauses on a busy machine, where sequences would not get on between."""
-        while not all(task.done() for task in until):
-            began = time.monotonic()
-            await asyncio.to_thread(self.publish)
-            await asyncio.sleep(max(pause_s, 2 * (time.monotonic() - began)))
+    async def requested(self, n: int) -> None:
+        """Wait until the server has had ``n`` prompts."""
+        while (await asyncio.to_thread(self.stats)).requests < n:
+            await asyncio.sleep(0.005)
 
     def check(self, prompt: list[int], choice: dict[str, Any], temperature: float = 1.0) -> int:
         """Every token under the version it claims, by Hugging Face; how many versions there were."""
@@ -80,7 +80,7 @@ class Versions:
         return len(set(versions))
 
     def stats(self) -> ServerStats:
-        return self.server.admin.info(5.0).stats
+        return self.server.admin.info(120.0).stats
 
 
 @pytest.fixture
@@ -104,40 +104,48 @@ def body(model: str = "math", **more: Any) -> dict[str, Any]:
 
 def test_every_token_is_of_the_version_it_claims(server: RunningServer, versions: Versions) -> None:
     """More versions than slots pass under every sequence; a publish never waits for one of them."""
-    before = versions.stats()
-    prompts = [[10 + k, 20, 30, 40 + k] for k in range(6)]
+    prompts = [[10 + k, 20, 30, 40 + k] for k in range(3)]
 
-    async def run() -> list[tuple[list[int], Any]]:
+    async def run() -> tuple[ServerStats, list[Any]]:
+        before = versions.stats()
         async with aiohttp.ClientSession() as session:
             asked = [
                 asyncio.create_task(server.post(session, **body(prompt=p, n=2, seed=k, temperature=0.8)))
                 for k, p in enumerate(prompts)
             ]
-            await asyncio.sleep(0.05)
-            await versions.keep_coming(asked, 0.05)
-            return [(p, (await task)[1]) for p, task in zip(prompts, asked, strict=True)]
+            await versions.requested(before.requests + len(prompts))
+            come = 0
+            async with session.post(server.url("/v1/completions"), json=body(stream=True)) as response:
+                async for line in response.content:
+                    parts = json.loads(line.removeprefix(b"data: "))["choices"] if line.startswith(b"data: {") else []
+                    # The next version comes once this sequence has a token of the one before.
+                    if come < 4 and server.newest.version in [v for p in parts for v in p.get("versions") or []]:
+                        await asyncio.to_thread(versions.publish)
+                        come += 1
+            return before, [(await task)[1] for task in asked]
 
-    answers = asyncio.run(run())
-    counts = []
-    for _, answer in answers:
+    def counts(found: tuple[ServerStats, list[Any]]) -> list[int]:
+        return [len(set(choice["versions"])) for answer in found[1] for choice in answer["choices"]]
+
+    # More versions than this server has slots.
+    before, answers = found = seen(
+        lambda: asyncio.run(run()), lambda found: min(counts(found)) >= 2 and max(counts(found)) > 3
+    )
+    after = versions.stats()
+    for prompt, answer in zip(prompts, answers, strict=True):
         assert [c["index"] for c in answer["choices"]] == [0, 1]
         assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 2 * LONG, "total_tokens": 4 + 2 * LONG}
         newest = max(v for c in answer["choices"] for v in c["versions"])
         assert answer["model"] == f"math@v{newest}"
         for choice in answer["choices"]:
             assert (len(choice["token_ids"]), choice["finish_reason"]) == (LONG, "length")
-            counts.append(len(set(choice["versions"])))
-    for prompt, answer in answers[:3]:
         assert versions.check(prompt, answer["choices"][1], 0.8) >= 2
         assert answer["choices"][0]["token_ids"] != answer["choices"][1]["token_ids"]
-    assert min(counts) >= 2, counts
-    assert max(counts) > 3, "more versions than this server has slots"
-    after = versions.stats()
-    assert after.interrupted - before.interrupted >= sum(n - 1 for n in counts)
-    assert after.generated_tokens - before.generated_tokens == 12 * LONG
-    assert after.prompt_tokens - before.prompt_tokens == 6 * 4
-    least = sum(4 + c["versions"].index(v) for _, a in answers for c in a["choices"] for v in set(c["versions"][1:]))
-    assert after.recomputed_tokens - before.recomputed_tokens >= least - sum(4 for _ in counts) > 0
+    assert after.interrupted - before.interrupted >= sum(n - 1 for n in counts(found))
+    assert after.generated_tokens - before.generated_tokens == 7 * LONG
+    assert after.prompt_tokens - before.prompt_tokens == 3 * 4 + len(PROMPT)
+    least = sum(4 + c["versions"].index(v) for a in answers for c in a["choices"] for v in set(c["versions"][1:]))
+    assert after.recomputed_tokens - before.recomputed_tokens >= least - sum(4 for _ in counts(found)) > 0
     assert (after.running, after.aborted) == (0, before.aborted)
 
 
@@ -153,7 +161,8 @@ def test_a_sequence_that_was_not_cut_is_what_finish_gives(server: RunningServer,
 def test_a_continuation_draws_other_random_numbers(server: RunningServer, versions: Versions) -> None:
     """The rest of an answer is what a request for it alone gives with a seed of its own."""
 
-    async def run() -> tuple[int, list[list[int]]]:
+    async def run() -> tuple[int, list[list[int]]] | None:
+        before = versions.stats().requests
         async with aiohttp.ClientSession() as session:
 
             async def tokens(**more: Any) -> tuple[list[int], list[int]]:
@@ -162,47 +171,54 @@ def test_a_continuation_draws_other_random_numbers(server: RunningServer, versio
                 return answer["choices"][0]["token_ids"], answer["choices"][0]["versions"]
 
             task = asyncio.create_task(tokens(seed=11))
-            await asyncio.sleep(0.15)
+            await versions.requested(before + 1)
             newest = await asyncio.to_thread(versions.publish)
             ids, of = await task
-            assert len(set(of)) == 2
+            if len(set(of)) < 2:
+                return None
             cut = of.index(newest.version)
             rest = {"prompt": PROMPT + ids[:cut], "max_tokens": LONG - cut}
             alone = [(await tokens(seed=seed, **rest))[0] for seed in (continuation_seed(11, cut), 11)]
             return cut, [ids[cut:], *alone]
 
-    cut, (rest, again, replayed) = asyncio.run(run())
+    cut, (rest, again, replayed) = seen(lambda: asyncio.run(run()), lambda found: found is not None) or (0, [])
     assert 0 < cut < LONG
     assert rest == again != replayed
     assert len({continuation_seed(7, n) for n in range(500)} | {continuation_seed(8, n) for n in range(500)}) == 1000
 
 
 def test_evaluation_probe_and_prompt_scores_are_not_cut(server: RunningServer, versions: Versions) -> None:
-    ref = versions.publish()
-
-    async def run() -> tuple[Any, Any, list[Any]]:
+    async def run() -> tuple[AdapterRef, Any, list[Any]] | None:
+        ref = await asyncio.to_thread(versions.publish)
+        before = versions.stats().requests
         async with aiohttp.ClientSession() as session:
             pinned = body(str(ref), prompt=[PROMPT, PROMPT[:9]], temperature=0.0, pin_version=True)
             asked = [
                 asyncio.create_task(server.post(session, **pinned)),
                 asyncio.create_task(server.post(session, **body(str(ref), echo=True))),
             ]
-            await asyncio.sleep(0.05)
-            newest = None
+            await versions.requested(before + 3)
+            newest = await asyncio.to_thread(versions.publish)
+            during = not any(task.done() for task in asked)
+            running_s = time.monotonic()
             while not all(task.done() for task in asked):
+                running_s = running_s if asked[0].done() else time.monotonic()
                 newest = await asyncio.to_thread(versions.publish)
                 assert await asyncio.to_thread(server.score, newest) != []
-            assert newest is not None
             # Idle, older than what is kept otherwise, and still there for the next request of the evaluation.
             status, again = await server.post(session, **pinned)
+            if not during or time.monotonic() - running_s > PINNED_S:
+                return None
             assert status == 200, again
-            return (await asked[0])[1], again, [(await task)[1] for task in asked]
+            return ref, again, [(await task)[1] for task in asked]
 
-    first, again, both = asyncio.run(run())
+    found = seen(lambda: asyncio.run(run()), lambda found: found is not None)
+    assert found is not None
+    ref, again, both = found
     for answer in (*both, again):
         assert answer["model"] == str(ref)
         assert {v for c in answer["choices"] for v in c["versions"]} == {ref.version}
-    assert [c["token_ids"] for c in first["choices"]] == [c["token_ids"] for c in again["choices"]]
+    assert [c["token_ids"] for c in both[0]["choices"]] == [c["token_ids"] for c in again["choices"]]
 
 
 def test_requests_that_come_while_versions_change(server: RunningServer, versions: Versions) -> None:
@@ -223,8 +239,10 @@ def test_requests_that_come_while_versions_change(server: RunningServer, version
         stop, got = asyncio.Event(), list[Any]()
         async with aiohttp.ClientSession() as session:
             clients = [asyncio.create_task(client(k, stop, session, got)) for k in range(8)]
-            for _ in range(8):
+            for n in range(100):
                 await asyncio.to_thread(versions.publish)  # some come twice within a few steps
+                if n >= 7 and len(of(got)) > 5 and mixed(got):
+                    break
             stop.set()
             await asyncio.gather(*clients)
             for model in ("math@v99999", "math@v", "nobody", "nobody@v0", ""):
@@ -232,16 +250,21 @@ def test_requests_that_come_while_versions_change(server: RunningServer, version
                 assert status == 404, answer
         return got
 
+    def of(got: list[Any]) -> set[int]:
+        return {v for _, choice in got for v in choice["versions"]}
+
+    def mixed(got: list[Any]) -> list[Any]:
+        return [(p, c) for p, c in got if len(set(c["versions"])) > 1]
+
     got = asyncio.run(run())
-    assert len({v for _, choice in got for v in choice["versions"]}) > 5
-    mixed = [(p, c) for p, c in got if len(set(c["versions"])) > 1]
-    assert mixed
-    for prompt, choice in [*mixed[:8], *got[:2], *got[-2:]]:
+    assert len(of(got)) > 5
+    assert mixed(got)
+    for prompt, choice in [*mixed(got)[:4], *got[:2], *got[-2:]]:
         versions.check(prompt, choice)
 
 
 def test_sequences_that_were_cut_keep_their_place(server: RunningServer, versions: Versions) -> None:
-    """The first ones do not queue up behind requests that came later and were waiting."""
+    """The first ones do not queue up behind requests that came later and were waiting, and are shorter."""
 
     async def run() -> tuple[list[int], bool]:
         """In which order they ended, and whether all were there at the cut and continued in time."""
@@ -249,7 +272,7 @@ def test_sequences_that_were_cut_keep_their_place(server: RunningServer, version
         late = (server.folder / "log").read_text().count(LATE)
 
         async def one(k: int) -> None:
-            status, answer = await server.post(session, **body(seed=k))
+            status, answer = await server.post(session, **body(seed=k, max_tokens=LONG if k < SEQUENCES else LONG // 4))
             assert status == 200, answer
             ended.append(k)
 
@@ -257,16 +280,12 @@ def test_sequences_that_were_cut_keep_their_place(server: RunningServer, version
             for half in (range(SEQUENCES), range(SEQUENCES, 2 * SEQUENCES)):
                 for k in half:
                     group.create_task(one(k))
-                while versions.stats().requests - before < half.stop:
-                    await asyncio.sleep(0.005)
+                await versions.requested(before + half.stop)
             await asyncio.to_thread(versions.publish)
             all_there = not ended
         return ended, all_there and (server.folder / "log").read_text().count(LATE) == late
 
-    # On a busy machine answers may end before a publish does, or continue after their places were given away.
-    runs = (asyncio.run(run()) for _ in range(5))
-    ended = next((ended for ended, in_time in runs if in_time), None)
-    assert ended is not None, "five times an answer ended before the publish, or one that was cut continued late"
+    ended, _ = seen(lambda: asyncio.run(run()), lambda found: found[1])
     assert set(ended[:SEQUENCES]) == set(range(SEQUENCES))
 
 
@@ -283,9 +302,17 @@ def test_a_stream_is_one_answer(server: RunningServer, versions: Versions, n: in
                         await asyncio.to_thread(versions.publish)
         return events
 
-    events = asyncio.run(run())
+    def of(events: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+        return [c for e in events for c in e["choices"] if c["index"] == index]
+
+    def cut(events: list[dict[str, Any]]) -> bool:
+        return all(
+            len({v for part in of(events, index) for v in part.get("versions") or []}) >= 2 for index in range(n)
+        )
+
+    events = seen(lambda: asyncio.run(run()), cut)
     for index in range(n):
-        parts = [c for e in events for c in e["choices"] if c["index"] == index]
+        parts = of(events, index)
         whole: dict[str, Any] = {
             key: [x for part in parts for x in part.get(key) or []] for key in ("token_ids", "versions")
         }
@@ -304,65 +331,69 @@ def test_stop_strings_hold_across_a_cut(server: RunningServer, versions: Version
     stop = [a + b for a in letters for b in letters]
 
     async def run() -> list[Any]:
+        before = versions.stats().requests
         async with aiohttp.ClientSession() as session:
             asked = [asyncio.create_task(server.post(session, **body(seed=k, stop=stop))) for k in range(16)]
-            await versions.keep_coming(asked, 0.1)
+            await versions.requested(before + 16)
+            for _ in range(3):
+                await asyncio.to_thread(versions.publish)
             return [(await task)[1]["choices"][0] for task in asked]
 
-    choices = asyncio.run(run())
+    def mixed(choices: list[Any]) -> list[Any]:
+        return [c for c in choices if len(set(c["versions"])) > 1]
+
+    choices = seen(lambda: asyncio.run(run()), lambda choices: bool(mixed(choices)))
     assert "stop" in {c["finish_reason"] for c in choices}
     for choice in choices:
         text = tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
         assert not any(s in text[:-1] for s in stop)
         assert any(text.endswith(s) for s in stop) == (choice["finish_reason"] == "stop")
         assert not any(s in choice["text"] for s in stop)
-    mixed = [c for c in choices if len(set(c["versions"])) > 1]
-    assert mixed
-    for choice in mixed[:4]:
+    for choice in mixed(choices)[:4]:
         versions.check(PROMPT, choice)
 
 
 def test_a_client_that_leaves_during_the_switch_ends_its_request(server: RunningServer, versions: Versions) -> None:
-    before, first = versions.stats(), versions.publish()
+    first = versions.publish()
 
-    async def run() -> None:
+    async def run(delay_s: float) -> int:
+        """How many of 16 sequences were aborted."""
+        before = versions.stats()
         async with aiohttp.ClientSession() as session:
-            for delay_s in (0.0, 0.01, 0.02, 0.04):
-                asked = [asyncio.create_task(server.post(session, **body(n=4, seed=k))) for k in range(4)]
-                await asyncio.sleep(0.05)
-                publish = asyncio.create_task(asyncio.to_thread(versions.publish))
-                await asyncio.sleep(delay_s)
-                for task in asked:
-                    task.cancel()
-                await publish
-            for _ in range(100):
-                if versions.stats().running == 0:
-                    break
-                await asyncio.sleep(0.02)
+            asked = [asyncio.create_task(server.post(session, **body(n=4, seed=k))) for k in range(4)]
+            await versions.requested(before.requests + 4)
+            publish = asyncio.create_task(asyncio.to_thread(versions.publish))
+            await asyncio.sleep(delay_s)
+            for task in asked:
+                task.cancel()
+            await publish
+        while (after := await asyncio.to_thread(versions.stats)).running or after.waiting:
+            await asyncio.sleep(0.005)
+        return after.aborted - before.aborted
 
-    asyncio.run(run())
-    after = versions.stats()
-    assert (after.running, after.waiting) == (0, 0)
-    assert after.aborted - before.aborted == 4 * 16
+    for delay_s in (0.0, 0.01, 0.02, 0.04):
+        seen(lambda delay_s=delay_s: asyncio.run(run(delay_s)), lambda aborted: aborted == 16)
     last = versions.publish().version
-    resident = {AdapterRef.parse(r).version for r in server.admin.info(5.0).refs}
+    resident = {AdapterRef.parse(r).version for r in server.admin.info(120.0).refs}
     assert not resident & set(range(first.version, last - 1)), "no request holds the old ones any more"
 
 
 def test_a_refused_version_cuts_nothing(server: RunningServer, versions: Versions) -> None:
     before = versions.stats().interrupted
 
-    async def run() -> Any:
+    async def run() -> tuple[Any, bool]:
+        requests = versions.stats().requests
         async with aiohttp.ClientSession() as session:
             task = asyncio.create_task(server.post(session, **body()))
-            await asyncio.sleep(0.05)
+            await versions.requested(requests + 1)
             broken = {name: t * float("nan") for name, t in server.adapter(1).items()}
             newest = server.newest
             with pytest.raises(ManifestError):
                 await asyncio.to_thread(server.publish, broken)
             server.newest = newest
-            return (await task)[1]["choices"][0]
+            running = not task.done()
+            return (await task)[1]["choices"][0], running
 
-    choice = asyncio.run(run())
+    choice, _ = seen(lambda: asyncio.run(run()), lambda found: found[1])
     assert versions.check(PROMPT, choice) == 1
     assert versions.stats().interrupted == before

@@ -42,7 +42,7 @@ from tests.support.engine.vllm_ext.serving import (
 from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.adapters import pack_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TARGETS = {
     "math": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
@@ -60,7 +60,7 @@ class Tenants:
         self.server, self.made = server, dict[AdapterRef, Tensors]()
         self._digest = base_digest(server.model)
         secret = read_secret(RunFolder(server.folder))
-        config = WeightSyncConfig(timeout_s=60.0)
+        config = WeightSyncConfig(timeout_s=200.0)
         leader = Leader(run="test", secret=secret, servers=[server.admin.server], config=config)
         self.publisher = Publisher(run="test", config=config, exchange=SoloExchange(), leader=leader, secret=secret)
 
@@ -89,12 +89,12 @@ def tenants(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         made.publisher.close()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
 
 
 def test_a_slot_takes_the_memory_that_the_plan_says(tenants: Tenants) -> None:
     """One prediction for slots of mixed targets, within 10 % (of the even model: one expert more or less shows)."""
-    reply, config = tenants.server.admin.modules(5.0), tenants.server.config
+    reply, config = tenants.server.admin.modules(120.0), tenants.server.config
     shape = ModelShape.from_hf(AutoModelForCausalLM.from_pretrained(tenants.server.model).config.to_dict())
     assert reply.slots == len(TARGETS) + 2
     assert slot_parameters(config, shape) * 4 == pytest.approx(reply.slot_bytes, rel=0.1)
@@ -104,6 +104,9 @@ def test_no_token_is_sampled_by_a_foreign_adapter_while_versions_of_all_come_in_
     server, answers = tenants.server, list[tuple[str, list[int], Any]]()
     for name in TARGETS:
         tenants.publish(name, 0).wait()
+
+    def mixed(answers: list[tuple[str, list[int], Any]]) -> bool:
+        return any(len(set(choice["versions"])) > 1 for _, _, choice in answers)
 
     async def client(name: str, k: int, stop: asyncio.Event, session: aiohttp.ClientSession) -> None:
         while not stop.is_set():
@@ -127,7 +130,9 @@ def test_no_token_is_sampled_by_a_foreign_adapter_while_versions_of_all_come_in_
             for k in range(4):
                 for name in TARGETS:
                     group.create_task(client(name, k, stop, session))
-            for version in range(1, ROUNDS + 1):
+            for version in range(1, 20 * ROUNDS + 1):
+                if version > ROUNDS and mixed(answers) and {name for name, _, _ in answers} == set(TARGETS):
+                    break
                 handles = [tenants.publish(name, version) for name in TARGETS]
                 reports = await asyncio.to_thread(lambda handles=handles: [h.wait() for h in handles])
                 assert [(r.attempts, r.lost) for r in reports] == [(1, {})] * 3
@@ -136,7 +141,7 @@ def test_no_token_is_sampled_by_a_foreign_adapter_while_versions_of_all_come_in_
 
     asyncio.run(run())
     assert {name for name, _, _ in answers} == set(TARGETS)
-    assert any(len(set(choice["versions"])) > 1 for _, _, choice in answers)
+    assert mixed(answers)
     foreign = check_tokens(tenants, answers)
     assert foreign > 0.1, "the adapters cannot be told apart"
 
@@ -212,4 +217,4 @@ def test_adapters_that_come_and_go_leave_nothing_at_a_server(tenants: Tenants) -
     assert fds_after <= fds
     assert after - pages < 4096, "more than 16 MiB"
     tenants.publish("attention", 0).wait()
-    assert {ref.partition("@")[0] for ref in tenants.server.admin.info(5.0).refs} == {"math", "attention"}
+    assert {ref.partition("@")[0] for ref in tenants.server.admin.info(120.0).refs} == {"math", "attention"}

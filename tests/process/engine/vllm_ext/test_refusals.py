@@ -17,7 +17,7 @@ from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.engine.vllm_ext.serving import RANK, RunningServer, Tensors
 from tests.support.weight_sync.adapters import pack_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NAME = "model.layers.2.mlp.experts.5.gate_proj.lora_A.weight"
 TWIN = NAME.replace("experts.5", "experts.6")
@@ -108,11 +108,11 @@ def test_a_corrupt_publish_is_refused_and_nothing_else_happens(
     server: RunningServer, good: AdapterRef, case: str
 ) -> None:
     corruption = CORRUPTIONS[case]
-    before, refs = server.score(good), server.admin.info(10.0).refs
+    before, refs = server.score(good), server.admin.info(120.0).refs
     with pytest.raises(ManifestError) as e:
         server.publish(corruption.tensors(server.adapter(9)), **corruption.how(server))
     assert e.value.reason == corruption.reason, e.value
-    assert server.admin.info(10.0).refs == refs
+    assert server.admin.info(120.0).refs == refs
     assert server.score(good) == before
     # The groups are still in step: the next version goes over the same connection.
     tensors = server.adapter(10)
@@ -127,7 +127,7 @@ def announcement(server: RunningServer, ref: AdapterRef, tensors: Tensors, known
     manifest = ShardManifest(
         run="test", ref=ref, parent=None, base_digest=base_digest(server.model), layout=layout.digest
     )
-    return encode(Announcement(manifest=manifest, layout=None if known else layout, timeout_s=10.0))
+    return encode(Announcement(manifest=manifest, layout=None if known else layout, timeout_s=150.0))
 
 
 def test_bytes_of_another_version_are_refused(server: RunningServer, good: AdapterRef) -> None:
@@ -151,14 +151,14 @@ def test_what_is_no_announcement_is_malformed(server: RunningServer, good: Adapt
     body = announcement(server, replace(good, version=good.version + 1), server.adapter(1))
     for wrong in (b"", b"ALM1" + body[4:], body[:-5], b"ALM2" + b"\x90", body[4:]):
         with pytest.raises(ManifestError) as e:
-            server.admin.publish(wrong, 10.0)
+            server.admin.publish(wrong, 120.0)
         assert e.value.reason == "malformed"
 
 
 def test_a_layout_never_sent_is_asked_for(server: RunningServer, good: AdapterRef) -> None:
     fewer = {n: t for n, t in server.adapter(1).items() if ".layers.3." not in n}
     with pytest.raises(ManifestError) as e:
-        server.admin.publish(announcement(server, replace(good, version=good.version + 1), fewer, known=True), 10.0)
+        server.admin.publish(announcement(server, replace(good, version=good.version + 1), fewer, known=True), 120.0)
     assert e.value.reason == "unknown_layout"
 
 
@@ -172,7 +172,7 @@ def test_the_newest_version_again_is_acknowledged_again(server: RunningServer, g
     assert {"wire", "verify", "write", "stage", "commit", "commit_wait"} <= replies[0].phases.keys()
     assert server.score(good) == before
     server.source.close()  # without a group there is nothing to take off the wire
-    assert server.admin.publish(announcement(server, good, server.adapter(8)), 10.0) == replies[0]
+    assert server.admin.publish(announcement(server, good, server.adapter(8)), 120.0) == replies[0]
     server.publish(server.adapter(12))
 
 
@@ -185,7 +185,7 @@ def test_a_source_that_dies_midway_is_a_broken_wire(server: RunningServer, good:
 
     def post() -> None:
         try:
-            server.admin.publish(announcement(server, ref, tensors), 30.0)
+            server.admin.publish(announcement(server, ref, tensors), 200.0)
         except (ManifestError, PublishError) as e:
             answer.append(e)
 
@@ -206,10 +206,10 @@ def test_a_source_that_dies_midway_is_a_broken_wire(server: RunningServer, good:
         shard.send(group, time.monotonic() + 2.0)
     began = time.monotonic()
     server.source.close()
-    thread.join(30.0)
-    assert time.monotonic() - began < 9.0, "not the whole deadline: a closed connection is known at once"
+    thread.join(200.0)
+    assert time.monotonic() - began < 75, "not the whole deadline: a closed connection is known at once"
     assert isinstance(answer[0], ManifestError)
     assert answer[0].reason == "wire"
-    assert str(ref) not in server.admin.info(10.0).refs
+    assert str(ref) not in server.admin.info(120.0).refs
     assert server.score(good) == before
     assert server.publish(tensors) == ref, "the same version, whole this time"

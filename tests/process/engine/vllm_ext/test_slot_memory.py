@@ -101,11 +101,11 @@ def filled(folder: Path, model: Path, adapters: int) -> Filled:
         return made
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
 
 
 def publish(server: RunningServer, ref: AdapterRef, base: str) -> None:
     tensors = adapter(server.model, seed=ref.version)
     spec = AdapterSpec(name=ref.name, base_model="m", rank=RANK, alpha=ALPHA, target_modules=tuple(TARGETS))
     parent = AdapterRef(name=ref.name, version=0) if ref.version else None
-    server.source.publish(ref, server.layout(tensors, spec), tensors, parent=parent, base=base, timeout_s=60.0)
+    server.source.publish(ref, server.layout(tensors, spec), tensors, parent=parent, base=base, timeout_s=200.0)

@@ -16,7 +16,7 @@ from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer
 from tests.support.forks.starter import starter_of
 from tests.support.launcher.command import ROLES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Trainer:
@@ -35,7 +35,7 @@ class Trainer:
 
     def __exit__(self, *exc: object) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(120)
 
     def _line(self) -> str:
         assert self.process.stdout is not None
@@ -96,7 +96,7 @@ def test_a_new_trainer_takes_the_place_of_one_that_was_killed(server: RunningSer
                 await asyncio.to_thread(first.publish, held + 1, 2, fault)
             else:
                 first.tell(held + 1, 2, fault)
-            assert await asyncio.to_thread(first.process.wait, 20) == -signal.SIGKILL
+            assert await asyncio.to_thread(first.process.wait, 120) == -signal.SIGKILL
             with await second as successor:
                 came = held + 1 if fault in ("idle", "after") else held
                 reports = [await asyncio.to_thread(successor.publish, came, 2 if came > held else 1)]

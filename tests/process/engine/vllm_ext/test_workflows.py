@@ -29,10 +29,10 @@ from areal_lora.trainer.audit import audit, choose
 from areal_lora.types import AdapterRef, Outcome, Sample
 from tests.support.engine.vllm_ext.serving import RunningServer, Tensors, hf_logits
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SAMPLING = SamplingConfig(
-    prompts_per_step=1, n_samples=3, max_new_tokens=40, temperature=1.3, top_p=0.9, timeout_s=60.0
+    prompts_per_step=1, n_samples=3, max_new_tokens=40, temperature=1.3, top_p=0.9, timeout_s=240.0
 )
 QUESTION = "Ann has 3 apples and buys 4. How many?"
 TOLERANCE = 1e-4  # fp32
@@ -87,7 +87,7 @@ def assert_confirmed_by(server: RunningServer, episode: Episode) -> None:
     """The server itself confirms the batch, each token under its version, and contradicts a shifted one."""
 
     def score(ref: AdapterRef, rows: list[list[int]]) -> list[list[float]]:
-        return server.admin.score(str(ref), rows, 10.0, SAMPLING.temperature)
+        return server.admin.score(str(ref), rows, 120.0, SAMPLING.temperature)
 
     batch = collate(PackedGroups.of([episode.group]))
     right = audit(choose(batch, "math", 1), score, limit=1e-3)
@@ -193,10 +193,10 @@ def test_an_agent_gets_log_probabilities_and_parsed_tool_calls(server: RunningSe
             workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent, tool_parser="hermes")
             text = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": [1, "é"]}}\n</tool_call>'
             request = ToolCallsBody(parser="hermes", tools=tools, texts=[text, "no call", "<tool_call>{broken"])
-            parsed = await context.client.tool_calls(ref, request, timeout_s=30.0)
+            parsed = await context.client.tool_calls(ref, request, timeout_s=120.0)
             other = ToolCallsBody(parser="pythonic", tools=tools, texts=[text])
             with pytest.raises(GenerationFault, match="does not name 'pythonic'"):
-                await context.client.tool_calls(ref, other, timeout_s=30.0)
+                await context.client.tool_calls(ref, other, timeout_s=120.0)
             return await workflow.run(prompt_of(context), ref, seed=7), parsed
 
     episode, parsed = asyncio.run(main())

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -178,7 +179,7 @@ class Source:
         self._group: BroadcastGroup | None = None
         self._told: str | None = None  # the layout that the server was sent last
 
-    def connect(self, timeout_s: float = 20.0) -> BroadcastGroup:
+    def connect(self, timeout_s: float = 150.0) -> BroadcastGroup:
         if self._group is None:
             workers = self.admin.server.workers
             listener = GroupListener(
@@ -216,7 +217,7 @@ class Source:
         base: str,
         run: str | None = None,
         damage: Callable[[PackedShard], None] | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 150.0,
     ) -> PublishReply:
         """Announce and broadcast; ``damage`` may change the packed bytes. Raises what the server answers.
 
@@ -284,7 +285,7 @@ class RunningServer:
 
     def score(self, ref: AdapterRef | None, token_ids: list[int] = PROMPT, temperature: float = 1.0) -> list[float]:
         """What the server says. [T]"""
-        return self.admin.score(str(ref) if ref else None, [token_ids], 10.0, temperature)[0]
+        return self.admin.score(str(ref) if ref else None, [token_ids], 120.0, temperature)[0]
 
     def layout(self, tensors: Tensors, spec: AdapterSpec | None = None, dtype: str = "float32") -> AdapterLayout:
         return make_layout(spec or self.spec, dtype, {0: [(n, tuple(t.shape)) for n, t in tensors.items()]}, {})
@@ -349,7 +350,7 @@ def start(
             "adapters": [ADAPTER | dict(differing or {}), *(ADAPTER | dict(other) for other in further)],
             "trainer": {"world_size": 1},
             "rollout": {"max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.1} | rollout,
-            "weight_sync": {"timeout_s": 20.0},
+            "weight_sync": {"timeout_s": 150.0},
             "cluster": {"device": "cpu", "devices_per_node": 2},
         }
     )
@@ -394,3 +395,11 @@ def connect(folder: Path, model: Path, process: Fork | subprocess.Popen[bytes], 
         admin=admin,
         source=Source(admin, secret, backend=backend),
     )
+
+
+def answers_a_ping(server: RunningServer) -> bool:
+    """A worker that is late counts as silent."""
+    with suppress(PublishError):
+        server.admin.ping(120.0)
+        return True
+    return False
