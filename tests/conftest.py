@@ -65,7 +65,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         running.source.close()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(150)
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(alone: Ended, tmp
         visited = service.end()
     finally:
         service.process.terminate()
-        service.process.wait(60)
+        service.process.wait(150)
     assert visited.code == 0, visited.output
     assert [state for state, _ in service.states("experts.2")] == ["pending", "active", "draining", "done"]
     [(state, reason)] = service.states("bad.1")
@@ -84,7 +84,7 @@ def test_a_scorer_that_hangs_and_a_full_disk_end_their_adapters(alone: Ended, tm
         faulty = service.end()
     finally:
         service.process.terminate()
-        service.process.wait(60)
+        service.process.wait(150)
     assert faulty.code not in (0, 1), faulty.output
     assert "could not be written" in service.states("full.1")[-1][1]
     assert "timeout" in service.states("hangs.1")[-1][1]

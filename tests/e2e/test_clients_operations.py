@@ -92,7 +92,7 @@ class Run:
             "return_token_ids": True,
         }
         verify = client_context(secret, Plane.DATA) if tls else True
-        answer = httpx.post(url, json=body, headers=authorization(secret, Plane.DATA), verify=verify, timeout=60)
+        answer = httpx.post(url, json=body, headers=authorization(secret, Plane.DATA), verify=verify, timeout=150)
         assert answer.status_code == 200, answer.text
         [choice] = answer.json()["choices"]
         found = choice["logprobs"]
@@ -122,7 +122,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     finally:
         made.client.close()
         made.service.process.terminate()
-        made.service.process.wait(60)
+        made.service.process.wait(150)
         print(made.service.output[-6000:])
 
 

@@ -22,7 +22,7 @@ VICTIMS = {8: "areal_lora.engine.vllm_ext.server.main", 15: "areal_lora.rollout.
 """What is killed once a step has been taken. Of two trainer ranks the last one."""
 CONSUMED = 4
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ def go(root: Path, name: str, victims: dict[int, str]) -> Run:
         try:
             for step, module in victims.items():
                 kill_after(launcher, root / name, step, module)
-            code = launcher.wait(280)
+            code = launcher.wait(700)
         finally:
             launcher.terminate()
-            launcher.wait(15)
+            launcher.wait(150)
     return Run(folder=root / name, output=log.read_text(), code=code)
 
 

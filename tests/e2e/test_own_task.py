@@ -22,7 +22,7 @@ from tests.support.docs import Block, blocks
 from tests.support.launcher.command import forked_roles
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PAGE = ROOT / "docs" / "en" / "your_own_task.md"
 TRAIN = "areal-lora train --config mine.yaml --config more.yaml"
 STEPS = 4  # the page says 12

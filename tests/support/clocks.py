@@ -17,7 +17,7 @@ class Clock:
 
 
 def wait_until(
-    condition: Callable[[], object], timeout_s: float = 5.0, what: str = "the condition", pause_s: float = 0.02
+    condition: Callable[[], object], timeout_s: float = 150.0, what: str = "the condition", pause_s: float = 0.02
 ) -> float:
     """Poll ``condition`` until it holds; fails after ``timeout_s``. Seconds that it took."""
     began = time.monotonic()

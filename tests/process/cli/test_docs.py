@@ -275,13 +275,13 @@ def held(root: Path, name: str) -> Iterator[Path]:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         try:
             log = root / name / "logs" / "server-0.log"
-            wait_until(lambda: log.exists() and "up" in log.read_text(), 60.0)
+            wait_until(lambda: log.exists() and "up" in log.read_text())
             yield root / name
         finally:
             process.kill()
 
 
-def shell(command: str, folder: Path, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+def shell(command: str, folder: Path, timeout_s: float = 280.0) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PATH": f"{folder}/.venv/bin:{os.environ['PATH']}",

@@ -28,7 +28,7 @@ def begin(root: Path, name: str, stop_s: float, **environment: str) -> Fork:
 def started(root: Path, name: str, stop_s: float) -> Fork:
     process = begin(root, name, stop_s)
     log = root / name / "logs" / "server-0.log"
-    wait_until(lambda: log.exists() and "up" in log.read_text(), 30.0)
+    wait_until(lambda: log.exists() and "up" in log.read_text())
     return process
 
 
@@ -62,7 +62,7 @@ def test_a_run_is_seen_refused_a_second_start_and_stopped(tmp_path: Path, now: b
             program, *words = shlex.split(printed)
             assert program == "areal-lora"
             assert ("waiting for " in stopped.stdout) is not now, stopped.stdout
-            assert process.wait(1.0) == 130
+            assert process.wait(150.0) == 130
             assert f"report: {folder / 'report.html'}\n" in stopped.stdout
             assert "Ended with exit code 130" in (folder / "report.html").read_text()
             assert f"report   {folder / 'report.html'}\n" in (root / "x.out").read_text()
@@ -93,7 +93,7 @@ def test_a_killed_launcher_leaves_a_run_that_status_and_stop_understand(tmp_path
 def test_a_launcher_killed_while_it_starts_a_process_leaves_none(tmp_path: Path, number: int) -> None:
     """The guardian has not been told of the ``number``-th process, which exists."""
     with begin(tmp_path, "x", 2.0, AREAL_LORA_FAULT=f"launcher.process_started:{number}:kill") as process:
-        assert process.wait(60.0) == -signal.SIGKILL
+        assert process.wait(150.0) == -signal.SIGKILL
         assert len(list((tmp_path / "x" / "logs").glob("*-?.log"))) == number
         done = areal_lora("stop", tmp_path / "x")
         assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from tests.support.launcher import real_slurm
 from tests.support.launcher.jobs import JOBS, job
 from tests.support.launcher.real_slurm import Slurm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SLURM_JOBS = [name for name in JOBS if name != "laptop"]
 
 

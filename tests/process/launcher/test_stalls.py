@@ -19,7 +19,7 @@ from areal_lora.run_folder.status import last_beats
 from tests.support.launcher.driven import Run
 from tests.support.paths import EXAMPLES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LIMIT_S = 4.0
 BOTH = ("controller-0", "server-0")
 LATER_S = 12.0  # writing down the stacks, the first restart's wait, a busy machine
@@ -50,7 +50,7 @@ def test_a_stopped_controller_and_a_stopped_server_are_started_again(
         ("trainer", 0, TRAINER.format(folder=str(folder))),
         overrides=overrides,
     )
-    run.wait_for(lambda: last_beats(RunFolder(folder)).keys() == set(BOTH), timeout_s=60)
+    run.wait_for(lambda: last_beats(RunFolder(folder)).keys() == set(BOTH))
     time.sleep(LIMIT_S + 1.0)
     assert count_restarts(RunFolder(folder)) == {}, "both beat without any request"
     old = {name: pid_of(folder, name) for name in BOTH}
@@ -62,10 +62,10 @@ def test_a_stopped_controller_and_a_stopped_server_are_started_again(
         found_s = time.monotonic() - stopped_at
         print(f"\n{name}: found after {found_s:.1f} s of {LIMIT_S:g} s")
         assert LIMIT_S - 2.0 < found_s < LIMIT_S + LATER_S
-    run.wait_for(lambda: all(pid_of(folder, name) not in (0, old[name]) for name in BOTH), timeout_s=60)
+    run.wait_for(lambda: all(pid_of(folder, name) not in (0, old[name]) for name in BOTH))
     run.wait_for(lambda: last_beats(RunFolder(folder)).keys() == set(BOTH))
     (folder / "enough").touch()
-    code, output = run.end(timeout_s=40)
+    code, output = run.end()
     assert code == 0, output
     for name in BOTH:
         assert re.search(rf"{name} sent no heartbeat for \d+ s; it is restarted in 1 s \(1 of 3\)", output)

@@ -41,7 +41,7 @@ def programs(folder: Path) -> None:
 
 
 def areal_lora(
-    *words: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout_s: float = 60.0
+    *words: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout_s: float = 200.0
 ) -> subprocess.CompletedProcess[str]:
     """In a fork; with an environment of its own (which may have other packages) in an interpreter of its own."""
     command = [forked_python(), *COMMAND[1:]] if env is None else COMMAND

@@ -13,7 +13,7 @@ from tests.support.e2e.metrics import records
 
 def kill_after(launcher: subprocess.Popen[bytes], folder: Path, step: int, module: str) -> None:
     """SIGKILL to the last process of ``module`` once ``step`` has been taken."""
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + 280
     while not any(r["kind"] == "step" and r["step"] >= step for r in records(folder)):
         assert launcher.poll() is None, f"the run ended before step {step}"
         assert time.monotonic() < deadline, f"step {step} was not taken before {module} was to be killed"

@@ -42,7 +42,7 @@ class Run:
                 continue
         return found
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 150) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"never happened; launcher: {self.process.poll()}"
@@ -52,7 +52,7 @@ class Run:
         path = self.folder / "logs" / f"{name}.log"
         return path.read_text() if path.exists() else ""
 
-    def end(self, timeout_s: float = 20) -> tuple[int, str]:
+    def end(self, timeout_s: float = 150) -> tuple[int, str]:
         return self.process.wait(timeout_s), self._output.read_text()
 
 

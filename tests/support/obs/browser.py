@@ -24,7 +24,7 @@ def chromium() -> Iterator[Browser]:
 
     with sync_playwright() as playwright:
         # No sandbox: Chromium refuses to start its own as root.
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"], timeout=150_000)
         try:
             yield browser
         finally:
@@ -36,6 +36,7 @@ class Visit:
 
     def __init__(self, browser: Browser, address: str, width: int = 1280, scheme: str = "light") -> None:
         self.page: Page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.page.set_default_timeout(150_000)
         self.problems: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda message: self.problems.append(message.text) if message.type != "log" else None)
@@ -43,7 +44,7 @@ class Visit:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(address)
 
-    def wait(self, expression: str, timeout_s: float = 60.0) -> None:
+    def wait(self, expression: str, timeout_s: float = 150.0) -> None:
         """Until ``expression`` is true; Playwright's own way evaluates text in the page, whose policy forbids that."""
         deadline = time.monotonic() + timeout_s
         while not self.page.evaluate(f"Boolean({expression})"):

@@ -135,4 +135,4 @@ class Client:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._running.cancel)
-        self._thread.join(30)
+        self._thread.join(150)

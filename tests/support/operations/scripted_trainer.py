@@ -96,7 +96,7 @@ class ScriptedTrainer:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(30)
+        self._thread.join(150)
         self._end.close()
 
     def _begin(self) -> None:

@@ -49,7 +49,7 @@ from tests.support.paths import EXAMPLES
 from tests.support.solo_exchange import SoloExchange
 
 SECTION = {"workflow": {"kind": "client"}, "rank": 4, "alpha": 8, "target_modules": ["all-linear"], "seed": 3}
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 def service_config(**checkpoint: Any) -> Config:
@@ -236,7 +236,7 @@ class Side:
         if isinstance(self.disk, HeldDisk):
             self.disk.release()
         self.stop.set()
-        self._thread.join(30)
+        self._thread.join(150)
         self.client.close()
         self.saver.close()
         self.clients.close()

@@ -28,7 +28,7 @@ from tests.support.operations.scripted_trainer import Disk, ScriptedTrainer
 
 LORA = Lora(rank=4, alpha=32.0, target_modules=("linear_qkv",))
 QUOTA = Quota(adapters=3, rank=8, weight=1.0, operations=99, body_kib=1, sequences=64, problems=9, workers=1, saved=4)
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 def tokens(*ids: int) -> Train:
