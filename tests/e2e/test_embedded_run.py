@@ -270,8 +270,8 @@ def test_the_printed_lines_for_peft_and_tensorboard_work(run: Run) -> None:
     done = subprocess.run(interactive, input=code, capture_output=True, text=True, timeout=280, cwd="/", check=False)
     assert "PeftModelForCausalLM" in done.stdout, done.stderr
     log = run.folder / "tensorboard.log"
-    with started(run.printed("TensorBoard"), log) as process:
-        page = wait_until_it_answers("http://127.0.0.1:6006/", process, log)
+    with started(f"{run.printed('TensorBoard')} --port 0", log) as process:  # 6006 may be in use on this machine
+        page = wait_until_it_answers(wait_until_it_says(r" at (http\S+) ", process, log), process, log)
     assert b"TensorBoard" in page
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +21,27 @@ from areal_lora.obs.report.summary import read_summary
 from areal_lora.run_folder.events import RequeueEvent, count_restarts, read_events
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_endpoint
-from tests.support.cli.command import COMMAND
-from tests.support.launcher.command import embedded_run
+from tests.support.cli.command import forked_python
+from tests.support.launcher.command import configs, forked_run
 from tests.support.launcher.real_slurm import Slurm
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STEPS, UP_S, STEP_S = 24, 180.0, 120.0  # steps enough for two deaths and a requeue, however slow the commands are
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+STEPS, AHEAD, WAIT_S = 24, 3, 280.0
+"""Steps that are learned, and so many at most after the rewards were held back."""
+HELD_BACK = """
+import pathlib, time
+HERE = pathlib.Path(__file__).parent
+
+def steps():
+    metrics = HERE / "job" / "metrics.jsonl"
+    return metrics.read_text().count('"kind":"step"') if metrics.exists() else 0
+
+def reward(completion, answer):
+    while steps() >= int((HERE / "allowed").read_text()):
+        time.sleep(0.1)
+    return float(completion.rpartition("####")[2].strip() == answer)
+"""
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
@@ -38,7 +53,20 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 def test_it_learns_and_survives_a_killed_server_a_killed_rank_and_a_requeue(slurm: Slurm, tmp_path: Path) -> None:
     folder = tmp_path / "job"
-    command = embedded_run(
+    (tmp_path / "held_back.py").write_text(HELD_BACK)
+    reward = f"{{kind: function, path: '{tmp_path}/held_back.py:reward', timeout_s: 1500}}"
+    (tmp_path / "held_back.yaml").write_text(f"adapters: [{{reward: {reward}}}]\n")
+
+    def allow(n_steps: int) -> None:
+        """However slow the commands of this test are, so many steps are taken before the next call, and `AHEAD`."""
+        new = tmp_path / "new"
+        new.write_text(str(n_steps))
+        new.replace(tmp_path / "allowed")
+
+    allow(2)
+    command = forked_run(
+        tmp_path,
+        *configs("held_back", folder=tmp_path),
         f"run.root={tmp_path}",
         "run.name=job",
         f"run.steps={STEPS}",
@@ -47,7 +75,7 @@ def test_it_learns_and_survives_a_killed_server_a_killed_rank_and_a_requeue(slur
         "cluster.nodes=2",
         "cluster.bind=0.0.0.0",
         "rollout.servers=2",
-        "adapters.gsm8k.sampling.prompts_per_step=24",
+        "adapters.gsm8k.sampling.prompts_per_step=16",
         "adapters.gsm8k.task.n_eval=128",
     )
     done = subprocess.run(command, env=slurm.environment, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -58,8 +86,8 @@ def test_it_learns_and_survives_a_killed_server_a_killed_rank_and_a_requeue(slur
         path = folder / "logs" / f"job-{job}.log"
         return path.read_text() if path.exists() else ""
 
-    def until(what: str, condition: Callable[[], bool], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+    def until(what: str, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < deadline, f"waited for {what}\n{log()}"
             assert slurm.state(job) != "FAILED", log()
@@ -67,33 +95,37 @@ def test_it_learns_and_survives_a_killed_server_a_killed_rank_and_a_requeue(slur
 
     def next_step_after_a_death(role: str, index: int) -> float:
         before, killed_at = len(steps(folder)), time.monotonic()
+        allow(before + 2)
         endpoint = read_endpoint(RunFolder.current(folder), role, index)
         assert endpoint is not None
         os.kill(endpoint.pid, signal.SIGKILL)
-        until(f"{role} again", lambda: f"{role}-{index} was killed by SIGKILL" in log(), STEP_S)
-        until("a step after it", lambda: len(steps(folder)) > before + (role == "server"), STEP_S)
+        until(f"{role} again", lambda: f"{role}-{index} was killed by SIGKILL" in log())
+        until("a step after it", lambda: len(steps(folder)) > before + (role == "server"))
         return time.monotonic() - killed_at
 
-    until("the second step", lambda: len(steps(folder)) >= 2, UP_S)
-    status = slurm.run(*COMMAND, "status", str(folder))
+    areal_lora = (forked_python(), "-m", "areal_lora")
+    until("the second step", lambda: len(steps(folder)) >= 2)
+    status = slurm.run(*areal_lora, "status", str(folder))
     for words in (f"{job} RUNNING on n[1-2]", "trainer-1     n1", "server-1      n2", "controller-0", f"/{STEPS} "):
         assert words in status, status
-    assert "trainer-0" in slurm.run(*COMMAND, "logs", str(folder), "-n", "2")
+    assert "trainer-0" in slurm.run(*areal_lora, "logs", str(folder), "-n", "2")
     print(f"\nserver killed: next steps after {next_step_after_a_death('server', 1):.1f} s")
     print(f"rank killed: next step after {next_step_after_a_death('trainer', 0):.1f} s")
     assert count_restarts(RunFolder(folder)) == {"server-1": 1, "trainer": 1}
     assert slurm.job(job)["Restarts"] == "0"
 
     asked_at, before = time.monotonic(), len(steps(folder))
+    assert before + AHEAD < STEPS, "it is not over"
     slurm.run("scancel", "--signal=USR1", "--batch", job)
-    until("the requeue", lambda: slurm.job(job)["Restarts"] == "1", STEP_S)
+    until("the requeue", lambda: slurm.job(job)["Restarts"] == "1")
+    allow(sys.maxsize)
     print(f"requeued {time.monotonic() - asked_at:.1f} s after USR1, {before} steps done")
     slurm.until_requeued(job)
-    until("the resume", lambda: len(steps(folder)) > before, UP_S)
+    until("the resume", lambda: len(steps(folder)) > before)
     again = [record["step"] for record in steps(folder)]
     print(f"after the requeue: {again.count(again[before - 1]) - 1} finished steps repeated")
     assert again[before:].count(again[before - 1]) <= 1
-    ended = slurm.until_over(job, UP_S)
+    ended = slurm.until_over(job, WAIT_S)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), log()
 
     done_steps = [record["step"] for record in steps(folder)]
@@ -109,3 +141,4 @@ def test_it_learns_and_survives_a_killed_server_a_killed_rank_and_a_requeue(slur
     assert "requeued: USR1 arrived" in (folder / "report.html").read_text()
     assert f"result   {STEPS} steps" in log(), "the closing lines"
     slurm.until("the end of all processes of jobs", lambda: slurm.processes() == [])
+    print(f"accuracy {summary.eval_before:.3f}, {summary.eval_after:.3f}")

@@ -79,7 +79,7 @@ def stopped(root: Path, case: Case) -> tuple[float, int]:
     command = embedded_run(
         f"run.root={root}",
         f"run.name={name}",
-        "run.steps=2",
+        f"run.steps={2 if case.phase == 'closing' else 200}",
         "trainer.world_size=1",
         "trainer.ep=1",
         "adapters.gsm8k.sampling.prompts_per_step=8",

@@ -24,7 +24,7 @@ from tests.support.launcher import real_slurm
 from tests.support.launcher.command import embedded_run
 from tests.support.launcher.namespaces import Host, Link, hosts, measure, unavailable
 from tests.support.launcher.real_slurm import PROCESSES, Slurm, started
-from tests.support.sizes import NIGHTLY, size
+from tests.support.sizes import NIGHTLY
 
 pytestmark = [
     pytest.mark.slow,

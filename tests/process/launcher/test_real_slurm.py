@@ -43,7 +43,7 @@ LAYOUT = (
     "trainer.ep=2",
     "rollout.servers=2",
 )
-# Roles beat once: without a heartbeat a failure ends the run.
+# Ranks beat once: without a heartbeat a failure ends the run.
 UP = """\
 NAME="$1"; R=$(echo "$*" | sed 's/.*--run-folder //; s/ --index.*//')
 beat() { : > "$R/sessions/$AREAL_LORA_SESSION/heartbeats/$NAME"; }
@@ -55,9 +55,9 @@ beat
 HEARS = f"""\
 trap 'echo stopped in order; exit 0' TERM
 {UP}
-while true; do sleep 0.1; done
+while true; do beat; sleep 0.1; done
 """
-SLEEPS = "sleep 60 & wait $!"
+SLEEPS = "sleep 1000 & wait $!"
 FIRST_LIFE = '[ "$LIFE" -gt 0 ] ||'
 SLEEP_IN_FIRST_LIFE = f"{FIRST_LIFE} {SLEEPS}"
 
@@ -138,7 +138,9 @@ def out_of_time(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.mark.usefixtures("out_of_time")
 def test_every_task_is_on_its_node_and_the_trainers_end_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
-    rank = 'echo "rank $RANK of $WORLD_SIZE on $SLURMD_NODENAME"; sleep 2'
+    rank = 'echo "rank $RANK of $WORLD_SIZE on $SLURMD_NODENAME"'
+    for name in ("controller-0", "server-0", "server-1"):
+        rank += f'; until [ -e "$R/sessions/$AREAL_LORA_SESSION/heartbeats/{name}" ]; do sleep 0.1; done'
     job = submitted(slurm, tmp_path / "with a space", rank)
     ended = slurm.until_over(job.id)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), job.log(f"job-{job.id}")
@@ -222,11 +224,11 @@ def test_scancel_cancels(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_scancel_while_the_steps_stop_for_a_requeue_still_cancels(slurm: Slurm, tmp_path: Path) -> None:
-    job = running(slurm, submitted(slurm, tmp_path, "trap 'sleep 2; exit 0' TERM; while true; do sleep 0.1; done"))
+    rank = "trap 'scancel $SLURM_JOB_ID; exit 0' TERM; while true; do sleep 0.1; done"
+    job = running(slurm, submitted(slurm, tmp_path, rank))
     slurm.run("scancel", "--signal=USR1", "--batch", job.id)
-    slurm.until("the signal", lambda: "USR1 arrived: the steps are stopped" in job.log(f"job-{job.id}"))
-    slurm.run("scancel", job.id)
     ended = slurm.until_over(job.id)
+    assert "USR1 arrived: the steps are stopped" in job.log(f"job-{job.id}")
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), job.log(f"job-{job.id}")
 
 

@@ -272,7 +272,7 @@ PartitionName=cpu Nodes=c1 MaxTime=INFINITE State=UP
 def pretended() -> Iterator[Slurm]:
     """A slurmctld that believes in GPU nodes, without slurmd: for ``sbatch --test-only``. Nothing can run.
 
-    Some seconds after its start it notices that no node answers; `refreshed` starts it again.
+    Some seconds after its start it notices that no node answers (``idle``); `refreshed` starts it again.
     """
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)
@@ -289,8 +289,7 @@ def pretended() -> Iterator[Slurm]:
 
 def refreshed(slurm: Slurm) -> None:
     """Start the slurmctld of `pretended`, again if it runs and has noticed that its nodes do not answer."""
-    states = slurm.outcome("sinfo", "-h", "-o", "%t").split() if "slurmctld" in slurm.daemons else ["none"]
-    if states == ["idle"] * len(states) and states:
+    if idle(slurm):
         return
     if "slurmctld" in slurm.daemons:
         _end([slurm.daemons.pop("slurmctld")])
@@ -298,6 +297,10 @@ def refreshed(slurm: Slurm) -> None:
     (slurm.folder / "state").mkdir()
     slurm.start_controller()
     slurm.until("idle nodes", lambda: "idle" in slurm.outcome("sinfo", "-h", "-o", "%t").split())
+
+
+def idle(slurm: Slurm) -> bool:
+    return "slurmctld" in slurm.daemons and set(slurm.outcome("sinfo", "-h", "-o", "%t").split()) == {"idle"}
 
 
 def _start_munged(slurm: Slurm) -> None:
@@ -318,7 +321,7 @@ def _start_munged(slurm: Slurm) -> None:
 
 
 def _configure(slurm: Slurm, *, pretend: bool = False) -> None:
-    folder, ports = slurm.folder, _free_ports(1 + NODES)
+    folder, ports = slurm.folder, free_ports(1 + NODES)
     host, address = socket.gethostname(), "127.0.0.1"
     nodes = f"NodeName=n[1-{NODES}] NodeHostname={host} NodeAddr={address} Port=[{ports[1]}-{ports[-1]}]"
     nodes += " CPUs=4 State=UNKNOWN"
@@ -340,9 +343,9 @@ def _configure(slurm: Slurm, *, pretend: bool = False) -> None:
     key.chmod(0o400)
 
 
-def _free_ports(count: int) -> list[int]:
-    """One port, and ``count - 1`` more that follow each other."""
-    for first in range(21000 + os.getpid() % 8000, 32000, count):
+def free_ports(count: int) -> list[int]:
+    """One port, and ``count - 1`` more that follow each other; none that a connection is given."""
+    for first in range(21000 + os.getpid() * 64 % 8000, 32000, count):  # far from those of the other lane
         with contextlib.ExitStack() as stack:
             try:
                 for port in range(first, first + count):

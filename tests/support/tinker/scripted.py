@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint, publish_endpoint, read_endpoint
 from tests.support.clocks import wait_until
 from tests.support.forks.starter import starter_of
+from tests.support.launcher.real_slurm import free_ports
 from tests.support.operations.scripted_trainer import ScriptedTrainer
 from tests.support.service.running import service_config
 from tests.support.tinker.sdk import environment
@@ -51,7 +51,7 @@ class ScriptedRun:
         **api: Any,
     ) -> None:
         """``limits`` are those of each tenant of `tenant`."""
-        config = service_config(root, port=_free_port(), **api)  # the same one after a restart
+        config = service_config(root, port=free_ports(1)[0], **api)  # the same one after a restart
         self.folder = config.run_folder
         self.folder.path.mkdir(parents=True)
         create_secret(self.folder)
@@ -202,10 +202,3 @@ def new_tenant(folder: RunFolder, url: str, name: str, **quota: float) -> str:
         http.post("/v1/tenants", json={"tenant": name, "quota": quota}).raise_for_status()
         made = http.post(f"/v1/tenants/{name}/keys").raise_for_status()
     return str(made.json()["key"])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
