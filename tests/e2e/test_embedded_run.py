@@ -32,11 +32,11 @@ from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.weight_sync.manifest import base_digest
 from tests.support.docs import commands
-from tests.support.launcher.command import embedded_run
+from tests.support.forks.starter import starter_of
+from tests.support.launcher.command import ROLES, embedded_run
 from tests.support.launcher.hub_cache import FIRST, NAME, fill_cache, tiny_files
-from tests.support.paths import EXAMPLES, ROOT, SUPPORT, TINY_MODEL
+from tests.support.paths import EXAMPLES, ROOT, TINY_MODEL
 
-HERE = SUPPORT / "e2e"
 STEPS = 6
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -157,15 +157,16 @@ def test_secret_is_private_and_not_logged(run: Run) -> None:
     assert all(text not in log.read_text(errors="replace") for log in (run.folder / "logs").iterdir())
 
 
-def test_the_exported_adapter_is_the_trained_policy_in_stock_peft(run: Run) -> None:
+def test_the_exported_adapter_is_the_trained_policy_in_stock_peft(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron with the exported adapter loaded back, against stock peft and transformers."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
     out = run.folder / "scores.json"
-    script = [sys.executable, str(HERE / "megatron_scores.py"), str(run.folder), str(run.adapter), str(out)]
-    subprocess.run(script, env=environment, check=True, timeout=200)
+    words = [str(run.folder), str(run.adapter), str(out)]
+    starter_of(ROLES["trainer.python"]).output("tests.support.e2e.megatron_scores", words, 400.0)
     scores = json.loads(out.read_text())
     base = AutoModelForCausalLM.from_pretrained(run.config.model.folder, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(run.adapter)).eval()
@@ -284,12 +285,23 @@ def test_the_printed_evaluation_agrees_with_the_run(run: Run) -> None:
 
 
 def test_the_printed_chat_command_talks_to_the_last_version(run: Run) -> None:
-    """Its greedy answer to a held-out problem is that of the run's last evaluation, beside an earlier version's."""
+    """Its greedy answer to a held-out problem is that of the run's last evaluation, beside an earlier version's.
+
+    Its server is a fork: that of ``serve`` is none.
+    """
     evaluation = read_metrics(run.folder).evals[-1]
     assert evaluation.version == STEPS
     sample = evaluation.samples[0]
     before = versions_in(run.folder / "checkpoints" / "gsm8k")[0]
-    both = shell(f"{run.printed('chat')} --against {before} --prompt {shlex.quote(sample.prompt)}")
+    chat, config = run.printed("chat"), run.folder / "config.json"
+    forked = starter_of(ROLES["rollout.python"]).interpreter(run.folder.parent / "forked")
+    rollout = run.config.rollout.model_copy(update={"python": str(forked)})
+    recorded = config.read_bytes()
+    config.write_text(run.config.model_copy(update={"rollout": rollout}).model_dump_json())
+    try:
+        both = shell(f"{chat} --against {before} --prompt {shlex.quote(sample.prompt)}")
+    finally:
+        config.write_bytes(recorded)
     assert both.stdout.startswith(f"gsm8k@v{STEPS}:\n{sample.completion.strip()}\ngsm8k@v{before}:\n"), both.stderr
 
 
