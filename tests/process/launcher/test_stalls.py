@@ -19,7 +19,7 @@ from tests.support.launcher.driven import Run
 from tests.support.paths import EXAMPLES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-LIMIT_S = 25.0
+LIMIT_S = 22.0
 BOTH = ("controller-0", "server-0")
 CONTROLLER = "import sys; from areal_lora.rollout.main import main; sys.exit(main(['--run-folder', {folder!r}]))"
 SERVER = (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -204,13 +206,19 @@ def test_a_program_does_not_notice_that_the_service_is_killed(run: ScriptedRun, 
         assert done == list(range(1, 2 * STEPS + 1)), "no operation was carried out twice"
 
 
-def samples_of(run: ScriptedRun, session: str) -> int:
-    with closing(sqlite3.connect(f"file:{run.folder.service_tables}?mode=ro", uri=True)) as db:
-        [(n,)] = db.execute("SELECT COUNT(*) FROM samples WHERE sampler LIKE ?", (f"{session}:%",)).fetchall()
-    return int(n)
+def samples_of(run: ScriptedRun, sampler: str, copy: Path) -> int:
+    """Those that a restart would sample again. The service has its tables locked; a copy may be torn."""
+    while True:
+        for name in ("service.sqlite", "service.sqlite-wal"):
+            shutil.copy(run.folder.path / name, copy / name)
+        with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(copy / "service.sqlite")) as db:
+            [(n,)] = db.execute("SELECT COUNT(*) FROM samples WHERE sampler = ?", (sampler,)).fetchall()
+            return int(n)
 
 
-def test_a_sample_that_was_acknowledged_is_answered_after_a_kill(run: ScriptedRun, keys: dict[str, str]) -> None:
+def test_a_sample_that_was_acknowledged_is_answered_after_a_kill(
+    run: ScriptedRun, keys: dict[str, str], tmp_path: Path
+) -> None:
     """In progress, or finished and not fetched; under the id that the client has, without asking again."""
     with httpx.Client(headers={"X-API-Key": keys[VERSIONS[0]]}, timeout=150.0) as http:
 
@@ -244,7 +252,7 @@ def test_a_sample_that_was_acknowledged_is_answered_after_a_kill(run: ScriptedRu
         assert again.json()["request_id"] == ids[1], "the same request"
         assert post("asample", sample_body(sampler, 3, num_samples=2)).status_code == 422, "another one"
         assert post("retrieve_future", {"request_id": f"{sampler}:99"}).status_code == 410
-        wait_until(lambda: samples_of(run, session) == 0, what="what was fetched is dropped")
+        wait_until(lambda: samples_of(run, sampler, tmp_path) == 0, what="what was fetched is dropped")
         asked = len(run.asked)
         run.kill()
         run.start()
