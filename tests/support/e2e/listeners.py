@@ -34,7 +34,7 @@ from areal_lora.run_folder.rendezvous import read_secret
 
 FOREIGN = "5f" * 32  # the secret of another run
 SILENCE_S, PATIENT = 1.0, 20
-"""What is not as it should be is looked at again, with so many times the patience: the process may have been stalled."""
+"""What is not as it should be is looked at again, with so many times the patience: its process may be stalled."""
 PROCESSES = {
     "areal_lora.trainer.main": "trainer rank",
     "areal_lora.rollout.main": "controller",
