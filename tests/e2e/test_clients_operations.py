@@ -192,7 +192,7 @@ def test_beside_a_data_set_both_have_the_numbers_of_a_run_alone(run: Run) -> Non
     run.wanted = [alone, beside]
     run.add("loop")
     loops = 0
-    while loops < 10 or "done" not in [state for state, _ in run.service.states("beside.1")]:
+    while loops < 3 or "done" not in [state for state, _ in run.service.states("beside.1")]:
         assert run.client.do("loop.1", *LOOP)[3] == PublishResult(version=4 * loops + 2)
         loops += 1
     assert len(run.states("alone.1")) == 1 + STEPS["attention"]

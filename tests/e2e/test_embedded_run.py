@@ -131,10 +131,10 @@ def test_trainer_and_server_agree_after_every_publish(run: Run) -> None:
 
 
 def test_servers_confirm_some_of_the_batches_at_every_lag(run: Run) -> None:
+    """A server that is slow to answer delays no step: that one has no audit."""
     steps = read_metrics(run.folder).steps
     audited = [s for s in steps if s.metrics.get("train/audited_tokens")]
-    assert len(audited) >= STEPS - 2, "one answer may come a step later"
-    assert any(s.staleness.get(0, 0) == 0 for s in audited), "also where no token is fresh"
+    assert any(n for s in audited for age, n in s.staleness.items() if age > 0), "also where tokens are not fresh"
     assert all(s.metrics["train/audit_gap"] < 1e-4 for s in audited)  # type: ignore[operator]
 
 

@@ -24,7 +24,7 @@ from tests.support.launcher.namespaces import Host
 from tests.support.packages import missing, search_path
 
 NODES = 4
-WAIT_S, STOP_S, REVOKED_S = 150.0, 60.0, 2.5
+WAIT_S, STOP_S, REVOKED_S = 150.0, 60.0, 1.5
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONFIGURATION = """\
 ClusterName=t
