@@ -26,7 +26,12 @@ WHOLE_RUNS = (
     "tests/process/launcher/test_namespaces.py",
     "tests/soak/test_publishes.py",
 )
-TIMED = ("tests/process/weight_sync",)
+TIMED = (
+    "tests/process/launcher/test_stalls.py",
+    "tests/process/launcher/test_stops.py",
+    "tests/process/weight_sync",
+    "tests/soak/test_fast_producer.py",
+)
 """Tests with deadlines of a few seconds."""
 LONG = ("tests/process", "tests/soak", "tests/unit/tasks", "tests/unit/launcher")
 """Groups outside of whole runs that are begun first: at the end of the suite only short ones are to be waited for."""
