@@ -40,7 +40,7 @@ from tests.support.weight_sync.adapters import pack_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SERVERS = ["server-0", "server-1", "server-2"]
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 BUCKET_MIB = 0.03  # some thirty buckets
 
 
@@ -196,7 +196,7 @@ def test_a_server_killed_during_a_transfer_then_started_again(run: Run) -> None:
             process.kill()
 
     report, killed_s = run.publish(kill)
-    assert killed_s < DEADLINE_S, "a lost connection is noticed at once"
+    assert killed_s < run.config.weight_sync.attempt_s, "a lost connection is noticed at once"
     assert (names(report), list(report.lost)) == (["server-0", "server-2"], ["server-1"])
     run.assert_served(["server-0", "server-2"])
     report, after_s = run.publish()
@@ -224,7 +224,7 @@ def test_a_worker_and_a_whole_server_stopped_during_a_transfer_then_continued(ru
     stopped = [worker, *run.tree("server-0")]
     try:
         report, stopped_s = run.publish(lambda: [process.suspend() for process in stopped] and None)
-        assert DEADLINE_S <= stopped_s < 2 * DEADLINE_S
+        assert run.config.weight_sync.attempt_s <= stopped_s < DEADLINE_S
         assert (names(report), sorted(report.lost)) == (["server-1"], ["server-0", "server-2"])
         run.assert_served(["server-1"])
         report, after_s = run.publish()
@@ -232,11 +232,9 @@ def test_a_worker_and_a_whole_server_stopped_during_a_transfer_then_continued(ru
     finally:
         for process in stopped:
             process.resume()
-    seen_s = wait_until(run.publisher.changed)
-    report, rejoined_s = run.publish()
-    assert names(report) == SERVERS
+    back_s = wait_until(lambda: run.publisher.changed() and names(run.publish()[0]) == SERVERS)
     run.assert_served(SERVERS)
     print(
-        f"\nwith two servers stopped in the middle {stopped_s:.2f} s, after it {after_s:.2f} s; continued, "
-        f"seen {seen_s:.2f} s later, publish with them {rejoined_s:.2f} s"
+        f"\nwith two servers stopped in the middle {stopped_s:.2f} s, after it {after_s:.2f} s; continued, both serve "
+        f"{back_s:.2f} s later"
     )
