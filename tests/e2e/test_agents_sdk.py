@@ -22,7 +22,7 @@ from tests.support.cli.command import areal_lora
 from tests.support.launcher.command import forked_run
 from tests.support.paths import EXAMPLES, ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TEMPLATE = """\
 {%- if tools -%}Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}
@@ -57,7 +57,7 @@ def test_the_sdk_calls_tools_and_two_steps_are_trained(tmp_path: Path) -> None:
         )
     )
     command = forked_run(tmp_path, "--config", str(overlay), f"run.root={tmp_path / 'runs'}", "run.steps=2")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=tmp_path, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     folder = RunFolder(tmp_path / "runs" / "embedded")
     found = list(read_conversations(folder))
@@ -77,7 +77,7 @@ def test_the_sdk_calls_tools_and_two_steps_are_trained(tmp_path: Path) -> None:
     assert "calculator({" in shown.stdout
     assert "-- trajectory 0: 'Tools: calculatorQ: " in shown.stdout
     # vLLM's own server, with the same parser beside it.
-    alone = areal_lora("eval", folder, "--version", "v2", "--json", timeout_s=200.0)
+    alone = areal_lora("eval", folder, "--version", "v2", "--json", timeout_s=280.0)
     assert alone.returncode == 0, alone.stderr
     again = msgspec.json.decode(alone.stdout, type=EvalRecord)
     assert (again.n, again.unscored, again.reward_mean) == (6, 0, pytest.approx(run.evals[1].reward_mean))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,21 @@ from safetensors import safe_open
 
 from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.state import files_of
+from areal_lora.processes.watched import VARIABLE
 from areal_lora.run_folder.paths import RunFolder
-from tests.support.e2e.kills import kill_after
 from tests.support.e2e.metrics import records
-from tests.support.launcher.command import configs, embedded_run, forked_roles
+from tests.support.launcher.command import configs, forked_run
 
 STEPS = 4
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("critic run")
-    command = embedded_run(
+    command = forked_run(
+        root,
         *configs("ppo"),
         f"run.root={root}",
         "run.name=ppo",
@@ -38,18 +40,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "adapters.gsm8k.algorithm.kl_coef=0.01",
         "adapters.gsm8k.algorithm.reference=initial",
         "adapters.gsm8k.algorithm.reference_refresh_steps=2",
-        *forked_roles(root),
     )
-    log = root / "log"
-    with log.open("w") as out:
-        launcher = subprocess.Popen(command, stdout=out, stderr=out)
-        try:
-            kill_after(launcher, root / "ppo", 1, "areal_lora.trainer.main")
-            code = launcher.wait(280)
-        finally:
-            launcher.terminate()
-            launcher.wait(15)
-    assert code == 0, log.read_text()
+    environment = os.environ | {VARIABLE: f"once={root}:trainer.learned:2:kill"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     return root / "ppo"
 
 

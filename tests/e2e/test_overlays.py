@@ -124,5 +124,7 @@ def test_a_base_in_bfloat16_needs_no_other_key(tmp_path: Path, engine: str) -> N
     assert len(publishes) == 4
     assert all(1e-3 < difference < 0.15 for difference in differences), "rounding of bfloat16, and no more"
     steps = [record["metrics"] for record in records(folder) if record["kind"] == "step"]
-    assert all(step["train/audited_tokens"] and step["train/audit_gap"] < 0.2 for step in steps[:-1])
+    audited = [step for step in steps if step.get("train/audited_tokens")]
+    assert audited
+    assert all(step["train/audit_gap"] < 0.2 for step in audited)
     assert all(step["train/grad_norm"] > 0 for step in steps)

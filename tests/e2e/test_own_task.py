@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -18,19 +17,20 @@ from areal_lora.library.runs import load_run
 from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.obs.report.inspector import RolloutFilter, RolloutIndex
 from areal_lora.run_folder.paths import RunFolder
+from tests.support.cli.command import programs
 from tests.support.docs import Block, blocks
 from tests.support.launcher.command import forked_roles
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PAGE = ROOT / "docs" / "en" / "your_own_task.md"
 TRAIN = "areal-lora train --config mine.yaml --config more.yaml"
 STEPS = 4  # the page says 12
 
 
 def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of the page in the environment that it asks for."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    """Run a command of the page in the environment that it asks for; those of this package are forks."""
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         ["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=580, check=False
@@ -57,6 +57,7 @@ def own(tmp_path_factory: pytest.TempPathFactory, parts: list[Block]) -> Path:
     """A folder with all that the page makes before it trains."""
     folder = tmp_path_factory.mktemp("own data")
     (folder / "examples").symlink_to(ROOT / "examples")
+    programs(folder / "bin")
     for block in parts[: [block.text.strip() for block in parts].index(TRAIN)]:
         take(block, folder)
     return folder

@@ -12,7 +12,7 @@ from areal_lora.library.runs import load_run
 from tests.support.docs import blocks
 from tests.support.paths import ROOT, SUPPORT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_the_twenty_lines_train_with_their_own_reward_and_the_notebook_goes_on(tmp_path: Path) -> None:
@@ -46,4 +46,4 @@ def test_the_twenty_lines_train_with_their_own_reward_and_the_notebook_goes_on(t
 
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=290, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)

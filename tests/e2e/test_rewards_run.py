@@ -15,7 +15,7 @@ from tests.support.launcher.command import configs, embedded_run, forked_roles, 
 from tests.support.paths import ROOT
 from tests.support.tasks.judge_stub import JudgeStub
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KEY = "a key of the test"
 REWARDS = """

@@ -79,7 +79,7 @@ class Checkout:
             headers = {"Authorization": f"Bearer {self.keys[caller]}"}
             url = f"http://{endpoint.host}:{endpoint.ports['api']}{path}"
             try:
-                answers.append(httpx.request(method, url, headers=headers, timeout=60.0, **more))
+                answers.append(httpx.request(method, url, headers=headers, timeout=150.0, **more))
             except httpx.TransportError:
                 return False
             return True
@@ -105,7 +105,7 @@ def checkout(tmp_path: Path) -> Any:
         yield checkout
     finally:
         checkout.launcher.terminate()
-        checkout.launcher.wait(60)
+        checkout.launcher.wait(150)
         checkout.output.close()
 
 
@@ -177,4 +177,4 @@ def test_the_page_from_the_first_adapter_to_the_stop(checkout: Checkout) -> None
     it.say("areal-lora adapters delete")
     assert it.call("operator", "GET", "/v1/adapters/sums").status_code == 404
     it.say("areal-lora stop")
-    assert it.launcher.wait(60) == ExitCode.INTERRUPTED, it.log()
+    assert it.launcher.wait(150) == ExitCode.INTERRUPTED, it.log()

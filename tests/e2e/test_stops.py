@@ -17,20 +17,22 @@ from pathlib import Path
 
 import pytest
 
+from areal_lora.config.sections.task import WordProblemsTask
+from areal_lora.tasks.datasets import load_samples
 from tests.support.e2e import lenient_trainer
 from tests.support.engine.vllm_ext import stand_in
-from tests.support.launcher.command import embedded_run
+from tests.support.launcher.command import configs, embedded_run
 from tests.support.launcher.stops import GONE_S, Held, figures, marked, start, stop
 from tests.support.sizes import sample
 
-AT_ONCE, START_S = 2, 150.0
+AT_ONCE, START_S = 2, 400.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """``fault`` holds the run in the phase; ``seen`` is what a status line or a log then says."""
+    """``fault`` or the reward holds the run in the phase; ``seen`` is what a status line or a log then says."""
 
     phase: str
     way: str
@@ -39,6 +41,19 @@ class Case:
     vllm: bool = False
 
 
+STEPS, N_EVAL = 2, 16
+REWARD = f"""
+import time
+first = set({[sample.prompt for sample in load_samples(WordProblemsTask(n_eval=N_EVAL), "eval")]})
+last = set()
+
+def reward(completion, answer, prompt):
+    if prompt in last:
+        time.sleep(3600)
+    if prompt in first:
+        last.add(prompt)
+    return float(completion.rpartition("####")[2].strip() == answer)
+"""
 EVERY = [
     Case("first publish", "SIGTERM", "fault: hang at server.receiving", "server.receiving:1:hang"),
     Case("waiting for rollouts", "launcher killed", "fault: hang at server.generating", "server.generating:9:hang"),
@@ -50,7 +65,7 @@ EVERY = [
         "trainer.checkpoint.files_written:2:hang",
     ),
     Case("publish under way", "SIGHUP", "fault: hang at trainer.publish_begun", "trainer.publish_begun:2:hang"),
-    Case("closing", "Ctrl-C", r"waiting for the evaluation of gsm8k@v2|writing the report", vllm=True),
+    Case("closing", "Ctrl-C", f"waiting for the evaluation of .*gsm8k@v{STEPS}", vllm=True),
     Case("servers starting", "SIGHUP", "server-0.*loading the model", vllm=True),
     Case("loading the base", "SIGTERM", "trainer-0.*loading the base model"),
 ]
@@ -74,16 +89,20 @@ def stopped(root: Path, case: Case) -> tuple[float, int]:
     """Seconds until nothing was left, and the launcher's exit code."""
     name = case.phase.replace(" ", "-")
     environment = {"AREAL_LORA_TEST": uuid.uuid4().hex, "OMP_NUM_THREADS": "1"}
+    (root / f"{name}.py").write_text(REWARD)
+    reward = f"{{kind: function, path: '{root / name}.py:reward', timeout_s: 900}}"
+    (root / f"{name}.yaml").write_text(f"adapters: [{{reward: {reward}}}]\n")
     if case.fault:
         environment["AREAL_LORA_FAULT"] = case.fault
     command = embedded_run(
+        *configs(name, folder=root),
         f"run.root={root}",
         f"run.name={name}",
-        "run.steps=2",
+        f"run.steps={STEPS}",
         "trainer.world_size=1",
         "trainer.ep=1",
         "adapters.gsm8k.sampling.prompts_per_step=8",
-        "adapters.gsm8k.task.n_eval=512",
+        f"adapters.gsm8k.task.n_eval={N_EVAL}",
     )
     if not case.vllm:
         command += [
@@ -99,7 +118,7 @@ def stopped(root: Path, case: Case) -> tuple[float, int]:
         began_s = time.monotonic()
         stop(process, case.way)
         gone_s = held.gone_after_s(environment, began_s)
-        return gone_s, process.wait(5)
+        return gone_s, process.wait(150)
     finally:
         process.kill()
         for left in marked(environment):

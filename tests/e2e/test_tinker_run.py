@@ -108,7 +108,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
         yield checkout
     finally:
         checkout.launcher.terminate()
-        checkout.launcher.wait(60)
+        checkout.launcher.wait(150)
         checkout.output.close()
 
 
@@ -244,7 +244,7 @@ def test_both_versions_made_the_engines_own_steps(
         branched = (f"{tenant}-{session}-1.1", f"n{1 + 2 * len(LOSSES) + 1}")  # its first operation is the load
         (folder := tmp_path / tenant).mkdir()
         asked = (checkout.run.path, saved, branched, TEXTS, RATE, STEPS)
-        ((losses, others, digests),) = run_ranks(sdk_and_engine, 1, folder, asked, timeout_s=100.0)
+        ((losses, others, digests),) = run_ranks(sdk_and_engine, 1, folder, asked, timeout_s=280.0)
         assert loops[version]["losses"] == losses
         assert [loss for loss, _ in loops[version]["branched"]] == others
         engine, sdk, branch, sdk_branch = digests

@@ -156,7 +156,7 @@ HOW: dict[str, How] = {
             why="a run with a service, in order",
         ),
     ),
-    "tail -f runs/NAME/metrics.jsonl": Run(instead=(("tail", "timeout 0.5 tail"),), code=124, says='"kind":"step"'),
+    "tail -f runs/NAME/metrics.jsonl": Run(more="| head -n 1", says='"kind":"step"'),
     "tail -n +1 runs/NAME/status/*.txt": Run(says="step 39: waiting"),
     **dict.fromkeys(
         [
@@ -275,13 +275,13 @@ def held(root: Path, name: str) -> Iterator[Path]:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         try:
             log = root / name / "logs" / "server-0.log"
-            wait_until(lambda: log.exists() and "up" in log.read_text(), 60.0)
+            wait_until(lambda: log.exists() and "up" in log.read_text())
             yield root / name
         finally:
             process.kill()
 
 
-def shell(command: str, folder: Path, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+def shell(command: str, folder: Path, timeout_s: float = 280.0) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PATH": f"{folder}/.venv/bin:{os.environ['PATH']}",

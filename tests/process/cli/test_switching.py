@@ -76,7 +76,7 @@ def test_keys_of_the_table_exist() -> None:
 def test_data_and_rewards_of_verl(folder: Path) -> None:
     command = [sys.executable, "-m", "areal_lora.launch", *(word for path in FILES for word in ("--config", str(path)))]
     command += ["--config", "task.yaml", "--dry-run", f"model.path={ROOT / 'examples/math/tiny_model'}"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     config = load_config([*FILES, folder / "task.yaml"], [])
     task, reward = config.adapters[0].task, config.adapters[0].reward

@@ -34,7 +34,7 @@ from tests.support.sizes import sample
 from tests.support.tracking.trackers import Curves, Mlflow, Swanlab, Trackio, Wandb, WandbOnline
 from tests.support.tracking.wandb_server import Runs, wandb_server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SECRET = "not-for-anyone"
 
 
@@ -95,7 +95,7 @@ def test_a_finished_run_has_the_curves_of_tensorboard_its_configuration_and_its_
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"slurm": slurm})})
     write_config(folder, config)
     write_summary(folder, wall_s=80.0, adapters={}, report_path=folder.report)
-    done = areal_lora("track", folder, *tracker.options, cwd=tmp_path, env=tracker.env, timeout_s=120)
+    done = areal_lora("track", folder, *tracker.options, cwd=tmp_path, env=tracker.env)
     assert done.returncode == 0, done.stderr
     assert "\nthe run is done; everything is sent\n" in done.stdout
     if isinstance(tracker, Wandb | Mlflow):
@@ -195,15 +195,15 @@ def test_a_run_is_followed_over_kill_9_of_the_command_and_a_crash_of_the_trainer
         with subprocess.Popen(words, cwd=tmp_path, env=tracker.env, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert f"{folder} is sent to " in process.stdout.readline()
-            wait_until(lambda: tracker.arrived(folder.path) > middle // 4, 60)
+            wait_until(lambda: tracker.arrived(folder.path) > middle // 4)
             before = tracker.arrived(folder.path)
             with folder.metrics.open("ab") as file:
                 file.write(b"".join(lines[middle // 2 : middle]) + undone + lines[middle][:40])
-            wait_until(lambda: tracker.arrived(folder.path) > before, 60)
+            wait_until(lambda: tracker.arrived(folder.path) > before)
             process.kill()
     whole = folder.metrics.read_bytes().removesuffix(lines[middle][:40])
     folder.metrics.write_bytes(whole + resumed + b"".join(lines[middle:]))
-    done = areal_lora("track", folder, *tracker.options, cwd=tmp_path, env=tracker.env, timeout_s=120)
+    done = areal_lora("track", folder, *tracker.options, cwd=tmp_path, env=tracker.env)
     assert (done.returncode, done.stderr) == (0, "")
     assert "the run is stopped; everything is sent" in done.stdout
     expected = as_tensorboard(reference, tracker)
@@ -241,7 +241,7 @@ def test_the_process_beside_a_run_is_killed_and_stopped_and_sends_each_line_once
     folder.metrics.write_bytes(b"".join(lines[:30]))
     with process() as first:
         try:
-            wait_until(lambda: tracker.arrived(folder.path) > 5, 120)
+            wait_until(lambda: tracker.arrived(folder.path) > 5)
             assert local_processes(folder) == {"tracker-0": first.pid}
         finally:
             first.kill()
@@ -249,15 +249,15 @@ def test_the_process_beside_a_run_is_killed_and_stopped_and_sends_each_line_once
     folder.metrics.write_bytes(b"".join(lines[:60]) + last)
     with process() as second:
         try:
-            wait_until(lambda: tracker.rows(folder.path)[-1][0] >= 55, 120)
+            wait_until(lambda: tracker.rows(folder.path)[-1][0] >= 55)
             second.send_signal(signal.SIGTERM)
-            assert second.wait(60) == 0
+            assert second.wait(150) == 0
         finally:
             second.kill()
     folder.metrics.write_bytes(b"".join(lines))
     write_summary(folder, wall_s=1.0, adapters={}, report_path=folder.report)
     with process() as third:
-        assert third.wait(120) == 0
+        assert third.wait(150) == 0
     rows = [step for step, _ in tracker.rows(folder.path)]
     assert rows == sorted(set(rows))
     single_run = as_tensorboard(RunFolder(tmp_path / "other"), tracker)

@@ -13,7 +13,7 @@ from tests.support.launcher.command import configs
 from tests.support.launcher.real_slurm import Slurm
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_every_node_of_the_allocation_is_examined(slurm: Slurm, tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_every_node_of_the_allocation_is_examined(slurm: Slurm, tmp_path: Path) 
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

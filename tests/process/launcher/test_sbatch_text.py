@@ -12,7 +12,7 @@ from tests.support.launcher import real_slurm
 from tests.support.launcher.jobs import JOBS, job
 from tests.support.launcher.real_slurm import Slurm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SLURM_JOBS = [name for name in JOBS if name != "laptop"]
 
 
@@ -29,8 +29,11 @@ def answer(slurm: Slurm, folder: Path, name: str, change: tuple[str, str] = ("",
     text = sbatch_script(*job(name))
     assert change[0] in text
     script.write_text(text.replace(*change) if change[0] else text)
-    real_slurm.refreshed(slurm)
-    return slurm.outcome("sbatch", "--test-only", str(script))
+    while True:
+        real_slurm.refreshed(slurm)
+        said = slurm.outcome("sbatch", "--test-only", str(script))
+        if real_slurm.idle(slurm):  # still
+            return said
 
 
 @pytest.mark.parametrize("name", SLURM_JOBS)

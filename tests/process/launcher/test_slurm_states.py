@@ -13,7 +13,7 @@ from tests.support.cli.command import areal_lora
 from tests.support.launcher.real_slurm import Slurm
 from tests.support.obs.fake_run import make_config, make_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(autouse=True)

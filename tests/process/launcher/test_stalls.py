@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,10 +18,9 @@ from areal_lora.run_folder.status import last_beats
 from tests.support.launcher.driven import Run
 from tests.support.paths import EXAMPLES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-LIMIT_S = 4.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LIMIT_S = 22.0
 BOTH = ("controller-0", "server-0")
-LATER_S = 12.0  # writing down the stacks, the first restart's wait, a busy machine
 CONTROLLER = "import sys; from areal_lora.rollout.main import main; sys.exit(main(['--run-folder', {folder!r}]))"
 SERVER = (
     "import os; from tests.support.engine.vllm_ext.stand_in import main; "
@@ -50,27 +48,32 @@ def test_a_stopped_controller_and_a_stopped_server_are_started_again(
         ("trainer", 0, TRAINER.format(folder=str(folder))),
         overrides=overrides,
     )
-    run.wait_for(lambda: last_beats(RunFolder(folder)).keys() == set(BOTH), timeout_s=60)
-    time.sleep(LIMIT_S + 1.0)
+    run.wait_for(lambda: last_beats(RunFolder(folder)).keys() == set(BOTH))
+    for _ in range(3):
+        wait_beats(run, RunFolder(folder))
     assert count_restarts(RunFolder(folder)) == {}, "both beat without any request"
     old = {name: pid_of(folder, name) for name in BOTH}
-    stopped_at = time.monotonic()
     for pid in old.values():
         os.kill(pid, signal.SIGSTOP)
     for name in BOTH:
         run.wait_for(lambda name=name: count_restarts(RunFolder(folder)).get(name) == 1)  # type: ignore[misc]
-        found_s = time.monotonic() - stopped_at
-        print(f"\n{name}: found after {found_s:.1f} s of {LIMIT_S:g} s")
-        assert LIMIT_S - 2.0 < found_s < LIMIT_S + LATER_S
-    run.wait_for(lambda: all(pid_of(folder, name) not in (0, old[name]) for name in BOTH), timeout_s=60)
+    run.wait_for(lambda: all(pid_of(folder, name) not in (0, old[name]) for name in BOTH))
     run.wait_for(lambda: last_beats(RunFolder(folder)).keys() == set(BOTH))
     (folder / "enough").touch()
-    code, output = run.end(timeout_s=40)
+    code, output = run.end()
     assert code == 0, output
     for name in BOTH:
-        assert re.search(rf"{name} sent no heartbeat for \d+ s; it is restarted in 1 s \(1 of 3\)", output)
+        found = re.search(rf"{name} sent no heartbeat for (\d+) s; it is restarted in 1 s \(1 of 3\)", output)
+        assert found
+        assert LIMIT_S <= int(found[1]) < 3 * LIMIT_S
     assert count_restarts(RunFolder(folder)) == dict.fromkeys(BOTH, 1)
     assert run.alive() == []
+
+
+def wait_beats(run: Run, folder: RunFolder) -> None:
+    """Until each has beaten again."""
+    before = last_beats(folder)
+    run.wait_for(lambda: all(last_beats(folder).get(name, 0) > before[name] for name in BOTH))
 
 
 def pid_of(folder: Path, name: str) -> int:

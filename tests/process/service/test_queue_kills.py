@@ -22,7 +22,7 @@ from tests.support.forks.starter import starter_of
 from tests.support.operations.scripted_trainer import ScriptedTrainer
 from tests.support.service.queue_life import Kept
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LIFE, LIFE_S = "tests.support.service.queue_life", 240.0
 STEPS = 5

@@ -1,5 +1,7 @@
 """A run whose roles are small programs: ``python -m tests.support.cli.held_run ROOT NAME SECONDS_TO_STOP``.
 
+They have ten seconds more than they need to stop.
+
 The launcher's own lock, supervision and console; the roles have the command lines of the real ones.
 """
 
@@ -14,8 +16,8 @@ from rich.console import Console
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.families.registry import known_config
+from areal_lora.launcher import run
 from areal_lora.launcher.plan import make_plan
-from areal_lora.launcher.run import run_local
 from areal_lora.launcher.start import RunStart
 from tests.support.paths import EXAMPLES
 
@@ -23,6 +25,7 @@ ROLE = """
 import signal, sys, time
 def stop(*_):
     time.sleep({stop_s})
+    print("stopped in order", flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 print("up", flush=True)
@@ -42,7 +45,8 @@ def main() -> int:
     specs = tuple(replace(s, argv=(sys.executable, "-c", code, *s.argv[1:])) for s in plan.processes)
     with RunStart(config) as begun:
         begun.prepare()
-        return run_local(config, replace(plan, processes=specs), Console()).code
+        run.STOP_GRACE_S = stop_s + 10.0
+        return run.run_local(config, replace(plan, processes=specs), Console()).code
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 DIARY = "diary.jsonl"
+ALLOWED = "allowed"
+"""File with the number of steps that a trainer may take while servers start; without it there is no limit."""
 SLOW_DISK_S = "SLOW_DISK_S"
 """Variable: seconds that each file of a checkpoint takes longer."""
 
@@ -62,6 +64,13 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
     collate, learn, announce = next_work.collate, loop.learn, ControllerClient.announce
     write = Disk.write
     trained: dict[str, list[int]] = {}  # versions of the tokens of each group
+    taken = count()
+
+    def held(n: int) -> bool:
+        try:
+            return n >= int((folder / ALLOWED).read_text())
+        except FileNotFoundError:
+            return False
 
     def collated(packed: Any, *held: Any) -> Any:
         batch = collate(packed, *held)
@@ -73,6 +82,9 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
         return batch
 
     def learned(*args: Any, version: int, **kwargs: Any) -> Any:
+        n = next(taken)
+        while held(n):
+            time.sleep(0.02)
         report = learn(*args, version=version, **kwargs)
         diary.write(
             what="learnt", adapter=args[1].name, version=version, uids=list(trained), tokens=list(trained.values())

@@ -131,7 +131,7 @@ def elastic_run(root: Path, *overrides: str, vllm: bool, token_s: float = 0.01) 
     finally:
         for left in [*run.added, process]:
             left.terminate()
-        psutil.wait_procs([psutil.Process(p.pid) for p in [*run.added, process] if p.poll() is None], timeout=15)
+        psutil.wait_procs([psutil.Process(p.pid) for p in [*run.added, process] if p.poll() is None], timeout=60)
         for orphan in marked(environment):
             orphan.kill()
         for left in [*run.added, process]:

@@ -33,7 +33,8 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 
 FOREIGN = "5f" * 32  # the secret of another run
-SILENCE_S = 1.0
+SILENCE_S, PATIENT = 1.0, 20
+"""What is not as it should be is looked at again, with so many times the patience: its process may be stalled."""
 PROCESSES = {
     "areal_lora.trainer.main": "trainer rank",
     "areal_lora.rollout.main": "controller",
@@ -73,11 +74,17 @@ def main(launcher: int, run_folder: Path) -> list[Listener]:
     family = [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]
     found = list(listening(family, planes(run_folder)))
     with ThreadPoolExecutor(16) as pool:
-        judged = list(pool.map(lambda listener: judge(identified(listener), secret), found))
+        judged = list(pool.map(lambda listener: looked_at(listener, secret), found))
     for process in family:
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
             raise SystemExit(f"{process} has died of being asked")
     return judged
+
+
+def looked_at(listener: Listener, secret: str) -> Listener:
+    once = judge(identified(listener, 1), secret, 1)
+    silent = bool(listener.plane) and once.transport in ("gloo", "silent")
+    return judge(identified(listener, PATIENT), secret, PATIENT) if once.faults or silent else once
 
 
 def planes(run_folder: Path) -> dict[tuple[int, int], str]:
@@ -123,11 +130,11 @@ def name_of(process: psutil.Process) -> str:
     return next((PROCESSES[word] for word in words if word in PROCESSES), " ".join(words)[:60])
 
 
-def identified(listener: Listener) -> Listener:
+def identified(listener: Listener, patience: int) -> Listener:
     if listener.transport:
         return listener
     host = "127.0.0.1" if ipaddress.ip_address(listener.address).is_unspecified else listener.address
-    transport = speaks(host, listener.port)
+    transport = speaks(host, listener.port, SILENCE_S * patience)
     plane = listener.plane
     if transport == "silent" and listener.process in ("trainer rank", "vLLM engine", "rollout server"):
         transport, plane = "gloo", plane or "collectives"
@@ -138,21 +145,21 @@ def identified(listener: Listener) -> Listener:
     return replace(listener, transport=transport, plane=plane)
 
 
-def speaks(host: str, port: int) -> str:
-    if said(host, port, b"")[:1] == b"\xff":
+def speaks(host: str, port: int, silence_s: float) -> str:
+    if said(host, port, b"", silence_s)[:1] == b"\xff":
         # It names its mechanism only to who has named the same.
-        named = [m for m in ("CURVE", "NULL", "PLAIN") if m.encode() in said(host, port, greeting(m))[12:32]]
+        named = [m for m in ("CURVE", "NULL", "PLAIN") if m.encode() in said(host, port, greeting(m), silence_s)[12:32]]
         return f"zmq {' '.join(named)}"
     anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
-    with contextlib.suppress(OSError), socket.create_connection((host, port), SILENCE_S) as raw:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), silence_s) as raw:
         with anyone.wrap_socket(raw):
             return "HTTPS"
-    if said(host, port, b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n").startswith(b"HTTP/"):
+    if said(host, port, b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n", silence_s).startswith(b"HTTP/"):
         return "HTTP"
     # torch's store answers its ping to anyone: query 0 with the magic number, query 13 with a nonce.
     nonce = struct.pack("<I", 12345)
-    if nonce in said(host, port, b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x0d" + nonce):
+    if nonce in said(host, port, b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x0d" + nonce, silence_s):
         return "TCPStore"
     return "silent"
 
@@ -171,7 +178,7 @@ def greeting(mechanism: str) -> bytes:
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.encode().ljust(20, b"\0") + bytes(32)
 
 
-def judge(listener: Listener, secret: str) -> Listener:
+def judge(listener: Listener, secret: str, patience: int) -> Listener:
     host = listener.address
     if listener.port and ipaddress.ip_address(host).is_unspecified:
         host = "127.0.0.1"
@@ -179,7 +186,7 @@ def judge(listener: Listener, secret: str) -> Listener:
         case "HTTPS" | "HTTP":
             faults = http_faults(host, listener, secret)
         case "zmq CURVE":
-            faults = zmq_faults(host, listener, secret)
+            faults = zmq_faults(host, listener, secret, patience)
         case "gloo":
             faults = [] if not said(host, listener.port, b"anybody there?\n" * 1000) else ["it answers"]
         case "Unix":
@@ -221,15 +228,15 @@ def http_faults(host: str, listener: Listener, secret: str) -> list[str]:
 
 
 def ask(host: str, port: int, tls: ssl.SSLContext | None, method: str, path: str, headers: dict[str, str]) -> int:
-    kind = http.client.HTTPConnection(host, port, timeout=10)
+    kind = http.client.HTTPConnection(host, port, timeout=150)
     if tls is not None:
-        kind = http.client.HTTPSConnection(host, port, timeout=10, context=tls)
+        kind = http.client.HTTPSConnection(host, port, timeout=150, context=tls)
     with contextlib.closing(kind) as connection:
         connection.request(method, path, b"{}" if method == "POST" else None, headers)
         return connection.getresponse().status
 
 
-def zmq_faults(host: str, listener: Listener, secret: str) -> list[str]:
+def zmq_faults(host: str, listener: Listener, secret: str, patience: int) -> list[str]:
     client, server = ROLES[listener.plane]
     attempts: dict[str, tuple[str, str, str] | None] = {
         "no key": None,
@@ -237,20 +244,21 @@ def zmq_faults(host: str, listener: Listener, secret: str) -> list[str]:
         "the key of another role": (secret, "somebody", server),
         "its own key": (secret, server, server),
     }
-    faults = [f"admits {who}" for who, keys in attempts.items() if admitted(host, listener.port, keys)]
-    if not admitted(host, listener.port, (secret, client, server)):
+    faults = [f"admits {who}" for who, keys in attempts.items() if admitted(host, listener.port, keys, patience)]
+    if not admitted(host, listener.port, (secret, client, server), patience):
         faults.append("refuses its client")
-    if not closes_after(host, listener.port, greeting("CURVE") + b"\x06" + struct.pack(">Q", 1 << 32) + bytes(4096)):
+    huge = greeting("CURVE") + b"\x06" + struct.pack(">Q", 1 << 32) + bytes(4096)
+    if not closes_after(host, listener.port, huge, 3.0 * patience):
         faults.append("takes in a message of 4 GiB before the handshake")
     return faults
 
 
-def admitted(host: str, port: int, keys: tuple[str, str, str] | None) -> bool:
+def admitted(host: str, port: int, keys: tuple[str, str, str] | None, patience: int) -> bool:
     """Whether the handshake succeeds, with a kind of socket that fits."""
-    return any(shakes_hands(host, port, keys, kind) for kind in (zmq.DEALER, zmq.PUSH))
+    return any(shakes_hands(host, port, keys, kind, patience) for kind in (zmq.DEALER, zmq.PUSH))
 
 
-def shakes_hands(host: str, port: int, keys: tuple[str, str, str] | None, kind: int) -> bool:
+def shakes_hands(host: str, port: int, keys: tuple[str, str, str] | None, kind: int, patience: int) -> bool:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = context.socket(kind)
     peer.linger = 0
@@ -259,7 +267,7 @@ def shakes_hands(host: str, port: int, keys: tuple[str, str, str] | None, kind: 
     monitor = peer.get_monitor_socket(HANDSHAKE_REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
     peer.connect(f"tcp://{host}:{port}")
     try:
-        if not monitor.poll(5000):
+        if not monitor.poll(5000 * patience):
             return False
         return bool(recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
     finally:
@@ -269,7 +277,7 @@ def shakes_hands(host: str, port: int, keys: tuple[str, str, str] | None, kind: 
         context.term()
 
 
-def closes_after(host: str, port: int, what: bytes, patience_s: float = 3.0) -> bool:
+def closes_after(host: str, port: int, what: bytes, patience_s: float) -> bool:
     with socket.create_connection((host, port), patience_s) as raw:
         try:
             raw.sendall(what)

@@ -27,6 +27,7 @@ REPEATABLE = (
     "checkpoint.keep_last=1000",
     "eval.every_steps=0",
     "run.max_restarts=0",
+    "weight_sync.timeout_s=120",  # a server that is stalled for 20 s is not lost
 )
 
 

@@ -11,8 +11,12 @@ from tests.support.paths import EXAMPLES
 
 
 def embedded_run(*arguments: str) -> list[str]:
-    """Command that launches the embedded example; ``arguments`` follow its two configurations."""
-    return [sys.executable, "-m", "areal_lora.launch", *configs("gsm8k_grpo_megatron_lora_moe", "embedded"), *arguments]
+    """Command that launches the embedded example; ``arguments`` follow its two configurations.
+
+    A server that is stalled for 20 s is not lost.
+    """
+    both = configs("gsm8k_grpo_megatron_lora_moe", "embedded")
+    return [sys.executable, "-m", "areal_lora.launch", *both, *arguments, "weight_sync.timeout_s=120"]
 
 
 def forked_run(folder: Path, *arguments: str) -> list[str]:

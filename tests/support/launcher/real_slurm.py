@@ -24,7 +24,7 @@ from tests.support.launcher.namespaces import Host
 from tests.support.packages import missing, search_path
 
 NODES = 4
-START_S, STOP_S, REVOKED_S = 30.0, 10.0, 2.5
+WAIT_S, STOP_S, REVOKED_S = 150.0, 60.0, 1.5
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONFIGURATION = """\
 ClusterName=t
@@ -87,17 +87,17 @@ class Slurm:
             "PATH": search_path(),
         }
 
-    def run(self, *command: str, check: bool = True, timeout_s: float = 30.0) -> str:
+    def run(self, *command: str, check: bool = True, timeout_s: float = WAIT_S) -> str:
         done = self._done(command, timeout_s)
         assert not check or done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
-    def outcome(self, *command: str, timeout_s: float = 30.0) -> str:
+    def outcome(self, *command: str) -> str:
         """All that a command prints, whether it succeeds or not."""
-        done = self._done(command, timeout_s)
+        done = self._done(command)
         return done.stdout + done.stderr
 
-    def _done(self, command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    def _done(self, command: Sequence[str], timeout_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:
         command = self.login.command(*command) if self.login else command
         environment = self.environment
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s)
@@ -122,7 +122,7 @@ class Slurm:
         fields = (word.partition("=") for word in self.run("scontrol", "-o", "show", "job", job).split())
         return {key: value for key, _, value in fields}
 
-    def until(self, what: str, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    def until(self, what: str, condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             self._restart_crashed_nodes()
@@ -138,7 +138,7 @@ class Slurm:
         if jobs:
             self.run("scancel", "--full", *sorted(jobs), check=False)
 
-    def until_over(self, job: str, timeout_s: float = 30.0) -> dict[str, str]:
+    def until_over(self, job: str, timeout_s: float = WAIT_S) -> dict[str, str]:
         """Wait until ``job`` neither waits nor runs any more."""
         going = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"}
         # Twice: a requeued job may show the end of its earlier start for a moment.
@@ -203,9 +203,9 @@ class Slurm:
                     found.append(process)
         return found
 
-    def until_requeued(self, job: str, timeout_s: float = 30.0, times: int = 1) -> None:
+    def until_requeued(self, job: str) -> None:
         """Wait until ``job`` was requeued, and let it begin: Slurm would wait for two minutes more."""
-        self.until(f"job {job} to be requeued", lambda: self.job(job)["Restarts"] == str(times), timeout_s)
+        self.until(f"job {job} to be requeued", lambda: self.job(job)["Restarts"] == "1")
         self.until(f"job {job} to be over", lambda: self.state(job) != "COMPLETING")
         # slurmd refuses what was signed in the second in which it was told of the end, or before.
         time.sleep(REVOKED_S)
@@ -221,7 +221,6 @@ class Slurm:
         self.until(
             "idle nodes",
             lambda: self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%t", check=False).replace("\n", " ") == idle,
-            START_S,
         )
 
     def logs(self) -> str:
@@ -273,7 +272,7 @@ PartitionName=cpu Nodes=c1 MaxTime=INFINITE State=UP
 def pretended() -> Iterator[Slurm]:
     """A slurmctld that believes in GPU nodes, without slurmd: for ``sbatch --test-only``. Nothing can run.
 
-    Some seconds after its start it notices that no node answers; `refreshed` starts it again.
+    Some seconds after its start it notices that no node answers (``idle``); `refreshed` starts it again.
     """
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)
@@ -290,8 +289,7 @@ def pretended() -> Iterator[Slurm]:
 
 def refreshed(slurm: Slurm) -> None:
     """Start the slurmctld of `pretended`, again if it runs and has noticed that its nodes do not answer."""
-    states = slurm.outcome("sinfo", "-h", "-o", "%t").split() if "slurmctld" in slurm.daemons else ["none"]
-    if states == ["idle"] * len(states) and states:
+    if idle(slurm):
         return
     if "slurmctld" in slurm.daemons:
         _end([slurm.daemons.pop("slurmctld")])
@@ -299,6 +297,10 @@ def refreshed(slurm: Slurm) -> None:
     (slurm.folder / "state").mkdir()
     slurm.start_controller()
     slurm.until("idle nodes", lambda: "idle" in slurm.outcome("sinfo", "-h", "-o", "%t").split())
+
+
+def idle(slurm: Slurm) -> bool:
+    return "slurmctld" in slurm.daemons and set(slurm.outcome("sinfo", "-h", "-o", "%t").split()) == {"idle"}
 
 
 def _start_munged(slurm: Slurm) -> None:
@@ -319,7 +321,7 @@ def _start_munged(slurm: Slurm) -> None:
 
 
 def _configure(slurm: Slurm, *, pretend: bool = False) -> None:
-    folder, ports = slurm.folder, _free_ports(1 + NODES)
+    folder, ports = slurm.folder, free_ports(1 + NODES)
     host, address = socket.gethostname(), "127.0.0.1"
     nodes = f"NodeName=n[1-{NODES}] NodeHostname={host} NodeAddr={address} Port=[{ports[1]}-{ports[-1]}]"
     nodes += " CPUs=4 State=UNKNOWN"
@@ -341,9 +343,9 @@ def _configure(slurm: Slurm, *, pretend: bool = False) -> None:
     key.chmod(0o400)
 
 
-def _free_ports(count: int) -> list[int]:
-    """One port, and ``count - 1`` more that follow each other."""
-    for first in range(21000 + os.getpid() % 8000, 32000, count):
+def free_ports(count: int) -> list[int]:
+    """One port, and ``count - 1`` more that follow each other; none that a connection is given."""
+    for first in range(21000 + os.getpid() * 64 % 8000, 32000, count):  # far from those of the other lane
         with contextlib.ExitStack() as stack:
             try:
                 for port in range(first, first + count):

@@ -17,7 +17,8 @@ from tests.support.cli.command import command_starter
 from tests.support.forks.starter import Fork
 
 WAYS = ("Ctrl-C", "Ctrl-C twice", "SIGTERM", "SIGHUP", "launcher killed")
-GONE_S = 10.0
+GONE_S = 80.0
+"""What no one ends lives for ten minutes (``stage``); what a launcher ends, for its grace and a busy machine's time."""
 SHARED = Path("/dev/shm")
 
 

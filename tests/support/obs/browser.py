@@ -12,6 +12,8 @@ from tests.support.packages import missing
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+LIMIT_MS = 150_000
+
 
 def why_not() -> str:
     """Why no Chromium can be started here; empty where it can. Installs Debian's package where that is possible."""
@@ -24,7 +26,9 @@ def chromium() -> Iterator[Browser]:
 
     with sync_playwright() as playwright:
         # No sandbox: Chromium refuses to start its own as root.
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox"], timeout=LIMIT_MS
+        )
         try:
             yield browser
         finally:
@@ -36,6 +40,7 @@ class Visit:
 
     def __init__(self, browser: Browser, address: str, width: int = 1280, scheme: str = "light") -> None:
         self.page: Page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.page.set_default_timeout(LIMIT_MS)
         self.problems: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda message: self.problems.append(message.text) if message.type != "log" else None)

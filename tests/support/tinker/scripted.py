@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -31,12 +30,13 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint, publish_endpoint, read_endpoint
 from tests.support.clocks import wait_until
 from tests.support.forks.starter import starter_of
+from tests.support.launcher.real_slurm import free_ports
 from tests.support.operations.scripted_trainer import ScriptedTrainer
 from tests.support.service.running import service_config
 from tests.support.tinker.sdk import environment
 
 SERVICE = "areal_lora.service.main"
-START_S, PROGRAM_S = 120.0, 240.0
+WAIT_S, PROGRAM_S = 150.0, 280.0
 PROGRAMS = Path(__file__).parent
 
 
@@ -51,7 +51,7 @@ class ScriptedRun:
         **api: Any,
     ) -> None:
         """``limits`` are those of each tenant of `tenant`."""
-        config = service_config(root, port=_free_port(), **api)  # the same one after a restart
+        config = service_config(root, port=free_ports(1)[0], **api)  # the same one after a restart
         self.folder = config.run_folder
         self.folder.path.mkdir(parents=True)
         create_secret(self.folder)
@@ -75,9 +75,9 @@ class ScriptedRun:
     def __exit__(self, *exc_info: object) -> None:
         self._stop.set()
         self.process.terminate()
-        self.process.wait(60)
+        self.process.wait(WAIT_S)
         for thread in self._threads:
-            thread.join(60)
+            thread.join(WAIT_S)
         self.trainer.close()
 
     # ------------------------------------------------------------ service
@@ -87,11 +87,11 @@ class ScriptedRun:
         with (self.folder.path / "log").open("ab") as log:
             words = ["--run-folder", str(self.folder)]
             self.process = starter_of(SERVICE).start(SERVICE, words, os.environ, log)
-        wait_until(self._is_up, START_S, "the service")
+        wait_until(self._is_up, WAIT_S, "the service")
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(60)
+        self.process.wait(WAIT_S)
 
     def _is_up(self) -> bool:
         assert self.process.poll() is None, self.log()
@@ -198,14 +198,7 @@ def _choice(body: CompletionBody, prompt: list[int]) -> dict[str, Any]:
 def new_tenant(folder: RunFolder, url: str, name: str, **quota: float) -> str:
     """Its key."""
     operator = folder.service_key.read_text().strip()
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {operator}"}, timeout=60.0) as http:
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {operator}"}, timeout=WAIT_S) as http:
         http.post("/v1/tenants", json={"tenant": name, "quota": quota}).raise_for_status()
         made = http.post(f"/v1/tenants/{name}/keys").raise_for_status()
     return str(made.json()["key"])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

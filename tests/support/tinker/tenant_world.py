@@ -17,7 +17,7 @@ from tests.support.service.running import section
 from tests.support.tinker.scripted import ScriptedRun
 
 API = "/api/v1"
-WAIT_S = 60.0
+WAIT_S = 150.0
 TOKENS = [5, 6, 7, 8, 9]
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 
