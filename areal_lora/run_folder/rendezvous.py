@@ -64,7 +64,7 @@ def published_hosts(run_folder: RunFolder) -> list[str]:
 
 
 def published_files(run_folder: RunFolder, role: str) -> dict[int, tuple[int, int]]:
-    """By index of a process of ``role`` that has published, what tells its file from that of another session."""
+    """By index of a process of ``role`` that has published, the identity of its file, another one in each session."""
     files = dict[int, tuple[int, int]]()
     with contextlib.suppress(FileNotFoundError), os.scandir(run_folder.endpoints) as entries:
         for entry in entries:
