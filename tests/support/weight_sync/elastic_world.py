@@ -86,7 +86,7 @@ class VirtualFleet:
     def close(self) -> None:
         pass
 
-    def ping(self, server: ServerEndpoint, timeout_s: float) -> PingReply:
+    def ping_again(self, server: ServerEndpoint, timeout_s: float) -> PingReply:
         found = self._world.sessions[server]
         if not found.answers:
             raise PublishError("no answer")

@@ -20,6 +20,7 @@ from areal_lora.rollout.controller import groups
 from areal_lora.rollout.controller.controller import Controller
 from areal_lora.rollout.controller.pacing import Claim, GroupTally
 from areal_lora.rollout.ledger.ledger import LedgerError
+from areal_lora.rollout.routing import Router
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
@@ -261,8 +262,7 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
             return made
 
         async with asyncio.TaskGroup() as tasks:
-            router: Any = SimpleNamespace(servers=())
-            one = Controller({}, router, tasks=tasks, stop=asyncio.Event(), open_adapter=open_adapter)
+            one = Controller({}, Router(), tasks=tasks, stop=asyncio.Event(), open_adapter=open_adapter)
             session = (await one.handle(m.Hello(trainer="t", versions={}, snapshots={}))).session  # type: ignore[union-attr]
 
             async def join(name: str) -> m.Reply:
