@@ -243,7 +243,7 @@ class World:
             self.happened["handed back"] += 1
             server.leaving = True
         if ref not in host.refs:  # of a request that was handed back after a long time
-            server.versions.discard(ref)
+            self.router.retired(server, ref)
             self.failed(ticket, GenerationFault(FaultKind.RETIRED, "404"))
             return
         host.running += 1
