@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -44,7 +45,18 @@ class Host:
         return subprocess.Popen(self.command(*command), env=env, cwd=ROOT, **options)  # type: ignore[call-overload]
 
     def listeners(self) -> set[tuple[str, str]]:
-        """(program, address) of every TCP socket that listens in this host."""
+        """(program, address) of every TCP socket that listens in this host.
+
+        One whose process ends while ss reads it has no program: such a list is read again.
+        """
+        for _ in range(10):
+            found = self._read_listeners()
+            if not any(program == UNKNOWN for program, _ in found):
+                break
+            time.sleep(0.2)
+        return found
+
+    def _read_listeners(self) -> set[tuple[str, str]]:
         # In the PID namespace of the caller, so that the programs are seen.
         command = ["ip", "netns", "exec", self.namespace, "ss", "-Hltnp"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -52,8 +64,11 @@ class Host:
         for line in done.stdout.splitlines():
             at = line.split()[3].rpartition(":")[0].strip("[]").partition("%")[0]
             programs = re.findall(r'"([^"]*)",pid=', line)
-            found |= {(program, at) for program in programs or ["unknown"]}
+            found |= {(program, at) for program in programs or [UNKNOWN]}
         return found
+
+
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
