@@ -166,6 +166,7 @@ def test_the_launcher_removes_what_its_killed_ranks_shared(base: list[Path], beg
     run.wait_for(lambda: run.log("trainer-0").strip() != "" and run.log("server-0").strip() != "")
     copy = Path("/dev/shm") / run.log("trainer-0").strip()
     assert copy.exists()
+    time.sleep(5.0)  # the launcher looks several times a second at what its processes share
     for process in run.alive():
         if process.pid != run.process.pid and hold in process.cmdline():
             process.kill()
