@@ -23,6 +23,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import STALE_S
 
 EVERY_S = 10.0
+MAX_NODES = 16  # of a role, with tags of their own: each step's record has all tags, and a chart a line for each
 FIGURES: dict[str, Callable[[Collection[float]], float]] = {
     "cpu_share": sum,  # of all CPUs of the node, since the measurement before
     "memory_gib": sum,  # resident; pages that processes share count in each
@@ -47,12 +48,17 @@ class MachineUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def joined(uses: Iterable[MachineUse]) -> dict[str, float]:
-    """``machine/<role>/<node>/<figure>`` of all processes."""
-    found = defaultdict[tuple[str, str, str], list[float]](list)
+    """``machine/<role>/<node>/<figure>`` of all processes; for ``min``, ``mean`` and ``max`` beyond `MAX_NODES`."""
+    found, metrics = defaultdict[tuple[str, str], dict[str, list[float]]](dict), dict[str, float]()
     for use in uses:
         for name, value in use.figures.items():
-            found[use.role, use.node, name].append(value)
-    return {f"machine/{role}/{node}/{name}": FIGURES[name](x) for (role, node, name), x in found.items()}
+            found[use.role, name].setdefault(use.node, []).append(value)
+    for (role, name), nodes in found.items():
+        each = {node: FIGURES[name](values) for node, values in nodes.items()}
+        if len(each) > MAX_NODES:
+            each = {"min": min(each.values()), "mean": fmean(each.values()), "max": max(each.values())}
+        metrics |= {f"machine/{role}/{node}/{name}": value for node, value in each.items()}
+    return metrics
 
 
 def load_nvml() -> Any | None:
@@ -90,20 +96,15 @@ class ProcessMeter:
 
     def figures(self) -> dict[str, float]:
         """Since the call before, or the start of the process. Time of a descendant that has ended does not count."""
-        (seconds, nbytes), now_s = self._read(), self._clock()
+        seconds, nbytes, now_s = dict[psutil.Process, float](), 0, self._clock()
+        for process in (self._root, *self._root.children(recursive=True)):
+            with suppress(psutil.Error):  # it has ended
+                seconds[process] = sum(process.cpu_times()[:2])  # user and system
+                nbytes += process.memory_info().rss
         spent_s = sum(spent - self._before.get(process, 0.0) for process, spent in seconds.items())
         share = spent_s / max(1.0, now_s - self._before_s) / (psutil.cpu_count() or 1)
         self._before, self._before_s = seconds, now_s
         return {"cpu_share": share, "memory_gib": nbytes / 2**30}
-
-    def _read(self) -> tuple[dict[psutil.Process, float], int]:
-        seconds, nbytes = dict[psutil.Process, float](), 0
-        for process in (self._root, *self._root.children(recursive=True)):
-            with suppress(psutil.Error):  # it has ended
-                times = process.cpu_times()
-                nbytes += process.memory_info().rss
-                seconds[process] = times.user + times.system
-        return seconds, nbytes
 
 
 class MachineWatch:
@@ -125,8 +126,7 @@ class MachineWatch:
     ) -> None:
         self.uses: list[MachineUse] = []
         self._role, self._target = role, run_folder.status(f"{role}-{index}").with_suffix(".json")
-        self._collects = collects
-        self._device, self._figures = device, figures
+        self._collects, self._device, self._figures = collects, device, figures
         self._seen: dict[str, tuple[bytes, float]] = {}  # content of each file, and since when
         self._stop = threading.Event()
         watched_thread("machine", self._run, lambda failed: log.warning("no figures of this machine: %s", failed))

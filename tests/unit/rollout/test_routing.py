@@ -226,8 +226,8 @@ def test_a_conversation_moves_from_a_server_that_is_not_available(how: str) -> N
     assert settled(router, conversation) == "b"
 
 
-def test_what_512_servers_and_100_adapters_cost_does_not_grow_with_them() -> None:
-    """Reads of servers' loads are counted, and copies of their list: one is shared by all versions."""
+def test_all_versions_and_adapters_share_one_list_of_512_servers() -> None:
+    """An announcement copies no list of servers, and a change of members makes one for all that held the same."""
     router, servers = Router(), {f"server-{i}": f"u{i}" for i in range(512)}
     for version in range(3):
         for adapter in range(100):
