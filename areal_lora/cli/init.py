@@ -98,7 +98,7 @@ def _reward(text: str) -> str:
 
 TEXT = '        template: "{prompt}" # put text around the problem here; {column} is any column'
 DEVICES = "\n  devices_per_node: 2 # one trains, one samples"
-CACHE = "\n  kv_cache_gib: 0.5 # of memory, for running sequences\n  enforce_eager: true"
+CACHE = "\n  kv_cache_gib: 0.5 # of memory, for running sequences\n  engine_args: { enforce_eager: true }"
 TEMPLATE = """\
 # Written by areal-lora init. Every key: docs/en/configuration.md.
 run:

@@ -49,6 +49,8 @@ def read_config(run_folder: RunFolder) -> Config:
         data = json.loads(_content(run_folder))
         if isinstance(old := data.get("trainer", {}).get("recompute"), bool):
             data["trainer"]["recompute"] = "full" if old else "none"  # the values of the version before
+        if data.get("rollout", {}).pop("enforce_eager", False):
+            data["rollout"]["engine_args"] = {"enforce_eager": True}
         return Config.model_validate(_without_old_keys(data))
     except json.JSONDecodeError as error:
         reason = f"it is not JSON ({error}): it was cut short or edited"

@@ -37,6 +37,24 @@ UNSERVED = frozenset([
 """Those of `PACKED` for which vLLM 0.32 has no class, or one without LoRA; or the server scores differently
 (ernie4_5_moe), does not wrap mlp.gate_up_proj (glm4), or ends while it starts on a CPU (flex_olmo, glm4_moe)."""
 
+# fmt: off
+ENGINE_ARGS: Mapping[str, str] = {
+    "model": "model.path", "tokenizer": "model.path", "dtype": "model.dtype", "seed": "run.seed",
+    "tensor_parallel_size": "rollout.tp", "enable_expert_parallel": "rollout.expert_parallel",
+    "pipeline_parallel_size": "the layout of adapter slots", "data_parallel_size": "rollout.servers",
+    "max_model_len": "rollout.max_model_len", "max_num_seqs": "rollout.max_num_seqs",
+    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization", "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "scheduling_policy": "the order of probes and of interrupted sequences",
+    "enable_prefix_caching": "rollout.deterministic", "disable_log_stats": "areal_lora",
+    "logprobs_mode": "the training objective", "worker_extension_cls": "areal_lora",
+    "enable_lora": "rollout.adapter_mode", "max_lora_rank": "rollout.max_lora_rank",
+    "max_loras": "rollout.max_adapters", "max_cpu_loras": "rollout.max_adapters",
+    "lora_target_modules": "adapters.target_modules",
+}
+# fmt: on
+"""Arguments of vLLM's engine that `rollout.engine_args` cannot have, with what decides each."""
+
 _LAYERS = {"full_attention", "sliding_attention"}
 
 

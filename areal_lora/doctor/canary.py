@@ -71,7 +71,7 @@ def canary_config(root: Path, like: Config | None = None) -> Config:
             "max_model_len": 128,
             "max_num_seqs": 16,
             "kv_cache_gib": 0.1,
-            "enforce_eager": True,
+            "engine_args": {"enforce_eager": True},
         },
         "weight_sync": {"timeout_s": 20.0},
         "cluster": cluster,

@@ -28,11 +28,11 @@ LINES = {
     "algorithms": 1143,
     "checkpoint": 1458,
     "cli": 2259,  # sweep; plan --simulate; where the report of a stopped run is; page; two versions in a chat
-    "config": 4281,  # groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory
+    "config": 4310,  # groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, engine_args; memory
     "data": 700,  # checks in chunks; micro-batches of equal attention; parts of a batch; groups of clients' data
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 9110,  # context parallelism, chunked logits, recompute; adapters in grouped products; views; KV cache
+    "engine": 9122,  # context parallelism, chunked logits, recompute; grouped products; views; engine_args
     "families": 1430,  # FLOPs of passes
     "launcher": 4611,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
     "library": 470,

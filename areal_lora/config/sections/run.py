@@ -2,7 +2,7 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 from pydantic.json_schema import SkipJsonSchema
@@ -121,7 +121,8 @@ class RolloutConfig(Section):
     kv_cache_gib: PositiveFloat | None = None
     """KV cache of each worker, GiB. On GPUs, if unset, vLLM takes what `gpu_memory_utilization` leaves;
     `cluster.share_devices` requires it."""
-    enforce_eager: bool = Field(False, description="Run vLLM without CUDA graphs: slower, and less memory.")
+    engine_args: dict[str, Any] = Field({})
+    """Further arguments of vLLM's engine, such as `{enforce_eager: true}`: no CUDA graphs."""
     threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
 

@@ -356,7 +356,7 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     uploaded = 0 if merged else staging // STAGING_BUFFERS
     on_device = (uploaded if over_host else staging) + (0 if merged else MEASURED)
     on_host = (staging if merged or over_host else 0) + version // tp
-    graphs = 0 if rollout.enforce_eager else GPU_GRAPHS
+    graphs = 0 if rollout.engine_args.get("enforce_eager") else GPU_GRAPHS
     return (
         Part("base weights", device=weights // tp),
         Part("adapter slots", device=held),

@@ -6,6 +6,7 @@ ends with its parent. The plugin of this package supplies LoRA on CPU experts.
 
 import argparse
 import importlib.util
+import json
 import runpy
 import signal
 import sys
@@ -60,8 +61,12 @@ def stock_arguments(config: Config, lora: Sequence[str], port: int) -> list[str]
     on_cpu = config.cluster.device == "cpu"
     if not on_cpu:
         words += ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization)]
-    if rollout.enforce_eager or on_cpu:
-        words += ["--enforce-eager"]
+    for name, value in (({"enforce_eager": True} if on_cpu else {}) | rollout.engine_args).items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [f"--{option}" if value else f"--no-{option}"]
+        else:
+            words += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
     if rollout.kv_cache_gib is not None:
         # On CPUs vLLM otherwise reserves nearly all memory of the machine and fails if less is free.
         words += ["--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * 2**30))]

@@ -20,3 +20,4 @@ def test_a_recorded_configuration_of_an_earlier_version_is_read(file: Path, tmp_
     config = read_config(folder)
     assert config.trainer.recompute == ("full" if file.stem == "slurm" else "none")
     assert config.weight_sync.wire_dtype in ("float32", "bfloat16"), "what the run began with stays"
+    assert config.rollout.engine_args == ({} if file.stem == "slurm" else {"enforce_eager": True})

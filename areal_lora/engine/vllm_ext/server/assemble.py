@@ -1,8 +1,9 @@
 """Build the parts of a server from the configuration: engine, adapters, the two apps."""
 
+import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +15,7 @@ from vllm import AsyncEngineArgs
 from vllm.config.lora import MaxLoRARanks
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from areal_lora.config import support
 from areal_lora.config.models import Config
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions, served_targets
@@ -91,6 +93,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         )
     extra: dict[str, Any] = {}
     if on_cpu:
+        extra["enforce_eager"] = True
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         from areal_lora.engine.vllm_ext.compat.cpu_scheduler import GroupScheduler
@@ -108,6 +111,11 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         extra |= _lora(config, targets)
     elif not on_cpu:
         extra["moe_backend"] = "triton"  # takes weights as they are loaded; other kernels reorder them
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    for name in sorted(rollout.engine_args.keys() - known):
+        near = difflib.get_close_matches(name, known - support.ENGINE_ARGS.keys())
+        fix = f"use {near[0]}" if near else "see vLLM's EngineArgs"
+        raise ConfigError(f"rollout.engine_args.{name}", "this vLLM has no such argument", fix)
     return AsyncEngineArgs(
         model=config.model.folder,
         dtype=config.model.dtype,
@@ -118,13 +126,12 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         max_num_seqs=max_num_seqs(config),
         max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs, longest),
         gpu_memory_utilization=rollout.gpu_memory_utilization,
-        enforce_eager=rollout.enforce_eager or on_cpu,
         scheduling_policy="priority",  # probes first; a sequence that was cut continues before later requests start
         enable_prefix_caching=not rollout.deterministic,
         disable_log_stats=True,
         logprobs_mode="processed_logprobs",
         worker_extension_cls=f"{AdapterWorkerExtension.__module__}.{AdapterWorkerExtension.__qualname__}",
-        **extra,
+        **(extra | rollout.engine_args),
     )
 
 

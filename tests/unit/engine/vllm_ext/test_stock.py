@@ -27,3 +27,12 @@ def test_on_a_gpu_it_leaves_memory_as_the_run_does() -> None:
     words = stock_arguments(config, ["toy@v3=/x"], 8000)
     assert dict(pairwise(words))["--gpu-memory-utilization"] == "0.85"
     assert "--enforce-eager" not in words
+
+
+def test_further_arguments_of_the_engine_are_options() -> None:
+    config = make_config()
+    further = {"enforce_eager": False, "quantization": "fp8", "swap_space": 2, "compilation_config": {"level": 3}}
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine_args": further})})
+    words = stock_arguments(config, ["toy@v3=/x"], 8000)
+    text = '--no-enforce-eager --quantization fp8 --swap-space 2 --compilation-config {"level": 3}'
+    assert " ".join(words).endswith(f" {text}")

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from areal_lora.engine.vllm_ext.server.assemble import engine_context
+from areal_lora.config.load import load_config
+from areal_lora.config.support import ENGINE_ARGS
+from areal_lora.engine.vllm_ext.server.assemble import AsyncEngineArgs, engine_args, engine_context
+from areal_lora.errors import ConfigError
+from tests.support.paths import EXAMPLES
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
@@ -25,3 +29,25 @@ LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 def test_room_for_a_sampled_token_does_not_change_long_rope(config: dict[str, Any], longest: int, context: int) -> None:
     """vLLM takes the long factors for a context above the original one."""
     assert engine_context(longest, config) == context
+
+
+def args_of(*overrides: str) -> AsyncEngineArgs:
+    return engine_args(
+        load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"], overrides)
+    )
+
+
+def test_what_other_keys_decide_is_refused_as_a_further_argument() -> None:
+    """Each argument that differs from vLLM's default without ``rollout.engine_args``, but for those of CPUs."""
+    of_cpus = {"enforce_eager", "block_size", "enable_chunked_prefill", "scheduler_cls", "distributed_executor_backend"}
+    ours, defaults = vars(args_of("rollout.kv_cache_gib=1")), vars(AsyncEngineArgs(model=""))
+    decided = {name for name in ours if ours[name] != defaults[name]} - of_cpus
+    assert decided >= {"model", "dtype", "max_loras", "worker_extension_cls"}
+    assert decided <= ENGINE_ARGS.keys() <= defaults.keys()
+
+
+def test_further_arguments_reach_vllm() -> None:
+    args = args_of("rollout.engine_args={block_size: 64, attention_backend: TORCH_SDPA}")
+    assert (args.block_size, args.enforce_eager) == (64, True)
+    with pytest.raises(ConfigError, match=r"rollout.engine_args.quantisation: .* no such argument \(fix: use quantiza"):
+        args_of("rollout.engine_args.quantisation=fp8")
