@@ -79,6 +79,16 @@ def grpo(samples: Samples) -> Tensor:
     return torch.where(_uniform(samples), torch.zeros_like(centred), centred / (std + EPS))
 
 
+def maxrl(samples: Samples) -> Tensor:
+    """``(r - group mean) / group mean``: MaxRL (Tajwar et al., arXiv 2602.02710), for rewards of 0 and 1.
+
+    The policy gradient of ``log p``, p the chance of a correct answer, to the order of the group's size: rare
+    successes count more than with the standard deviation. 0 in a group without a positive mean.
+    """
+    mean = _group_sums(samples.rewards, samples.group_ids) / _group_size(samples)
+    return torch.where((mean <= 0) | _uniform(samples), 0.0, (samples.rewards - mean) / mean)
+
+
 def _uniform(samples: Samples) -> Tensor:
     """Whether all rewards of the sample's group are equal. [S]"""
     _, index = torch.unique(samples.group_ids, return_inverse=True)
@@ -158,6 +168,7 @@ def _over_batch_std(values: Tensor, rewards: Tensor) -> Tensor:
 ADVANTAGES: Mapping[str, Advantage] = {
     "grpo": Advantage(of=grpo),
     "dr_grpo": Advantage(of=dr_grpo),
+    "maxrl": Advantage(of=maxrl),
     "rloo": Advantage(of=rloo),
     "opo": Advantage(of=opo),
     "gpg": Advantage(of=gpg),

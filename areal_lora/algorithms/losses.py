@@ -52,6 +52,8 @@ def spread(per_sequence: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 GAIN, MOST_ERROR = 0.1, 0.2
+TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05  # of `sapo`
+VETO = 1e-4  # ratio of a token that no sampler of this policy would have chosen
 LARGEST = 20.0  # a ratio of 5e8: beyond it the policies have nothing in common
 
 Estimator = Callable[[Tensor, Tensor], Tensor]
@@ -173,8 +175,36 @@ def reinforce(clip: Clip, tokens: Tokens) -> Objective:
     return Objective(value=tokens.advantages * tokens.logprobs, clipped=torch.zeros_like(tokens.on))
 
 
+def sapo(clip: Clip, tokens: Tokens) -> Objective:
+    """``4 / tau sigmoid(tau (r - 1)) A``, tau by the sign of A: SAPO (Gao et al., arXiv 2511.20347), equation 6.
+
+    A gate in place of a clip: its gradient is that of ``r A`` at r = 1, and falls to 0 away from there. tau has the
+    paper's values; the bounds of ``clip`` only count the tokens that are far away.
+    """
+    ratio = ratio_of(tokens.logprobs - tokens.old)
+    tau = torch.where(tokens.advantages > 0, TAU_POSITIVE, TAU_NEGATIVE)
+    gate = torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
+    return Objective(value=gate * tokens.advantages, clipped=(ratio < 1.0 - clip.low) | (ratio > 1.0 + clip.high))
+
+
+def dppo(clip: Clip, tokens: Tokens) -> Objective:
+    """``r A``, without gradient where p moved from p_old by more than a bound, in A's direction.
+
+    DPPO with the binary total variation |p - p_old| (arXiv 2602.04879). A ratio bounds rare tokens tightly and likely
+    ones hardly; the difference of probabilities does neither. ``low`` is its bound for a fall, ``high`` for a rise.
+    """
+    ratio = ratio_of(tokens.logprobs - tokens.old)
+    moved = (tokens.logprobs.exp() - tokens.old.exp()).detach()
+    clipped = torch.where(tokens.advantages > 0, moved > clip.high, moved < -clip.low)
+    return Objective(value=torch.where(clipped, ratio.detach(), ratio) * tokens.advantages, clipped=clipped)
+
+
 Loss = Callable[[Clip, Tokens], Objective]
-LOSSES: Mapping[str, Loss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
+# fmt: off
+LOSSES: Mapping[str, Loss] = {
+    "ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce, "sapo": sapo, "dppo": dppo,
+}
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +212,7 @@ class Behaviour:
     """How a token's weight ``w = proximal / behaviour`` enters the loss; see `behaviour_weights`."""
 
     correction: Literal["mask", "truncate", "none"]
-    level: Literal["token", "sequence"]
+    level: Literal["token", "sequence", "geometric"]
     cap: float
     floor: float
 
@@ -208,19 +238,26 @@ class LossTerms:
     stats: dict[str, Tensor]  # each []
 
 
-def behaviour_weights(behaviour: Behaviour, gap: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Weights [t] from ``gap`` = log proximal - log behaviour [t], which is 0 off the mask.
+def behaviour_weights(behaviour: Behaviour, gap: Tensor, on: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Weights [t] from ``gap`` = log proximal - log behaviour [t], which is 0 off the mask ``on``.
 
     Decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, equation 5) with ``w = exp(gap)``, or
-    the product over the sequence. ``truncate``: ``min(w, cap)``, TIS (Yao et al. 2025, "Your efficient RL framework
-    secretly brings you off-policy RL training"). ``mask``: w within [floor, cap], else 0: MIS (Liu et al. 2025, "When
-    speed kills stability"); with a floor IcePop (Ling team, arXiv 2510.18855).
+    the product over the sequence, or its geometric mean. A product leaves any bounds as answers grow longer, the mean
+    does not; with it a sequence with a token of ``exp(gap)`` below `VETO` has w = 0. ``truncate``: ``min(w, cap)``,
+    TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"). ``mask``: w within
+    [floor, cap], else 0: MIS (Liu et al. 2025, "When speed kills stability"); with a floor IcePop (Ling team, arXiv
+    2510.18855).
     """
     if behaviour.correction == "none":
         return torch.ones_like(gap)
-    if behaviour.level == "sequence":
-        gap = spread(sequence_sums(gap, cu_seqlens), cu_seqlens)
-    weight = ratio_of(gap)
+    vetoed = torch.zeros_like(gap)
+    if behaviour.level != "token":
+        sums, counts = sequence_sums(gap, cu_seqlens), 1.0
+        if behaviour.level == "geometric":
+            counts = sequence_sums(on.to(gap.dtype), cu_seqlens).clamp_min(1.0)
+            vetoed = spread(sequence_sums((gap < math.log(VETO)).to(gap.dtype), cu_seqlens), cu_seqlens)
+        gap = spread(sums / counts, cu_seqlens)
+    weight = torch.where(vetoed > 0, 0.0, ratio_of(gap))
     if behaviour.correction == "truncate":
         return weight.clamp_max(behaviour.cap)
     within = (weight <= behaviour.cap) & (weight >= behaviour.floor)
@@ -257,7 +294,7 @@ def policy_loss(
     prox = current.detach() if prox_logprobs is None else torch.where(on, prox_logprobs, zeros)
     old = rollout if terms.ratio == "rollout" else current.detach() if unmoved else prox
     gap = torch.where(imitated, zeros, prox - rollout)
-    behaviour = torch.where(imitated, torch.ones_like(gap), behaviour_weights(terms.behaviour, gap, cu_seqlens))
+    behaviour = torch.where(imitated, torch.ones_like(gap), behaviour_weights(terms.behaviour, gap, on, cu_seqlens))
     kept = on & (behaviour > 0)
     objective = terms.loss(
         terms.clip, Tokens(logprobs=current, old=old, advantages=advantages, on=on, cu_seqlens=cu_seqlens)

@@ -76,7 +76,8 @@ _KIND_OF = {"qwen3_moe": "", "qwen3": "dense"}
 """Families under another name in `test_layouts`."""
 
 _LOSS_OF = {"gspo": "gspo", "cispo": "cispo", "opo": "reinforce", "gpg": "reinforce", "remax": "reinforce"}
-_LOSS_OF |= {"tis": "TIS", "mis": "MIS of sequences", "icepop": "IcePop"}
+_LOSS_OF |= {"tis": "TIS", "mis": "MIS of sequences", "geo_mis": "MIS of geometric means", "icepop": "IcePop"}
+_LOSS_OF |= {"sapo": "sapo", "dppo": "dppo"}
 _GAE = "tests/unit/algorithms/test_advantages.py::test_gae_equals_the_sum_of_its_definition"
 
 

@@ -25,10 +25,10 @@ WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
-    "algorithms": 1143,
+    "algorithms": 1191,  # objectives and masks of 2026: SAPO, DPPO, MaxRL, geometric means
     "checkpoint": 1458,
     "cli": 2259,  # sweep; plan --simulate; where the report of a stopped run is; page; two versions in a chat
-    "config": 4310,  # groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, engine_args; memory
+    "config": 4314,  # groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, engine_args; memory
     "data": 700,  # checks in chunks; micro-batches of equal attention; parts of a batch; groups of clients' data
     "distributed": 383,  # scatter
     "doctor": 1032,

@@ -211,8 +211,8 @@ def _without_effect(chosen: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     if chosen.loss == "reinforce":
         for key in ("eps_clip", "eps_clip_high", "dual_clip"):
             yield key, "loss reinforce has no ratio to clip"
-    if chosen.loss == "cispo":
-        yield "dual_clip", "loss cispo bounds the weight of the log-probability, not the objective"
+    if chosen.loss in ("cispo", "sapo", "dppo"):
+        yield "dual_clip", f"loss {chosen.loss} does not bound the objective"
     if chosen.behaviour_correction == "none":
         for key in ("behaviour_level", "behaviour_cap"):
             yield key, "behaviour_correction is none"

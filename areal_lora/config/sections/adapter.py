@@ -16,14 +16,14 @@ from areal_lora.types import AdapterSpec, ExpertLayout
 # fmt: off
 Kind = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "gpg", "dapo", "gspo", "cispo", "tis",
-    "mis", "icepop", "remax", "ppo",
+    "mis", "geo_mis", "icepop", "sapo", "dppo", "maxrl", "remax", "ppo",
 ]
 AdvantageName = Literal[
-    "grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "batch", "group_mean_batch_std",
-    "remax", "gae",
+    "grpo", "dr_grpo", "maxrl", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "batch",
+    "group_mean_batch_std", "remax", "gae",
 ]
 # fmt: on
-LossName = Literal["ppo", "gspo", "cispo", "reinforce"]
+LossName = Literal["ppo", "gspo", "cispo", "reinforce", "sapo", "dppo"]
 
 PRESETS: Mapping[Kind, Mapping[str, Any]] = {
     "grpo": {},
@@ -44,7 +44,11 @@ PRESETS: Mapping[Kind, Mapping[str, Any]] = {
     },
     "tis": {"behaviour_correction": "truncate", "behaviour_cap": 2.0},
     "mis": {"behaviour_level": "sequence", "behaviour_cap": 2.0},
+    "geo_mis": {"behaviour_level": "geometric", "behaviour_cap": 1.01, "behaviour_floor": 0.99},
     "icepop": {"behaviour_floor": 0.5},
+    "sapo": {"loss": "sapo"},
+    "dppo": {"loss": "dppo", "ratio": "rollout", "behaviour_correction": "none"},
+    "maxrl": {"advantage": "maxrl"},
     "remax": {"advantage": "remax", "loss": "reinforce", "kl_estimator": "k1", "kl_in": "reward"},
     "ppo": {"advantage": "gae", "kl_estimator": "k1", "kl_in": "reward"},
 }
@@ -57,7 +61,7 @@ class AlgorithmConfig(Section):
     advantage: AdvantageName = Field("grpo", description="How the answers' rewards become advantages.")
     loss: LossName = "ppo"
     """`ppo`: clipped ratio of each token; `gspo`: of each sequence; `cispo`: clipped weight of the log-probability;
-    `reinforce`: no ratio."""
+    `reinforce`: no ratio; `sapo`: a smooth gate of the ratio; `dppo`: the clip bounds the probability's change."""
     eps_clip: PositiveFloat = Field(0.2, description="Lower clip of the ratio: not below 1 - `eps_clip`.")
     eps_clip_high: PositiveFloat | None = Field(None, description="Not above 1 + `eps_clip_high`; `eps_clip` if unset.")
     dual_clip: Annotated[float, Field(gt=1)] | None = None
@@ -67,8 +71,8 @@ class AlgorithmConfig(Section):
     behaviour_correction: Literal["mask", "truncate", "none"] = "mask"
     """Weight w = proximal/behaviour of a token: `mask`: 0 outside of the bounds; `truncate`: at most `behaviour_cap`;
     `none`: 1."""
-    behaviour_level: Literal["token", "sequence"] = "token"
-    """w of each token, or the product over its sequence."""
+    behaviour_level: Literal["token", "sequence", "geometric"] = "token"
+    """w of each token, or the product over its sequence, or the geometric mean."""
     behaviour_cap: PositiveFloat = Field(5.0, description="Upper bound of w.")
     behaviour_floor: NonNegFloat = Field(0.0, description="Lower bound of w for `mask`.")
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Discount per token (`advantage: gae`).")

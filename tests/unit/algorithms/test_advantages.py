@@ -95,9 +95,15 @@ def _dr_grpo(case: Case, i: int) -> float:
     return case[0][i] - _mean(case, _group(case, i))
 
 
+def _maxrl(case: Case, i: int) -> float:
+    mean = _mean(case, _group(case, i))
+    return case[0][i] / mean - 1 if mean > 0 else 0.0
+
+
 ORACLES: dict[str, Callable[[Case, int], float]] = {
     "grpo": _grpo,
     "dr_grpo": _dr_grpo,
+    "maxrl": _maxrl,
     "rloo": _rloo,
     "opo": _opo,
     "gpg": _gpg,

@@ -17,6 +17,7 @@ from areal_lora.algorithms.losses import (
     Behaviour,
     Clip,
     PolicyTerms,
+    behaviour_weights,
     denominator,
     k3,
     policy_loss,
@@ -52,6 +53,15 @@ VARIANTS = {
     "TIS": replace(TERMS, behaviour=replace(MASK, correction="truncate", cap=1.2)),
     "TIS of sequences": replace(TERMS, behaviour=replace(MASK, correction="truncate", level="sequence")),
     "MIS of sequences": replace(TERMS, behaviour=replace(MASK, level="sequence")),
+    "MIS of geometric means": replace(TERMS, behaviour=replace(MASK, level="geometric", floor=0.97, cap=1.03)),
+    "sapo": replace(TERMS, loss=LOSSES["sapo"]),
+    "dppo": replace(
+        TERMS,
+        loss=LOSSES["dppo"],
+        clip=Clip(low=0.004, high=0.006),
+        ratio="rollout",
+        behaviour=replace(MASK, correction="none"),
+    ),
     "IcePop": replace(TERMS, behaviour=replace(MASK, floor=0.7, cap=1.5)),
     "k1": replace(TERMS, kl=ESTIMATORS["k1"]),
     "k2": replace(TERMS, kl=ESTIMATORS["k2"]),
@@ -79,6 +89,8 @@ def _loop(
                 total -= weight * row.current[t]
                 continue
             w = product if terms.behaviour.level == "sequence" else math.exp(row.prox[t] - row.rollout[t])
+            if terms.behaviour.level == "geometric":
+                w = product ** (1 / len(at))
             if terms.behaviour.correction == "none":
                 w = 1.0
             elif terms.behaviour.correction == "truncate":
@@ -91,6 +103,13 @@ def _loop(
                 objective = min(max(math.exp(still[t] - old[t]), low), high) * a * row.current[t]
             elif name == "reinforce":
                 objective = a * row.current[t]
+            elif name == "sapo":
+                tau = 1.0 if a > 0 else 1.05
+                objective = 4 / tau / (1 + math.exp(-tau * (r - 1))) * a
+            elif name == "dppo":
+                moved = math.exp(still[t]) - math.exp(old[t])
+                stays = moved > terms.clip.high if a > 0 else moved < -terms.clip.low
+                objective = (math.exp(still[t] - old[t]) if stays else r) * a
             else:
                 objective = min(r * a, min(max(r, low), high) * a)
                 if terms.clip.dual and a < 0:
@@ -267,6 +286,20 @@ def test_a_token_far_from_its_behaviour_policy_leaves_the_loss() -> None:
     sums.loss.backward()
     assert logprobs.grad.tolist() == [-1.0, 0.0]
     assert float(sums.stats["capped"]) == 1
+
+
+@pytest.mark.parametrize("n_tokens", [8, 512])
+def test_a_geometric_mean_keeps_long_answers_and_one_impossible_token_masks_its_sequence(n_tokens: int) -> None:
+    """Drift of 0.004 a token: the product of 512 is 7.8, the mean 1.004 whatever the length."""
+    gap, on = torch.full((2 * n_tokens,), 0.004, dtype=torch.float64), torch.ones(2 * n_tokens, dtype=torch.bool)
+    bounds = torch.tensor([0, n_tokens, 2 * n_tokens])
+    mean = replace(MASK, level="geometric", cap=1.01, floor=0.99)
+    assert behaviour_weights(mean, gap, on, bounds).tolist() == pytest.approx([math.exp(0.004)] * 2 * n_tokens)
+    product = behaviour_weights(replace(mean, level="sequence", cap=2.0), gap, on, bounds)
+    assert bool((product > 0).all()) == (n_tokens == 8)
+    gap[0], gap[1:3] = -9.3, 4.65  # exp(-9.3) is below 1e-4, and the mean is as before
+    masked = behaviour_weights(mean, gap, on, bounds) > 0
+    assert masked.tolist() == [False] * n_tokens + [True] * n_tokens
 
 
 def test_without_proximal_the_current_policy_stands_in() -> None:
