@@ -36,8 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise EnvironmentError_(f"vllm: {sys.executable} does not have it (fix: {fix})")
         set_environment(config)
         words = stock_arguments(config, args.lora, args.port)
-        from areal_lora.engine.vllm_ext.server import tool_calls  # imports vLLM
+        # These import vLLM.
+        from areal_lora.engine.vllm_ext.compat.engine import fork_stock_engine
+        from areal_lora.engine.vllm_ext.server import tool_calls
 
+        if config.cluster.device == "cpu":
+            fork_stock_engine()
         if tool_calls.configured_parsers(config):  # of the run's agents: they answer beside vLLM
             tool_calls.prepare(config)
             words += ["--middleware", f"{tool_calls.__name__}.{tool_calls.ToolCallsMiddleware.__name__}"]
@@ -62,6 +66,8 @@ def stock_arguments(config: Config, lora: Sequence[str], port: int) -> list[str]
         words += ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization)]
     if rollout.enforce_eager or on_cpu:
         words += ["--enforce-eager"]
+    if on_cpu and rollout.tp == 1:  # by its path: vLLM replaces the short name, for the sake of OpenMP
+        words += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
     if rollout.kv_cache_gib is not None:
         # On CPUs vLLM otherwise reserves nearly all memory of the machine and fails if less is free.
         words += ["--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * 2**30))]

@@ -47,11 +47,26 @@ def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     unless CUDA is in use. Call this once per process.
     """
     config = arguments.create_engine_config()  # sets the variable
+    setattr(EngineCore, kv_cache_share.__name__, kv_cache_share)
+    _prepare_forks()
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+
+
+def fork_stock_engine() -> None:
+    """Have vLLM's own server start its engine as `start_engine` does."""
+    plain = AsyncLLM.from_vllm_config
+
+    def from_vllm_config(*arguments: Any, **options: Any) -> AsyncLLM:
+        _prepare_forks()
+        return plain(*arguments, **options)
+
+    AsyncLLM.from_vllm_config = from_vllm_config  # type: ignore[method-assign]
+
+
+def _prepare_forks() -> None:
     os.environ[_START_METHOD] = "fork"
     os.register_at_fork(after_in_child=_leave_server)
-    setattr(EngineCore, kv_cache_share.__name__, kv_cache_share)
     gc.freeze()  # otherwise the first collection in a fork would copy all memory of Python objects
-    return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
 
 
 def _leave_server() -> None:
