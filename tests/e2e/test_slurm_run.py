@@ -26,7 +26,7 @@ from tests.support.launcher.real_slurm import Slurm
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-STEPS, UP_S, STEP_S = 24, 400.0, 300.0  # steps enough for two deaths and a requeue, however slow the commands are
+STEPS, UP_S, STEP_S = 18, 400.0, 300.0  # steps enough for two deaths and a requeue, however slow the commands are
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def test_it_learns_and_survives_a_killed_server_a_killed_rank_and_a_requeue(slur
         "cluster.bind=0.0.0.0",
         "rollout.servers=2",
         "adapters.gsm8k.sampling.prompts_per_step=24",
-        "adapters.gsm8k.task.n_eval=128",
+        "adapters.gsm8k.task.n_eval=64",
         *forked_roles(tmp_path, "trainer.python", "rollout.python"),  # the controller is a new interpreter
     )
     done = subprocess.run(command, env=slurm.environment, cwd=ROOT, capture_output=True, text=True, check=False)
