@@ -33,7 +33,7 @@ from areal_lora.tasks.datasets import load_samples
 from areal_lora.weight_sync.manifest import base_digest
 from tests.support.docs import commands
 from tests.support.forks.starter import starter_of
-from tests.support.launcher.command import ROLES, embedded_run
+from tests.support.launcher.command import ROLES, plain_run
 from tests.support.launcher.hub_cache import FIRST, NAME, fill_cache, tiny_files
 from tests.support.paths import EXAMPLES, ROOT, TINY_MODEL
 
@@ -86,7 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("runs with a space")
     snapshot = fill_cache(root / "hub cache", tiny_files())
     environment = {**os.environ, "HF_HUB_CACHE": str(root / "hub cache"), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    command = embedded_run(
+    command = plain_run(
         f"run.root={root}",
         "run.name=short",
         f"model.path={NAME}",
