@@ -32,7 +32,7 @@ LINES = {
     "data": 700,  # checks in chunks; micro-batches of equal attention; parts of a batch; groups of clients' data
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 9110,  # context parallelism, chunked logits, recompute; adapters in grouped products; views; KV cache
+    "engine": 9124,  # forked engines; context parallelism, recompute; adapters in grouped products; views; KV cache
     "families": 1430,  # FLOPs of passes
     "launcher": 4611,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
     "library": 470,

@@ -36,12 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise EnvironmentError_(f"vllm: {sys.executable} does not have it (fix: {fix})")
         set_environment(config)
         words = stock_arguments(config, args.lora, args.port)
-        # These import vLLM.
-        from areal_lora.engine.vllm_ext.compat.engine import fork_stock_engine
+        from areal_lora.engine.vllm_ext.compat.engine import fork_engines  # imports vLLM
         from areal_lora.engine.vllm_ext.server import tool_calls
 
-        if config.cluster.device == "cpu":
-            fork_stock_engine()
+        fork_engines()
         if tool_calls.configured_parsers(config):  # of the run's agents: they answer beside vLLM
             tool_calls.prepare(config)
             words += ["--middleware", f"{tool_calls.__name__}.{tool_calls.ToolCallsMiddleware.__name__}"]
