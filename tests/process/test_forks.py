@@ -31,11 +31,13 @@ if len(sys.argv) > 1:
 def test_a_fork_has_its_words_and_variables_in_proc() -> None:
     words = ["-m", "http.server", "--bind", "127.0.0.1", "0"]
     with subprocess.Popen([forked_python(), *words], env=os.environ | {"MINE": "1"}, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        [fork] = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == [sys.executable, *words]]
-        assert fork.environ()["MINE"] == "1"
-        process.kill()
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            [fork] = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == [sys.executable, *words]]
+            assert fork.environ()["MINE"] == "1"
+        finally:
+            process.kill()
     wait_until(lambda: not fork.is_running())
 
 
