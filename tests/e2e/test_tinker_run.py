@@ -157,7 +157,6 @@ def loops(checkout: Checkout) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_loop_learns_resumes_and_is_served(loops: dict[str, dict[str, Any]], version: str) -> None:
     said = loops[version]
-    print("REWARDS", said["rewards"])
     assert said["losses"][-1] < 0.5 * said["losses"][0]
     first, last = said["rewards"][:2], said["rewards"][-2:]
     assert sum(last) / 2 > sum(first) / 2 + 0.2, said["rewards"]
