@@ -131,9 +131,11 @@ def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from tests.support.forks.starter import session
     from tests.support.sizes import seed
 
     seed()  # kept for the lanes of this run
+    session()  # shared by them
     if "PYTEST_XDIST_WORKER" not in os.environ:  # where engines of killed servers leave their sockets
         os.environ["VLLM_RPC_BASE_PATH"] = folder = tempfile.mkdtemp(prefix="vllm-sockets-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -26,7 +26,7 @@ def reward(completion, answer):
 
 
 def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(alone: Ended, tmp_path: Path) -> None:
-    """Weights and both moments of all steps, bit for bit; one joins at step 3 and is deleted at step 6.
+    """Weights and both moments of all steps, bit for bit; one joins at step 2 and is deleted at step 4.
 
     The run begins without adapters. A name that is used again, an adapter that cannot be trained, and one more than
     servers hold, change nothing either.
@@ -40,13 +40,13 @@ def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(alone: Ended, tmp
     try:
         service.wait(service.folder.config.exists, "the run folder")
         service.want(first, wanted(shared))
-        service.wait(lambda: 2 in service.steps("attention.1"), "step 3")
+        service.wait(lambda: 1 in service.steps("attention.1"), "step 2")
         late = [wanted(shared, name) for name in ("late", "later")]  # the first has a place if the test is slow
         service.want(first, wanted(shared), wanted(bad, "bad"), wanted(experts), *late)
         service.wait_state("experts.1", "active")
         service.wait_state("bad.1", "failed")
         service.wait_state("later.1", "pending")
-        service.wait(lambda: 5 in service.steps("attention.1") and service.steps("experts.1") != [], "step 6")
+        service.wait(lambda: 3 in service.steps("attention.1") and service.steps("experts.1") != [], "step 4")
         service.want(
             first, wanted(shared), wanted(experts, phase="deleted"), wanted(experts | {"steps": 2}, incarnation=2)
         )

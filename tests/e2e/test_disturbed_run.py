@@ -18,8 +18,8 @@ from areal_lora.processes.watched import VARIABLE
 from tests.support.e2e.metrics import records
 from tests.support.launcher.command import forked_run
 
-STEPS, PROMPTS, ETA = 20, 16, 2
-KILLS = "server.activated:6:kill,controller.committed:10:kill,trainer.learned:15:kill"
+STEPS, PROMPTS, ETA = 16, 16, 2
+KILLS = "server.activated:4:kill,controller.committed:8:kill,trainer.learned:12:kill"
 """Each once; of two trainer ranks the first to get there."""
 CONSUMED = 4
 

@@ -33,7 +33,7 @@ from areal_lora.tasks.datasets import load_samples
 from areal_lora.weight_sync.manifest import base_digest
 from tests.support.docs import commands
 from tests.support.forks.starter import starter_of
-from tests.support.launcher.command import ROLES, embedded_run
+from tests.support.launcher.command import ROLES, plain_run
 from tests.support.launcher.hub_cache import FIRST, NAME, fill_cache, tiny_files
 from tests.support.paths import EXAMPLES, ROOT, TINY_MODEL
 
@@ -86,7 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("runs with a space")
     snapshot = fill_cache(root / "hub cache", tiny_files())
     environment = {**os.environ, "HF_HUB_CACHE": str(root / "hub cache"), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    command = embedded_run(
+    command = plain_run(
         f"run.root={root}",
         "run.name=short",
         f"model.path={NAME}",
@@ -276,8 +276,24 @@ def test_the_printed_lines_for_peft_and_tensorboard_work(run: Run) -> None:
     assert b"TensorBoard" in page
 
 
+@contextmanager
+def forked_servers(run: Run) -> Iterator[None]:
+    """Servers that commands start are forks; that of ``serve`` is none."""
+    config = run.folder / "config.json"
+    forked = starter_of(ROLES["rollout.python"]).interpreter(run.folder.parent / "forked")
+    rollout = run.config.rollout.model_copy(update={"python": str(forked)})
+    recorded = config.read_bytes()
+    config.write_text(run.config.model_copy(update={"rollout": rollout}).model_dump_json())
+    try:
+        yield
+    finally:
+        config.write_bytes(recorded)
+
+
 def test_the_printed_evaluation_agrees_with_the_run(run: Run) -> None:
-    done = shell(run.printed("evaluate"))
+    command = run.printed("evaluate")
+    with forked_servers(run):
+        done = shell(command)
     assert done.returncode == 0, done.stderr
     found = re.search(r"accuracy: ([0-9.]+) over 64 problems", done.stdout)
     assert found, done.stdout
@@ -285,23 +301,14 @@ def test_the_printed_evaluation_agrees_with_the_run(run: Run) -> None:
 
 
 def test_the_printed_chat_command_talks_to_the_last_version(run: Run) -> None:
-    """Its greedy answer to a held-out problem is that of the run's last evaluation, beside an earlier version's.
-
-    Its server is a fork: that of ``serve`` is none.
-    """
+    """Its greedy answer to a held-out problem is that of the run's last evaluation, beside an earlier version's."""
     evaluation = read_metrics(run.folder).evals[-1]
     assert evaluation.version == STEPS
     sample = evaluation.samples[0]
     before = versions_in(run.folder / "checkpoints" / "gsm8k")[0]
-    chat, config = run.printed("chat"), run.folder / "config.json"
-    forked = starter_of(ROLES["rollout.python"]).interpreter(run.folder.parent / "forked")
-    rollout = run.config.rollout.model_copy(update={"python": str(forked)})
-    recorded = config.read_bytes()
-    config.write_text(run.config.model_copy(update={"rollout": rollout}).model_dump_json())
-    try:
+    chat = run.printed("chat")
+    with forked_servers(run):
         both = shell(f"{chat} --against {before} --prompt {shlex.quote(sample.prompt)}")
-    finally:
-        config.write_bytes(recorded)
     assert both.stdout.startswith(f"gsm8k@v{STEPS}:\n{sample.completion.strip()}\ngsm8k@v{before}:\n"), both.stderr
 
 

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +26,10 @@ from areal_lora.weight_sync.trainer.fleet import AdminClient
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from tests.support.e2e.listeners import Listener
 from tests.support.e2e.metrics import records
-from tests.support.engine.vllm_ext.stand_in import TOKEN_S, interpreter
-from tests.support.launcher.command import configs, embedded_run
+from tests.support.engine.vllm_ext import stand_in
+from tests.support.engine.vllm_ext.stand_in import TOKEN_S
+from tests.support.forks.starter import starter_of
+from tests.support.launcher.command import ROLES, configs, forked_run
 from tests.support.paths import ROOT
 
 NAMESPACE, ADDRESS = f"al-{os.getpid()}", "10.77.0.1"
@@ -94,7 +97,7 @@ def walk(root: Path, prefix: list[str], *settings: str, goes_on: bool) -> list[L
     """
     command = [
         *prefix,
-        *embedded_run(*configs("vote", folder=ROOT / "examples" / "workflows")),  # agents have an endpoint of their own
+        *forked_run(root, *configs("vote", folder=ROOT / "examples" / "workflows")),  # agents have an endpoint
         f"run.root={root}",
         "run.name=listeners",
         "run.steps=500",
@@ -104,15 +107,15 @@ def walk(root: Path, prefix: list[str], *settings: str, goes_on: bool) -> list[L
         "adapters.gsm8k.task.n_eval=8",
         *settings,
     ]
-    folder = root / "listeners"
+    folder, mark = root / "listeners", uuid.uuid4().hex
     with (root / "log").open("w") as out:
-        launcher = subprocess.Popen(command, stdout=out, stderr=out)
+        launcher = subprocess.Popen(command, env=os.environ | {"AREAL_LORA_TEST": mark}, stdout=out, stderr=out)
     try:
         if goes_on:
             wait_record(launcher, folder, "step", 1)
         else:
             wait_version(launcher, folder)
-        script = [*prefix, sys.executable, "-m", "tests.support.e2e.listeners", str(launcher.pid), str(folder)]
+        script = [*prefix, sys.executable, "-m", "tests.support.e2e.listeners", mark, str(folder)]
         done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
         assert done.returncode == 0, done.stderr
         if goes_on:
@@ -179,7 +182,7 @@ BASIC = {("admin", "HTTPS"), ("control", "zmq CURVE"), ("agents", "HTTP"), ("col
 
 def test_listeners_on_loopback_with_a_server_without_a_model(tmp_path: Path) -> None:
     # Answers take their time, since made-up ones must not be trained on: the trainer waits for them meanwhile.
-    python = interpreter(tmp_path / "python", {TOKEN_S: "60"})
+    python = starter_of(ROLES["trainer.python"]).interpreter(tmp_path / "python", stand_in.__name__, {TOKEN_S: "60"})
     found = walk(
         tmp_path,
         [],

@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from safetensors.numpy import load
 from areal_lora.errors import ExitCode
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_endpoint
+from tests.support.cli.command import programs
 from tests.support.clocks import wait_until
 from tests.support.docs import commands
 from tests.support.launcher.command import forked_roles
@@ -37,7 +37,7 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run = folder, RunFolder(folder / "runs" / "service")
-        (folder / ".venv").symlink_to(sys.prefix)
+        programs(folder / ".venv" / "bin")
         (folder / "examples").symlink_to(ROOT / "examples")
         self.shown = {command.text: command for command in commands(PAGE)}
         self.keys: dict[str, str] = {}

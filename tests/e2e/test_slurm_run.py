@@ -20,13 +20,13 @@ from areal_lora.obs.report.summary import read_summary
 from areal_lora.run_folder.events import RequeueEvent, count_restarts, read_events
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_endpoint
-from tests.support.cli.command import COMMAND
-from tests.support.launcher.command import embedded_run
+from tests.support.cli.command import forked_python
+from tests.support.launcher.command import embedded_run, forked_roles
 from tests.support.launcher.real_slurm import Slurm
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-STEPS, UP_S, STEP_S = 24, 400.0, 300.0  # steps enough for two deaths and a requeue, however slow the commands are
+STEPS, UP_S, STEP_S = 18, 400.0, 300.0  # steps enough for two deaths and a requeue, however slow the commands are
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
@@ -48,7 +48,8 @@ def test_it_learns_and_survives_a_killed_server_a_killed_rank_and_a_requeue(slur
         "cluster.bind=0.0.0.0",
         "rollout.servers=2",
         "adapters.gsm8k.sampling.prompts_per_step=24",
-        "adapters.gsm8k.task.n_eval=128",
+        "adapters.gsm8k.task.n_eval=64",
+        *forked_roles(tmp_path, "trainer.python", "rollout.python"),  # the controller is a new interpreter
     )
     done = subprocess.run(command, env=slurm.environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -75,10 +76,10 @@ def test_it_learns_and_survives_a_killed_server_a_killed_rank_and_a_requeue(slur
         return time.monotonic() - killed_at
 
     until("the second step", lambda: len(steps(folder)) >= 2, UP_S)
-    status = slurm.run(*COMMAND, "status", str(folder))
+    status = slurm.run(forked_python(), "-m", "areal_lora", "status", str(folder))
     for words in (f"{job} RUNNING on n[1-2]", "trainer-1     n1", "server-1      n2", "controller-0", f"/{STEPS} "):
         assert words in status, status
-    assert "trainer-0" in slurm.run(*COMMAND, "logs", str(folder), "-n", "2")
+    assert "trainer-0" in slurm.run(forked_python(), "-m", "areal_lora", "logs", str(folder), "-n", "2")
     print(f"\nserver killed: next steps after {next_step_after_a_death('server', 1):.1f} s")
     print(f"rank killed: next step after {next_step_after_a_death('trainer', 0):.1f} s")
     assert count_restarts(RunFolder(folder)) == {"server-1": 1, "trainer": 1}

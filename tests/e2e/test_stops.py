@@ -2,7 +2,7 @@
 all ways of stopping are in `tests/process/launcher/test_stops.py`.
 
 Trainer, controller and launcher are real in all cases, the server is vLLM in two. In the others a stand-in answers:
-what a stopped vLLM leaves behind is the same in every phase, and starting it takes most of the time.
+what a stopped vLLM leaves behind is the same in every phase. All are forks, but for roles that end with their launcher.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import pytest
 from areal_lora.config.sections.task import WordProblemsTask
 from areal_lora.tasks.datasets import load_samples
 from tests.support.e2e import lenient_trainer
+from tests.support.e2e.elastic import made_up_roles
 from tests.support.engine.vllm_ext import stand_in
-from tests.support.launcher.command import configs, embedded_run
+from tests.support.launcher.command import configs, embedded_run, forked_roles
 from tests.support.launcher.stops import GONE_S, Held, figures, marked, start, stop
 from tests.support.sizes import sample
 
@@ -94,6 +95,7 @@ def stopped(root: Path, case: Case) -> tuple[float, int]:
     (root / f"{name}.yaml").write_text(f"adapters: [{{reward: {reward}}}]\n")
     if case.fault:
         environment["AREAL_LORA_FAULT"] = case.fault
+    (own := root / f"{name} roles").mkdir()
     command = embedded_run(
         *configs(name, folder=root),
         f"run.root={root}",
@@ -104,17 +106,21 @@ def stopped(root: Path, case: Case) -> tuple[float, int]:
         "adapters.gsm8k.sampling.prompts_per_step=8",
         f"adapters.gsm8k.task.n_eval={N_EVAL}",
     )
-    if not case.vllm:
+    if case.vllm:
+        command += forked_roles(own)
+    elif case.way != "launcher killed":
+        command += made_up_roles(own)
+    else:  # a fork's parent is another one
         command += [
-            f"rollout.python={stand_in.interpreter(root / f'{name}.server')}",
-            f"trainer.python={lenient_trainer.interpreter(root / f'{name}.trainer')}",
+            f"rollout.python={stand_in.interpreter(own / 'server')}",
+            f"trainer.python={lenient_trainer.interpreter(own / 'trainer')}",
             "weight_sync.probe_tolerance=1e9",
         ]
     _, _, module, *arguments = command
     process = start(module, arguments, environment, root / f"{name}.out")
     try:
         wait_for(lambda: re.search(case.seen, said(root / name)) is not None, process.poll, root / f"{name}.out")
-        held = Held.by(process.pid)
+        held = Held.by(environment)
         began_s = time.monotonic()
         stop(process, case.way)
         gone_s = held.gone_after_s(environment, began_s)

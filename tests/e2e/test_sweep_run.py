@@ -20,7 +20,14 @@ def test_the_winner_equals_its_solo_run_and_the_loser_leaves(alone: Ended, tmp_p
     """
     [attention] = entries("attention")
     rate = attention["optimizer"]["lr"]
-    swept = run(tmp_path, "swept", [attention], "--rungs", "1/7", f"adapters.0.optimizer.lr=[{rate},{2 * rate}]")
+    swept = run(
+        tmp_path,
+        "swept",
+        [attention],
+        "--rungs",
+        f"1/{STEPS['attention']}",
+        f"adapters.0.optimizer.lr=[{rate},{2 * rate}]",
+    )
     assert swept.code == 0, swept.output
     sweep = read_sweep(swept.folder)
     assert sweep is not None

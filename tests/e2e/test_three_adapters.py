@@ -36,7 +36,7 @@ def test_each_adapter_ends_by_itself_and_is_exported(together: Ended) -> None:
 
 
 def test_an_adapter_alone_has_the_same_numbers(together: Ended, alone: Ended) -> None:
-    """Weights and both moments of every version, bit for bit; one of the others has left after its third step."""
+    """Weights and both moments of every version, bit for bit; one of the others has left after its second step."""
     assert alone.states["attention"] == together.states["attention"]
 
 

@@ -20,6 +20,7 @@ from safetensors.numpy import load, load_file
 
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_endpoint
+from tests.support.cli.command import programs
 from tests.support.clocks import wait_until
 from tests.support.distributed.sdk_ranks import sdk_and_engine
 from tests.support.distributed.spawn import run_ranks
@@ -46,7 +47,7 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run = folder, RunFolder.of(folder / "runs" / "service")
-        (folder / ".venv").symlink_to(sys.prefix)
+        programs(folder / ".venv" / "bin")
         (folder / "examples").symlink_to(ROOT / "examples")
         (folder / MODEL).parent.mkdir()
         (folder / MODEL).symlink_to(ROOT / "examples" / "math" / "tiny_model")

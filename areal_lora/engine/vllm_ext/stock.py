@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
@@ -37,8 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise EnvironmentError_(f"vllm: {sys.executable} does not have it (fix: {fix})")
         set_environment(config)
         words = stock_arguments(config, args.lora, args.port)
-        from areal_lora.engine.vllm_ext.server import tool_calls  # imports vLLM
+        from areal_lora.engine.vllm_ext.compat.engine import fork_engines  # imports vLLM
+        from areal_lora.engine.vllm_ext.server import tool_calls
 
+        fork_engines()
         if tool_calls.configured_parsers(config):  # of the run's agents: they answer beside vLLM
             tool_calls.prepare(config)
             words += ["--middleware", f"{tool_calls.__name__}.{tool_calls.ToolCallsMiddleware.__name__}"]
@@ -61,7 +64,10 @@ def stock_arguments(config: Config, lora: Sequence[str], port: int) -> list[str]
     on_cpu = config.cluster.device == "cpu"
     if not on_cpu:
         words += ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization)]
-    for name, value in (({"enforce_eager": True} if on_cpu else {}) | rollout.engine_args).items():
+    further: dict[str, Any] = {"enforce_eager": True} if on_cpu else {}
+    if on_cpu and rollout.tp == 1:  # by its path: vLLM replaces the short name, for the sake of OpenMP
+        further["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    for name, value in (further | rollout.engine_args).items():
         option = name.replace("_", "-")
         if isinstance(value, bool):
             words += [f"--{option}" if value else f"--no-{option}"]

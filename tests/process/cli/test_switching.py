@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow
@@ -17,6 +16,7 @@ from areal_lora.config.sections.task import FunctionReward
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.reward_calls import ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
+from tests.support.cli.command import forked_python
 from tests.support.docs import blocks, section
 from tests.support.paths import EXAMPLES, ROOT
 
@@ -74,7 +74,12 @@ def test_keys_of_the_table_exist() -> None:
 
 @pytest.mark.slow
 def test_data_and_rewards_of_verl(folder: Path) -> None:
-    command = [sys.executable, "-m", "areal_lora.launch", *(word for path in FILES for word in ("--config", str(path)))]
+    command = [
+        forked_python(),
+        "-m",
+        "areal_lora.launch",
+        *(word for path in FILES for word in ("--config", str(path))),
+    ]
     command += ["--config", "task.yaml", "--dry-run", f"model.path={ROOT / 'examples/math/tiny_model'}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

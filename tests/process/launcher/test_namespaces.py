@@ -21,7 +21,7 @@ from areal_lora.run_folder.rendezvous import published_files, read_endpoint
 from tests.support.e2e import lenient_trainer
 from tests.support.engine.vllm_ext import stand_in
 from tests.support.launcher import real_slurm
-from tests.support.launcher.command import embedded_run
+from tests.support.launcher.command import plain_run
 from tests.support.launcher.namespaces import Host, Link, hosts, measure, unavailable
 from tests.support.launcher.real_slurm import PROCESSES, Slurm, started
 from tests.support.sizes import NIGHTLY
@@ -54,7 +54,7 @@ def run_spread(slurm: Slurm, root: Path, made: list[Host], *, ranks: int, steps:
 
     The launcher is the shipped one, as a user of a login node starts it.
     """
-    command = embedded_run(
+    command = plain_run(
         f"run.root={root}",
         "run.name=spread",
         f"run.steps={steps}",

@@ -69,7 +69,7 @@ def runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, R
 def test_nothing_is_left(runs: dict[str, Run], phase: str) -> None:
     for run in runs.values():
         run.wait()
-    held = {way: Held.by(run.process.pid) for way, run in runs.items()}
+    held = {way: Held.by(run.environment) for way, run in runs.items()}
     for way, run in runs.items():
         assert any(name.startswith(run.environment["SHARED"]) for name in held[way].shared)
         assert len(held[way].ports) >= len(PROCESSES) - (phase == "closing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from shlex import quote
 
-from tests.support.forks.starter import Starter, starter_of
+from tests.support.forks.starter import Starter, session, starter_of
 from tests.support.paths import ROOT
 
 COMMAND = (sys.executable, "-m", "areal_lora")
@@ -22,7 +23,7 @@ def command_starter() -> Starter:
 @cache
 def forked_python() -> str:
     """An interpreter for ``-m`` of commands and launchers: forks of a process that has their imports."""
-    return str(command_starter().interpreter(Path(command_starter().address).with_name("python")))
+    return str(command_starter().interpreter(session() / f"python-{os.getpid()}"))
 
 
 def programs(folder: Path) -> None:

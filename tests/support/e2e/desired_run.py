@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 
 from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase, write_desired
 from areal_lora.run_folder.paths import RunFolder
+from tests.support.cli.command import forked_python
 from tests.support.e2e.metrics import records
 from tests.support.e2e.several_adapters import REPEATABLE, SEED, Ended, states_of
 from tests.support.launcher.command import forked_roles
@@ -45,7 +45,7 @@ class Service:
         self.folder = RunFolder(root / name)
         self._output = (root / f"{name}.out").open("w+")
         self._generation = 0
-        command = [sys.executable, "-m", "areal_lora.launch", "--config", str(root / f"{name}.yaml"), *REPEATABLE]
+        command = [forked_python(), "-m", "areal_lora.launch", "--config", str(root / f"{name}.yaml"), *REPEATABLE]
         command += [*overrides.split(), *forked_roles(root)]
         if small_disk:
             command = ["unshare", "-m", "sh", "-c", ON_A_SMALL_DISK.format(small_disk), str(self.folder), *command]

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_files, read_endpoint
+from tests.support.cli.command import forked_python
 from tests.support.e2e import lenient_trainer
 from tests.support.engine.vllm_ext import stand_in
 from tests.support.forks.starter import starter_of
@@ -47,7 +47,7 @@ class ElasticRun:
         return set(published_files(self.run_folder, "server"))
 
     def add(self, servers: int, grace_s: float = 20.0) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "areal_lora", "add-servers", str(self.folder)]
+        command = [forked_python(), "-m", "areal_lora", "add-servers", str(self.folder)]
         command += ["--servers", str(servers), "--grace-s", f"{grace_s:g}"]
         with (self.folder.parent / f"added-{len(self.added)}.out").open("wb") as output:
             process = subprocess.Popen(

@@ -2,7 +2,9 @@
 
 A script, so that it can be started inside the network namespace of the run::
 
-    python -m tests.support.e2e.listeners LAUNCHER_PID RUN_FOLDER     # one line of JSON: a list of Listener
+    python -m tests.support.e2e.listeners MARK RUN_FOLDER     # one line of JSON: a list of Listener
+
+``MARK`` is the value of ``AREAL_LORA_TEST`` in the environment of its launcher.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from areal_lora.network.rpc import HANDSHAKE_REFUSED, connect_curve
 from areal_lora.network.tls import Plane, authorization, bearer_key, client_context
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
+from tests.support.launcher.stops import marked
 
 FOREIGN = "5f" * 32  # the secret of another run
 SILENCE_S, PATIENT = 1.0, 20
@@ -69,9 +72,10 @@ class Listener:
     faults: tuple[str, ...] = ()
 
 
-def main(launcher: int, run_folder: Path) -> list[Listener]:
+def main(mark: str, run_folder: Path) -> list[Listener]:
     secret = read_secret(RunFolder(run_folder))
-    family = [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]
+    of_the_run = marked({"AREAL_LORA_TEST": mark})
+    family = list({each.pid: each for p in of_the_run for each in (p, *p.children(recursive=True))}.values())
     found = list(listening(family, planes(run_folder)))
     with ThreadPoolExecutor(16) as pool:
         judged = list(pool.map(lambda listener: looked_at(listener, secret), found))
@@ -299,4 +303,4 @@ def unix_faults(path: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(listener) for listener in main(int(sys.argv[1]), Path(sys.argv[2]))]))
+    print(json.dumps([asdict(listener) for listener in main(sys.argv[1], Path(sys.argv[2]))]))

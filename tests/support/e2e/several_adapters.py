@@ -18,7 +18,7 @@ from tests.support.e2e.metrics import records
 from tests.support.launcher.command import forked_roles
 from tests.support.paths import EXAMPLES, ROOT
 
-STEPS = {"attention": 7, "experts": 3, "shared": 7}
+STEPS = {"attention": 5, "experts": 2, "shared": 5}
 SEED = 2
 """With it two prompts a step are enough: some answers are right in each step, and not all, so that weights change."""
 REPEATABLE = (

@@ -1,8 +1,8 @@
-"""The process that is forked: ``python -m tests.support.forks.parent PRELOAD DESCRIPTOR``.
+"""The process that is forked: ``python -m tests.support.forks.parent PRELOAD DESCRIPTOR PIPE``.
 
 It imports the module ``PRELOAD``, and answers each connection to the socket with a fork that runs a module as
 ``python -m`` would. A connection has one request, its answer, and at the end the exit code; a fork whose connection
-is closed is killed. It ends, and its forks with it, at the end of its standard input.
+is closed is killed. It ends, and its forks with it, once nobody writes to the named pipe ``PIPE`` any more.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import sys
 import traceback
 from contextlib import suppress
 
-from setproctitle import setproctitle
-
 from areal_lora.processes import watched
 from areal_lora.processes.startup import collector_paused
 
 LARGEST = 1 << 17  # bytes of a request: arguments and an environment
 STANDARD = 3  # descriptors: input, output, errors
 LIBC = ctypes.CDLL(None, use_errno=True)
-_CLONE_NEWNS = 0x20000
+NAMESPACES = ("mnt", "net", "uts")
+SET_MM, SET_MM_MAP = 35, 14  # of prctl
 
 
 def main() -> None:
     preload, listener = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    session = os.open(sys.argv[3], os.O_RDONLY | os.O_NONBLOCK)
     with collector_paused():
         importlib.import_module(preload)
     del sys.modules[preload]  # a fork may run it as its main program
@@ -41,8 +41,8 @@ def main() -> None:
     signal.set_wakeup_fd(waker)
     forks: dict[socket.socket, int] = {}
     while True:
-        ready, _, _ = select.select([sys.stdin.fileno(), woken, listener, *forks], [], [])
-        if sys.stdin.fileno() in ready:
+        ready, _, _ = select.select([session, woken, listener, *forks], [], [])
+        if session in ready:
             break
         if woken in ready:
             os.read(woken, LARGEST)
@@ -59,7 +59,7 @@ def main() -> None:
                 if (pid := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for number in (woken, waker, *(each.fileno() for each in (listener, client, *forks))):
+                    for number in (session, woken, waker, *(each.fileno() for each in (listener, client, *forks))):
                         os.close(number)
                     run(*json.loads(request), descriptors, asker)
                 forks[client] = pid
@@ -83,12 +83,44 @@ def report_ended(forks: dict[socket.socket, int]) -> None:
             del forks[client]
 
 
-def join_mounts(pid: int) -> None:
-    """See the disks that process ``pid`` sees, as its child would. Raises OSError."""
-    with open(f"/proc/{pid}/ns/mnt", "rb") as theirs:
-        own = os.stat("/proc/self/ns/mnt")
-        if os.fstat(theirs.fileno()).st_ino != own.st_ino and LIBC.setns(theirs.fileno(), _CLONE_NEWNS):
-            raise OSError(ctypes.get_errno(), "setns")
+def join_namespaces(pid: int) -> None:
+    """See the disks, interfaces and host name that process ``pid`` sees, as its child would. Raises OSError."""
+    for kind in NAMESPACES:
+        with open(f"/proc/{pid}/ns/{kind}", "rb") as theirs:
+            own = os.stat(f"/proc/self/ns/{kind}")
+            if os.fstat(theirs.fileno()).st_ino != own.st_ino and LIBC.setns(theirs.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns: {kind}")
+
+
+class _Map(ctypes.Structure):
+    """``prctl_mm_map`` of linux/prctl.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")),
+        *((name, ctypes.c_uint64) for name in ("start_stack", "arg_start", "arg_end", "env_start", "env_end", "auxv")),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    )
+
+
+def show(words: list[str], environment: dict[str, str]) -> ctypes.Array[ctypes.c_char]:
+    """Be seen in /proc with these, by which tests find processes, as long as the result lives. Raises OSError."""
+    arguments, variables = (
+        b"".join(os.fsencode(word) + b"\0" for word in each)
+        for each in (words, (f"{name}={value}" for name, value in environment.items()))
+    )
+    shown = ctypes.create_string_buffer(arguments + variables, len(arguments) + len(variables))
+    at = ctypes.addressof(shown)
+    with open("/proc/self/stat", encoding="ascii") as stat:
+        fields = [0, 0, *stat.read().rpartition(")")[2].split()]  # numbered as in proc(5), from 1
+    code, data, heap, stack = fields[25:27], fields[44:46], fields[46], fields[27]
+    middle, end = at + len(arguments), at + len(shown)
+    LIBC.sbrk.restype = ctypes.c_void_p
+    places = (*code, *data, heap, LIBC.sbrk(0), stack, at, middle, middle, end, 0)
+    each = _Map(*map(int, places), 0, 2**32 - 1)
+    if LIBC.prctl(SET_MM, SET_MM_MAP, ctypes.byref(each), ctypes.c_ulong(ctypes.sizeof(each)), 0):
+        raise OSError(ctypes.get_errno(), "prctl: PR_SET_MM_MAP")
+    return shown
 
 
 def run(
@@ -101,13 +133,13 @@ def run(
         os.environ.clear()
         os.environ.update(environment)
         watched._plan = watched.parse(text) if (text := os.environ.get(watched.VARIABLE)) else None  # as at its import
-        join_mounts(asker)
+        join_namespaces(asker)
         os.chdir(cwd)
         for standard, descriptor in enumerate(descriptors):
             os.dup2(descriptor, standard)
             os.close(descriptor)
         sys.argv = [module, *arguments]
-        setproctitle(" ".join((sys.executable, "-m", *sys.argv)))  # tests find processes by their command lines
+        _shown = show([sys.executable, "-m", *sys.argv], environment)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:

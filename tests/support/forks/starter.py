@@ -67,22 +67,53 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
+FOLDER = "AREAL_LORA_TEST_FORKS"
+"""Variable: the folder with the parents' sockets, and the pipe that they end with. All lanes of a session have one."""
+
+
+@cache
+def session() -> Path:
+    """The folder; made where no one has, and removed at this process's end, with which the parents end, too."""
+    if FOLDER not in os.environ:
+        folder = Path(tempfile.mkdtemp(prefix="forks-"))
+        os.mkfifo(folder / "pipe")
+        held = os.open(folder / "pipe", os.O_RDWR)
+        os.environ[FOLDER] = str(folder)
+        atexit.register(_end, folder, held)
+    return Path(os.environ[FOLDER])
+
+
+_parents: list[subprocess.Popen[bytes]] = []
+
+
+def _end(folder: Path, held: int) -> None:
+    os.close(held)
+    for parent in _parents:
+        parent.wait()
+    shutil.rmtree(folder)
+
+
 class Starter:
-    """The process with the imports of the module ``preload``, which have been made."""
+    """The process with the imports of the module ``preload``, which have been made. All of a session share it."""
 
     def __init__(self, preload: str) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
-        self.address = str(self._folder / "socket")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(self.address)
+        self.address = str(session() / preload)
+        with suppress(FileExistsError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(own := f"{self.address}.{os.getpid()}")
             listener.listen(64)
+            try:
+                os.link(own, self.address)  # of two lanes the first one
+            finally:
+                os.unlink(own)
             number = listener.fileno()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.forks.parent", preload, str(number)],
-                cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                pass_fds=[number],
-                stdin=subprocess.PIPE,
+            _parents.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.support.forks.parent", preload, str(number), str(session() / "pipe")],
+                    cwd=ROOT,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    pass_fds=[number],
+                    stdin=subprocess.DEVNULL,
+                )
             )
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
             link.connect(self.address)
@@ -122,16 +153,7 @@ class Starter:
         path.chmod(0o755)
         return path
 
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-        shutil.rmtree(self._folder)
-
 
 @cache
 def starter_of(preload: str) -> Starter:
-    """The one of this test process, closed at its end."""
-    starter = Starter(preload)
-    atexit.register(starter.close)
-    return starter
+    return Starter(preload)

@@ -10,8 +10,8 @@ from tests.support.forks.starter import starter_of
 from tests.support.paths import EXAMPLES
 
 
-def embedded_run(*arguments: str) -> list[str]:
-    """Command that launches the embedded example; ``arguments`` follow its two configurations.
+def plain_run(*arguments: str) -> list[str]:
+    """Command that launches the embedded example in new interpreters; ``arguments`` follow its two configurations.
 
     A server that is stalled for 20 s is not lost.
     """
@@ -19,9 +19,14 @@ def embedded_run(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "areal_lora.launch", *both, *arguments, "weight_sync.timeout_s=120"]
 
 
+def embedded_run(*arguments: str) -> list[str]:
+    """``plain_run`` whose launcher is a fork."""
+    return [forked_python(), *plain_run(*arguments)[1:]]
+
+
 def forked_run(folder: Path, *arguments: str) -> list[str]:
-    """``embedded_run`` whose launcher and roles are forks, written into ``folder``."""
-    return [forked_python(), *embedded_run(*arguments)[1:], *forked_roles(folder)]
+    """``embedded_run`` whose roles are forks, too, written into ``folder``."""
+    return [*embedded_run(*arguments), *forked_roles(folder)]
 
 
 def configs(*names: str, folder: Path = EXAMPLES) -> list[str]:

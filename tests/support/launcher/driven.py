@@ -15,6 +15,7 @@ import psutil
 from tests.support.cli.command import command_starter
 from tests.support.clocks import WAIT_S
 from tests.support.launcher import drive
+from tests.support.launcher.stops import marked
 
 
 class Run:
@@ -34,14 +35,7 @@ class Run:
     def alive(self) -> list[psutil.Process]:
         """What the launcher has started, found by their environment: also those that no parent knows any more."""
         name, _, value = self.mark.partition("=")
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return found
+        return [process for process in marked({name: value}) if process.pid != self.process.pid]
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
         deadline = time.monotonic() + timeout_s

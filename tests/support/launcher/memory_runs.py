@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from areal_lora.launcher.plan import MODULES, SERVER
-from tests.support.launcher.command import embedded_run
+from tests.support.launcher.command import plain_run
 from tests.support.paths import EXAMPLES
 
 
@@ -88,7 +88,7 @@ class Peaks:
 def measured(shape: Shape, folder: Path, *overrides: str, timeout_s: float = 550.0) -> Peaks:
     """Run a few steps and return the peaks of resident memory. Asserts that the run ends well."""
     model = make_model(shape, folder / "model")
-    command = embedded_run(f"run.root={folder}", f"model.path={model}", *SHORT, *shape.overrides, *overrides)
+    command = plain_run(f"run.root={folder}", f"model.path={model}", *SHORT, *shape.overrides, *overrides)
     peaks, deadline = Peaks(), time.monotonic() + timeout_s
     with (folder / "console.txt").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as launcher:
         root = psutil.Process(launcher.pid)

@@ -38,7 +38,7 @@ def stop(process: Fork, way: str) -> None:
 
 @dataclass
 class Held:
-    """What a run holds at one moment: processes of its launcher, their ports, their shared memory."""
+    """What a run holds at one moment: processes with its mark, their ports, their shared memory."""
 
     processes: list[psutil.Process]
     listeners: set[tuple[int, int]] = field(default_factory=set)  # with the inode: others may take a port that is free
@@ -49,8 +49,8 @@ class Held:
         return {port for port, _ in self.listeners}
 
     @classmethod
-    def by(cls, launcher: int, shared: Iterable[str] = ()) -> Held:
-        held = cls([psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)], shared=set(shared))
+    def by(cls, environment: Mapping[str, str]) -> Held:
+        held = cls(marked(environment))
         for process in held.processes:
             try:
                 inodes = sockets_of(process.pid)

@@ -15,7 +15,7 @@ from tinker import types
 from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 from words import datum, made, sampled_datum, say
 
-STEPS, GROUP, LENGTH = 8, 24, 8
+STEPS, GROUP, LENGTH = 8, 16, 8
 TEXTS = ("1 + 1 = 2", "2 + 3 = 5", "4 + 4 = 8")
 
 

@@ -40,18 +40,29 @@ async def read_kv_cache_share(engine: AsyncLLM) -> float:
 
 
 def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """Start the engine's processes as forks of this one, which has imported what they need.
+    """Start vLLM's engine (`fork_engines`). Call this once per process."""
+    fork_engines()
+    setattr(EngineCore, kv_cache_share.__name__, kv_cache_share)
+    config = arguments.create_engine_config()
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+
+
+def fork_engines() -> None:
+    """Have vLLM start an engine's processes as forks of this one, which has imported what they need.
 
     On CPUs vLLM would start new interpreters, for the sake of OpenMP: a thread pool does not survive a fork. This
     process has not computed and has no pool. It must not have other threads either. On GPUs vLLM forks by itself
-    unless CUDA is in use. Call this once per process.
+    unless CUDA is in use.
     """
-    config = arguments.create_engine_config()  # sets the variable
-    os.environ[_START_METHOD] = "fork"
-    os.register_at_fork(after_in_child=_leave_server)
-    setattr(EngineCore, kv_cache_share.__name__, kv_cache_share)
-    gc.freeze()  # otherwise the first collection in a fork would copy all memory of Python objects
-    return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+    start = AsyncLLM.from_vllm_config
+
+    def from_vllm_config(*arguments: Any, **options: Any) -> AsyncLLM:
+        os.environ[_START_METHOD] = "fork"  # its configuration has set it
+        os.register_at_fork(after_in_child=_leave_server)
+        gc.freeze()  # otherwise the first collection in a fork would copy all memory of Python objects
+        return start(*arguments, **options)
+
+    AsyncLLM.from_vllm_config = from_vllm_config
 
 
 def _leave_server() -> None:

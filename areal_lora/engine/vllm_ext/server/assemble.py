@@ -57,12 +57,12 @@ class Parts:
     n_slots: int
     shared_before: set[str]
 
-    def close(self, timeout_s: float) -> None:
-        """End the engine's processes within about ``timeout_s`` and remove their shared memory."""
+    def close(self) -> None:
+        """Kill the engine's processes, which hold nothing that must be saved, and remove their shared memory."""
         shared = shared_memory.used_by(p.pid for p in psutil.Process().children(recursive=True)) - self.shared_before
         try:
             self.channel.close()
-            self.engine.shutdown(timeout_s)
+            self.engine.shutdown(0.0)  # as vLLM's own server by default
         finally:
             shared_memory.remove(shared)  # an engine that is killed leaves it
 

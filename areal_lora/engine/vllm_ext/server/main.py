@@ -62,7 +62,6 @@ WORKERS_S = 5.0
 """Longest silence of a worker's command thread, which answers a ping at once whatever the model does. Beyond it, or
 with an engine process that was stopped (SIGSTOP), the server's heart does not beat."""
 ENGINE, WORKERS = "engine", "workers"
-ENGINE_STOP_S = 1.5  # then the engine is killed: it holds nothing that must be saved
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -203,7 +202,7 @@ async def serve(
         heart.stop()
         machine.stop()
     finally:
-        parts.close(ENGINE_STOP_S)
+        parts.close()
     if died:
         raise ProcessFailed("vLLM's engine ended by itself; its last lines are above")
     set_status(run_folder, ROLE, index, "stopped")
