@@ -105,7 +105,6 @@ def test_conversations_find_their_tokens_cached(servers: list[RunningServer]) ->
         router.announce(
             ref, {f"server-{i}": f"http://127.0.0.1:{s.endpoint.ports['data']}" for i, s in enumerate(servers)}
         )
-        found: dict[str, list[int]] = {"kept": [0, 0], "anywhere": [0, 0]}
         async with CompletionClient(router, "no secret") as client:
             kept = WorkflowContext(
                 client=client,
@@ -115,11 +114,8 @@ def test_conversations_find_their_tokens_cached(servers: list[RunningServer]) ->
                 max_model_len=512,
             )
             anywhere = Anywhere(**{name: getattr(kept, name) for name in WorkflowContext.__dataclass_fields__})
-            for letters in ("AB", "CD"):
-                for letter, (name, context) in zip(letters, (("kept", kept), ("anywhere", anywhere)), strict=True):
-                    prompts, cached = await play(context, servers, letter)
-                    found[name][0] += prompts
-                    found[name][1] += cached
+            contexts = {"kept": kept, "anywhere": anywhere}
+            found = {name: await play(context, servers, name[0]) for name, context in contexts.items()}
         return {name: cached / prompts for name, (prompts, cached) in found.items()}
 
     share = asyncio.run(rounds())
