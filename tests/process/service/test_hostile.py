@@ -35,7 +35,7 @@ from tests.support.tinker.tenant_world import API, PROTOBUF, World, check, settl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-REQUESTS, WARM, WORKERS = size(1200, 5000), size(400, 1000), 6
+REQUESTS, WARM, WORKERS = size(2000, 5000), size(500, 1000), 6
 RAW_EVERY = 25
 MORE_RSS = 48 << 20
 MORE_FILES = 4
