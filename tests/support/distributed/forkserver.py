@@ -1,4 +1,4 @@
-"""The parent of `multiprocessing`'s forkserver context, in a fork: ``-m tests.support.distributed.forkserver SOCKET FIFO``.
+"""The parent of `multiprocessing`'s forkserver context, in a fork; its arguments are ``SOCKET FIFO``.
 
 It ends with whoever holds the other end of ``FIFO``.
 """
