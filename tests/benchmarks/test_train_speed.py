@@ -1,15 +1,15 @@
 import json
-import os
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 from train_case import TINY, make_batch
-from train_speed import Measured, claims, compare
+from train_speed import Measured, claims, compare, main
 
 from areal_lora.data.collate import contradiction
-from tests.support.paths import ROOT
+from tests.support.benchmarks import train_side
+from tests.support.forks.starter import starter_of
+from tests.support.launcher.command import ROLES
 
 
 def measured(ours, peft, tokens=100, flops=1e9):
@@ -57,13 +57,16 @@ def test_a_side_without_a_number_is_no_tie():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_both_sides_compute_the_same_and_are_measured(tmp_path):
+def test_both_sides_compute_the_same_and_are_measured(tmp_path, monkeypatch):
+    forks = starter_of(ROLES["trainer.python"]).interpreter(tmp_path / "forks", train_side.__name__)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {forks} -m "$@"\n')  # the fork knows the script
+    python.chmod(0o755)
     out = tmp_path / "out.json"
-    script = ROOT / "benchmarks" / "train_speed.py"
     arguments = ["--only", "tiny", "--groups", "2", "--rounds", "1", "--force", "--json", str(out)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, env=env)
-    assert run.returncode == 0, run.stderr[-2000:]
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sys, "argv", ["train_speed.py", *arguments])
+    main()
     result = json.loads(out.read_text())
     (figures,) = result["results"]
     assert result["claims"]["train_vs_transformers"] > 0

@@ -184,40 +184,6 @@ def test_modules_for_gpus_import_nothing_of_the_cpu_part() -> None:
             assert "compat.cpu_" not in line, f"{file.name}: {line}"
 
 
-BLOCKED = """
-import sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name in {blocked!r} or ".compat.cpu_" in name:
-            raise ImportError(f"{{name}} is blocked")
-
-sys.meta_path.insert(0, Blocked())
-import areal_lora.engine.vllm_ext.server.assemble
-import areal_lora.engine.vllm_ext.compat.engine
-import areal_lora.engine.vllm_ext.compat.weights
-import areal_lora.engine.vllm_ext.worker.extension
-print("imported")
-"""
-
-
-@pytest.mark.slow
-def test_a_server_imports_without_the_modules_of_cpus() -> None:
-    """vLLM itself imports the other modules of CPUs on every platform."""
-    blocked = ["vllm.lora.punica_wrapper.punica_cpu"]
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED.format(blocked=blocked)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=environment,
-        cwd=ROOT,
-    )
-    assert done.stdout.endswith("imported\n"), done.stderr[-3000:]
-
-
 FOR_GPUS = (
     "apex",
     "cupy",
@@ -233,31 +199,46 @@ FOR_GPUS = (
     "vllm.v1.worker.gpu.model_runner",
     "vllm.vllm_flash_attn",
 )
-WITHOUT_GPUS = """
+IMPORTS = """
 import sys
 
-sys.modules.update(dict.fromkeys({blocked!r}))  # as if they were not installed
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name == "vllm.lora.punica_wrapper.punica_cpu" or ".compat.cpu_" in name:
+            raise ImportError(f"{{name}} is blocked")
+
+blocked = Blocked()
+sys.meta_path.insert(0, blocked)
+sys.modules.update(dict.fromkeys({for_gpus!r}))  # as if they were not installed
+import areal_lora.engine.vllm_ext.server.assemble
+import areal_lora.engine.vllm_ext.compat.engine
+import areal_lora.engine.vllm_ext.compat.weights
+import areal_lora.engine.vllm_ext.worker.extension
+print("without the modules of CPUs")
+
+sys.meta_path.remove(blocked)
 import areal_lora.engine.vllm_ext.server.main
 import areal_lora.engine.vllm_ext.compat.cpu_kernels
 import areal_lora.engine.vllm_ext.compat.cpu_scheduler
-import areal_lora.engine.vllm_ext.compat.weights
 import areal_lora.engine.vllm_ext.cpu_lora
-import areal_lora.engine.vllm_ext.worker.extension
 from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 
 install_cpu_patches()
 import areal_lora.engine.fsdp_engine
 import areal_lora.engine.megatron_engine
 import areal_lora.engine.megatron_utils.megatron_model
-print("imported")
+print("without the modules of GPUs")
 """
 
 
 @pytest.mark.slow
-def test_cpu_roles_import_without_the_modules_of_gpus() -> None:
-    """vLLM's CPU worker derives from its GPU worker, and Bridge imports triton, which the CPU environment has."""
+def test_roles_import_without_the_modules_of_other_devices() -> None:
+    """A server without those of CPUs, of which vLLM itself imports the others everywhere; all roles without GPUs'.
+
+    vLLM's CPU worker derives from its GPU worker, and Bridge imports triton, which the CPU environment has.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_GPUS.format(blocked=FOR_GPUS)],
+        [sys.executable, "-c", IMPORTS.format(for_gpus=FOR_GPUS)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -265,7 +246,8 @@ def test_cpu_roles_import_without_the_modules_of_gpus() -> None:
         env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
         cwd=ROOT,
     )
-    assert done.stdout.endswith("imported\n"), done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("without")]
+    assert lines == ["without the modules of CPUs", "without the modules of GPUs"], done.stderr[-3000:]
 
 
 def test_a_name_a_member_and_a_parameter_that_are_gone_are_found(tmp_path: Path) -> None:

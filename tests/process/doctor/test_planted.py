@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.cli.command import forked_python
-from tests.support.launcher.command import configs
+from tests.support.launcher.command import configs, forked_roles
 from tests.support.paths import ROOT
 from tests.support.sizes import size
 
@@ -158,8 +158,17 @@ def test_two_roles_with_different_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ("wrong_prefix", "other_layer")[: size(1, 2)])
-def test_a_server_that_takes_names_for_other_matrices_fails_the_canary(tmp_path: Path, fault: str) -> None:
-    code, findings = examined(f"run.root={tmp_path}", fault=f"server.matrix:1:{fault}", quick=False)
+def test_a_server_that_takes_names_for_other_matrices_fails_the_canary(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, fault: str
+) -> None:
+    roles = forked_roles(tmp_path_factory.mktemp("roles"), "trainer.python", "rollout.python")
+    for _, _, path in (role.partition("=") for role in roles):
+        forks = Path(path).rename(f"{path} of modules")
+        Path(path).write_text(
+            f'#!/bin/sh\n[ "$1" = -m ] || exec {sys.executable} "$@"\nexec {shlex.quote(str(forks))} "$@"\n'
+        )
+        Path(path).chmod(0o755)
+    code, findings = examined(f"run.root={tmp_path}", *roles, fault=f"server.matrix:1:{fault}", quick=False)
     level, reason, fix = found(findings, "canary")
     assert (code, level) == (69, "fail"), findings
     wanted = {"wrong_prefix": "ManifestError", "other_layer": "ParityError"}

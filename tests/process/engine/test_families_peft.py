@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from areal_lora.checkpoint.adapter_io import load_peft
 from areal_lora.types import AdapterSpec, ExpertLayout
+from tests.support.engine import stock_scores
 from tests.support.engine.merged import make
 from tests.support.families.tiny_families import save
-from tests.support.paths import SUPPORT
+from tests.support.forks.starter import starter_of
+from tests.support.launcher.command import ROLES
 
 EVERYTHING = ("linear_fc1", "linear_fc2", "linear_proj", "linear_qkv")
 # peft 0.21 on transformers 5 takes gate_proj, up_proj and down_proj of a mixture either as the experts' only
@@ -135,11 +135,10 @@ def test_vllm_equals_the_merged_model(tmp_path: Path) -> None:
     for kind, layout in (("mixtral", SHARED), ("qwen2_moe", PER_EXPERT)):
         (tmp_path / kind).mkdir()
         every.append(make(kind, save(kind, tmp_path / kind, wide=True), spec(EVERYTHING, layout, rank=8), size=0.1))
-    words = [sys.executable, str(SUPPORT / "engine" / "stock_scores.py"), json.dumps(tokens.tolist())]
+    words = [json.dumps(tokens.tolist())]
     words += [str(folder) for folders in every for folder in (folders.base, folders.adapter)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=560, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
+    said = starter_of(ROLES["rollout.python"]).output(stock_scores.__name__, words, 560.0)
+    lines = [line for line in said.splitlines() if line.startswith("[[")]
     for folders, line in zip(every, lines, strict=True):
         with_adapter, plain = (torch.tensor(row) for row in json.loads(line))
         merged, before = logprobs(model_of(folders.merged), tokens), logprobs(model_of(folders.base), tokens)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing as mp
+import multiprocessing.forkserver
 import os
+import shutil
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -13,6 +17,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+from tests.support.distributed import forkserver
+from tests.support.forks.starter import starter_of
+
+PRELOAD = "tests.support.distributed.preload"
 
 
 class RanksFailed(AssertionError):
@@ -43,15 +52,21 @@ def _child(
 def forking() -> ForkServerContext:
     """Make processes that are forks of one that has imported what trainers need, which takes longer than most tests.
 
-    All tests share this one: Python has one such parent in a process, and its first user decides what it imports. Its
-    forks have its environment, that of the first use.
+    All tests share this one: Python has one such parent in a process. It is itself a fork of the starter of trainers,
+    and its forks have its environment, that of the first use.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.distributed.preload"])
-    first = context.Process(target=os.getpid)
-    first.start()
-    first.join()  # no test's patience is for imports
-    return context
+    folder = Path(tempfile.mkdtemp(prefix="forkserver-"))
+    address, alive = str(folder / "socket"), folder / "alive"
+    os.mkfifo(alive)
+    with (folder / "log").open("wb") as log:
+        starter = starter_of(PRELOAD)
+        fork = starter.start(forkserver.__name__, [address, str(alive)], os.environ | {"OMP_NUM_THREADS": "1"}, log)
+    server = multiprocessing.forkserver._forkserver
+    server._forkserver_alive_fd = os.open(alive, os.O_WRONLY)  # once the other end is open, which is after the socket
+    server._forkserver_address = address
+    server.ensure_running = lambda: fork.poll()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return mp.get_context("forkserver")
 
 
 def run_ranks(

@@ -40,8 +40,9 @@ from areal_lora.trainer.work import Finish, TrainOn
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from tests.support.distributed.engine_ranks import TARGETS, forget_layout, make_batch, make_rows
 from tests.support.paths import EXAMPLES
+from tests.support.sizes import size
 
-STEPS, PROMPTS, LENGTH = 20, 3, 12
+STEPS, PROMPTS, LENGTH = size(12, 20), 3, 12
 # All that a checkpoint can hold: a critic of another rank, and a reference that is renewed.
 ALGORITHM = AlgorithmConfig.model_validate(
     {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.checkpoint.trained_run import SPEC, make_run
+from tests.support.cli.command import forked_python
 from tests.support.cli.hub_stub import HubStub
 
 FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
@@ -34,8 +34,7 @@ def run(tmp_path: Path) -> RunFolder:
 def push(hub: HubStub, *arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: huggingface_hub reads the address of the hub when it is imported."""
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret", "HF_HUB_DISABLE_XET": "1"}
-    code = "import sys; from areal_lora.cli.app import main; sys.exit(main(['push', *sys.argv[1:]]))"
-    argv = [sys.executable, "-c", code, *arguments]
+    argv = [forked_python(), "-m", "areal_lora", "push", *arguments]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=150, check=False)
 
 

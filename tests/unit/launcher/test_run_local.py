@@ -257,7 +257,7 @@ for step in range({steps}):
         set_status(folder, role, index, f"step {{step}}")
         beat(folder, role, index)
     reached(f"{{role}}-{{index}}.step")
-    time.sleep(0.1)
+    time.sleep(0.02)
 {last}
 """
 
@@ -271,7 +271,7 @@ def rank(
     tmp_path: Path,
     role: str,
     index: int,
-    steps: int = 6000,
+    steps: int = 30_000,
     beats: bool | str = True,
     last: str = "",
     others: tuple[tuple[str, int], ...] = (),
@@ -351,7 +351,7 @@ def test_all_trainer_ranks_end_with_one_and_start_together(
     begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int
 ) -> None:
     set_fault(monkeypatch, tmp_path, f"trainer-{dead}.step:5:kill")
-    waits, steps = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)", 3 if dead == 0 else 6000
+    waits, steps = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)", 3 if dead == 0 else 30_000
     last = STARTED_AGAIN.format("trainer-1")
     run = begin(
         rank(tmp_path, "server", 0),

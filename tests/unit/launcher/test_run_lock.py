@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,45 +14,48 @@ import pytest
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.start import Owner, run_lock
 from areal_lora.run_folder.paths import RunFolder
-from tests.support.paths import SUPPORT
+from tests.support.cli.command import command_starter
+from tests.support.clocks import wait_until
+from tests.support.forks.starter import Fork
+from tests.support.launcher import lock_holder
 from tests.support.sizes import sample
 
-NO_LOCKS = SUPPORT / "no_locks.py"
 LACKS = [["flock", "ENOSYS"], ["flock", "EOPNOTSUPP"], ["flock", "ENOLCK"]]
-HOLD = """
-import sys
-from areal_lora.errors import ConfigError
-from areal_lora.launcher.start import run_lock
-from areal_lora.run_folder.paths import RunFolder
-try:
-    with run_lock(RunFolder.of(sys.argv[1])):
-        print("held", flush=True)
-        sys.stdin.readline()
-except ConfigError as error:
-    print("refused:", error, flush=True)
-"""
 
 
 class Launchers:
+    """Forks that hold the lock of a run, or are refused."""
+
     def __init__(self, folder: Path, lacks: list[str]) -> None:
-        self.folder = folder
-        self._command = [sys.executable, str(NO_LOCKS), *lacks] if lacks else []
-        self._all: list[subprocess.Popen[str]] = []
+        self.folder, self.lacks = folder, lacks
+        self._all: dict[Fork, Path] = {}
 
-    def start(self) -> subprocess.Popen[str]:
-        command = [*self._command, sys.executable, "-c", HOLD, str(self.folder)]
-        pipe = subprocess.PIPE
-        self._all.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
-        return self._all[-1]
+    def start(self) -> Fork:
+        said = self.folder.with_name(f"said {len(self._all)}")
+        with said.open("wb") as output:
+            words = [str(self.folder), *self.lacks]
+            launcher = command_starter().start(lock_holder.__name__, words, os.environ, output)
+        self._all[launcher] = said
+        return launcher
 
-    def says(self, launcher: subprocess.Popen[str]) -> str:
-        assert launcher.stdout is not None
-        return launcher.stdout.readline().rstrip()
+    def says(self, launcher: Fork) -> str:
+        """The line that starts so; what is logged may come before."""
+        lines: list[str] = []
+
+        def printed() -> list[str]:
+            lines[:] = [s for s in self.output(launcher).splitlines(True) if s.startswith(("held\n", "refused:"))]
+            return lines
+
+        wait_until(printed)
+        return lines[0].rstrip()
+
+    def output(self, launcher: Fork) -> str:
+        return self._all[launcher].read_text()
 
     def end(self) -> None:
         for launcher in self._all:
             launcher.kill()
-            launcher.communicate()
+            launcher.wait()
 
 
 @pytest.fixture(params=[[], *sample(LACKS, 1)], ids=lambda lacks: lacks[-1] if lacks else "flock")
@@ -68,8 +70,9 @@ def test_the_second_launcher_is_refused_until_the_first_one_ends_or_dies(launche
     assert launchers.says(first) == "held"
     refused = launchers.says(launchers.start())
     assert "is still going" in refused
-    assert (f"process {first.pid} on {os.uname().nodename}" in refused) == bool(launchers._command)
-    first.communicate("\n")
+    assert (f"process {first.pid} on {os.uname().nodename}" in refused) == bool(launchers.lacks)
+    first.terminate()
+    assert first.wait(120) == 0
     second = launchers.start()
     assert launchers.says(second) == "held"
     second.kill()
@@ -81,9 +84,11 @@ def test_the_second_launcher_is_refused_until_the_first_one_ends_or_dies(launche
 def test_the_console_says_in_one_line_that_there_is_no_flock(launchers: Launchers) -> None:
     first = launchers.start()
     assert launchers.says(first) == "held"
-    _, said = first.communicate("\n")
+    first.terminate()
+    assert first.wait(120) == 0
+    said = launchers.output(first)
     assert "has no flock (Function not implemented): .run.owner marks the run as started here instead" in said
-    assert said.count("\n") == 1
+    assert said.count("\n") == 2, "and that it is held"
     assert not (launchers.folder.parent / ".run.owner").exists()
 
 

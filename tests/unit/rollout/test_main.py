@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,20 +24,45 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
 from tests.support.clocks import wait_until
+from tests.support.forks.starter import Fork, starter_of
+from tests.support.launcher.command import ROLES
 from tests.support.paths import TINY_MODEL
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.helpers import NAME, config
 from tests.support.rollout.patient_client import PatientClient
 
-COMMAND = [sys.executable, "-m", "areal_lora.rollout.main", "--run-folder"]
-SERVER = """
-import asyncio, sys
-from tests.support.rollout.fake_server import FakeServer
-async def main():
-    async with FakeServer(models={"math@v0"}, delay_s=lambda k: 0.0 if k < 4 else 600.0) as server:
-        print(server.port, flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-asyncio.run(main())
-"""
+MODULE = "areal_lora.rollout.main"
+
+
+@contextmanager
+def served() -> Iterator[dict[str, str]]:
+    """A server, in a thread, that keeps all requests but the first four for ten minutes."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(work: Coroutine[Any, Any, object]) -> None:
+        asyncio.run_coroutine_threadsafe(work, loop).result(120)
+
+    server = FakeServer(models={"math@v0"}, delay_s=lambda k: 0.0 if k < 4 else 600.0)
+    run(server.__aenter__())
+    try:
+        yield {"server-0": server.url}
+    finally:
+        run(server.__aexit__())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def start(folder: Path, processes: ExitStack) -> Fork:
+    """How a controller starts in a new interpreter is seen by `test_it_dies_with_its_parent` and every whole run."""
+    starter, environment = starter_of(ROLES["cluster.controller_python"]), os.environ | {"OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("ab") as log:
+        process = starter.start(MODULE, ["--run-folder", str(folder)], environment, log)
+    processes.callback(process.wait)
+    processes.callback(process.kill)
+    return process
 
 
 def prepare(folder: Path) -> None:
@@ -52,15 +80,12 @@ def ended(process: psutil.Process) -> bool:
 @pytest.mark.skipif(not TINY_MODEL.is_dir(), reason="the tiny model is not there")
 def test_sigterm_ends_it_at_once_and_leaves_no_child(tmp_path: Path) -> None:
     prepare(tmp_path)
-    fake = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    process = subprocess.Popen([*COMMAND, str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        assert fake.stdout is not None
+    with served() as servers, ExitStack() as processes:
+        process = start(tmp_path, processes)
         endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, 200, lambda: process.poll() is None)
         client = PatientClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
         client.hello({NAME: 0}, {})
-        url = f"http://127.0.0.1:{int(fake.stdout.readline())}"
-        client.announce(AdapterRef(name=NAME, version=0), {"server-0": url})
+        client.announce(AdapterRef(name=NAME, version=0), servers)
         assert len(client.next_batch(NAME, step=0, version=0).groups) == 4
         client.close()
         children = psutil.Process(process.pid).children(recursive=True)
@@ -68,16 +93,12 @@ def test_sigterm_ends_it_at_once_and_leaves_no_child(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
         assert all(map(ended, children))
-    finally:
-        process.kill()
-        process.wait()
-        fake.communicate()
 
 
 @pytest.mark.slow
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     prepare(tmp_path)
-    command = [*COMMAND, str(tmp_path)]
+    command = [sys.executable, "-m", MODULE, "--run-folder", str(tmp_path)]
     code = f"import subprocess, time; print(subprocess.Popen({command!r}).pid, flush=True); time.sleep(600)"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert parent.stdout is not None
@@ -94,20 +115,17 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
 def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
     """SIGKILL with a step leased, groups on their way and an evaluation owed: nothing is lost, nothing repeated."""
     prepare(tmp_path)
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    fake = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert fake.stdout is not None
-    servers = {"server-0": f"http://127.0.0.1:{int(fake.stdout.readline())}"}
-    process = subprocess.Popen([*COMMAND, str(tmp_path)], env=env)
     client = PatientClient(
         lambda: read_endpoint(RunFolder(tmp_path), "controller", 0), read_secret(RunFolder(tmp_path))
     )
     ref = AdapterRef(name=NAME, version=0)
-    try:
+    with served() as servers, ExitStack() as processes:
+        processes.callback(client.close)
+        process = start(tmp_path, processes)
         client.hello({NAME: 0}, {})
         client.announce(ref, servers)
         first = client.next_batch(NAME, step=0, version=0)
-        wait_until(lambda: client.lacking(NAME, 1).running == 4)  # the server keeps the next four for ten minutes
+        wait_until(lambda: client.lacking(NAME, 1).running == 4)  # the next four
         client.request_eval(ref, "owed")
         process.kill()
         process.wait()
@@ -115,7 +133,7 @@ def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
         asking = threading.Thread(target=lambda: asked.append(client.next_batch(NAME, step=0, version=0)))
         asking.start()
         time.sleep(1.0)
-        process = subprocess.Popen([*COMMAND, str(tmp_path)], env=env)
+        start(tmp_path, processes)
         asking.join(200)
         assert asked
         assert (asked[0].groups, asked[0].snapshot) == (first.groups, first.snapshot)
@@ -126,11 +144,6 @@ def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
         assert (sum(states.values()), states[GroupState.CONSUMED]) == (4 + 4, 4)
         assert asked[0].stats.tokens_generated == first.stats.tokens_generated
         assert client._session.reminders.pending, "requested again"
-    finally:
-        client.close()
-        process.kill()
-        process.wait()
-        fake.communicate()
 
 
 def test_it_imports_neither_torch_nor_numba() -> None:

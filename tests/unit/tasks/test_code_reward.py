@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.types import Outcome
 from tests.support.clocks import seen
 
+WORKERS = 5  # the programs that last are each of another one
 ADD = "print(sum(map(int, input().split())))"
 PAIRS = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7\n"]}
 
@@ -30,9 +32,16 @@ def answer(program: str, **columns) -> ScoreItem:
 
 
 def score(reward: CodeReward, *items: ScoreItem, hidden: Path | None = None) -> list[Score]:
-    async def run() -> list[Score]:
+    [scores] = score_all(reward, items, hidden=hidden)
+    return scores
+
+
+def score_all(reward: CodeReward, *batches: Sequence[ScoreItem], hidden: Path | None = None) -> list[list[Score]]:
+    """Scores of batches, of as many at a time as the reward has workers."""
+
+    async def run() -> list[list[Score]]:
         async with ScorerPool(reward, hidden=hidden) as pool:
-            return await pool.score(items)
+            return await asyncio.gather(*map(pool.score, batches))
 
     before = set(psutil.Process().children(recursive=True))  # servers of other tests
     found = asyncio.run(run())
@@ -95,15 +104,17 @@ def test_hostile_programs_end_with_a_verdict_and_harm_nothing(fence, tmp_path):
     before = set(tmp_path.iterdir())
     names = {"OUTSIDE": tmp_path / "new", "PRECIOUS": precious, "SECRET": run / "secret"}
     head = "".join(f"{name} = {str(path)!r}\n" for name, path in names.items()) + f"CONTROLLER = {os.getpid()}\n"
-    reward = code(test_s=1.6, timeout_s=60)
     row = {"inputs": [""], "outputs": ["the secret"]}
     items = [answer(head + program, **row) for program, _ in HOSTILE.values()]
-    *scores, after = score(reward, *items, answer(ADD), hidden=run)
-    found = {name: "".join(set(s.components) - {"passed"}) for name, s in zip(HOSTILE, scores, strict=True)}
+    parts = [[*items[k::WORKERS], answer(ADD)] for k in range(WORKERS)]  # most of what they take is waited for
+    reward, scores = code(test_s=1.6, timeout_s=60, workers=WORKERS), dict[str, Score]()
+    for k, (*of_part, after) in enumerate(score_all(reward, *parts, hidden=run)):
+        scores |= zip(list(HOSTILE)[k::WORKERS], of_part, strict=True)
+        assert after.reward == 1.0, "the scorer process works on"
+    found = {name: "".join(set(scores[name].components) - {"passed"}) for name in HOSTILE}
     assert {n: v for n, v in found.items() if v not in HOSTILE[n][1].split()} == {}
-    assert {s.outcome for s in scores} == {Outcome.OK}
-    assert {s.reward for s in scores} == {0.0}
-    assert after.reward == 1.0, "the scorer process works on"
+    assert {s.outcome for s in scores.values()} == {Outcome.OK}
+    assert {s.reward for s in scores.values()} == {0.0}
     assert set(tmp_path.iterdir()) == before
     assert precious.read_text() == "p"
 

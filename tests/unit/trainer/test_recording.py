@@ -128,7 +128,7 @@ def test_the_record_of_a_clients_step_has_its_spans_and_nothing_of_rollouts(tmp_
 
 
 def test_a_long_run_is_opened_resumed_and_finished_in_little_memory(tmp_path: Path) -> None:
-    steps = size(10_000, 100_000)
+    steps = size(5000, 100_000)
     command = [sys.executable, "-m", "tests.support.trainer.long_run", str(tmp_path), str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
