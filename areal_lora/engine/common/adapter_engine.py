@@ -13,7 +13,7 @@ cuts the part into micro-batches and pads as its layout needs. Callers never see
 Adapters have memory, optimizer and clock of their own (contract C1). A `Compute` runs the model.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -363,16 +363,32 @@ class AdapterEngine:
 
         The states of all ranks together are the whole state and do not depend on the layout.
         """
+        state, copying = self.copy_state(adapter)
+        deque(copying, maxlen=0)
+        return state
+
+    def copy_state(self, adapter: str) -> tuple[AdapterState, Iterator[None]]:
+        """As `export_state`, but the iterator makes the copies, a slice each time.
+
+        Every rank must run it to its end, or equally far if the copies are not needed, before the adapter changes or is
+        packed. Nothing is moved before.
+        """
         memory, optimizer = self.resident(adapter).memory, self.resident(adapter).optimizer
         shard, groups = memory.shard("float32"), self._model.groups
-        parts = {WEIGHT: memory.export(memory.weights, groups)}
-        if optimizer:  # one moment is whole at a time
-            parts |= {name: memory.export(optimizer.whole_moment(name), groups) for name in MOMENTS}
-        return AdapterState(
+        parts = {part: memory.room() for part in (PARTS if optimizer else (WEIGHT,))}
+
+        def copying() -> Iterator[None]:
+            yield from memory.export(memory.weights, groups, parts[WEIGHT])
+            for name in MOMENTS if optimizer else ():  # one moment is whole at a time
+                assert optimizer is not None
+                yield from memory.export(optimizer.whole_moment(name), groups, parts[name])
+
+        state = AdapterState(
             step=optimizer.step_count if optimizer else 0,
             shapes={t.name: t.shape for t in (shard.tensors if shard else ())},
             parts=parts,
         )
+        return state, copying()
 
     def load_state(self, adapter: str, parts: Mapping[str, Mapping[str, np.ndarray]], step: int) -> None:
         """Inverse of `export_state` in any layout: whole wire tensors by part, equal on every rank (not collective).

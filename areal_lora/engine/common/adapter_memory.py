@@ -44,6 +44,8 @@ from areal_lora.weight_sync.strided import StridedCopies
 
 LAUNCHED = 16
 """Sections that a device packs at once."""
+SLICE_BYTES = 4 << 20
+"""Of a state that is copied while others compute, on the rank with most of it."""
 
 
 class AdapterMemory:
@@ -120,13 +122,24 @@ class AdapterMemory:
         """Layout of the shard that this rank sends; None for a rank that is not a source."""
         return next((s for s in self.layout(dtype).shards if s.source == self.rank), None)
 
-    def export(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> np.ndarray:
-        """Flat fp32 copy of this rank's shard of ``source`` [arena.size]. Collective like `Packer.fill`."""
+    def room(self) -> np.ndarray:
+        """Flat fp32 memory for this rank's shard; its pages are made when `export` fills them."""
         shard = self.shard("float32")
-        values = np.empty(shard.nbytes // 4 if shard else 0, dtype=np.float32)
-        for start, _, section in self.packer("float32").sections(source, shard, groups):
-            values[start // 4 :][: len(section)] = section.numpy()
-        return values
+        return np.empty(shard.nbytes // 4 if shard else 0, dtype=np.float32)
+
+    def export(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup], values: np.ndarray) -> Iterator[None]:
+        """Fill ``values`` (`room`) with this rank's shard of ``source`` [arena.size], a slice for each yield.
+
+        All ranks yield equally often. Collective like `Packer.fill`.
+        """
+        sections = self.packer("float32").sections(source, self.shard("float32"), groups)
+        most = max(shard.nbytes for shard in self.layout("float32").shards)
+        for done in range(SLICE_BYTES, most + SLICE_BYTES, SLICE_BYTES):
+            for start, _, section in sections:
+                values[start // 4 :][: len(section)] = section.numpy()
+                if start + section.nbytes >= min(done, values.nbytes):
+                    break
+            yield
 
     def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `export`, copied section by section. Collective like `Packer.fill`."""
@@ -369,7 +382,12 @@ class AdapterOptimizer:
         return StepStats(values={"grad_norm": norm, "lr": lr, "skipped": float(skipped)})
 
     def whole_moment(self, name: str) -> Tensor:
-        """A moment of all elements of this rank's memory, flat fp32 [arena.size]. Collective."""
+        """A moment of all elements of this rank's memory, flat fp32 [arena.size]. Collective.
+
+        It is no copy where this rank steps all of them.
+        """
+        if len(self.moments[name]) == len(self._weights):
+            return self.moments[name]
         whole = torch.zeros_like(self._weights)
         for there, mine in self._own_parts(whole, self.moments[name]):
             there.copy_(mine)
