@@ -3,7 +3,7 @@
 One process per rank, all ranks call the same verbs in the same order (SPMD)::
 
     engine.add_adapter(spec, optimizer, seed)
-    logp = engine.logprobs(batch, adapter="math")              # [T], whole batch, on every rank
+    logp = engine.logprobs(batch, adapter="math")              # [T], of the sequences that the rank holds
     stats = engine.forward_backward(minibatch, loss_fn)        # sums into the adapter's gradients
     step = engine.optim_step("math", denominator=n_tokens, lr=1e-4)  # divide, reduce, clip, Adam
     for done in engine.pack_adapter("math", "float32", flat): ...  # this rank's share of the publish
@@ -183,7 +183,7 @@ class AdapterEngine:
         return self._residents[name]
 
     def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> Tensor:
-        """log p(token t | tokens before it), [T] fp32, no grad, for the whole batch on every rank.
+        """log p(token t | tokens before it), [T] fp32, no grad, of the sequences that the rank holds; 0 for others.
 
         Entry 0 of each sequence is 0. ``adapter=None`` scores the frozen base (KL reference, C11). Raises
         AdapterError for an adapter with a value head.
@@ -197,18 +197,18 @@ class AdapterEngine:
         return self._scores(batch, Readout())
 
     def values(self, batch: TrainBatch, *, adapter: str) -> Tensor:
-        """Value of the state before token t, by the value head of ``adapter``: as `logprobs`, [T] fp32.
+        """Value of the state before token t, by the value head of ``adapter``: [T] fp32, on every rank of all.
 
         Entry 0 of each sequence is 0. Raises AdapterError for an adapter without a value head.
         """
         if not self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} has no value head")
-        return self._scores(replace(batch, adapters=(adapter,) * batch.n_sequences), Readout())
+        return self._scores(replace(batch, adapters=(adapter,) * batch.n_sequences), Readout(), whole=True)
 
-    def _scores(self, batch: TrainBatch, readout: Readout) -> Tensor:
+    def _scores(self, batch: TrainBatch, readout: Readout, *, whole: bool = False) -> Tensor:
         with self.spans.span("score"), torch.no_grad(), self._model.active.using(dict.fromkeys(batch.adapters)):
-            results = self._run(batch, None, readout)
-        return micro.whole_scores(batch, results, reports=self.rank in self._sharded.layout.reporting())
+            plans, results = self._run(batch, None, readout)
+        return micro.gather_scores(batch, plans, results, self._sharded.layout, whole=whole)
 
     def forward_backward(
         self,
@@ -246,14 +246,13 @@ class AdapterEngine:
     ) -> dict[str, dict[str, float]]:
         dropouts = {name: self.resident(name).dropout() for name in dict.fromkeys(batch.adapters)}
         with self.spans.span("passes"), self._model.active.using(dropouts):
-            results = self._run(batch, losses, readout)
+            plans, results = self._run(batch, losses, readout)
         sums = {name: Counter[str]() for name in dropouts}
         for sequences, stats, _ in results:
             sums[batch.adapters[sequences[0]]].update({name: float(value) for name, value in stats.items()})
-        reporting = self._sharded.layout.reporting()
         if scores is not None:
-            scores.copy_(micro.whole_scores(batch, results, reports=self.rank in reporting))
-        return micro.sum_over_ranks(sums, reporting)
+            scores.copy_(micro.gather_scores(batch, plans, results, self._sharded.layout, whole=True))
+        return micro.sum_over_ranks(sums, self._sharded.layout.reporting())
 
     def parts(self, batch: TrainBatch, minibatches: int) -> tuple[np.ndarray, list[int]]:
         """The sequences [P, N] bool whose token columns passes over ``batch`` need, and each rank's number (below P).
@@ -264,7 +263,9 @@ class AdapterEngine:
         held = micro.parts_of(batch, minibatches, layout, self._trainer.max_tokens_per_microbatch)
         return held, [layout.dp_rank(rank) for rank in range(self.world_size)]
 
-    def _run(self, batch: TrainBatch, losses: Mapping[str, LossFn] | None, readout: Readout) -> list[micro.Result]:
+    def _run(
+        self, batch: TrainBatch, losses: Mapping[str, LossFn] | None, readout: Readout
+    ) -> tuple[list[MicroPlan], list[micro.Result]]:
         residents = {name: self.resident(name) for name in dict.fromkeys(batch.adapters) if name}
         for name, resident in residents.items():
             if len(residents) > 1 and resident.spec.value_head:
@@ -275,7 +276,7 @@ class AdapterEngine:
         sizes = {"": self._base_sizes} | {name: resident.sizes for name, resident in residents.items()}
         self.spans.counts.update(micro.flops_of(plans, batch, sizes, self._trainer.recompute if train else None))
         packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)
-        return self._model.run(packed, plans, micro.BatchJudge(readout, losses), train=train)
+        return plans, self._model.run(packed, plans, micro.BatchJudge(readout, losses), train=train)
 
     def memory(self) -> DeviceMemory | None:
         """Of the rank with the highest peak since the last call; None on CPUs."""
