@@ -26,13 +26,13 @@ WIDTH, OWN_FILES = 34, "own files"
 LINES = {
     "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
     "algorithms": 1143,
-    "checkpoint": 1458,
+    "checkpoint": 1469,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2259,  # sweep; plan --simulate; where the report of a stopped run is; page; two versions in a chat
     "config": 4281,  # groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory
-    "data": 700,  # checks in chunks; micro-batches of equal attention; parts of a batch; groups of clients' data
+    "data": 716,  # checks in chunks; equal attention; parts of a batch; groups of clients' data in linear time
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 9110,  # context parallelism, chunked logits, recompute; adapters in grouped products; views; KV cache
+    "engine": 9223,  # context parallelism, chunked logits, recompute; grouped products; scores by part; states in slices
     "families": 1430,  # FLOPs of passes
     "launcher": 4611,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
     "library": 470,
@@ -45,7 +45,7 @@ LINES = {
     "run_folder": 1046,  # sweep.json; DesiredWatch logs a faulty file; the counter of trainer sessions; machines
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
-    "trainer": 3838,  # parts of a batch; which passes join and share starts; rollouts and machines of a step
+    "trainer": 3905,  # parts of a batch; which passes join and share starts; states copied between operations
     "weight_sync": 5114,  # groups formed at once, with names of missing receivers; keyed shards; views; kept pings
 }
 """Lines of each room; those of the package's own files are under the empty name."""

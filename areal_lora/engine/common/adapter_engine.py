@@ -30,7 +30,8 @@ from areal_lora.data.collate import HOST, MicroPlan
 from areal_lora.engine.base import DTYPES, AdamValues, LossFn
 from areal_lora.engine.common import adapter_memory
 from areal_lora.engine.common import micro_batches as micro
-from areal_lora.engine.common.adapter_memory import AdapterMemory, AdapterOptimizer, GradientClass
+from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.adapter_optimizer import AdapterOptimizer, GradientClass, copy_state
 from areal_lora.engine.common.arena import Range, ShardedModel, context_groups
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout
@@ -371,25 +372,11 @@ class AdapterEngine:
     def copy_state(self, adapter: str) -> tuple[AdapterState, Iterator[None]]:
         """As `export_state`, but the iterator makes the copies, a slice each time.
 
-        Every rank must run it to its end, or equally far if the copies are not needed, before the adapter changes or is
-        packed. Nothing is moved before.
+        All ranks get as many slices. Every rank must run it to its end, or equally far if the copies are not needed,
+        before the adapter changes or is packed.
         """
-        memory, optimizer = self.resident(adapter).memory, self.resident(adapter).optimizer
-        shard, groups = memory.shard("float32"), self._model.groups
-        parts = {part: memory.room() for part in (PARTS if optimizer else (WEIGHT,))}
-
-        def copying() -> Iterator[None]:
-            yield from memory.export(memory.weights, groups, parts[WEIGHT])
-            for name in MOMENTS if optimizer else ():  # one moment is whole at a time
-                assert optimizer is not None
-                yield from memory.export(optimizer.whole_moment(name), groups, parts[name])
-
-        state = AdapterState(
-            step=optimizer.step_count if optimizer else 0,
-            shapes={t.name: t.shape for t in (shard.tensors if shard else ())},
-            parts=parts,
-        )
-        return state, copying()
+        resident = self.resident(adapter)
+        return copy_state(resident.memory, resident.optimizer, self._model.groups)
 
     def load_state(self, adapter: str, parts: Mapping[str, Mapping[str, np.ndarray]], step: int) -> None:
         """Inverse of `export_state` in any layout: whole wire tensors by part, equal on every rank (not collective).

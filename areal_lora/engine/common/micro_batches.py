@@ -56,7 +56,9 @@ def flops_of(
 def parts_of(batch: TrainBatch, minibatches: int, layout: ParallelLayout, token_budget: int) -> np.ndarray:
     """[dp, N] bool: the sequences that each data-parallel rank computes in passes over batch and minibatches."""
     parts = split_minibatches(batch, minibatches)
-    held = np.concatenate([_computed(plans_of(each, layout, token_budget), each, layout) for each in parts], axis=1)
+    held: np.ndarray = np.concatenate(
+        [_computed(plans_of(each, layout, token_budget), each, layout) for each in parts], axis=1
+    )
     return held if minibatches == 1 else held | parts_of(batch, 1, layout, token_budget)
 
 

@@ -19,7 +19,7 @@ from areal_lora.checkpoint.state import PARTS, AdapterState
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.data.collate import select
 from areal_lora.engine.base import AdamValues, LossFn
-from areal_lora.engine.common.adapter_memory import SLICE_BYTES
+from areal_lora.engine.common.adapter_optimizer import SLICE_BYTES
 from areal_lora.obs.trace import Spans
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
 from areal_lora.config.models import TrainerConfig
-from areal_lora.engine.common import adapter_memory, transfer_plan
+from areal_lora.engine.common import adapter_memory
 from areal_lora.engine.common.adapter_memory import AdapterMemory, Packer, initial_tensor
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.families.registry import known_config
@@ -71,33 +70,6 @@ def test_a_shard_on_a_device_is_that_of_the_host(
         want, got = (dict(p.tensors(memory.weights, memory.shard(dtype), {})) for p in (compiled, strided))
         assert list(want) == list(got)
         assert all(torch.equal(got[name], want[name]) for name in want)
-
-
-def test_a_state_is_copied_in_as_many_slices_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where ranks send more or less than others, or nothing; a slice is little more than its size."""
-    monkeypatch.setattr(adapter_memory, "SLICE_BYTES", 1 << 16)
-    monkeypatch.setattr(transfer_plan, "SECTION_BYTES", 1 << 14)
-    shape = make_shape(
-        "qwen3_moe", layers=5, experts=4, hidden=128, heads=4, kv_heads=1, head_dim=64, ffn=0, expert_ffn=48
-    )
-    place = ParallelLayout.of(TrainerConfig(world_size=4, pp=2, pp_layers=(4, 1)), layers=5, experts=4)
-    spec = AdapterSpec(name="a", base_model="m", rank=16, alpha=32, target_modules=TARGETS)
-    slices, sizes = set[int](), list[int]()
-    for rank in range(4):
-        memory = AdapterMemory(ShardedModel(shape=shape, layout=place), spec, rank, torch.device("cpu"))
-        memory.weights.normal_()
-        found, counts = memory.room(), [0]
-        found.fill(np.nan)
-        for _ in memory.export(memory.weights, {}, found):
-            counts.append(np.count_nonzero(~np.isnan(found)) * 4)
-        slices.add(len(counts))
-        sizes.append(found.nbytes)
-        assert counts[-1] == found.nbytes
-        assert max(np.diff(counts)) < (1 << 16) + (1 << 15)
-        want = torch.cat([x.flatten() for _, x in memory.tensors(memory.weights, {})]) if len(found) else torch.empty(0)
-        assert found.tobytes() == want.numpy().tobytes()
-    assert len(slices) == 1
-    assert sizes[0] > 3 * sizes[2] > sizes[1] == sizes[3] == 0
 
 
 @pytest.mark.parametrize(("layers", "experts"), [(48, 128), (6, 128), (48, 16)])
