@@ -32,7 +32,7 @@ LINES = {
     "data": 716,  # checks in chunks; equal attention; parts of a batch; groups of clients' data in linear time
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 9223,  # context parallelism, chunked logits, recompute; grouped products; scores by part; states in slices
+    "engine": 9223,  # context parallelism, chunked logits, recompute; grouped products; scores by part; slices
     "families": 1430,  # FLOPs of passes
     "launcher": 4611,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
     "library": 470,
