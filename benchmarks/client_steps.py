@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from areal_lora.checkpoint.state import PARTS, AdapterState, Disk
+from areal_lora.checkpoint.state import PARTS, Disk
 from areal_lora.service.observed import ObservedAdapter
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue
@@ -27,7 +27,6 @@ from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.queue.requests import CreateModel, Pending
 from areal_lora.types import AdapterPhase
 from tests.support.operations.side import Side
-from tests.support.operations.toy_engine import NAME, ToyEngine
 from tests.support.service.queue import LORA, QUOTA, STEP, accept, tokens
 
 STATE_BYTES, STEPS, PAUSE_S, SLOW_S, BEHIND = 1 << 30, 16, 1.0, 5.0, 64
@@ -39,22 +38,9 @@ class SlowDisk(Disk):
             time.sleep(SLOW_S)
 
 
-class Sized(ToyEngine):
-    """The state of an adapter has `STATE_BYTES`."""
-
-    rest = np.zeros(STATE_BYTES // 4 // len(PARTS), "<f4")
-
-    def export_state(self, adapter: str) -> AdapterState:
-        state = super().export_state(adapter)
-        if adapter.startswith("idle"):
-            return state
-        parts = {part: np.concatenate([values, self.rest]) for part, values in state.parts.items()}
-        return AdapterState(step=state.step, shapes={NAME: (len(parts[PARTS[0]]),)}, parts=parts)
-
-
 async def measure(root: Path, disk: Disk) -> None:
     side = Side(root, "idle", disk=disk, max_behind=BEHIND)
-    side.engine.__class__ = Sized
+    side.engine.padding = STATE_BYTES // 4 // len(PARTS)
     side.client.close()  # the queue takes its place
     store = Store(side.folder.service_tables, "run")
     store.put_tenant("acme", QUOTA)

@@ -113,7 +113,8 @@ def joint(case: Case, adapters: int, tokens: int = 1024) -> dict[str, int]:
     case = replace(case, answers=(tokens // adapters,) * adapters, adapters=names)
     one, two = measure(case, 1), measure(case, 2)
     forward, backward = two.forward.launches - one.forward.launches, two.backward.launches - one.backward.launches
-    return {"forward": forward, "backward": backward, "syncs": total(two, "syncs") - total(one, "syncs")}
+    syncs = total(two, "syncs") - total(one, "syncs")
+    return {"forward": forward, "backward": backward, "syncs": syncs, "host_copies": total(one, "host_copies")}
 
 
 def total(passes: Passes, name: str) -> int:

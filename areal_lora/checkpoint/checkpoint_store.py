@@ -312,12 +312,19 @@ class Saver:
         self._jobs: queue.SimpleQueue[tuple[CheckpointSave, Snapshot] | None] = queue.SimpleQueue()
         self._thread = watched_thread("saver", self._work)
 
-    def save(self, snapshot: Snapshot, label: str = "") -> CheckpointSave:
-        """Start a save. At most one per adapter is in progress: call ``join`` first. Collective."""
+    def start(self, snapshot: Snapshot, label: str = "") -> CheckpointSave:
+        """Start a save, which `write` continues. At most one per adapter is in progress: call ``join`` first."""
         assert snapshot.ref.name not in self._pending, "join the save before"
         job = self._pending[snapshot.ref.name] = CheckpointSave(ref=snapshot.ref, step=snapshot.state.step, label=label)
-        self._jobs.put((job, snapshot))
         return job
+
+    def write(self, job: CheckpointSave, snapshot: Snapshot) -> None:
+        """Write ``snapshot``, whose copies are complete. Collective."""
+        self._jobs.put((job, snapshot))
+
+    def abandon(self, adapter: str) -> None:
+        """Forget the adapter's save, of which nothing is written yet."""
+        del self._pending[adapter]
 
     def pending(self, adapter: str) -> CheckpointSave | None:
         """The adapter's save that was not joined yet (not collective)."""

@@ -210,6 +210,8 @@ def read_files(paths: Sequence[Path]) -> dict[str, dict[str, np.ndarray]]:
 
 
 CHUNK_BYTES = 8 << 20
+SYNC_CHUNKS = 4
+"""Chunks that a file system holds back at most: one sync of them all would hold up those of other files as long."""
 
 
 class Disk:
@@ -233,11 +235,13 @@ class Disk:
         with path.open("xb", buffering=0) as file:
             for part in parts:
                 view = memoryview(part)
-                for at in range(0, len(view), CHUNK_BYTES):
+                for number, at in enumerate(range(0, len(view), CHUNK_BYTES), 1):
                     chunk = view[at : at + CHUNK_BYTES]
                     sum_.update(chunk)
                     self.about_to("write", path)
                     size += self._write_all(file.fileno(), chunk)
+                    if number % SYNC_CHUNKS == 0:
+                        os.fdatasync(file.fileno())
             self.about_to("fsync", path)
             os.fsync(file.fileno())
         return FileEntry(name=path.name, nbytes=size, blake2b=sum_.hexdigest())

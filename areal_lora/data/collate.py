@@ -239,20 +239,36 @@ def groups_of_starts(shared_starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int
     A group is a run. Its tree saves its least common start times all but one of its sequences; the groups save as much
     as possible together. Starts below `WORTHWHILE` tokens are none.
     """
-    shared = np.where(shared_starts < WORTHWHILE, 0, shared_starts)
+    shared = np.where(shared_starts < WORTHWHILE, 0, shared_starts).tolist()
     n = len(shared)
-    if not shared.any():
-        return np.arange(n)
-    saved, first = np.zeros(n + 1, np.int64), np.zeros(n + 1, np.int64)
-    least = np.full(n, shared.max())  # of a group from i on
-    for end in range(1, n + 1):
-        np.minimum(least[: end - 1], shared[end - 1], out=least[: end - 1])
-        found = (saved[:end] + least[:end] * np.arange(end - 1, -1, -1))[::-1]
-        first[end] = end - 1 - found.argmax()  # the shortest of those that save as much
-        saved[end] = found.max()
+    saved, first = np.zeros(n + 1, np.int64), np.arange(n)
+    stack = list[list[int]]()
+    """Groups from i on, as i, by what is least in them so far, which rises. The first saves most of them; later ones
+    may once the least falls: that favours short groups."""
+    least, gains = np.zeros((2, n + 1), np.int64)  # of each in ``stack``, and what the first saves less i * least
+    for last, start in enumerate(shared):
+        saved[last + 1], found = saved[last], [last - 1]
+        while stack and least[len(stack) - 1] > start:
+            found = stack.pop() + found
+        if not start or not last:
+            stack.clear()
+            continue
+        each = saved[found] - start * np.array(found)
+        found, gain = found[len(each) - 1 - each[::-1].argmax() :], each.max()
+        if stack and least[len(stack) - 1] == start:
+            if gains[len(stack) - 1] > gain:
+                stack[-1] += found
+            else:
+                stack[-1], gains[len(stack) - 1] = found, gain
+        else:
+            least[len(stack)], gains[len(stack)] = start, gain
+            stack.append(found)
+        totals = (gains[: len(stack)] + least[: len(stack)] * last)[::-1]
+        if totals.max() > saved[last]:  # else the shortest of those that save as much
+            saved[last + 1], first[last] = totals.max(), stack[-1 - totals.argmax()][0]
     starts, end = np.zeros(n, np.int64), n
     while end:
-        end = first[end]
+        end = first[end - 1]
         starts[end] = 1
     return starts.cumsum() - 1
 

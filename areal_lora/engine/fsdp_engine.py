@@ -16,7 +16,8 @@ from torch import nn
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.data.collate import MicroPlan
 from areal_lora.engine.common.adapter_engine import AdapterEngine
-from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
+from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.adapter_optimizer import GradientClass
 from areal_lora.engine.common.arena import Bank, ParallelLayout, Range, ShardedModel, is_routed
 from areal_lora.engine.common.micro_batches import BatchJudge, Result
 from areal_lora.engine.fsdp_utils.linear_lora import LinearLora, LinearSite, SharedInput

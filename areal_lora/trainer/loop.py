@@ -36,7 +36,7 @@ from areal_lora.trainer.collective.next_work import (
     make_durable,
     next_work,
 )
-from areal_lora.trainer.collective.operating import conclude, operate, pass_together
+from areal_lora.trainer.collective.operating import conclude, copy_state, operate, pass_together
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
 from areal_lora.trainer.training_state import Trainer
 from areal_lora.trainer.versions.checkpointing import export_adapter
@@ -66,6 +66,8 @@ def train(trainer: Trainer) -> None:
                 pass_together(trainer, work)
             case w.Conclude(adapter=name, publish=publish):
                 conclude(trainer, trainer.states[name], publish=publish)
+            case w.CopyState():
+                copy_state(trainer)
             case w.TrainOn() | w.Finish() | w.PublishFault() | w.RolloutFault():
                 trainer.spans[work.adapter].add("wait_batch", time.perf_counter() - began_s)
                 carry_out(trainer, trainer.states[work.adapter], work)
@@ -166,7 +168,7 @@ def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
     spans = trainer.spans[state.name]
     spans.restart()
     with spans.span("checkpoint_copy"):
-        trainer.checkpointing.save(state, controller_state(trainer, state))
+        trainer.checkpointing.save(state, controller_state(trainer, state), at_once=True)
     with spans.span("publish_join"):
         join_publish(trainer, state)
     with spans.span("publish_pack"):

@@ -84,13 +84,17 @@ class Conclude(OfAdapter, frozen=True, kw_only=True, tag=True):
     publish: bool
 
 
+class CopyState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Copies of a client's state are missing, and no client has an operation."""
+
+
 class Idle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Rank 0 has no work yet, see `Waiting`."""
 
 
 AdapterChange: TypeAlias = Join | SetPhase
 """A step from the adapters that a run has towards those that it is to have (`joining`)."""
-Operations: TypeAlias = Operate | JointPass | Conclude
+Operations: TypeAlias = Operate | JointPass | Conclude | CopyState
 """What clients' operations make of the next turn."""
 Work: TypeAlias = TrainOn | Finish | RolloutFault | PublishFault | CatchUp | Operations | AdapterChange | EndRun
 

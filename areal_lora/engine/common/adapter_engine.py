@@ -3,7 +3,7 @@
 One process per rank, all ranks call the same verbs in the same order (SPMD)::
 
     engine.add_adapter(spec, optimizer, seed)
-    logp = engine.logprobs(batch, adapter="math")              # [T], whole batch, on every rank
+    logp = engine.logprobs(batch, adapter="math")              # [T], of the sequences that the rank holds
     stats = engine.forward_backward(minibatch, loss_fn)        # sums into the adapter's gradients
     step = engine.optim_step("math", denominator=n_tokens, lr=1e-4)  # divide, reduce, clip, Adam
     for done in engine.pack_adapter("math", "float32", flat): ...  # this rank's share of the publish
@@ -13,7 +13,7 @@ cuts the part into micro-batches and pads as its layout needs. Callers never see
 Adapters have memory, optimizer and clock of their own (contract C1). A `Compute` runs the model.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -30,7 +30,8 @@ from areal_lora.data.collate import HOST, MicroPlan
 from areal_lora.engine.base import DTYPES, AdamValues, LossFn
 from areal_lora.engine.common import adapter_memory
 from areal_lora.engine.common import micro_batches as micro
-from areal_lora.engine.common.adapter_memory import AdapterMemory, AdapterOptimizer, GradientClass
+from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.adapter_optimizer import AdapterOptimizer, GradientClass, copy_state
 from areal_lora.engine.common.arena import Range, ShardedModel, context_groups
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout
@@ -183,7 +184,7 @@ class AdapterEngine:
         return self._residents[name]
 
     def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> Tensor:
-        """log p(token t | tokens before it), [T] fp32, no grad, for the whole batch on every rank.
+        """log p(token t | tokens before it), [T] fp32, no grad, of the sequences that the rank holds; 0 for others.
 
         Entry 0 of each sequence is 0. ``adapter=None`` scores the frozen base (KL reference, C11). Raises
         AdapterError for an adapter with a value head.
@@ -197,18 +198,18 @@ class AdapterEngine:
         return self._scores(batch, Readout())
 
     def values(self, batch: TrainBatch, *, adapter: str) -> Tensor:
-        """Value of the state before token t, by the value head of ``adapter``: as `logprobs`, [T] fp32.
+        """Value of the state before token t, by the value head of ``adapter``: [T] fp32, on every rank of all.
 
         Entry 0 of each sequence is 0. Raises AdapterError for an adapter without a value head.
         """
         if not self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} has no value head")
-        return self._scores(replace(batch, adapters=(adapter,) * batch.n_sequences), Readout())
+        return self._scores(replace(batch, adapters=(adapter,) * batch.n_sequences), Readout(), whole=True)
 
-    def _scores(self, batch: TrainBatch, readout: Readout) -> Tensor:
+    def _scores(self, batch: TrainBatch, readout: Readout, *, whole: bool = False) -> Tensor:
         with self.spans.span("score"), torch.no_grad(), self._model.active.using(dict.fromkeys(batch.adapters)):
-            results = self._run(batch, None, readout)
-        return micro.whole_scores(batch, results, reports=self.rank in self._sharded.layout.reporting())
+            plans, results = self._run(batch, None, readout)
+        return micro.gather_scores(batch, plans, results, self._sharded.layout, whole=whole)
 
     def forward_backward(
         self,
@@ -246,14 +247,13 @@ class AdapterEngine:
     ) -> dict[str, dict[str, float]]:
         dropouts = {name: self.resident(name).dropout() for name in dict.fromkeys(batch.adapters)}
         with self.spans.span("passes"), self._model.active.using(dropouts):
-            results = self._run(batch, losses, readout)
+            plans, results = self._run(batch, losses, readout)
         sums = {name: Counter[str]() for name in dropouts}
         for sequences, stats, _ in results:
             sums[batch.adapters[sequences[0]]].update({name: float(value) for name, value in stats.items()})
-        reporting = self._sharded.layout.reporting()
         if scores is not None:
-            scores.copy_(micro.whole_scores(batch, results, reports=self.rank in reporting))
-        return micro.sum_over_ranks(sums, reporting)
+            scores.copy_(micro.gather_scores(batch, plans, results, self._sharded.layout, whole=True))
+        return micro.sum_over_ranks(sums, self._sharded.layout.reporting())
 
     def parts(self, batch: TrainBatch, minibatches: int) -> tuple[np.ndarray, list[int]]:
         """The sequences [P, N] bool whose token columns passes over ``batch`` need, and each rank's number (below P).
@@ -264,7 +264,9 @@ class AdapterEngine:
         held = micro.parts_of(batch, minibatches, layout, self._trainer.max_tokens_per_microbatch)
         return held, [layout.dp_rank(rank) for rank in range(self.world_size)]
 
-    def _run(self, batch: TrainBatch, losses: Mapping[str, LossFn] | None, readout: Readout) -> list[micro.Result]:
+    def _run(
+        self, batch: TrainBatch, losses: Mapping[str, LossFn] | None, readout: Readout
+    ) -> tuple[list[MicroPlan], list[micro.Result]]:
         residents = {name: self.resident(name) for name in dict.fromkeys(batch.adapters) if name}
         for name, resident in residents.items():
             if len(residents) > 1 and resident.spec.value_head:
@@ -275,7 +277,7 @@ class AdapterEngine:
         sizes = {"": self._base_sizes} | {name: resident.sizes for name, resident in residents.items()}
         self.spans.counts.update(micro.flops_of(plans, batch, sizes, self._trainer.recompute if train else None))
         packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)
-        return self._model.run(packed, plans, micro.BatchJudge(readout, losses), train=train)
+        return plans, self._model.run(packed, plans, micro.BatchJudge(readout, losses), train=train)
 
     def memory(self) -> DeviceMemory | None:
         """Of the rank with the highest peak since the last call; None on CPUs."""
@@ -363,16 +365,18 @@ class AdapterEngine:
 
         The states of all ranks together are the whole state and do not depend on the layout.
         """
-        memory, optimizer = self.resident(adapter).memory, self.resident(adapter).optimizer
-        shard, groups = memory.shard("float32"), self._model.groups
-        parts = {WEIGHT: memory.export(memory.weights, groups)}
-        if optimizer:  # one moment is whole at a time
-            parts |= {name: memory.export(optimizer.whole_moment(name), groups) for name in MOMENTS}
-        return AdapterState(
-            step=optimizer.step_count if optimizer else 0,
-            shapes={t.name: t.shape for t in (shard.tensors if shard else ())},
-            parts=parts,
-        )
+        state, copying = self.copy_state(adapter)
+        deque(copying, maxlen=0)
+        return state
+
+    def copy_state(self, adapter: str) -> tuple[AdapterState, Iterator[None]]:
+        """As `export_state`, but the iterator makes the copies, a slice each time.
+
+        All ranks get as many slices. Every rank must run it to its end, or equally far if the copies are not needed,
+        before the adapter changes or is packed.
+        """
+        resident = self.resident(adapter)
+        return copy_state(resident.memory, resident.optimizer, self._model.groups)
 
     def load_state(self, adapter: str, parts: Mapping[str, Mapping[str, np.ndarray]], step: int) -> None:
         """Inverse of `export_state` in any layout: whole wire tensors by part, equal on every rank (not collective).

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -54,13 +55,20 @@ def flops_of(
 
 def parts_of(batch: TrainBatch, minibatches: int, layout: ParallelLayout, token_budget: int) -> np.ndarray:
     """[dp, N] bool: the sequences that each data-parallel rank computes in passes over batch and minibatches."""
-    held, first = np.zeros((layout.dp, batch.n_sequences), np.bool_), 0
-    for each in split_minibatches(batch, minibatches):
-        for plan in plans_of(each, layout, token_budget):
-            for rank, trees in enumerate(plan.trees):
-                held[rank, [first + i for tree in trees for i in tree.sequences]] = True
-        first += each.n_sequences
+    parts = split_minibatches(batch, minibatches)
+    held: np.ndarray = np.concatenate(
+        [_computed(plans_of(each, layout, token_budget), each, layout) for each in parts], axis=1
+    )
     return held if minibatches == 1 else held | parts_of(batch, 1, layout, token_budget)
+
+
+def _computed(plans: Sequence[MicroPlan], batch: TrainBatch, layout: ParallelLayout) -> np.ndarray:
+    """[dp, N] bool: the sequences that each data-parallel rank computes."""
+    found = np.zeros((layout.dp, batch.n_sequences), np.bool_)
+    for plan in plans:
+        for rank, trees in enumerate(plan.trees):
+            found[rank, [i for tree in trees for i in tree.sequences]] = True
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +102,43 @@ class BatchJudge:
         return loss, results
 
 
-def whole_scores(batch: TrainBatch, results: Sequence[Result], *, reports: bool) -> Tensor:
-    """[T] fp32 of the whole batch on every rank; ``reports``: this rank's results count. Collective."""
-    packed = torch.zeros(batch.n_tokens, device=HOST)
-    bounds = batch.cu_seqlens.tolist()
-    for sequences, _, values in results if reports else ():
-        at = 0
-        for sequence in sequences:
-            a, b = bounds[sequence], bounds[sequence + 1]
-            packed[a:b] = values[at : at + b - a].cpu()
-            at += b - a
-    dist.all_reduce(packed)
+def gather_scores(
+    batch: TrainBatch, plans: Sequence[MicroPlan], results: Sequence[Result], layout: ParallelLayout, *, whole: bool
+) -> Tensor:
+    """[T] fp32 of the sequences whose tokens this rank has, or of all (``whole``); 0 for others. Collective.
+
+    Where every rank gets all, each is sent as a sum; else each data-parallel part to the ranks that have its tokens.
+    """
+    packed, n = torch.zeros(batch.n_tokens, device=HOST), batch.n_sequences
+    rank, reporting = dist.get_rank(), layout.reporting()
+    at = [slice(a, b) for a, b in pairwise(batch.cu_seqlens.tolist())]
+    for sequences, _, values in results if rank in reporting else ():
+        lengths = [at[i].stop - at[i].start for i in sequences]
+        for i, own in zip(sequences, values.cpu().split(lengths), strict=True):
+            packed[at[i]] = own
+    mine = np.ones(n, np.bool_) if whole or batch.held is None else batch.held.numpy()
+    rows = [torch.empty(-(-n // 8), dtype=torch.uint8) for _ in range(layout.world)]
+    dist.all_gather(rows, torch.from_numpy(np.packbits(mine)))
+    wanted = np.stack([np.unpackbits(row.numpy(), count=n).astype(np.bool_) for row in rows])
+    if wanted.all():
+        dist.all_reduce(packed)
+        return packed
+    ops, arriving = list[dist.P2POp](), list[tuple[np.ndarray, Tensor]]()
+    for source, computed in zip(reporting, _computed(plans, batch, layout), strict=True):
+        for target in range(layout.world):
+            sent = np.flatnonzero(computed & wanted[target])
+            if rank not in (source, target) or source == target or not len(sent):
+                continue
+            if rank == source:
+                ops.append(dist.P2POp(dist.isend, torch.cat([packed[at[i]] for i in sent]), target))
+            else:
+                arriving.append((sent, torch.empty(sum(at[i].stop - at[i].start for i in sent), device=HOST)))
+                ops.append(dist.P2POp(dist.irecv, arriving[-1][1], source))
+    for work in dist.batch_isend_irecv(ops) if ops else ():
+        work.wait()
+    for sent, room in arriving:
+        for i, own in zip(sent, room.split([at[i].stop - at[i].start for i in sent]), strict=True):
+            packed[at[i]] = own
     return packed
 
 

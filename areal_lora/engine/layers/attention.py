@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from areal_lora.data.collate import MicroPlan, Tree, runs, select
+from areal_lora.data.collate import PER_SEQUENCE, MicroPlan, Tree, runs, select
 from areal_lora.engine.layers import varlen
 from areal_lora.engine.layers.active import PackedTokens, text_keys
 from areal_lora.engine.layers.context import ContextGroup
@@ -328,7 +328,7 @@ def pack(
         ends, owners = (upload(torch.from_numpy(numbers), device) for numbers in (ends, owners))
         tokens = replace(tokens, ends=ends, owners=owners)
     return PackedMicroBatch(
-        micros=tuple(to_device(part, device) for part in _by_adapter(micro)),
+        micros=_by_adapter(to_device(micro, device), micro.cu_seqlens.tolist()) if micro is not None else (),
         sequences=sequences,
         token_ids=upload(torch.from_numpy(row)[None], device),
         tokens=tokens,
@@ -340,12 +340,22 @@ def pack(
     )
 
 
-def _by_adapter(micro: TrainBatch | None) -> list[TrainBatch]:
-    """The sequences of each adapter, which follow each other."""
-    if micro is None:
-        return []
-    found = [list(each) for _, each in groupby(range(micro.n_sequences), key=micro.adapters.__getitem__)]
-    return [micro] if len(found) == 1 else [select(micro, sequences) for sequences in found]
+def _by_adapter(micro: TrainBatch, bounds: Sequence[int]) -> tuple[TrainBatch, ...]:
+    """The sequences of each adapter, which follow each other, as views; ``bounds`` are ``cu_seqlens`` on the host."""
+    found, first = list[TrainBatch](), 0
+    for _, each in groupby(micro.adapters):
+        last = first + len(list(each))
+        rows, tokens = slice(first, last), slice(bounds[first], bounds[last])
+        own: dict[str, Any] = {
+            f.name: value[rows if f.name in PER_SEQUENCE else tokens]
+            for f in fields(micro)
+            if isinstance(value := getattr(micro, f.name), Tensor) and f.name != "cu_seqlens"
+        }
+        cu_seqlens = micro.cu_seqlens[first : last + 1]
+        own |= {"cu_seqlens": cu_seqlens - bounds[first] if first else cu_seqlens, "adapters": micro.adapters[rows]}
+        found.append(replace(micro, **own))
+        first = last
+    return tuple(found)
 
 
 def _segments(trees: Sequence[Tree], bounds: Sequence[int]) -> tuple[list[Segment], list[int], list[tuple[int, int]]]:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.data.collate import MicroPlan
 from areal_lora.engine.base import DTYPES
-from areal_lora.engine.common.adapter_memory import AdapterMemory, GradientClass
+from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.adapter_optimizer import GradientClass
 from areal_lora.engine.common.arena import ParallelLayout, Range, ShardedModel
 from areal_lora.engine.common.micro_batches import BatchJudge, Result
 from areal_lora.engine.common.model_folder import ModelFolder

@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
@@ -170,19 +171,39 @@ class GroupedExperts(nn.Module):  # type: ignore[misc]
         return (out if back is None else out.index_select(0, back)), None
 
 
+class CountedDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
+    """Megatron's, which waits once for the rows of each expert where a routing is dispatched twice.
+
+    ``counts`` are those that the first dispatch has on the host, as all sizes that it keeps; None before.
+    """
+
+    counts: Tensor | None = None
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        return super().preprocess(routing_map) if self.counts is None else self.counts
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+        if self.counts is not None:
+            return tokens_per_expert
+        found: Tensor | None = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
+        return found
+
+
 def follow_tokens(model: nn.Module) -> None:
     """While an adapter drops inputs or several are in use, let keys and adapters' numbers go to the experts of
     ``model`` as the tokens do."""
     for layer in model.modules():
         if isinstance(layer, MoELayer):
             layer.router.register_forward_hook(partial(_routed, layer))
+            if isinstance(layer.token_dispatcher, MoEAlltoAllTokenDispatcher):
+                layer.token_dispatcher.__class__ = CountedDispatcher  # a layer knows its dispatchers by name only
 
 
 def _routed(layer: MoELayer, _: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     """Runs in every pass and recomputation, before the tokens are dispatched."""
     experts, (probs, routing_map) = layer.experts, output
     active = experts.active
-    experts.rows = None
+    experts.rows = layer.token_dispatcher.counts = None
     if active.drops or len(active.each) > 1:
         assert active.tokens is not None
         lanes, owners = to_lanes(active.tokens.keys), active.tokens.owners
@@ -197,7 +218,7 @@ def _dispatched(dispatcher: Any, lanes: Tensor, own: int, probs: Tensor, routing
     first = parallel_state.get_tensor_model_parallel_rank() * own if own < len(lanes) else 0
     lanes, probs = dispatcher.dispatch_preprocess(lanes[first : first + own, None], routing_map, probs)
     lanes, probs = dispatcher.token_dispatch(lanes, probs)
-    rows, _, _ = dispatcher.dispatch_postprocess(lanes, probs)
+    rows, dispatcher.counts, _ = dispatcher.dispatch_postprocess(lanes, probs)
     return rows
 
 

@@ -86,7 +86,7 @@ def make_durable(trainer: Trainer, state: TrainingState) -> None:
 
     Raises CheckpointError on every rank when the disk takes none in several tries, see `Saver.join`.
     """
-    while (save := trainer.checkpointing.save(state, controller_state(trainer, state))) is not None:
+    while (save := trainer.checkpointing.save(state, controller_state(trainer, state), at_once=True)) is not None:
         join_checkpoint(trainer, state)
         if save.failed:
             time.sleep(RETRY_S)
@@ -176,7 +176,7 @@ def _decide(trainer: Trainer, rank_0: Rank0, changes: Changes) -> w.Work:
     if (change := changes()) is not None:
         return change
     operation = _of_clients(trainer)
-    if isinstance(operation, w.Conclude):
+    if isinstance(operation, w.Conclude | w.CopyState):
         return operation
     active, draining = (
         [s.name for s in trainer.states.values() if s.phase is phase]
@@ -208,6 +208,8 @@ def _interruption(trainer: Trainer, changes: Changes, waiting: w.Waiting) -> w.W
 def _of_clients(trainer: Trainer) -> w.Operations | None:
     """What has ended in the background, else the operation of the client whose turn it is among them, on rank 0.
 
+    Where no client has one, a state is copied.
+
     Others' passes join a pass, as many as one micro-batch of each data-parallel rank holds. Their rounding depends on
     each other, so that they do not where `rollout.deterministic` promises the same bits.
     """
@@ -220,7 +222,9 @@ def _of_clients(trainer: Trainer) -> w.Operations | None:
     order = trainer.rank_0.turns.order(state.name for state in active)
     ready = trainer.rank_0.clients.ready(order, partial(may_start, trainer))
     first, layout = next(ready, None), trainer.config.trainer
-    if first is None or not isinstance(first.operation.what, Pass):
+    if first is None:
+        return w.CopyState() if trainer.checkpointing.copying() else None
+    if not isinstance(first.operation.what, Pass):
         return first
     budget = layout.max_tokens_per_microbatch * (layout.world_size // (layout.tp * layout.pp))
     waiting = (each.operation for each in chain((first,), ready))

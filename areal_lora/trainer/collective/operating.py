@@ -39,6 +39,7 @@ def operate(trainer: Trainer, state: TrainingState, work: Operate) -> None:
         if trainer.rank_0:
             trainer.rank_0.turns.trained(state.name, 1)  # passes pay by token, other operations as one token
             trainer.rank_0.recorder.beat()
+    copy_state(trainer)
 
 
 def pass_together(trainer: Trainer, work: JointPass) -> None:
@@ -62,7 +63,19 @@ def pass_together(trainer: Trainer, work: JointPass) -> None:
     trainer.engine.spans.restart()
     if trainer.rank_0:
         trainer.rank_0.recorder.beat()
+    copy_state(trainer)
     reached("trainer.operation.passed")
+
+
+def copy_state(trainer: Trainer) -> None:
+    """Make the next copies of a client's state, if any are missing. Collective.
+
+    No operation waits for all of a large adapter. One that changes it abandons a checkpoint that is not copied yet: the
+    next version gets one, and no step starts that would be too many ahead of the disk.
+    """
+    if (name := trainer.checkpointing.copying()) is not None:
+        with trainer.spans[name].span("checkpoint_copy"):
+            trainer.checkpointing.copy(name)
 
 
 def conclude(trainer: Trainer, state: TrainingState, *, publish: bool) -> None:
@@ -83,6 +96,7 @@ def _outcome(trainer: Trainer, state: TrainingState, operation: protocol.Operati
     spans = trainer.spans[state.name]
     match operation.what:
         case protocol.OptimStep() as step:
+            trainer.checkpointing.release(state.name)
             with spans.span("train"):
                 stepped = _step(trainer, state, step)
             spans.take(trainer.engine.spans)
@@ -131,7 +145,7 @@ def _settle(trainer: Trainer, state: TrainingState, operation: protocol.Operatio
 
 def _save(trainer: Trainer, state: TrainingState) -> None:
     with trainer.spans[state.name].span("checkpoint_copy"):
-        trainer.checkpointing.save(state, controller_state(trainer, state))
+        trainer.checkpointing.save(state, controller_state(trainer, state), at_once=False)
 
 
 def _publish(trainer: Trainer, state: TrainingState, operation: protocol.Operation) -> protocol.PublishResult | None:

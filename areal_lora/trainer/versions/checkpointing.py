@@ -11,6 +11,7 @@ So no rank holds more than a chunk of it beyond what it trains. The source ranks
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -122,6 +123,15 @@ LAYOUT = ("world_size", "tp", "pp", "ep", "etp")
 """The parallel layout, by keys of the section ``trainer``."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A save of which ``rest`` makes the missing copies of ``snapshot``."""
+
+    save: CheckpointSave
+    snapshot: Snapshot
+    rest: Iterator[None]
+
+
 class Checkpointing:
     """One per rank; all calls are collective over the trainer's ranks.
 
@@ -132,6 +142,7 @@ class Checkpointing:
         self._config, self._engine, self._saver = config, engine, saver
         self._newest = dict(stored)  # by adapter, written or being written
         self._durable: dict[str, float] = dict(stored)
+        self._copies: dict[str, _Copy] = {}
 
     def resumed(self, adapter: str, version: int) -> None:
         """An adapter has joined from its checkpoint of ``version``."""
@@ -141,8 +152,8 @@ class Checkpointing:
         """Steps since the newest checkpoint that was joined; infinite without one: no run resumes from nothing."""
         return state.version - self._durable.get(state.name, -math.inf)
 
-    def save(self, state: TrainingState, controller: ControllerState) -> CheckpointSave | None:
-        """Copy the adapter's tensors and start to write them, if a checkpoint is due and none is in progress.
+    def save(self, state: TrainingState, controller: ControllerState, *, at_once: bool) -> CheckpointSave | None:
+        """Start a checkpoint if one is due and none is in progress; ``at_once``: its copies are made now (`copy`).
 
         One that could not be written is due again. Rank 0's ``controller`` goes into the manifest.
         """
@@ -150,22 +161,51 @@ class Checkpointing:
         if self.pending(adapter.name) or not due(adapter.run, version, self._newest.get(adapter.name, -1)):
             return None
         self._newest[adapter.name] = version
-        return self._saver.save(self._snapshot(state, controller))
+        save = self.keep(state, controller, "")
+        if at_once:
+            self.copy(adapter.name, whole=True)
+        return save
 
     def keep(self, state: TrainingState, controller: ControllerState, label: str) -> CheckpointSave:
-        """Copy the adapter's tensors and start to write them as its saved state ``label``, in place of what is there.
+        """Start the adapter's saved state ``label``, in place of what is there; without, a checkpoint.
 
-        It counts as the adapter's save in progress.
+        It is the adapter's save in progress.
         """
-        return self._saver.save(self._snapshot(state, controller), label)
+        snapshot, copying = self._snapshot(state, controller)
+        save = self._saver.start(snapshot, label)
+        self._copies[state.name] = _Copy(save, snapshot, copying)
+        return save
+
+    def copying(self) -> str | None:
+        """The first adapter of which copies are missing (not collective)."""
+        return next(iter(self._copies), None)
+
+    def copy(self, adapter: str, *, whole: bool = False) -> None:
+        """Make the next copies of the save in progress, or the ``whole`` rest. The writing starts after the last."""
+        copy = self._copies[adapter]
+        for _ in copy.rest:
+            if not whole:
+                return
+        del self._copies[adapter]
+        self._saver.write(copy.save, copy.snapshot)
+
+    def release(self, adapter: str) -> None:
+        """Let the adapter change: abandon a checkpoint whose copies are not complete, complete a saved state."""
+        if (copy := self._copies.get(adapter)) is None:
+            return
+        if copy.save.label:
+            self.copy(adapter, whole=True)
+            return
+        self._saver.abandon(adapter)
+        del self._copies[adapter], self._newest[adapter]
 
     def pending(self, adapter: str) -> CheckpointSave | None:
         """The adapter's save that was not joined yet (not collective)."""
         return self._saver.pending(adapter)
 
-    def _snapshot(self, state: TrainingState, controller: ControllerState) -> Snapshot:
+    def _snapshot(self, state: TrainingState, controller: ControllerState) -> tuple[Snapshot, Iterator[None]]:
         adapter, version = state.adapter, state.version
-        tensors = self._engine.export_state(adapter.name)
+        tensors, copying = self._engine.copy_state(adapter.name)
         others = companions.states(self._engine, adapter)
         optimizer = adapter.config.optimizer
         manifest = saved.Manifest(
@@ -187,16 +227,19 @@ class Checkpointing:
             written_s=0.0,
         )
         ref = AdapterRef(name=adapter.name, version=version)
-        return Snapshot(
+        snapshot = Snapshot(
             ref=ref,
             state=tensors,
             companions={role: state for role, (state, _) in others.items()},
             random=random_state(self._engine.device),
             manifest=manifest,
         )
+        return snapshot, copying
 
     def join(self, adapter: str) -> CheckpointSave | None:
         """Wait until the previous checkpoint is written and its step committed, or could not be; see `Saver.join`."""
+        if adapter in self._copies:
+            self.copy(adapter, whole=True)
         save = self._saver.join(adapter)
         if save is not None and not save.label:
             if save.failed:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_lora.engine.common.adapter_memory import AdapterOptimizer, GradientClass
+from areal_lora.engine.common.adapter_optimizer import AdapterOptimizer, GradientClass
 from tests.support.distributed import optimizer_ranks as case
 from tests.support.distributed.spawn import run_ranks
 

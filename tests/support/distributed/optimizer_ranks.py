@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from areal_lora.checkpoint.state import MOMENTS
 from areal_lora.config.models import OptimizerConfig, TrainerConfig
-from areal_lora.engine.common.adapter_memory import AdapterMemory, AdapterOptimizer, GradientClass
+from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.adapter_optimizer import AdapterOptimizer, GradientClass
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.types import AdapterSpec
 from tests.support.families.shapes import make_shape

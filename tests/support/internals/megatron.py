@@ -84,6 +84,11 @@ MEGATRON: tuple[Used, ...] = (
         name="MoETokenDispatcher",
         members=("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"),
     ),
+    Used(
+        module="megatron.core.transformer.moe.token_dispatcher",
+        name="MoEAlltoAllTokenDispatcher",
+        members=("preprocess", "_maybe_dtoh_and_synchronize"),
+    ),
     Used(module="megatron.core.transformer.spec_utils", name="ModuleSpec", members=("module", "submodules")),
     Used(
         module="megatron.core.pipeline_parallel.schedules",

@@ -37,11 +37,11 @@ from areal_lora.trainer.build import _commit
 from areal_lora.trainer.clients.client_operations import Clients
 from areal_lora.trainer.clients.client_passes import Limits
 from areal_lora.trainer.collective.next_work import next_work
-from areal_lora.trainer.collective.operating import conclude, operate, pass_together
+from areal_lora.trainer.collective.operating import conclude, copy_state, operate, pass_together
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.training_state import Rank0, Trainer
 from areal_lora.trainer.versions.checkpointing import Checkpointing, load
-from areal_lora.trainer.work import Conclude, JointPass, Operate, TrainOn, Work
+from areal_lora.trainer.work import Conclude, CopyState, JointPass, Operate, TrainOn, Work
 from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.operations.client import Client
 from tests.support.operations.toy_engine import VOCABULARY, ToyEngine
@@ -205,7 +205,7 @@ class Side:
             self.trainer.checkpointing.resumed(adapter.name, state.version)
             self.recorder.joined(state.ref, steps=None, resumed=True)
         self.clients.join(adapter, state.version, restored.controller if restored else ControllerState())
-        self.trainer.checkpointing.save(state, self.clients.state(adapter.name))
+        self.trainer.checkpointing.save(state, self.clients.state(adapter.name), at_once=True)
         self.trainer.checkpointing.join(adapter.name)
         assert self.trainer.rank_0
         self.trainer.rank_0.turns.join(adapter.name, 1.0)
@@ -267,6 +267,8 @@ class Side:
                     pass_together(self.trainer, work)
                 case Conclude(adapter=name, publish=publish):
                     conclude(self.trainer, self.trainer.states[name], publish=publish)
+                case CopyState():
+                    copy_state(self.trainer)
                 case TrainOn(adapter=name) if name:
                     time.sleep(0.001)
                     self.beside_steps += 1

@@ -6,7 +6,8 @@ The log-probability of a token is that of a softmax over the logits, whatever co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -18,6 +19,7 @@ from areal_lora.checkpoint.state import PARTS, AdapterState
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.data.collate import select
 from areal_lora.engine.base import AdamValues, LossFn
+from areal_lora.engine.common.adapter_optimizer import SLICE_BYTES
 from areal_lora.obs.trace import Spans
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
 
@@ -49,7 +51,13 @@ class ToyEngine:
     rank, world_size, routed = 0, 1, False
     device = torch.device("cpu")
 
+    padding = 0
+    """Zeros at the end of each part of a state."""
+
     def __init__(self) -> None:
+        self.copies = threading.Event()
+        """Unset: states need further copies for ever."""
+        self.copies.set()
         self.residents: dict[str, Resident] = {}
         self.passes = 0
         self.spans = Spans()
@@ -106,14 +114,25 @@ class ToyEngine:
     def base_digest(self) -> str:
         return "toy"
 
-    def export_state(self, adapter: str) -> AdapterState:
+    def copy_state(self, adapter: str) -> tuple[AdapterState, Iterator[None]]:
         it = self.residents[adapter]
-        parts = {part: values.numpy().copy() for part, values in it.parts.items()}
-        return AdapterState(step=it.step_count, shapes={NAME: (VOCABULARY,)}, parts=parts)
+        parts = {part: np.empty(VOCABULARY + self.padding, "<f4") for part in it.parts}
+
+        def copying() -> Iterator[None]:
+            for part, values in it.parts.items():
+                parts[part][:VOCABULARY] = values.numpy()
+                for at in range(VOCABULARY, len(parts[part]), SLICE_BYTES // 4):
+                    parts[part][at : at + SLICE_BYTES // 4] = 0
+                    yield
+                yield
+            while not self.copies.wait(0.001):
+                yield
+
+        return AdapterState(step=it.step_count, shapes={NAME: parts["weight"].shape}, parts=parts), copying()
 
     def load_state(self, adapter: str, parts: Mapping[str, Mapping[str, np.ndarray]], step: int) -> None:
         it = self.residents[adapter]
-        it.parts = {part: torch.tensor(np.asarray(parts[part][NAME])) for part in PARTS}
+        it.parts = {part: torch.tensor(np.asarray(parts[part][NAME])[:VOCABULARY]) for part in PARTS}
         it.step_count = step
 
     def _scores(self, batch: TrainBatch, logits: Tensor) -> Tensor:

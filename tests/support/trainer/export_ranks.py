@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torch import Tensor
 from areal_lora.config.models import TrainerConfig
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.adapter_optimizer import copy_state
 from areal_lora.engine.common.arena import ParallelLayout, Range, ShardedModel
 from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.engine.megatron_engine import MegatronEngine
@@ -91,7 +93,7 @@ def export_all(folder: Path, cases: list[tuple[str, ModelShape, dict[str, int], 
         engine: Any = Engine(model(shape, sizes), spec(rank, experts))
         adapter: Any = SimpleNamespace(name="a", spec=spec(rank, experts), base_commit=None)
         # As after a checkpoint: the plans of the engine exist.
-        engine.memory.export(engine.memory.weights, engine._model.groups)
+        deque(copy_state(engine.memory, None, engine._model.groups)[1], maxlen=0)
         dist.barrier()
         ctypes.CDLL(None).malloc_trim(0)  # memory that was freed and kept would hide new allocations
         Path("/proc/self/clear_refs").write_text("5")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.checkpoint import checkpoint_store
-from areal_lora.checkpoint.checkpoint_store import CheckpointSave, CheckpointStore, Saver
+from areal_lora.checkpoint.checkpoint_store import CheckpointSave, CheckpointStore, Saver, Snapshot
 from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.models import CheckpointConfig
@@ -46,6 +46,11 @@ class Saving:
             kept=self.kept.append,
         )
 
+    def save(self, snapshot: Snapshot, label: str = "") -> CheckpointSave:
+        save = self.saver.start(snapshot, label)
+        self.saver.write(save, snapshot)
+        return save
+
     def commit(self, ref: AdapterRef) -> None:
         if self.commit_error:
             raise self.commit_error
@@ -54,7 +59,7 @@ class Saving:
 
 def test_the_step_is_not_committed_before_it_is_durable(tmp_path: Path) -> None:
     saving = Saving(tmp_path)
-    save = saving.saver.save(snapshot_of(1, 0))
+    save = saving.save(snapshot_of(1, 0))
     assert saving.disk.arrived.wait(120.0)
     assert not save.ended.wait(0.3)
     assert (saving.committed, find(RunFolder(tmp_path), SPEC.name).newest) == ([], None)
@@ -77,16 +82,16 @@ def test_a_full_disk_is_survived_until_it_has_failed_too_often(
     saving.disk.go_on.set()
     saving.disk.full = True
     for version in (1, 2):
-        saving.saver.save(snapshot_of(version, 0))
+        saving.save(snapshot_of(version, 0))
         saving.saver.join(SPEC.name)
     saving.disk.full = False
-    saving.saver.save(snapshot_of(3, 0))
+    saving.save(snapshot_of(3, 0))
     saving.saver.join(SPEC.name)
     saving.disk.full = True
     for version in (4, 5):
-        saving.saver.save(snapshot_of(version, 0))
+        saving.save(snapshot_of(version, 0))
         saving.saver.join(SPEC.name)
-    saving.saver.save(snapshot_of(6, 0))
+    saving.save(snapshot_of(6, 0))
     with pytest.raises(CheckpointError, match=r"3 checkpoints of 'math' in a row .*at most 2 may fail"):
         saving.saver.join(SPEC.name)
     assert saving.committed == ["math@v3"]
@@ -106,7 +111,7 @@ def test_a_lost_peer_comes_out_of_join(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(saving.saver._store._exchange, "all_gather_bytes", gather)
     saving.disk.go_on.set()
-    saving.saver.save(snapshot_of(1, 0))
+    saving.save(snapshot_of(1, 0))
     with pytest.raises(PublishError, match="rank 1 is gone"):
         saving.saver.join(SPEC.name)
 
@@ -115,7 +120,7 @@ def test_what_the_commit_raised_comes_out_of_join(tmp_path: Path) -> None:
     saving = Saving(tmp_path)
     saving.disk.go_on.set()
     saving.commit_error = RolloutError("the controller is away")
-    saving.saver.save(snapshot_of(1, 0))
+    saving.save(snapshot_of(1, 0))
     with pytest.raises(RolloutError, match="is away"):
         saving.saver.join(SPEC.name)
     saving.saver.close()
@@ -125,14 +130,14 @@ def test_what_a_client_saves_is_no_checkpoint(tmp_path: Path, monkeypatch: pytes
     """It is said when it is durable or has failed, commits no step, and its failures end no adapter."""
     monkeypatch.setattr(checkpoint_store, "MAX_FAILURES", 0)
     saving = Saving(tmp_path)
-    first = saving.saver.save(snapshot_of(1, 0), "mine")
+    first = saving.save(snapshot_of(1, 0), "mine")
     assert saving.saver.pending(SPEC.name) is first
     assert saving.kept == []
     saving.disk.go_on.set()
     assert saving.saver.join(SPEC.name) is first
     assert saving.saver.pending(SPEC.name) is None
     saving.disk.full = True
-    full = saving.saver.save(snapshot_of(2, 0), "other")
+    full = saving.save(snapshot_of(2, 0), "other")
     assert saving.saver.join(SPEC.name) is full
     assert saving.kept == [first, full]
     assert [(save.label, save.step, save.failed) for save in saving.kept] == [("mine", 3, False), ("other", 6, True)]

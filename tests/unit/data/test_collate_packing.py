@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import combinations, pairwise
 from random import Random
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,6 +234,52 @@ def test_groups_of_starts_save_as_much_as_any(seed: int) -> None:
     numbers = groups_of_starts(starts)
     assert set(np.diff(numbers)) <= {0, 1}
     assert saved([i for i in range(1, n) if numbers[i] != numbers[i - 1]]) == max(map(saved, every))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_groups_of_starts_are_those_of_the_quadratic_loop(seed: int) -> None:
+    """Of all groups that end at a sequence the one that saves most with those before it, the shortest of several."""
+    print("seed", seed)
+    draw, n = np.random.default_rng(seed), 200
+    nested = np.minimum.accumulate(draw.integers(16, 400, (4, n)), axis=1)[draw.integers(0, 4, n), np.arange(n)]
+    kinds = (
+        draw.choice([0, 8, 16, 17, 20, 40, 300], n),
+        draw.integers(16, 60, n),
+        np.sort(draw.integers(0, 999, n)),
+        nested,
+    )
+    starts = kinds[seed % 4] if seed % 8 < 4 else kinds[seed % 4][::-1]
+    counted = np.where(starts < 16, 0, starts)
+    saved, first = [0], list[int]()
+    for end in range(1, n + 1):
+        totals = [saved[a] + int(counted[a + 1 : end].min(initial=10**9)) * (end - a - 1) for a in range(end)]
+        first.append(max(range(end), key=lambda a: (totals[a], a)))
+        saved.append(totals[first[-1]])
+    cuts, end = [], n
+    while end:
+        end = first[end - 1]
+        cuts.append(end)
+    numbers = groups_of_starts(starts)
+    assert [0, *np.flatnonzero(np.diff(numbers)) + 1] == cuts[::-1]
+
+
+def test_groups_of_many_starts_take_a_number_of_steps_each() -> None:
+    """4,096 answers of 256 prompts with a common head, counted by the lines of the function that run."""
+    starts = np.array(([60] + [300] * 15) * 256)
+    lines = 0
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count if frame.f_code is groups_of_starts.__code__ or event == "line" else None
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        groups_of_starts(starts)
+    finally:
+        sys.settrace(before)
+    assert lines < 25 * len(starts)
 
 
 def test_answers_of_each_prompt_are_a_group() -> None:

@@ -212,7 +212,7 @@ class Rank:
             time.sleep(0.3)
             self._log.append("rank 0 has joined")
 
-    def save(self, state: Any, controller: Any) -> None:
+    def save(self, state: Any, controller: Any, *, at_once: bool) -> None:
         pass
 
     def publish(self, adapter: Any, version: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from areal_lora.checkpoint.recover import find
+from areal_lora.checkpoint.state import read_files
 from areal_lora.operations.protocol import (
     Datum,
     Durable,
@@ -159,6 +160,48 @@ def test_a_client_runs_as_far_ahead_of_the_disk_as_is_allowed(tmp_path: Path, be
         np.testing.assert_allclose(side.engine.residents["a.1"].parts["weight"].numpy(), weights, atol=1e-5)
         assert (find(side.folder, "a.1").ref.version, len(side.records.steps)) == (8, 4)
     finally:
+        side.close()
+
+
+def test_no_client_waits_for_the_copy_of_a_large_state(tmp_path: Path) -> None:
+    """Passes and steps of others, and its own, are between two copies; a step abandons a checkpoint, no saved state."""
+    side = Side(tmp_path, "a", "b", max_behind=1)
+    try:
+        side.engine.copies.clear()
+        side.client.do("a.1", SFT, STEP)
+        assert isinstance(side.client.do("b.1", SFT, STEP)[1], StepResult)
+        assert side.trainer.checkpointing.copying() == "a.1"
+        assert isinstance(side.client.do("a.1", SFT, STEP)[1], StepResult)
+        last = side.client.begin("a.1", SFT, STEP)
+        side.client.wait(lambda: last - 1 in side.client.outcomes("a.1"))
+        assert isinstance(side.client.do("b.1", SFT, STEP)[1], StepResult)
+        assert last not in side.client.outcomes("a.1"), "it would be too many ahead of the disk"
+        assert side.client.durable("a.1") == side.client.durable("b.1") == []
+        side.engine.copies.set()
+        side.client.wait(lambda: side.client.durable("a.1")[-1:] == [last])
+        assert side.client.durable("a.1") == [4, 6], "the checkpoint of the first step was abandoned"
+        side.client.settle("b.1")
+        weights, _ = by_hand([[[(9, 1.0), (12, 0.5), (7, 2.0), (17, 1.0)]]] * 3)
+        found = find(side.folder, "a.1").newest
+        assert found is not None
+        kept = read_files([found.path / "rank-0000.safetensors"])["weight"]["logits.weight"]
+        np.testing.assert_allclose(kept, weights, atol=1e-5)
+
+        side.quiet()
+        side.engine.copies.clear()
+        saved = side.client.begin("a.1", SaveState(label="x"))
+        side.wait(lambda: side.trainer.checkpointing.copying() == "a.1", "the copies")
+        assert isinstance(side.client.do("b.1", SFT, STEP)[1], StepResult)
+        last = side.client.begin("a.1", SFT, STEP)
+        side.wait(lambda: side.engine.passes == 7, "the pass before a step that waits for the copies")
+        assert last not in side.client.outcomes("a.1"), "its step waits for the copies, as the answer of the save"
+        side.engine.copies.set()
+        side.client.wait(lambda: last in side.client.outcomes("a.1"))
+        assert isinstance(side.client.outcomes("a.1")[saved], StateResult)
+        loaded = side.client.do("b.1", LoadState(adapter="a.1", label="x", optimizer=True))[0]
+        assert loaded.step == 3
+    finally:
+        side.engine.copies.set()
         side.close()
 
 

@@ -69,7 +69,7 @@ class Trainer:
             committed=lambda ref: self.committed.append(ref.version),
         )
         engine: Any = SimpleNamespace(
-            export_state=lambda name: state_of(self.state.version, 0),
+            copy_state=lambda name: (state_of(self.state.version, 0), iter(())),
             base_digest=lambda: "base",
             device=torch.device("cpu"),
         )
@@ -82,7 +82,7 @@ class Trainer:
         self.save()
 
     def save(self) -> None:
-        self.checkpointing.save(self.state, ControllerState())
+        self.checkpointing.save(self.state, ControllerState(), at_once=True)
 
     def step(self) -> None:
         keep_pace(self, self.state)  # type: ignore[arg-type]

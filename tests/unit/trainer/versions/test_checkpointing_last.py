@@ -55,7 +55,9 @@ class Trainer:
             store=store, config=self.config.checkpoint, committed=lambda ref: self.log.append(f"commit {ref}")
         )
         self.engine: Any = SimpleNamespace(
-            export_state=lambda name: state_of(STEPS, 0), base_digest=lambda: "base", device=torch.device("cpu")
+            copy_state=lambda name: (state_of(STEPS, 0), iter(())),
+            base_digest=lambda: "base",
+            device=torch.device("cpu"),
         )
         self.checkpointing = Checkpointing(self.config, self.engine, saver, {})
         self.publishing: Any = SimpleNamespace(join=lambda name: None)
@@ -69,7 +71,7 @@ class Trainer:
         adapter = build_adapter(self.config, self.config.adapters[0], [[1, 2, 3]])
         state = TrainingState(adapter=adapter, version=STEPS, phase=AdapterPhase.DRAINING)
         self.states = {NAME: state}
-        self.checkpointing.save(state, ControllerState())  # as the last step does
+        self.checkpointing.save(state, ControllerState(), at_once=True)  # as the last step does
 
     def _phase(self, ref: AdapterRef, phase: AdapterPhase, reason: str) -> None:
         self.log.append(f"{ref} {phase}")

@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from areal_lora.config.models import OptimizerConfig, TrainerConfig
 from areal_lora.engine.base import AdamValues
-from areal_lora.engine.common.adapter_memory import AdapterMemory, AdapterOptimizer, GradientClass
+from areal_lora.engine.common import adapter_optimizer, transfer_plan
+from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.adapter_optimizer import AdapterOptimizer, GradientClass, copy_state
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel, spans
 from areal_lora.types import AdapterSpec
 from tests.support.families.shapes import make_shape
@@ -137,3 +140,33 @@ def test_spans_cover_the_memory_once() -> None:
     assert [span.start for span in apart] == [0, *(span.end for span in apart[:-1])]
     assert apart[-1].end == arena.size
     assert all(one.is_b != other.is_b for one, other in itertools.pairwise(apart)), "as few as possible"
+
+
+def test_a_state_is_copied_in_as_many_slices_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where ranks send more or less than others, or nothing; a slice is little more than its size."""
+    monkeypatch.setattr(adapter_optimizer, "SLICE_BYTES", 1 << 16)
+    monkeypatch.setattr(transfer_plan, "SECTION_BYTES", 1 << 14)
+    shape = make_shape(
+        "qwen3_moe", layers=5, experts=4, hidden=128, heads=4, kv_heads=1, head_dim=64, ffn=0, expert_ffn=48
+    )
+    place = ParallelLayout.of(TrainerConfig(world_size=4, pp=2, pp_layers=(4, 1)), layers=5, experts=4)
+    spec = AdapterSpec(
+        name="a", base_model="m", rank=16, alpha=32, target_modules=("linear_qkv", "linear_fc1", "linear_fc2")
+    )
+    slices, sizes = set[int](), list[int]()
+    for rank in range(4):
+        memory = AdapterMemory(ShardedModel(shape=shape, layout=place), spec, rank, torch.device("cpu"))
+        memory.weights.normal_()
+        state, copying = copy_state(memory, None, {})
+        found, counts = state.parts["weight"], [0]
+        found.fill(np.nan)
+        for _ in copying:
+            counts.append(np.count_nonzero(~np.isnan(found)) * 4)
+        slices.add(len(counts))
+        sizes.append(found.nbytes)
+        assert counts[-1] == found.nbytes
+        assert max(np.diff(counts)) < (1 << 16) + (1 << 15)
+        want = torch.cat([x.flatten() for _, x in memory.tensors(memory.weights, {})]) if len(found) else torch.empty(0)
+        assert found.tobytes() == want.numpy().tobytes()
+    assert len(slices) == 1
+    assert sizes[0] > 3 * sizes[2] > sizes[1] == sizes[3] == 0

@@ -1,0 +1,40 @@
+"""Scores reach the ranks that have the tokens, and no other: over gloo, in layouts of four ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from areal_lora.data.collate import scoring_batch
+from areal_lora.engine.common.arena import ParallelLayout
+from tests.support.distributed.scores_ranks import deliver
+from tests.support.distributed.spawn import run_ranks
+
+LAYOUTS = {
+    "dp 4": ParallelLayout(world=4, tp=1, pp=1, ep=1, etp=1, stage_layers=(2,), experts=0),
+    "dp 2, tp 2": ParallelLayout(world=4, tp=2, pp=1, ep=1, etp=1, stage_layers=(2,), experts=0),
+    "dp 2, cp 2": ParallelLayout(world=4, tp=1, pp=1, ep=1, etp=1, stage_layers=(2,), experts=0, cp=2),
+    "dp 2, pp 2": ParallelLayout(world=4, tp=1, pp=2, ep=1, etp=1, stage_layers=(1, 1), experts=0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_a_rank_receives_the_scores_of_its_part(tmp_path: Path, minibatches: int) -> None:
+    random = Random(minibatches)
+    batch = scoring_batch([[1] * random.randint(1, 50) for _ in range(23)], "a")
+    lengths = batch.cu_seqlens.diff().numpy()
+    ranks = run_ranks(deliver, 4, tmp_path, (list(LAYOUTS.values()), batch, minibatches), timeout_s=200.0)
+    for name, found in zip(LAYOUTS, zip(*ranks, strict=True), strict=True):
+        for rank, (held, part, whole, nbytes) in enumerate(found):
+            want = np.arange(len(part), dtype=np.float32)
+            assert whole.tolist() == want.tolist(), "without a part every rank has all"
+            own = np.ones_like(held) if rank == 0 else held
+            assert part.tolist() == np.where(np.repeat(own, lengths), want, 0).tolist(), f"{name}, rank {rank}"
+            most = int(lengths[own].sum()) * 4
+            if rank and name == "dp 4" and minibatches == 1:
+                assert nbytes == 0, "it has computed its part"
+            assert nbytes <= most < 4 * len(part) or rank == 0
