@@ -298,11 +298,12 @@ def scalars(record: Record) -> dict[str, float]:
     Their x axis is `records.position`.
     """
     prefix = f"{record.adapter}/" if record.adapter else ""
-    values = _values(record).items()
+    values = figures(record).items()
     return {prefix + name: value for name, value in values if value is not None and math.isfinite(value)}
 
 
-def _values(record: Record) -> dict[str, float | None]:
+def figures(record: Record) -> dict[str, float | None]:
+    """What a record measured, by tag."""
     match record:
         case StepRecord():
             values = {f"time/{name}_s": seconds for name, seconds in record.spans.items()} | record.metrics

@@ -50,9 +50,9 @@ class LiveRun:
         """Read new records. Raises OSError, and ConfigError for a line that is not a record."""
         void = False
         while records := self._tail.read_new():
-            for record in records:
+            void = void or any(isinstance(record, ResumeRecord) for record in records)
+            for record in () if void else records:
                 self.page.add(record)
-                void |= isinstance(record, ResumeRecord)
         if void:
             self.page = self._empty()
             for record in iter_metrics(self._folder):
@@ -61,8 +61,13 @@ class LiveRun:
 
 
 def application(folders: Sequence[RunFolder], token: str) -> Starlette:
-    """The routes below ``/token/``; all requests share the runs and are answered one after the other."""
+    """The routes below ``/token/``; all requests share the runs and are answered one after the other.
+
+    The records so far are read here, so that the first page does not wait for them.
+    """
     runs = [LiveRun(folder) for folder in folders]
+    for run in runs:
+        run.refresh()
 
     def newest() -> PageData:
         return pages_of([run.refresh() for run in runs])
@@ -141,7 +146,8 @@ def serve_pages(folders: Sequence[RunFolder], port: int, announce: Callable[[str
     import uvicorn
 
     token = secrets.token_urlsafe(16)
+    app = application(folders, token)
     with socket.create_server(("127.0.0.1", port)) as listener:
         announce(f"http://127.0.0.1:{listener.getsockname()[1]}/{token}/")
-        config = uvicorn.Config(application(folders, token), log_level="warning", access_log=False, lifespan="off")
+        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
         uvicorn.Server(config).run([listener])

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ import pytest
 
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
+from areal_lora.obs.report.summary import write_summary
+from areal_lora.run_folder.events import EndEvent, write_event
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
 from areal_lora.types import Outcome
@@ -86,6 +89,31 @@ def test_nothing_leaves_the_window(browser: Browser, tmp_path: Path, width: int,
     background = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(22, 27, 34)")
     assert visit.problems == []
+
+
+@pytest.mark.parametrize("state", ["running", "failed", "finished"])
+@pytest.mark.parametrize("adapters", [1, 3])
+def test_all_can_use_it(browser: Browser, tmp_path: Path, adapters: int, state: str) -> None:
+    """axe-core finds no serious fault in the charts, the inspector and an open group, on a screen and a phone."""
+    folder = make_three(tmp_path, turns=8) if adapters == 3 else RunFolder(make_run(tmp_path, steps=12))
+    keep(folder, [step_rollouts(20, adapter="alpha" if adapters == 3 else ADAPTER, dropped=["scorer: no connection"])])
+    if state == "failed":
+        error = "trainer.micro_batch_tokens: out of memory"
+        write_event(folder, EndEvent(at="2026-01-01T00:00:00Z", code=1, process="trainer", how="ended", error=error))
+    elif state == "finished":
+        write_summary(folder, wall_s=80.0, adapters={}, report_path=folder.report)
+    with live_page(folder) if state == "running" else nullcontext(write_report(folder).as_uri()) as address:
+        visit = Visit(browser, address)
+        visit.wait("document.querySelector('ol.rollouts button')")
+        visit.page.locator("ol.rollouts button").first.click()
+        visit.wait("document.querySelector('#group .sample')")
+        for width, scheme in product((1280, 400), ("light", "dark")):
+            visit.page.set_viewport_size({"width": width, "height": 900})
+            visit.page.emulate_media(color_scheme=scheme)
+            visit.scroll_through()
+            assert visit.faults() == [], f"{width} px, {scheme}"
+            assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert visit.problems == []
 
 
 def test_what_models_write_is_text(browser: Browser, tmp_path: Path) -> None:
