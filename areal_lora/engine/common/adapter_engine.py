@@ -208,7 +208,9 @@ class AdapterEngine:
     def _scores(self, batch: TrainBatch, readout: Readout) -> Tensor:
         with self.spans.span("score"), torch.no_grad(), self._model.active.using(dict.fromkeys(batch.adapters)):
             results = self._run(batch, None, readout)
-        return micro.whole_scores(batch, results, reports=self.rank in self._sharded.layout.reporting())
+        scores = batch.rewards.new_zeros(batch.n_tokens)
+        micro.gather_scores(batch, results, scores, reports=self.rank in self._sharded.layout.reporting())
+        return scores
 
     def forward_backward(
         self,
@@ -222,8 +224,9 @@ class AdapterEngine:
         """Add the gradients of the summed loss to those of the adapter that the batch names.
 
         Gradients stay local and undivided until `optim_step`. Returns the loss functions' sums over all micro-batches
-        and data-parallel ranks (``loss`` and every stat), each token counted once, equal on every rank. ``scores`` [T]
-        fp32 on the host is filled with what the loss functions saw of each token of the whole batch, on every rank.
+        and data-parallel ranks (``loss`` and every stat), each token counted once, equal on every rank. ``scores``, [T]
+        fp32 on the host, [T, 2] if entropies are needed, is filled with what the loss functions saw of each token of
+        the whole batch, on every rank.
         Raises AdapterError for a batch that names several adapters or one that is not resident.
         """
         adapter, *others = sorted(set(batch.adapters))
@@ -252,7 +255,7 @@ class AdapterEngine:
             sums[batch.adapters[sequences[0]]].update({name: float(value) for name, value in stats.items()})
         reporting = self._sharded.layout.reporting()
         if scores is not None:
-            scores.copy_(micro.whole_scores(batch, results, reports=self.rank in reporting))
+            micro.gather_scores(batch, results, scores, reports=self.rank in reporting)
         return micro.sum_over_ranks(sums, reporting)
 
     def parts(self, batch: TrainBatch, minibatches: int) -> tuple[np.ndarray, list[int]]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lora.config.sections.run import Recompute
-from areal_lora.data.collate import HOST, MicroPlan, find_trees, plan_microbatches, split_minibatches
+from areal_lora.data.collate import MicroPlan, find_trees, plan_microbatches, split_minibatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.arena import ParallelLayout
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences
@@ -19,7 +19,8 @@ from areal_lora.families.flops import PassSizes
 from areal_lora.types import TrainBatch
 
 Result = tuple[tuple[int, ...], Mapping[str, float | Tensor], Tensor]
-"""Sequences of one adapter in a micro-batch, the sums of its loss function (empty without one), the scores, [t].
+"""Sequences of one adapter in a micro-batch, the sums of its loss function (empty without one), the scores: [t], or
+[t, 2] with entropies.
 
 Nothing else of a micro-batch outlives its passes: masks and activations of all together are many times those of one.
 """
@@ -89,23 +90,26 @@ class BatchJudge:
             sums = self.losses[micro.adapters[0]](micro, columns[0], columns[1] if entropy else None)
             loss = sums.loss + loss
             sequences = packed.sequences[first : first + micro.n_sequences]
-            results.append((sequences, {"loss": sums.loss.detach(), **sums.stats}, columns[0].detach()))
+            seen = torch.stack(columns, 1) if entropy else columns[0]
+            results.append((sequences, {"loss": sums.loss.detach(), **sums.stats}, seen.detach()))
             first += micro.n_sequences
         return loss, results
 
 
-def whole_scores(batch: TrainBatch, results: Sequence[Result], *, reports: bool) -> Tensor:
-    """[T] fp32 of the whole batch on every rank; ``reports``: this rank's results count. Collective."""
-    packed = torch.zeros(batch.n_tokens, device=HOST)
+def gather_scores(batch: TrainBatch, results: Sequence[Result], scores: Tensor, *, reports: bool) -> None:
+    """Fill ``scores``, [T] or [T, 2] fp32 on the host, with those of the whole batch on every rank.
+
+    ``reports``: this rank's results count. Collective.
+    """
+    scores.zero_()
     bounds = batch.cu_seqlens.tolist()
     for sequences, _, values in results if reports else ():
         at = 0
         for sequence in sequences:
             a, b = bounds[sequence], bounds[sequence + 1]
-            packed[a:b] = values[at : at + b - a].cpu()
+            scores[a:b] = values[at : at + b - a].cpu()
             at += b - a
-    dist.all_reduce(packed)
-    return packed
+    dist.all_reduce(scores)
 
 
 def sum_over_ranks(sums: Mapping[str, Mapping[str, float]], reporting: Collection[int]) -> dict[str, dict[str, float]]:

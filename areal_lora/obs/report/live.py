@@ -66,11 +66,11 @@ def application(folders: Sequence[RunFolder], token: str) -> Starlette:
     The records so far are read here, so that the first page does not wait for them.
     """
     runs = [LiveRun(folder) for folder in folders]
-    for run in runs:
-        run.refresh()
 
     def newest() -> PageData:
         return pages_of([run.refresh() for run in runs])
+
+    newest()
 
     async def page(request: Request) -> Response:
         return HTMLResponse(page_text(newest(), live=True), headers={"Referrer-Policy": "no-referrer"})

@@ -128,7 +128,10 @@ def test_what_models_write_is_text(browser: Browser, tmp_path: Path) -> None:
         {"role": attack, "tool_calls": [call, attack, None]},
         {"role": "tool", "content": [attack]},
     ]
-    group = msgspec.structs.replace(hostile.texts[1], prompt=attack, gold=attack, messages=json.dumps(messages))
+    written = json.dumps(messages)
+    group = msgspec.structs.replace(
+        hostile.texts[1], prompt=attack, gold=attack, messages=written, turns=(written,) * 5
+    )
     (RunFolder(tmp_path).rollouts / "vocabulary.parquet").unlink()
     keep(RunFolder(tmp_path), [replace(hostile, texts=(hostile.texts[0], group))], vocabulary=[attack] * 1000)
     set_status(RunFolder(tmp_path), "trainer", 0, attack)
@@ -141,7 +144,8 @@ def test_what_models_write_is_text(browser: Browser, tmp_path: Path) -> None:
     assert visit.page.evaluate("window.attacked") is None
     shown = visit.page.inner_text("#group")
     assert attack in shown
-    assert visit.page.text_content("#group details").count(attack) == 6
+    boxes = visit.page.locator("#group details")
+    assert [text.count(attack) for text in boxes.all_text_contents()] == [6] * 6, "of the prompt, of each answer"
     assert shown.count(attack) > 5 * 6, "tokens are texts of a vocabulary, of models like any other"
     assert visit.requests == [report.as_uri()]
     assert visit.problems == []
@@ -178,6 +182,8 @@ def test_rollouts_are_filtered_opened_coloured_and_compared(browser: Browser, tm
     assert page.locator("#group .sample .token").count() == 2 * 4, "a run of each version"
     page.get_by_label("tokens by").select_option("mismatch")
     assert page.locator("#group .sample .l2").count() == 4, "0.25 is between 0.1 and 0.5"
+    page.get_by_label("tokens by").select_option("entropy")
+    assert page.locator("#group .sample .l3").count() == 4, "1.5 is between 1 and 2"
     page.get_by_label("tokens by").select_option("advantage")
     assert page.locator("#group .sample .minus.l2").count() == 2
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= 400
