@@ -27,25 +27,25 @@ LINES = {
     "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
     "algorithms": 1143,
     "checkpoint": 1458,
-    "cli": 2259,  # sweep; plan --simulate; where the report of a stopped run is; page; two versions in a chat
-    "config": 4281,  # groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory
+    "cli": 2260,  # sweep; plan --simulate; where the report of a stopped run is; page, as process; two versions in a chat
+    "config": 4282,  # groups of a job; trackers, page, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory
     "data": 700,  # checks in chunks; micro-batches of equal attention; parts of a batch; groups of clients' data
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 9110,  # context parallelism, chunked logits, recompute; adapters in grouped products; views; KV cache
+    "engine": 9117,  # context parallelism, chunked logits, recompute; grouped products; views; KV cache; entropies
     "families": 1430,  # FLOPs of passes
-    "launcher": 4611,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
+    "launcher": 4630,  # a run in virtual time; sweeps; trackers and the page as processes; reports of stopped runs
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 4380,  # queries of every rollout; run.trackers; a live page, warnings; the use of machines; dropped groups
+    "obs": 4454,  # queries of every rollout, its turns, entropies; trackers; a live page, run.page; warnings; machines
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 6082,  # answers in columns and over restarts; dropped groups with reasons; conversations on a server
-    "run_folder": 1046,  # sweep.json; DesiredWatch logs a faulty file; the counter of trainer sessions; machines
+    "rollout": 6104,  # answers in columns and over restarts; dropped groups; conversations on a server; kept turns
+    "run_folder": 1048,  # sweep.json; DesiredWatch logs a faulty file; trainer sessions; machines; the page's address
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
-    "trainer": 3838,  # parts of a batch; which passes join and share starts; rollouts and machines of a step
+    "trainer": 3848,  # parts of a batch; which passes join and share starts; rollouts, entropies, machines of a step
     "weight_sync": 5114,  # groups formed at once, with names of missing receivers; keyed shards; views; kept pings
 }
 """Lines of each room; those of the package's own files are under the empty name."""

@@ -320,7 +320,9 @@ class RolloutIndex:
         words = self._words
         tokens = [words[token] if token < len(words) else f"<{token}>" for token in row["token_ids"]]
         return RolloutTokens(
-            head=_head(row), tokens=tokens, **{name: row.get(name) for name in TOKENS if name != "token_ids"}
+            head=_head(row),
+            tokens=tokens,
+            **{name: row[name] for name in TOKENS if name in row and name != "token_ids"},
         )
 
 
