@@ -27,7 +27,7 @@ LINES = {
     "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
     "algorithms": 1143,
     "checkpoint": 1458,
-    "cli": 2260,  # sweep; plan --simulate; where the report of a stopped run is; page, as process; two versions in a chat
+    "cli": 2260,  # sweep; plan --simulate; where the report of a stopped run is; pages; two versions in a chat
     "config": 4282,  # groups of a job; trackers, page, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory
     "data": 700,  # checks in chunks; micro-batches of equal attention; parts of a batch; groups of clients' data
     "distributed": 383,  # scatter
@@ -37,7 +37,7 @@ LINES = {
     "launcher": 4630,  # a run in virtual time; sweeps; trackers and the page as processes; reports of stopped runs
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
-    "obs": 4454,  # queries of every rollout, its turns, entropies; trackers; a live page, run.page; warnings; machines
+    "obs": 4456,  # queries of every rollout, its turns, entropies; trackers; a live page, run.page; warnings; machines
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
