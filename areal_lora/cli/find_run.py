@@ -28,6 +28,7 @@ ROLES = {
     "areal_lora.service.main": "service",
     "areal_lora.engine.vllm_ext.server.main": "server",
     "areal_lora.obs.tracking.main": "tracker",
+    "areal_lora.obs.report.live": "page",
 }
 
 Run = Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=lambda incomplete: run_names(incomplete))]

@@ -18,13 +18,16 @@ from areal_lora.obs.tracking.main import clients_of
 from areal_lora.processes.startup import DEVICES_VARIABLE, VISIBLE
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 
-TRAINER, CONTROLLER, SERVER, SERVICE, TRACKER = "trainer", "controller", "server", "service", "tracker"
+TRAINER, CONTROLLER, SERVER, SERVICE, TRACKER, PAGE = "trainer", "controller", "server", "service", "tracker", "page"
+OBSERVERS = (TRACKER, PAGE)
+"""The run does not depend on them."""
 MODULES = {
     TRAINER: "areal_lora.trainer.main",
     CONTROLLER: "areal_lora.rollout.main",
     SERVER: "areal_lora.engine.vllm_ext.server.main",
     SERVICE: "areal_lora.service.main",
     TRACKER: "areal_lora.obs.tracking.main",
+    PAGE: "areal_lora.obs.report.live",
 }
 ROLES: dict[str, Role] = {
     TRAINER: "trainer",
@@ -32,6 +35,7 @@ ROLES: dict[str, Role] = {
     CONTROLLER: "controller",
     SERVICE: "controller",
     TRACKER: "controller",
+    PAGE: "controller",
 }
 """Role of a process -> its name in the configuration."""
 
@@ -94,7 +98,7 @@ def make_plan(config: Config, facts: Facts) -> JobPlan:
         processes=(
             *_servers(config, folder, seats),
             *(ProcessSpec(role, 0, _argv(config, role, folder), _common_env(config, 1), here, n) for role, n in beside),
-            *_trackers(config, folder, here),
+            *_observers(config, folder, here),
             *_trainers(config, folder, seats),
         ),
         memory=job_memory(config, shape),
@@ -117,13 +121,15 @@ def _argv(config: Config, role: str, folder: RunFolder, *more: str) -> tuple[str
     return (*words, python or sys.executable, "-m", MODULES[role], "--run-folder", str(folder), *more)
 
 
-def _trackers(config: Config, folder: RunFolder, node: int) -> list[ProcessSpec]:
+def _observers(config: Config, folder: RunFolder, node: int) -> list[ProcessSpec]:
     """In this interpreter, whose packages were checked, and without the wrapper of a role."""
-    argv = (sys.executable, "-m", MODULES[TRACKER], "--run-folder", str(folder), "--index")
-    names = enumerate(clients_of(config.run.trackers))
-    return [
-        ProcessSpec(TRACKER, i, (*argv, str(i), "--tracker", name), _common_env(config, 1), node) for i, name in names
-    ]
+
+    def spec(role: str, index: int, *more: str) -> ProcessSpec:
+        argv = (sys.executable, "-m", MODULES[role], "--run-folder", str(folder), "--index", str(index), *more)
+        return ProcessSpec(role, index, argv, _common_env(config, 1), node)
+
+    trackers = [spec(TRACKER, i, "--tracker", name) for i, name in enumerate(clients_of(config.run.trackers))]
+    return trackers + [spec(PAGE, 0)] * config.run.page
 
 
 def _trainers(config: Config, folder: RunFolder, seats: Seats) -> list[ProcessSpec]:

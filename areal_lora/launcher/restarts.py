@@ -7,7 +7,7 @@ peers' collectives). Each unit has a budget of restarts with exponential back-of
 A service that has worked is restarted for as long as the run trains: it has no budget, and no exit code of it ends the
 run.
 
-A tracker is abandoned when its budget is spent, whatever its exit codes: the run does not depend on it.
+A tracker or page is abandoned when its budget is spent, whatever its exit codes: the run does not depend on it.
 
 A lost node costs no budget: a server on it is abandoned while enough others remain, anything else ends the session. A
 unit that could not be started on its node is tried again until the node is known to be lost.
@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 
 from areal_lora.errors import NON_RETRYABLE, ExitCode
-from areal_lora.launcher.plan import SERVER, SERVICE, TRACKER, TRAINER, ProcessSpec
+from areal_lora.launcher.plan import OBSERVERS, PAGE, SERVER, SERVICE, TRACKER, TRAINER, ProcessSpec
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
 
@@ -111,8 +111,9 @@ class RunEnd:
 
 BACK_OFF_S, LONGER = 1.0, 4.0
 GROWTHS = 3
-"""Times that the delay of a service or tracker grows."""
-TRACKER_RESTARTS = 8
+"""Times that the delay of a service, tracker or page grows."""
+OBSERVER_RESTARTS = 8
+FIXES = {TRACKER: "areal-lora track RUN sends what is missing", PAGE: "areal-lora page RUN"}
 HEALTHY_S = 600.0
 LAUNCH_AGAIN_S, LAUNCHES, FIRST_LAUNCHES = 10.0, 60, 3
 """Delay after a start that the node did not take, and the most such starts in a row; of a unit that never worked."""
@@ -153,9 +154,8 @@ class RestartVerdict:
         if self.ends_run:
             return f"{name} {how}"
         if self.abandoned:
-            rest = "the other servers continue"
-            if self.ended.spec.role == TRACKER:
-                rest = "the run continues without it (fix: areal-lora track RUN sends what is missing)"
+            fix = FIXES.get(self.ended.spec.role)
+            rest = f"the run continues without it (fix: {fix})" if fix else "the other servers continue"
             return f"{name} {how}; it is not restarted, {rest}"
         count = f" ({self.times} of {self.most})" if self.times else ""
         return f"{name} {how}; {subject} restarted in {self.wait_s:g} s{count}"
@@ -192,8 +192,8 @@ class Restarts:
         Args:
             worked_s: Seconds from the first heartbeat of the ended session to its last; None before the first.
         """
-        unit, tracker = self._units[unit_of(ended.spec)], ended.spec.role == TRACKER
-        worked_s = now - unit.restarted_at if tracker else worked_s
+        unit, observes = self._units[unit_of(ended.spec)], ended.spec.role in OBSERVERS
+        worked_s = now - unit.restarted_at if observes else worked_s
         unit.has_worked |= worked_s is not None
         if ended.lost:
             return self._abandon(unit, ended)
@@ -210,7 +210,7 @@ class Restarts:
             unit.times += 1
             unit.due = now + BACK_OFF_S * LONGER ** min(unit.times - 1, GROWTHS)
             return RestartVerdict(ended=ended, ends_run=False, wait_s=unit.due - now)
-        if not tracker and (ended.code in NON_RETRYABLE or not (unit.has_worked or ended.code < 0)):
+        if not observes and (ended.code in NON_RETRYABLE or not (unit.has_worked or ended.code < 0)):
             # A process that failed before its first heartbeat is likely to fail again.
             return RestartVerdict(ended=ended, ends_run=True)
         temporary = ended.spec.role == SERVER and ended.code == ExitCode.TEMPORARY
@@ -218,7 +218,7 @@ class Restarts:
             return self._abandon(unit, ended)
         unit.times += not temporary
         growths = max(0, unit.times - 1)
-        wait_s = BACK_OFF_S * LONGER ** (min(growths, GROWTHS) if tracker else growths)
+        wait_s = BACK_OFF_S * LONGER ** (min(growths, GROWTHS) if observes else growths)
         unit.due = now + wait_s
         times = 0 if temporary else unit.times
         return RestartVerdict(ended=ended, ends_run=False, wait_s=wait_s, times=times, most=unit.most)
@@ -234,7 +234,7 @@ class Restarts:
         unit.over, role = True, ended.spec.role
         servers = [u for u in self._units.values() if u.specs[0].role == SERVER]
         enough = sum(not u.over for u in servers) >= min(self.min_servers, len(servers))
-        return RestartVerdict(ended=ended, ends_run=role != TRACKER and (role != SERVER or not enough))
+        return RestartVerdict(ended=ended, ends_run=role not in OBSERVERS and (role != SERVER or not enough))
 
 
 WRITE_S, SETTLE_S = 3.0, 0.3

@@ -3,6 +3,7 @@
 One implementation for processes of this machine and for the steps of a Slurm job.
 """
 
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -13,7 +14,7 @@ from rich.console import Console
 from areal_lora.config.models import Config
 from areal_lora.errors import ExitCode
 from areal_lora.launcher import restarts
-from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRACKER, TRAINER, JobPlan, ProcessSpec
+from areal_lora.launcher.plan import CONTROLLER, OBSERVERS, SERVER, SERVICE, TRACKER, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, RestartVerdict
 from areal_lora.launcher.sweep import Halving
 from areal_lora.obs.console import LiveConsole
@@ -66,12 +67,14 @@ class Watch:
     ) -> None:
         self._folder, self._processes, self._view, self._poll_s = plan.run_folder, processes, view, poll_s
         budget, beats_s = config.run.max_restarts, HEARTBEAT_TIMEOUT_S
-        budgets = {TRAINER: budget, CONTROLLER: budget, SERVER: budget, TRACKER: restarts.TRACKER_RESTARTS}
+        budgets = dict.fromkeys((TRAINER, CONTROLLER, SERVER), budget)
+        budgets |= dict.fromkeys(OBSERVERS, restarts.OBSERVER_RESTARTS)
         self._restarts = Restarts(plan.processes, budgets, min_servers=config.cluster.min_servers)
         self._pulse = Pulse({TRAINER: config.run.stall_s, CONTROLLER: beats_s, SERVER: beats_s, SERVICE: beats_s})
         self._early: list[tuple[float, ProcessExit]] = []
         self._next_tick = 0.0
         self._halving = Halving(plan.run_folder, view)
+        self._page, self._in_job = "", config.cluster.kind == "slurm"
 
     def until_end(self, asked_to_stop: Callable[[], bool]) -> ProcessExit | None:
         """The failure that ends the run, or None: done, or stopped on request."""
@@ -99,9 +102,18 @@ class Watch:
             if now >= self._next_tick:
                 self._view.tick()
                 self._halving.look()
+                self._show_page()
                 self._next_tick = now + TICK_S
             time.sleep(self._poll_s)
         return None
+
+    def _show_page(self) -> None:
+        """Print the address of the run's page once, also of one that was restarted; a job's log may be read by all."""
+        with contextlib.suppress(FileNotFoundError):
+            if (address := self._folder.page.read_text(encoding="ascii").strip()) != self._page:
+                self._page = address
+                where = f"{self._folder.page} has its address" if self._in_job else address
+                self._view.note(f"page: {where}")
 
     def _wait_for_trackers(self, asked_to_stop: Callable[[], bool]) -> None:
         """Let the trackers of a run that is done send the rest; a stop kills those that need longer."""

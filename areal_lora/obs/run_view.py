@@ -140,7 +140,8 @@ class RunView:
 
     def adapter(self, name: str) -> AdapterView:
         """The adapter called ``name``, or the only one."""
-        return (self.only if not name else None) or self.adapters.setdefault(name, AdapterView(None))
+        found = self.adapters.get(name) or (self.only if not name else None)
+        return found or self.adapters.setdefault(name, AdapterView(None))
 
     def prefix(self, name: str) -> str:
         """The start of a line about the adapter: nothing where the run has one."""

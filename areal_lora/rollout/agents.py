@@ -87,6 +87,7 @@ class AgentWorkflow:
         return Episode(
             group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories),
             texts=tuple(session.last_text for session, _ in ended for _ in session.conversations),
+            turns=tuple(session.turns_of(i) for session, _ in ended for i in range(len(session.conversations))),
         )
 
     async def _sample(

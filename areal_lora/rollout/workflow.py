@@ -191,10 +191,11 @@ class WorkflowContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """Result of a workflow: the group, and the text of each trajectory's answer for reports."""
+    """Result of a workflow: the group, and for reports of each trajectory the answer's text, and the turns as JSON."""
 
     group: TrajectoryGroup
     texts: tuple[str, ...]
+    turns: tuple[str, ...] = ()
 
 
 class Workflow(Protocol):

@@ -94,7 +94,8 @@ class CheckedWorkflow:
                 score = flow.given_score(t.reward)
                 detail = score.detail or t.detail
                 graded[i] = replace(t, reward=score.reward, outcome=score.outcome, detail=detail)
-        episode = flow.Episode(group=replace(episode.group, trajectories=tuple(graded)), texts=tuple(episode.texts))
+        group = replace(episode.group, trajectories=tuple(graded))
+        episode = flow.Episode(group=group, texts=tuple(episode.texts), turns=tuple(episode.turns))
         episode = msgspec.msgpack.decode(msgspec.msgpack.encode(episode), type=flow.Episode)
         if episode.group.uid != prompt.uid:
             raise AlignmentError(f"{prompt.uid}: the workflow returned an Episode of {episode.group.uid}")

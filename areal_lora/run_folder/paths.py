@@ -138,6 +138,8 @@ class RunFolder:
     """Bearer key of the data plane, mode 0600, for clients outside the run."""
     endpoints = FolderEntry("rendezvous", of_session=True)
     """Folder of the published ports (``run_folder.rendezvous``)."""
+    page = FolderEntry("page.address", of_session=True)
+    """Address of the run's page with its token, mode 0600 (`run.page`)."""
     heartbeats = FolderEntry("heartbeats", of_session=True)
     statuses = FolderEntry("status", of_session=True)
     logs = FolderEntry("logs")

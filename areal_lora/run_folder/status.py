@@ -211,5 +211,5 @@ def forget_sessions(run_folder: RunFolder) -> None:
     here = RunFolder(run_folder.path, "")
     for path in (here.endpoints, here.statuses, here.heartbeats, here.sessions):
         shutil.rmtree(path, ignore_errors=True)
-    for file in (here.secret, here.session_name):
+    for file in (here.secret, here.session_name, here.page):
         file.unlink(missing_ok=True)

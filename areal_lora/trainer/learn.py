@@ -32,13 +32,15 @@ log = get_logger(__name__)
 class LearnReport:
     """Sums over the batch's trained tokens (``sums``) and figures of the last optimizer step.
 
-    ``skipped`` is the fraction of optimizer steps that were skipped because a gradient was not finite.
+    ``skipped`` is the fraction of optimizer steps that were skipped because a gradient was not finite. ``entropies``
+    [T] fp32 are the policy's where the algorithm needs them, in the pass that trained the token.
     """
 
     sums: dict[str, float]
     grad_norm: float
     lr: float
     skipped: float
+    entropies: Tensor | None = None
 
     def per_token(self, name: str) -> float | None:
         return self.mean(name, "tokens")
@@ -150,13 +152,16 @@ def learn(
     loss_fn = make_loss(adapter, version)
     totals: Counter[str] = Counter()
     skipped: list[float] = []
+    seen, start = batch.rewards.new_zeros(batch.n_tokens, 2) if adapter.algorithm.needs_entropy else None, 0
     for index, minibatch in enumerate(split_minibatches(batch, adapter.config.minibatches)):
         sums = engine.forward_backward(
             minibatch,
             loss_fn,
             temperature=adapter.config.sampling.temperature,
-            need_entropy=adapter.algorithm.needs_entropy,
+            need_entropy=seen is not None,
+            scores=None if seen is None else seen[start : start + minibatch.n_tokens],
         )
+        start += minibatch.n_tokens
         if index == 0:
             _assert_aligned(sums, ALIGNMENT_LIMITS[base_dtype])
         if is_shifted(sums):
@@ -178,7 +183,11 @@ def learn(
         totals.update(improve(engine, adapter, minibatch, lr))
     renew(engine, adapter, version + 1)
     return LearnReport(
-        sums=dict(totals), grad_norm=stats["grad_norm"], lr=stats["lr"], skipped=sum(skipped) / len(skipped)
+        sums=dict(totals),
+        grad_norm=stats["grad_norm"],
+        lr=stats["lr"],
+        skipped=sum(skipped) / len(skipped),
+        entropies=None if seen is None else seen[:, 1],
     )
 
 

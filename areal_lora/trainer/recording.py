@@ -217,6 +217,7 @@ class Recorder:
                     texts=received.texts,
                     advantages=batch.advantages.float().cpu().numpy(),
                     trainer_logprobs=None if own is None else own.float().cpu().numpy(),
+                    entropies=None if report.entropies is None else report.entropies.numpy(),
                     dropped=received.dropped,
                 )
             )

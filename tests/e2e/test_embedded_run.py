@@ -94,9 +94,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "eval.every_steps=3",
         "adapters.gsm8k.sampling.prompts_per_step=24",
         "adapters.gsm8k.task.n_eval=64",
+        "run.page=true",
     )
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     return Run(folder=root / "short", output=done.stdout + done.stderr, code=done.returncode, snapshot=snapshot)
+
+
+def test_its_page_was_announced_and_ended_with_it(run: Run) -> None:
+    [address] = re.findall(r"page: (http://127\.0\.0\.1:\d+/\S+/)\n", run.output)
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        urllib.request.urlopen(address, timeout=60)
 
 
 def test_it_ends_well_and_says_what_it_made(run: Run) -> None:

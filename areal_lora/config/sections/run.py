@@ -39,6 +39,7 @@ class RunConfig(Section):
     profile: ProfileConfig | None = Field(None, description="Which steps to trace; none if unset.")
     trackers: list[TrackerName] = Field([])
     """Where the run is sent, each by its own process; the files for `tensorboard` are always written."""
+    page: bool = Field(False, description="Serve the page of the run (`areal-lora page`) while it works.")
 
 
 class ModelConfig(Section):

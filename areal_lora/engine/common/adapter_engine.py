@@ -223,8 +223,9 @@ class AdapterEngine:
         """Add the gradients of the summed loss to those of the adapter that the batch names.
 
         Gradients stay local and undivided until `optim_step`. Returns the loss functions' sums over all micro-batches
-        and data-parallel ranks (``loss`` and every stat), each token counted once, equal on every rank. ``scores`` [T]
-        fp32 on the host is filled with what the loss functions saw of each token of the whole batch, on every rank.
+        and data-parallel ranks (``loss`` and every stat), each token counted once, equal on every rank. ``scores``, [T]
+        fp32 on the host, [T, 2] if entropies are needed, is filled with what the loss functions saw of each token of
+        the whole batch, on every rank.
         Raises AdapterError for a batch that names several adapters or one that is not resident.
         """
         adapter, *others = sorted(set(batch.adapters))
@@ -252,7 +253,8 @@ class AdapterEngine:
         for sequences, stats, _ in results:
             sums[batch.adapters[sequences[0]]].update({name: float(value) for name, value in stats.items()})
         if scores is not None:
-            scores.copy_(micro.gather_scores(batch, plans, results, self._sharded.layout, whole=True))
+            layout, columns = self._sharded.layout, tuple(scores.shape[1:])
+            scores.copy_(micro.gather_scores(batch, plans, results, layout, whole=True, columns=columns))
         return micro.sum_over_ranks(sums, self._sharded.layout.reporting())
 
     def parts(self, batch: TrainBatch, minibatches: int) -> tuple[np.ndarray, list[int]]:

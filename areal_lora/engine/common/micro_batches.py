@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lora.config.sections.run import Recompute
-from areal_lora.data.collate import HOST, MicroPlan, find_trees, plan_microbatches, split_minibatches
+from areal_lora.data.collate import MicroPlan, find_trees, plan_microbatches, split_minibatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.arena import ParallelLayout
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences
@@ -20,7 +20,8 @@ from areal_lora.families.flops import PassSizes
 from areal_lora.types import TrainBatch
 
 Result = tuple[tuple[int, ...], Mapping[str, float | Tensor], Tensor]
-"""Sequences of one adapter in a micro-batch, the sums of its loss function (empty without one), the scores, [t].
+"""Sequences of one adapter in a micro-batch, the sums of its loss function (empty without one), the scores: [t], or
+[t, 2] with entropies.
 
 Nothing else of a micro-batch outlives its passes: masks and activations of all together are many times those of one.
 """
@@ -97,19 +98,26 @@ class BatchJudge:
             sums = self.losses[micro.adapters[0]](micro, columns[0], columns[1] if entropy else None)
             loss = sums.loss + loss
             sequences = packed.sequences[first : first + micro.n_sequences]
-            results.append((sequences, {"loss": sums.loss.detach(), **sums.stats}, columns[0].detach()))
+            seen = torch.stack(columns, 1) if entropy else columns[0]
+            results.append((sequences, {"loss": sums.loss.detach(), **sums.stats}, seen.detach()))
             first += micro.n_sequences
         return loss, results
 
 
 def gather_scores(
-    batch: TrainBatch, plans: Sequence[MicroPlan], results: Sequence[Result], layout: ParallelLayout, *, whole: bool
+    batch: TrainBatch,
+    plans: Sequence[MicroPlan],
+    results: Sequence[Result],
+    layout: ParallelLayout,
+    *,
+    whole: bool,
+    columns: tuple[int, ...] = (),
 ) -> Tensor:
-    """[T] fp32 of the sequences whose tokens this rank has, or of all (``whole``); 0 for others. Collective.
+    """[T, *columns] fp32 of the sequences whose tokens this rank has, or of all (``whole``); 0 for others. Collective.
 
     Where every rank gets all, each is sent as a sum; else each data-parallel part to the ranks that have its tokens.
     """
-    packed, n = torch.zeros(batch.n_tokens, device=HOST), batch.n_sequences
+    packed, n = torch.zeros(batch.n_tokens, *columns, device=HOST), batch.n_sequences
     rank, reporting = dist.get_rank(), layout.reporting()
     at = [slice(a, b) for a, b in pairwise(batch.cu_seqlens.tolist())]
     for sequences, _, values in results if rank in reporting else ():
@@ -132,7 +140,7 @@ def gather_scores(
             if rank == source:
                 ops.append(dist.P2POp(dist.isend, torch.cat([packed[at[i]] for i in sent]), target))
             else:
-                arriving.append((sent, torch.empty(sum(at[i].stop - at[i].start for i in sent), device=HOST)))
+                arriving.append((sent, torch.empty(sum(at[i].stop - at[i].start for i in sent), *columns, device=HOST)))
                 ops.append(dist.P2POp(dist.irecv, arriving[-1][1], source))
     for work in dist.batch_isend_irecv(ops) if ops else ():
         work.wait()

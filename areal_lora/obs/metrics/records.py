@@ -208,12 +208,13 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 class GroupText(msgspec.Struct, frozen=True, kw_only=True):
     """What people read of a group of rollouts: the whole prompt as the model got it, its messages as JSON, the answers.
 
-    ``answers`` are those of the group's trajectories. ``tries`` counts the requests for answers to this prompt, those
-    that failed or whose answers came too late among them.
+    ``answers`` are those of the group's trajectories, ``turns`` the messages of each as JSON. ``tries`` counts the
+    requests for answers to this prompt, those that failed or whose answers came too late among them.
     """
 
     prompt: str
     answers: tuple[str, ...]
+    turns: tuple[str, ...] = ()
     messages: str = ""
     gold: str = ""
     tries: int = 1
@@ -298,11 +299,12 @@ def scalars(record: Record) -> dict[str, float]:
     Their x axis is `records.position`.
     """
     prefix = f"{record.adapter}/" if record.adapter else ""
-    values = _values(record).items()
+    values = figures(record).items()
     return {prefix + name: value for name, value in values if value is not None and math.isfinite(value)}
 
 
-def _values(record: Record) -> dict[str, float | None]:
+def figures(record: Record) -> dict[str, float | None]:
+    """What a record measured, by tag."""
     match record:
         case StepRecord():
             values = {f"time/{name}_s": seconds for name, seconds in record.spans.items()} | record.metrics

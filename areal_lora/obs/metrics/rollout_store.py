@@ -48,7 +48,7 @@ TOKEN_BYTES = 24
 LEAST_BYTES = 3
 """Of a sampled token in a file: the mantissa of its log-probability does not compress."""
 CLOSE_S = 120.0
-FLOATS = ("logprobs", "trainer_logprobs")
+FLOATS = ("logprobs", "trainer_logprobs", "entropies")
 DICTIONARIES = ("adapter", "uid", "prompt", "messages", "gold", "finish_reason", "dropped")
 LAYOUT = "rollout:<i8 prompt_key:<i8 step:<i4 group:<i4 reward:<f4 adapter:<i2 solved:i1"
 LAYOUT += " truncated:? stale:? retried:? dropped:?"
@@ -62,8 +62,8 @@ log = get_logger(__name__)
 class StepRollouts:
     """The rollouts of one training step, T tokens of N trajectories in all, in the order of the groups.
 
-    ``trainer_logprobs`` are those of the policy before the step; None where no pass computed them. ``dropped`` groups
-    were dropped since the step before, and are numbered after those of the step.
+    ``trainer_logprobs`` are those of the policy before the step, ``entropies`` its own in nats; None where no pass
+    computed them. ``dropped`` groups were dropped since the step before, and are numbered after those of the step.
     """
 
     adapter: str
@@ -72,6 +72,7 @@ class StepRollouts:
     texts: tuple[GroupText, ...]  # of each group
     advantages: np.ndarray  # [T] float32
     trainer_logprobs: np.ndarray | None  # [T] float32
+    entropies: np.ndarray | None = None  # [T] float32
     dropped: tuple[DroppedGroup, ...] = ()
 
     @property
@@ -150,7 +151,8 @@ def prompt_key(uid: str) -> int:
 def rollout_table(step: StepRollouts, first: int) -> pa.Table:
     """One row for each trajectory, numbered from ``first``. Means are over the tokens that were sampled.
 
-    ``answer`` is empty where a user's workflow returned no text. ``solved`` is null where the task has no rule for it.
+    ``answer`` is empty where a user's workflow returned no text, ``turns`` where no agent had the conversation.
+    ``solved`` is null where the task has no rule for it.
     ``stale``: a token's version is older than the step's. ``retried``: a request of the group failed, or an answer to
     its prompt came too late. ``versions`` are pairs of a version and its number of tokens, -1 for tokens that were not
     sampled. ``dropped`` is the reason of a group that is not trained on, null of every other; its advantage and what
@@ -187,6 +189,11 @@ def rollout_table(step: StepRollouts, first: int) -> pa.Table:
     def whole(values: np.ndarray) -> np.ndarray:
         return np.append(values, np.zeros(len(ids) - len(values), "<f4"))
 
+    def optional(values: np.ndarray | None, width: str) -> pa.Array:
+        if values is None:
+            return pa.nulls(len(rows), pa.list_(pa.from_numpy_dtype(width)))
+        return lists(whole(values).astype(width), mask=is_dropped)
+
     advantages, own = whole(step.advantages), None if step.trainer_logprobs is None else whole(step.trainer_logprobs)
     spans = [r[r[:, 0] >= 0, 0] for r in runs]
     oldest = [int(span.min()) if span.size else step.step for span in spans]
@@ -204,6 +211,7 @@ def rollout_table(step: StepRollouts, first: int) -> pa.Table:
             "messages": [text.messages for _, text, *_ in rows],
             "gold": [text.gold for _, text, *_ in rows],
             "answer": ["".join(text.answers[place : place + 1]) for _, text, _, place, _ in rows],
+            "turns": ["".join(text.turns[place : place + 1]) for _, text, _, place, _ in rows],
             "finish_reason": [t.finish_reason for *_, t in rows],
             "reward": pa.array([t.reward if t.outcome is Outcome.OK else math.nan for *_, t in rows], pa.float32()),
             "components": pa.array([list(t.components.items()) for *_, t in rows], components),
@@ -223,9 +231,8 @@ def rollout_table(step: StepRollouts, first: int) -> pa.Table:
             ),
             "token_ids": lists(ids),
             "logprobs": lists(logprobs),
-            "trainer_logprobs": pa.nulls(len(rows), pa.list_(pa.float32()))
-            if own is None
-            else lists(own, mask=is_dropped),
+            "trainer_logprobs": optional(step.trainer_logprobs, "<f4"),
+            "entropies": optional(step.entropies, "<f2"),
             "advantages": lists(advantages),
         }
     )

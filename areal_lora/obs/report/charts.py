@@ -4,19 +4,19 @@ Memory does not grow with the number of records: a line keeps the first, lowest,
 stretch of its x axis, so a spike of one step stays visible.
 """
 
+import math
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from itertools import groupby
-from operator import itemgetter
 
 import msgspec
+import numpy as np
 
-from areal_lora.obs.metrics.records import Record, ResumeRecord, StepRecord, position, scalars
+from areal_lora.obs.metrics.records import Record, ResumeRecord, StepRecord, figures, position
 
-Point = tuple[float, float]
 STRETCHES = 320
 """Half the width of a chart in pixels; more would not be visible."""
 STEP, VERSION, MINUTES = "optimizer step", "version", "minutes since the start"
@@ -59,25 +59,29 @@ class Curve:
     """Points of one line, in any order of x."""
 
     def __init__(self) -> None:
-        self._points: list[Point] = []
+        self._x, self._y = array("d"), array("d")
 
     def add(self, x: float, y: float) -> None:
-        self._points.append((x, y))
-        if len(self._points) > 8 * STRETCHES:
-            self._points = self.thinned()
+        self._x.append(x)
+        self._y.append(y)
+        if len(self._x) > 8 * STRETCHES:
+            self._x, self._y = (array("d", column.tobytes()) for column in self.thinned())
 
-    def thinned(self) -> list[Point]:
+    def thinned(self) -> tuple[np.ndarray, np.ndarray]:
         """The points by stretches of equal width, at least of one step or version; of each four at most."""
-        points, y = sorted(self._points), itemgetter(1)
-        width = max(1.0, (points[-1][0] - points[0][0]) / STRETCHES) if points else 1.0
-        stretches = (list(found) for _, found in groupby(points, lambda point: point[0] // width))
-        ends = ({part[0], min(part, key=y), max(part, key=y), part[-1]} for part in stretches)
-        return [point for kept in ends for point in sorted(kept)]
+        x, y = np.array(self._x), np.array(self._y)
+        order = np.lexsort((y, x))
+        x, y = x[order], y[order]
+        stretches = x // max(1.0, (x[-1] - x[0]) / STRETCHES) if len(x) else x
+        ends = np.flatnonzero(np.diff(stretches, append=np.inf))
+        starts, by_height = np.append(0, ends[:-1] + 1)[: len(ends)], np.lexsort((y, stretches))
+        kept = np.unique(np.concatenate([starts, ends, by_height[starts], by_height[ends]]))
+        return x[kept], y[kept]
 
     def line(self, name: str, scale: float = 1.0) -> Line:
         """The thinned points, x times ``scale``."""
-        points = self.thinned()
-        return Line(name, [_short(x * scale) for x, _ in points], [_short(y) for _, y in points])
+        x, y = self.thinned()
+        return Line(name, [*map(_short, (x * scale).tolist())], [*map(_short, y.tolist())])
 
 
 def _short(value: float) -> float:
@@ -216,6 +220,7 @@ class Charts:
         self._resumed: list[float] = []
         self._by_client = False
         self._curves: dict[str, dict[str, Curve]] = {chart.title: {} for chart in CHARTS}
+        self._by_tag: dict[str, Curve | None] = {}
         self._seconds, self._tokens, self._trained = Curve(), Curve(), 0
 
     def add(self, record: Record) -> None:
@@ -226,9 +231,18 @@ class Charts:
             self._trained += record.trained_tokens
             self._seconds.add(record.step, record.time_s)
             self._tokens.add(record.step, self._trained)
-        for tag, value in scalars(record).items():
-            if (found := _line_of(tag.removeprefix(f"{record.adapter}/"))) is not None:
-                self._curves[found[0].title].setdefault(found[1], Curve()).add(float(position(record)), value)
+        at, known = float(position(record)), self._by_tag
+        for tag, value in figures(record).items():
+            if value is not None and math.isfinite(value):
+                curve = known[tag] if tag in known else self._new_line(tag)
+                if curve is not None:
+                    curve.add(at, value)
+
+    def _new_line(self, tag: str) -> Curve | None:
+        """The curve of a tag; None where no chart shows it."""
+        found = _line_of(tag)
+        curve = self._by_tag[tag] = found and self._curves[found[0].title].setdefault(found[1], Curve())
+        return curve
 
     def rewards(self, name: str) -> list[Line]:
         return [curve.line(name) for curve in self._curves[CHARTS[0].title].values()]

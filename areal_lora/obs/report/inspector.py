@@ -27,7 +27,7 @@ SEARCH_S = 0.6
 EXCERPT = 240
 OTHERS = 200
 EMBEDDED_TOKENS = 60_000
-TOKENS = ("messages", "versions", "token_ids", "logprobs", "trainer_logprobs", "advantages")
+TOKENS = ("messages", "versions", "token_ids", "logprobs", "trainer_logprobs", "advantages", "entropies", "turns")
 TEXTS = ("uid", "prompt", "gold", "answer", "finish_reason", "components", "dropped")
 SCALARS = ("rollout", "adapter", "step", "group", "reward", "solved", "truncated", "stale", "retried")
 HEAD = (*SCALARS, *TEXTS, "sample", "advantage", "mismatch", "oldest", "newest")
@@ -82,6 +82,8 @@ class RolloutTokens(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     trainer_logprobs: list[float] | None
     advantages: list[float]
+    entropies: list[float] | None = None
+    turns: str | None = None
 
 
 class GroupPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -318,7 +320,9 @@ class RolloutIndex:
         words = self._words
         tokens = [words[token] if token < len(words) else f"<{token}>" for token in row["token_ids"]]
         return RolloutTokens(
-            head=_head(row), tokens=tokens, **{name: row[name] for name in TOKENS if name != "token_ids"}
+            head=_head(row),
+            tokens=tokens,
+            **{name: row[name] for name in TOKENS if name in row and name != "token_ids"},
         )
 
 

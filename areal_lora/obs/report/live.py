@@ -1,4 +1,4 @@
-"""Serve the page of runs in progress on this machine: ``areal-lora page``.
+"""Serve the page of runs in progress on this machine: ``areal-lora page``, or a process beside the run (`run.page`).
 
     browser --GET /TOKEN/ (page), /TOKEN/data (PageData; 304 if nothing changed)--> this process --reads--> run folders
               /TOKEN/rollouts, /TOKEN/group (of inspector), /TOKEN/rollouts.parquet, with the run's number as ``run``
@@ -8,10 +8,13 @@ The token in the path keeps other users of the machine, and other pages of the b
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import secrets
+import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,18 +25,26 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.obs.metrics.reader import MetricsTail, iter_metrics
 from areal_lora.obs.metrics.records import ResumeRecord
 from areal_lora.obs.report.inspector import GroupPlace, RolloutFilter, RolloutIndex
 from areal_lora.obs.report.page import PageData, RunPage, page_text
 from areal_lora.obs.report.side_by_side import pages_of
+from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.startup import die_with_parent
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.status import set_status
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+ROLE = "page"
 NOT_STORED = {"Cache-Control": "no-store"}
 T = TypeVar("T")
+
+log = get_logger(__name__)
 
 
 class LiveRun:
@@ -50,9 +61,9 @@ class LiveRun:
         """Read new records. Raises OSError, and ConfigError for a line that is not a record."""
         void = False
         while records := self._tail.read_new():
-            for record in records:
+            void = void or any(isinstance(record, ResumeRecord) for record in records)
+            for record in () if void else records:
                 self.page.add(record)
-                void |= isinstance(record, ResumeRecord)
         if void:
             self.page = self._empty()
             for record in iter_metrics(self._folder):
@@ -61,11 +72,16 @@ class LiveRun:
 
 
 def application(folders: Sequence[RunFolder], token: str) -> Starlette:
-    """The routes below ``/token/``; all requests share the runs and are answered one after the other."""
+    """The routes below ``/token/``; all requests share the runs and are answered one after the other.
+
+    The records so far are read here, so that the first page does not wait for them.
+    """
     runs = [LiveRun(folder) for folder in folders]
 
     def newest() -> PageData:
         return pages_of([run.refresh() for run in runs])
+
+    newest()
 
     async def page(request: Request) -> Response:
         return HTMLResponse(page_text(newest(), live=True), headers={"Referrer-Policy": "no-referrer"})
@@ -141,7 +157,33 @@ def serve_pages(folders: Sequence[RunFolder], port: int, announce: Callable[[str
     import uvicorn
 
     token = secrets.token_urlsafe(16)
+    app = application(folders, token)
     with socket.create_server(("127.0.0.1", port)) as listener:
         announce(f"http://127.0.0.1:{listener.getsockname()[1]}/{token}/")
-        config = uvicorn.Config(application(folders, token), log_level="warning", access_log=False, lifespan="off")
+        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
         uvicorn.Server(config).run([listener])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Serves the page of a run; started by the launcher.")
+    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
+    parser.add_argument("--index", type=int, required=True)
+    options = parser.parse_args(argv)
+    folder: RunFolder = options.run_folder
+    die_with_parent(signal.SIGTERM)
+    setup_logging(ROLE, options.index)
+
+    def announce(address: str) -> None:
+        write_file(folder.page, f"{address}\n", mode=0o600)
+        set_status(folder, ROLE, options.index, "serving the page")
+
+    try:
+        serve_pages([folder], 0, announce)
+    except ArealLoraError as error:
+        log.error("%s", error)
+        return error.exit_code
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

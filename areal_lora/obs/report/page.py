@@ -6,7 +6,7 @@ What a model, a user or a process wrote is escaped here.
 import statistics
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -96,8 +96,10 @@ class RunPage:
         self.figures, self.charts = RunFigures(list(self.runs)), RunCharts(list(self.runs))
         self.view = RunView(ends_of(self.config))
         self.rollouts = RolloutIndex(folder)
+        self._sections: dict[str, list[ChartSection]] = {}  # by prefix, until the next record
 
     def add(self, record: Record) -> None:
+        self._sections.clear()
         self.figures.add(record)
         self.charts.add(record)
         self.view.add(record)
@@ -111,16 +113,20 @@ class RunPage:
 
     def sections(self, prefix: str = "") -> list[ChartSection]:
         """The charts of the run and of each of several adapters; ``prefix`` distinguishes runs of one page."""
+        if prefix not in self._sections:
+            self._sections[prefix] = [*self._drawn(prefix)]
+        return self._sections[prefix]
+
+    def _drawn(self, prefix: str) -> Iterator[ChartSection]:
         clocks = self.clocks()
         if not self.several:
             charts = next(iter(self.charts.adapters.values())).data()
-            return [ChartSection(id=f"{prefix}run", charts=charts, clocks=clocks)]
+            yield ChartSection(id=f"{prefix}run", charts=charts, clocks=clocks)
+            return
         rewarded = (name for name, run in self.runs.items() if not run.endless)
-        found = [ChartSection(id=f"{prefix}run", charts=self.charts.together(rewarded), clocks=clocks)]
-        return found + [
-            ChartSection(id=f"{prefix}plots-{name}", charts=charts.data(), clocks={name: clocks[name]})
-            for name, charts in self.charts.adapters.items()
-        ]
+        yield ChartSection(id=f"{prefix}run", charts=self.charts.together(rewarded), clocks=clocks)
+        for name, found in self.charts.adapters.items():
+            yield ChartSection(id=f"{prefix}plots-{name}", charts=found.data(), clocks={name: clocks[name]})
 
     def data(self, prefix: str = "") -> PageData:
         sections = self.sections(prefix)

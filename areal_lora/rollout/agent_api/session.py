@@ -30,6 +30,8 @@ from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, derived_se
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Sample, Trajectory
 
+TURN_LETTERS, TURNS_BYTES = 4000, 64 << 10
+"""Of the text of a turn, and of all turns of a conversation, that are kept with a rollout."""
 CALL_ID_LETTERS = 9  # as Mistral's templates require
 _ANSWER = "areal answer"
 
@@ -157,7 +159,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Session:
     """One run of an agent. ``tool_parser`` names the parser of its answers; without it no tools can be given.
 
-    ``responses`` has by the id of a response the turns up to its first answer and with it, without the instructions.
+    ``responses`` has by the id of a response the turns up to its first answer and with it, without the instructions;
+    ``turns`` by the number of a conversation those up to its last answer.
     """
 
     context: WorkflowContext
@@ -167,6 +170,7 @@ class Session:
     conversations: list[PackedTurns] = field(default_factory=list)
     records: list[RequestRecord] = field(default_factory=list)
     responses: dict[str, tuple[Turn, ...]] = field(default_factory=dict)
+    turns: dict[int, tuple[Turn, ...]] = field(default_factory=dict)
     prompts: Prompts = field(init=False)
     last: Generation | None = None
     n_requests: int = 0
@@ -216,6 +220,8 @@ class Session:
             start, how = end - len(reply.sampled.columns), reply.finish_reason
             answers.append(AnswerRecord(turn=reply.turn, finish_reason=how, conversation=at, begin=start, end=end))
             self.prompts.answered(request, prompt_ids, reply)
+            if request.turns is not None:
+                self.turns[at] = (*request.turns, reply.turn)
         record = RequestRecord(
             known=known,
             turns=list((request.turns or ())[known:]),
@@ -273,6 +279,18 @@ class Session:
     @property
     def last_text(self) -> str:
         return "" if self.last is None else self.last.text
+
+    def turns_of(self, conversation: int) -> str:
+        """The messages of a conversation as JSON, the first `TURNS_BYTES`; empty for prompts that are plain text."""
+        turns, kept, left = self.turns.get(conversation, ()), list[bytes](), TURNS_BYTES
+        for turn in turns:
+            cut = f"{turn.content[:TURN_LETTERS]} [{len(turn.content)} letters]"
+            shown = turn if len(turn.content) <= TURN_LETTERS else msgspec.structs.replace(turn, content=cut)
+            kept.append(msgspec.json.encode(shown.for_template()))
+            if (left := left - len(kept[-1])) < 0:
+                kept[-1] = msgspec.json.encode({"role": f"{len(turns) - len(kept) + 1} more turns"})
+                break
+        return f"[{b','.join(kept).decode()}]" if kept else ""
 
     def item(self, sample: Sample) -> ScoreItem:
         """What the configured reward gets: the last completion."""

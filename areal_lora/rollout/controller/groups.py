@@ -100,6 +100,7 @@ def group_text(ticket: Ticket, episode: Episode) -> GroupText:
     return GroupText(
         prompt=ticket.prompt.text,
         answers=episode.texts,
+        turns=episode.turns,
         messages="" if messages is None else json.dumps(messages, ensure_ascii=False),
         gold=ticket.prompt.sample.gold,
         tries=ticket.issue + ticket.failed,

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ import pytest
 
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
+from areal_lora.obs.report.summary import write_summary
+from areal_lora.run_folder.events import EndEvent, write_event
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
 from areal_lora.types import Outcome
@@ -28,6 +31,7 @@ from tests.support.obs.fake_run import ADAPTER, make_run
 from tests.support.obs.records import step_record
 from tests.support.obs.rollouts import keep, step_rollouts
 from tests.support.obs.three_adapters import make_three
+from tests.support.sizes import sample
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -88,6 +92,32 @@ def test_nothing_leaves_the_window(browser: Browser, tmp_path: Path, width: int,
     assert visit.problems == []
 
 
+LOOKS = [*product(("running", "failed", "finished"), (1, 3), (1280, 400), ("light", "dark"))]
+
+
+@pytest.mark.parametrize(("state", "adapters", "width", "scheme"), sample(LOOKS, 4, lambda look: look))
+def test_all_can_use_it(browser: Browser, tmp_path: Path, state: str, adapters: int, width: int, scheme: str) -> None:
+    """axe-core finds no serious fault in the charts, the inspector and an open group."""
+    folder = make_three(tmp_path, turns=8) if adapters == 3 else RunFolder(make_run(tmp_path, steps=12))
+    name = "alpha" if adapters == 3 else ADAPTER
+    keep(folder, [step_rollouts(20, adapter=name, dropped=["scorer: no connection"])])
+    if state == "failed":
+        error = "trainer.micro_batch_tokens: out of memory"
+        write_event(folder, EndEvent(at="2026-01-01T00:00:00Z", code=1, process="trainer", how="ended", error=error))
+    elif state == "finished":
+        write_summary(folder, wall_s=80.0, adapters={}, report_path=folder.report)
+    with live_page(folder) if state == "running" else nullcontext(write_report(folder).as_uri()) as address:
+        visit = Visit(browser, address, width, scheme)
+        visit.wait("document.querySelector('ol.rollouts button')")
+        visit.page.locator("ol.rollouts button").first.click()
+        visit.wait("document.querySelector('#group .sample')")
+        visit.page.get_by_label("tokens by").select_option("entropy")
+        visit.scroll_through()
+        assert visit.faults() == []
+        assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert visit.problems == []
+
+
 def test_what_models_write_is_text(browser: Browser, tmp_path: Path) -> None:
     make_run(tmp_path, steps=3)
     attack = "<script>window.attacked = 1</script><img src=x onerror='window.attacked = 1'>"
@@ -100,7 +130,10 @@ def test_what_models_write_is_text(browser: Browser, tmp_path: Path) -> None:
         {"role": attack, "tool_calls": [call, attack, None]},
         {"role": "tool", "content": [attack]},
     ]
-    group = msgspec.structs.replace(hostile.texts[1], prompt=attack, gold=attack, messages=json.dumps(messages))
+    written = json.dumps(messages)
+    group = msgspec.structs.replace(
+        hostile.texts[1], prompt=attack, gold=attack, messages=written, turns=(written,) * 5
+    )
     (RunFolder(tmp_path).rollouts / "vocabulary.parquet").unlink()
     keep(RunFolder(tmp_path), [replace(hostile, texts=(hostile.texts[0], group))], vocabulary=[attack] * 1000)
     set_status(RunFolder(tmp_path), "trainer", 0, attack)
@@ -113,7 +146,8 @@ def test_what_models_write_is_text(browser: Browser, tmp_path: Path) -> None:
     assert visit.page.evaluate("window.attacked") is None
     shown = visit.page.inner_text("#group")
     assert attack in shown
-    assert visit.page.text_content("#group details").count(attack) == 6
+    boxes = visit.page.locator("#group details")
+    assert [text.count(attack) for text in boxes.all_text_contents()] == [6] * 6, "of the prompt, of each answer"
     assert shown.count(attack) > 5 * 6, "tokens are texts of a vocabulary, of models like any other"
     assert visit.requests == [report.as_uri()]
     assert visit.problems == []
@@ -150,6 +184,8 @@ def test_rollouts_are_filtered_opened_coloured_and_compared(browser: Browser, tm
     assert page.locator("#group .sample .token").count() == 2 * 4, "a run of each version"
     page.get_by_label("tokens by").select_option("mismatch")
     assert page.locator("#group .sample .l2").count() == 4, "0.25 is between 0.1 and 0.5"
+    page.get_by_label("tokens by").select_option("entropy")
+    assert page.locator("#group .sample .l3").count() == 4, "1.5 is between 1 and 2"
     page.get_by_label("tokens by").select_option("advantage")
     assert page.locator("#group .sample .minus.l2").count() == 2
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= 400

@@ -47,8 +47,12 @@ class Run:
         path = self.folder / "logs" / f"{name}.log"
         return path.read_text() if path.exists() else ""
 
+    @property
+    def printed(self) -> str:
+        return self._output.read_text()
+
     def end(self, timeout_s: float = WAIT_S) -> tuple[int, str]:
-        return self.process.wait(timeout_s), self._output.read_text()
+        return self.process.wait(timeout_s), self.printed
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from tests.support.packages import missing
@@ -58,6 +59,17 @@ class Visit:
     def charts(self, expression: str) -> object:
         """``expression`` of each drawn chart ``e``: {chart, plot, zoomed}."""
         return self.page.evaluate(f"[...drawn.values()].filter((e) => e.plot).map((e) => {expression})")
+
+    def faults(self) -> list[str]:
+        """Serious and critical ones that axe-core finds: its rule, the summary of what is wrong, where."""
+        self.page.evaluate((files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8"))
+        found = self.page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
+        return [
+            f"{fault['id']}: {node['target']}: {node['failureSummary']}"
+            for fault in found
+            if fault["impact"] in ("serious", "critical")
+            for node in fault["nodes"]
+        ]
 
     def scroll_through(self) -> None:
         """Bring every chart into view: they are drawn then."""

@@ -30,8 +30,8 @@ def step_rollouts(
     """``groups`` of ``n`` answers of ``tokens`` tokens; the first half of the tokens is of the version before.
 
     Answer i has reward i % 2, answer 0 is truncated, group 0 needed two tries. ``texts`` are answers in order of the
-    rollouts. ``scored``: the trainer's log-probabilities are known, 0.25 from the server's. ``dropped`` are reasons of
-    further groups of ``n`` answers, which were dropped.
+    rollouts. ``scored``: the trainer's log-probabilities are known, 0.25 from the server's, and entropies of 1.5.
+    ``dropped`` are reasons of further groups of ``n`` answers, which were dropped.
     """
     rng, made, said = np.random.default_rng(step), [], list(texts)
     versions = [-1] * PROMPT + [max(0, step - 1)] * (tokens // 2) + [step] * (tokens - tokens // 2)
@@ -72,6 +72,7 @@ def step_rollouts(
             GroupText(
                 prompt=f"Problem {group} of step {step}?",
                 answers=tuple(answers[group * n : (group + 1) * n]),
+                turns=tuple(f'[{{"role": "assistant", "content": "turn of {i}"}}]' for i in range(n)),
                 messages='[{"role": "user", "content": "Why?"}]',
                 gold=str(group),
                 tries=2 - bool(group),
@@ -80,6 +81,7 @@ def step_rollouts(
         ),
         advantages=np.where(mask, [t.reward - 0.5 for t in every for _ in t.token_ids], 0).astype(np.float32),
         trainer_logprobs=np.where(mask, logprobs - 0.25, 0).astype(np.float32) if scored else None,
+        entropies=np.where(mask, 1.5, 0).astype(np.float32) if scored else None,
     )
 
 

@@ -86,10 +86,20 @@ class RecordedEngine:
         return torch.cat([rows[tuple(batch.token_ids[a:b].tolist())] for a, b in pairwise(mine)])
 
     def forward_backward(
-        self, batch: TrainBatch, loss_fn: LossFn, *, temperature: float = 1.0, need_entropy: bool = False
+        self,
+        batch: TrainBatch,
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        need_entropy: bool = False,
+        scores: torch.Tensor | None = None,
     ) -> dict[str, float]:
+        """Entropies are minus twice the log-probabilities."""
         logprobs = (self._of(batch) if self.dropped is None else self.dropped).detach().clone().requires_grad_()
-        sums = loss_fn(batch, logprobs, None)
+        entropies = -2 * logprobs.detach() if need_entropy else None
+        if scores is not None:
+            scores.copy_(torch.stack([logprobs.detach(), entropies], 1))
+        sums = loss_fn(batch, logprobs, entropies)
         sums.loss.backward()
         self.gradient = logprobs.grad
         return {"loss": float(sums.loss.detach()), **{k: float(v) for k, v in sums.stats.items()}}

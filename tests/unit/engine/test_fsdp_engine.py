@@ -228,6 +228,24 @@ def test_a_joined_pass_gives_each_adapter_what_its_own_pass_gives(
     assert joint.spans.counts == alone.spans.counts, "operations by formula"
 
 
+@pytest.mark.parametrize("budget", [70, 4096], ids=["many", "one"])
+def test_a_training_pass_reports_the_entropy_of_each_token(world: None, tmp_path: Path, budget: int) -> None:
+    folder, temperature = save("qwen3_moe", tmp_path), 0.7
+    engine, batch = engine_of(folder, max_tokens_per_microbatch=budget), scoring_batch(ROWS, "a")
+    engine.add_adapter(SPEC, OptimizerConfig(lr=0.1), seed=1)  # it is the base until its first step
+    scores = torch.full((batch.n_tokens, 2), math.nan)
+    summed = lambda _, logprobs, entropy: LossSums(loss=logprobs.sum(), stats={"entropy": entropy.sum()})  # noqa: E731
+    sums = engine.forward_backward(batch, summed, temperature=temperature, need_entropy=True, scores=scores)
+    model, wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
+    for row in ROWS:
+        with torch.no_grad():
+            logp = (model(torch.tensor([row])).logits[0, :-1].double() / temperature).log_softmax(-1)
+        wanted += [0.0, *(-(logp.exp() * logp).sum(-1)).tolist()]
+    assert scores[:, 1].tolist() == pytest.approx(wanted, abs=1e-4)
+    assert sums["entropy"] == pytest.approx(sum(wanted), rel=1e-5)
+    torch.testing.assert_close(scores[:, 0], engine.logprobs(batch, adapter="a", temperature=temperature))
+
+
 def test_an_adapter_that_is_not_finite_spoils_no_other(world: None, tmp_path: Path) -> None:
     folder = save("qwen3_moe", tmp_path)
     mixed = replace(scoring_batch(ROWS + ROWS, "a"), adapters=tuple("abccba"))

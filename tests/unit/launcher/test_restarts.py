@@ -16,8 +16,8 @@ from areal_lora.errors import (
     RolloutError,
     StalenessError,
 )
-from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRACKER, TRAINER, ProcessSpec
-from areal_lora.launcher.restarts import HEALTHY_S, LAUNCHES, TRACKER_RESTARTS, ProcessExit, Pulse, Restarts, to_blame
+from areal_lora.launcher.plan import CONTROLLER, PAGE, SERVER, SERVICE, TRACKER, TRAINER, ProcessSpec
+from areal_lora.launcher.restarts import HEALTHY_S, LAUNCHES, OBSERVER_RESTARTS, ProcessExit, Pulse, Restarts, to_blame
 
 
 def spec(role: str = SERVER, index: int = 0) -> ProcessSpec:
@@ -254,25 +254,28 @@ def test_a_unit_that_never_started_at_all_fails_soon_and_is_not_lost() -> None:
     assert not made.take(never, 0.0, None).ended.lost
 
 
+@pytest.mark.parametrize(
+    ("role", "fix"), [(TRACKER, "areal-lora track RUN sends what is missing"), (PAGE, "areal-lora page RUN")]
+)
 @pytest.mark.parametrize("code", [-9, 0, 1, 64, 69, 74])
-def test_a_tracker_is_given_up_after_so_many_failures_and_never_ends_the_run(code: int) -> None:
-    made, now, waits = Restarts([spec(TRACKER)], {TRACKER: TRACKER_RESTARTS}), 1000.0, []
-    dead = ended(code, TRACKER)
+def test_an_observer_is_given_up_after_so_many_failures_and_never_ends_the_run(code: int, role: str, fix: str) -> None:
+    made, now, waits = Restarts([spec(role)], {role: OBSERVER_RESTARTS}), 1000.0, []
+    dead = ended(code, role)
     while not (verdict := made.take(dead, now, worked_s=None)).abandoned:
         assert not verdict.ends_run
         assert verdict.wait_s is not None
         waits.append(verdict.wait_s)
         now += verdict.wait_s
-        assert names(made.due(now)) == [["tracker-0"]]
+        assert names(made.due(now)) == [[f"{role}-0"]]
         now += HEALTHY_S - 1
     assert waits == [1.0, 4.0, 16.0, 64.0, 64.0, 64.0, 64.0, 64.0]
     assert not verdict.ends_run
-    assert str(verdict).endswith("the run continues without it (fix: areal-lora track RUN sends what is missing)")
+    assert str(verdict).endswith(f"the run continues without it (fix: {fix})")
 
 
 def test_a_tracker_that_worked_for_long_has_its_whole_budget() -> None:
-    made, now = Restarts([spec(TRACKER)], {TRACKER: TRACKER_RESTARTS}), 1000.0
-    for _ in range(3 * TRACKER_RESTARTS):
+    made, now = Restarts([spec(TRACKER)], {TRACKER: OBSERVER_RESTARTS}), 1000.0
+    for _ in range(3 * OBSERVER_RESTARTS):
         verdict = made.take(ended(69, TRACKER), now, worked_s=None)
         assert (verdict.wait_s, verdict.times) == (1.0, 1)
         assert made.due(now + 1.0)

@@ -71,6 +71,35 @@ def test_a_tracker_that_fails_does_not_end_the_run_and_one_that_works_gets_time_
     assert run.alive() == []
 
 
+def test_the_address_of_each_page_is_printed_once_and_its_end_does_not_end_the_run(
+    begin: Callable[..., Run], tmp_path: Path
+) -> None:
+    first, fail, done = (tmp_path / name for name in ("first", "fail", "done"))
+    until = "import os, time\nwhile not os.path.exists({!r}): time.sleep(0.05)\n"
+    page = f"""import os
+n = 1 + os.path.exists({str(first)!r})
+open({str(first)!r}, "w").close()
+with open({str(tmp_path / "new")!r}, "w") as file:
+    file.write(f"http://127.0.0.1:{{n}}/token/")
+os.replace({str(tmp_path / "new")!r}, "page.address")
+while n > 1:
+    time.sleep(1)
+"""
+    page = f"import time\n{page}{until.format(str(fail))}raise SystemExit(1)"
+    run = begin(
+        ("page", 0, f"import os\nos.chdir({str(tmp_path / 'run')!r})\n{page}"), ("trainer", 0, until.format(str(done)))
+    )
+    run.wait_for(lambda: "page: http://127.0.0.1:1/token/" in run.printed)
+    fail.touch()
+    run.wait_for(lambda: "page: http://127.0.0.1:2/token/" in run.printed)
+    done.touch()
+    code, output = run.end()
+    assert code == 0, output
+    assert output.count("page: ") == 2
+    assert "page-0 exited with code 1; it is restarted in 1 s (1 of 8)" in output
+    assert run.alive() == []
+
+
 def test_process_killed_from_outside_is_named(begin: Callable[..., Run]) -> None:
     run = begin(
         ("server", 0, "import os; print(os.getpid()); import time; time.sleep(600)"),

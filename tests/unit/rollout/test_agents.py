@@ -11,12 +11,14 @@ from itertools import pairwise
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from areal_lora.algorithms.advantages import ADVANTAGES, Discount, Shaping, token_credit
 from areal_lora.algorithms.losses import k1
 from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
+from areal_lora.rollout.agent_api import session as agent_session
 from areal_lora.rollout.agents import MAX_BODY_BYTES, AgentTask, AgentWorkflow, agent_gateway
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.workflow import Episode
@@ -140,8 +142,25 @@ def test_other_prompts_are_trajectories_of_their_own_with_the_same_reward() -> N
     assert sorted(of_sample) == [(0, 0.0)] * 3 + [(1, 1.0)]
     assert all(sum(t.loss_mask) == 3 for t in episode.group.trajectories)
     assert len(episode.texts) == 4
+    turns = [[turn["content"] for turn in json.loads(text)] for text in episode.turns]
+    assert sorted(len(each) for each in turns) == [2, 2, 2, 4]
+    assert [each[-1].lower() for each in turns if "go on" in each] != []
     batch = collate(PackedGroups.of([episode.group]))
     assert batch.sample_ids.tolist() == [0, 0, 0, 1]
+
+
+def test_the_turns_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_session, "TURN_LETTERS", 5)
+    monkeypatch.setattr(agent_session, "TURNS_BYTES", 120)
+
+    async def agent(task: AgentTask) -> float:
+        await say(task, [user("0123456789"), *map(user, "abc")])
+        return 1.0
+
+    [text] = run(agent, n_samples=1).turns
+    turns = json.loads(text)
+    assert turns == [user("01234 [10 letters]"), user("a"), user("b"), {"role": "2 more turns"}]
+    assert len(msgspec.json.encode(turns[:-1])) <= 120 + len(turns)
 
 
 def test_samples_with_different_numbers_of_trajectories_weigh_the_same() -> None:

@@ -249,3 +249,13 @@ def test_an_adaptive_kl_coefficient_is_state_of_the_training_and_weighs_loss_and
     assert state.adapter.algorithm.terms.kl_coef == 0.2
     state = TrainingState(adapter=make_adapter(kind="reinforce_pp", kl_coef=0.2, kl_target=0.1), kl_scale=2.0)
     assert (state.tuned.algorithm.shaping.kl_coef, state.tuned.algorithm.terms.kl_coef) == (0.4, 0.0)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_entropies_are_reported_in_the_order_of_the_batch_where_the_algorithm_needs_them(minibatches: int) -> None:
+    batch = make_batch()
+    adapter = make_adapter(entropy_coef=0.01, minibatches=minibatches)
+    found = _learn(RecordedEngine(batch.rollout_logprobs), adapter, batch).entropies
+    assert found is not None
+    assert torch.equal(found, -2 * batch.rollout_logprobs)
+    assert _learn(RecordedEngine(batch.rollout_logprobs), make_adapter(), batch).entropies is None

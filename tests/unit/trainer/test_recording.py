@@ -21,7 +21,7 @@ from areal_lora.obs.machine import MachineWatch
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import DroppedGroup, GroupText
 from areal_lora.obs.metrics.rollout_store import RolloutWriter
-from areal_lora.obs.report.inspector import RolloutFilter, RolloutIndex
+from areal_lora.obs.report.inspector import GroupPlace, RolloutFilter, RolloutIndex
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import OptimStep, StepResult
@@ -87,8 +87,9 @@ def test_the_rollouts_of_a_step_are_kept_with_what_the_trainer_knows_and_repeats
     texts = tuple(GroupText(prompt=p.text, answers=("yes", "no"), tries=1 + i) for i, p in enumerate(prompts))
     lost = DroppedGroup(reason="stale", group=groups[0], text=texts[0])
     received = msgspec.structs.replace(EMPTY, adapter=NAME, step=4, groups=groups, texts=texts, dropped=(lost,))
-    report = LearnReport(sums=defaultdict(float, tokens=8.0), grad_norm=1.0, lr=1e-3, skipped=0.0)
     batch = collate(PackedGroups.of(groups))
+    sums, entropies = defaultdict(float, tokens=8.0), batch.loss_mask * 1.5
+    report = LearnReport(sums=sums, grad_norm=1.0, lr=1e-3, skipped=0.0, entropies=entropies)
     prox = torch.where(batch.loss_mask, batch.rollout_logprobs - 0.5, 0)
     annotated = replace(batch, advantages=batch.loss_mask * 2.0, prox_logprobs=prox)
     for resumed in ({}, {NAME: 4}):
@@ -106,6 +107,8 @@ def test_the_rollouts_of_a_step_are_kept_with_what_the_trainer_knows_and_repeats
     assert [h.outcomes for h in heads] == [["stale"], ["stale"], ["stale", "retried"], ["stale", "retried"]]
     assert [h.prompt for h in heads[::2]] == [p.text for p in prompts]
     dropped = index.rollouts(RolloutFilter(outcome="dropped"))
+    view = index.group(GroupPlace(adapter=NAME, step=4, group=1))
+    assert [x for one in view.rollouts for x in one.entropies or ()] == entropies[len(entropies) // 2 :].tolist()
     assert [(h.step, h.group, h.answer, h.dropped) for h in dropped] == [(4, 2, "yes", "stale"), (4, 2, "no", "stale")]
 
 

@@ -2,8 +2,10 @@
 // Shows the rollouts of PageData (inspector.py): a filter, a list in pages, the answers of one group side by side.
 // A live page queries its server; a file has the groups inside. All texts are set as text.
 const OUTCOMES = ["solved", "failed", "truncated", "stale", "retried", "dropped", "trained"];
-const COLOURS_BY = { version: "version", mismatch: "mismatch", advantage: "advantage" };
-const LEVELS = { mismatch: [0.01, 0.1, 0.5, 1], advantage: [1e-6, 0.5, 1, 2] };
+const COLOURS_BY = ["version", "mismatch", "advantage", "entropy"];
+const LEVELS = { mismatch: [0.01, 0.1, 0.5, 1], advantage: [1e-6, 0.5, 1, 2], entropy: [0.1, 0.5, 1, 2] };
+const UNKNOWN = { mismatch: ["trainer_logprobs", "the trainer's log-probabilities were not recorded"],
+  entropy: ["entropies", "entropies were not recorded: algorithm.entropy_coef is 0"] };
 const LOCAL_PAGE = 25;
 const host = byId("rollouts"), isLive = Boolean(document.body.dataset.live);
 const pages = { starts: [null], below: null, query: 0 };
@@ -124,7 +126,7 @@ function drawGroup() {
   if (!first?.rollouts.length) { opened.replaceChildren(element("p", { class: "sub" }, "This group is not kept.")); return; }
   const { head, messages } = first.rollouts[0];
   const name = (place) => `step ${place.step}, group ${place.group}, ${place.adapter}`;
-  const by = element("select", {}, ...Object.entries(COLOURS_BY).map(([value, text]) => option(value, text)));
+  const by = element("select", {}, ...COLOURS_BY.map((name) => option(name)));
   const beside = element("select", {}, option("", "none"), ...first.others.map((place, i) => option(i, name(place))));
   by.value = colour;
   beside.value = second?.rollouts.length ? first.others.findIndex((place) => isAt(place)(second)) : "";
@@ -135,13 +137,14 @@ function drawGroup() {
   opened.replaceChildren(element("h3", {}, `Answers to ${head.uid}`),
     element("p", { class: "controls" }, element("label", {}, "tokens by", by), element("label", {}, "same prompt beside", beside),
       button("close", () => { opened.replaceChildren(); list.querySelector("button")?.focus(); })), legend(first, second),
-    element("pre", { class: "prompt" }, head.prompt), ...(messages ? [element("details", {},
-      element("summary", {}, "messages"), ...messageList(messages))] : []),
+    element("pre", { class: "prompt" }, head.prompt), ...messageBox("messages", messages),
     element("div", { class: second?.rollouts.length ? "beside" : "samples" },
       ...(columns.length > 1 ? columns : [...columns[0].children].slice(1))));
 }
 
-// Messages of a prompt: calls of tools as calls, and results with the name of what was called.
+const messageBox = (title, messages) => messages ? [element("details", {}, element("summary", {}, title), ...messageList(messages))] : [];
+
+// Messages of a prompt or of an agent: calls of tools as calls, and results with the name of what was called.
 function messageList(messages) {
   const names = new Map(), written = (value) => typeof value === "string" ? value : JSON.stringify(value, null, 2) ?? "";
   return [JSON.parse(messages)].flat().flatMap((one) => {
@@ -162,10 +165,9 @@ const versionsOf = (groups) => [...new Set(groups.flatMap((group) => group?.roll
 
 function legend(...groups) {
   const { colour } = shownGroup, mark = (name, text) => element("span", { class: `token ${name}` }, text);
-  const unknown = colour === "mismatch" && groups.every((group) => !group?.rollouts[0]?.trainer_logprobs);
+  const [column, reason] = UNKNOWN[colour] ?? [], unknown = column && groups.every((group) => !group?.rollouts[0]?.[column]);
   const marks = colour === "version" ? versionsOf(groups).map((v) => mark(`v${v % COLOURS}`, `v${v}`)) : unknown ?
-    ["the trainer's log-probabilities were not recorded"] :
-    LEVELS[colour].map((limit, i) => mark(`l${i + 1}`, `${colour === "mismatch" ? "" : "±"}${limit} or more`));
+    [reason] : LEVELS[colour].map((limit, i) => mark(`l${i + 1}`, `${colour === "advantage" ? "±" : ""}${limit} or more`));
   return element("p", { class: "head" }, ...marks);
 }
 
@@ -180,6 +182,7 @@ function answer(one) {
     if (each[t] < 0) return "given";
     if (shownGroup.colour === "version") return `v${each[t] % COLOURS}`;
     if (shownGroup.colour === "advantage") return (one.advantages[t] < 0 ? "minus l" : "l") + level(Math.abs(one.advantages[t]), LEVELS.advantage);
+    if (shownGroup.colour === "entropy") return `l${level(one.entropies?.[t] ?? 0, LEVELS.entropy)}`;
     return one.trainer_logprobs ? `l${level(Math.abs(one.trainer_logprobs[t] - one.logprobs[t]), LEVELS.mismatch)}` : "l0";
   };
   for (let t = start; t < one.tokens.length;) {
@@ -189,7 +192,7 @@ function answer(one) {
     pre.append(element("span", { class: `token ${name}` }, text));
   }
   return element("div", { class: "sample" }, element("div", { class: "head" },
-    element("span", {}, `sample ${one.head.sample}`), ...facts(one.head)), pre);
+    element("span", {}, `sample ${one.head.sample}`), ...facts(one.head)), ...messageBox("turns", one.turns), pre);
 }
 
 // The choices that the runs offer; what is chosen stays.

@@ -53,6 +53,7 @@ def test_every_value_comes_back(tmp_path: Path) -> None:
         assert row["token_ids"] == t.token_ids
         assert row["logprobs"] == t.rollout_logprobs
         assert row["trainer_logprobs"] == given.trainer_logprobs[part].tolist()
+        assert row["entropies"] == given.entropies[part].tolist()
         assert row["advantages"] == given.advantages[part].tolist()
         assert row["versions"] == [-1, PROMPT, 4, 3, 5, 3]
         assert row["advantage"] == pytest.approx(given.advantages[part][on].mean())
@@ -64,14 +65,14 @@ def test_every_value_comes_back(tmp_path: Path) -> None:
     assert [row["retried"] for row in rows] == [True] * 4 + [False] * 4
     assert [row["group"] for row in rows] == [0] * 4 + [1] * 4
     assert rows[5]["prompt"] == "Problem 1 of step 5?"
-    assert rows[5]["answer"] == "answer 1 of step 5"
+    assert (rows[5]["answer"], rows[5]["turns"]) == ("answer 1 of step 5", given.texts[1].turns[1])
     words = pq.read_table(RunFolder(tmp_path).rollouts / "vocabulary.parquet")["text"].to_pylist()
     assert words == VOCABULARY
 
 
 def test_what_the_trainer_did_not_compute_is_null() -> None:
     table = rollout_table(step_rollouts(0, scored=False), 0)
-    assert set(table["mismatch"].to_pylist()) == set(table["trainer_logprobs"].to_pylist()) == {None}
+    assert {x for name in ("mismatch", "trainer_logprobs", "entropies") for x in table[name].to_pylist()} == {None}
     assert table.schema == rollout_table(step_rollouts(0), 0).schema
     assert not any(table["stale"].to_pylist())
 

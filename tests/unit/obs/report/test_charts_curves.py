@@ -11,11 +11,16 @@ from areal_lora.obs.report.charts import CHARTS, STEP, STRETCHES, VERSION, Chart
 from tests.support.paths import ROOT
 
 
+def points_of(curve: Curve) -> list[tuple[float, float]]:
+    x, y = curve.thinned()
+    return list(zip(x.tolist(), y.tolist(), strict=True))
+
+
 def test_few_points_stay_as_they_are() -> None:
     curve, points = Curve(), [(float(i), float(i * i % 7)) for i in range(STRETCHES)]
     for point in points:
         curve.add(*point)
-    assert curve.thinned() == points
+    assert points_of(curve) == points
 
 
 def test_a_long_curve_keeps_its_spikes_and_its_ends() -> None:
@@ -29,7 +34,7 @@ def test_a_long_curve_keeps_its_spikes_and_its_ends() -> None:
         curve = Curve()
         for point in rng.sample(points, n) if n == 5000 else points:
             curve.add(*point)
-        kept = curve.thinned()
+        kept = points_of(curve)
         assert len(kept) <= 4 * (STRETCHES + 1)
         assert set(kept) <= set(points)
         assert kept == sorted(kept)
@@ -47,6 +52,10 @@ def test_a_line_has_six_digits_and_its_x_may_be_scaled() -> None:
     curve.add(120.0, 1 / 3)
     line = curve.line("a", 1 / 60)
     assert (line.name, line.x, line.y) == ("a", [2.0], [0.333333])
+
+
+def test_an_empty_curve_has_an_empty_line() -> None:
+    assert Curve().line("a").x == []
 
 
 def test_a_tag_is_drawn_in_its_chart_under_what_distinguishes_it() -> None:

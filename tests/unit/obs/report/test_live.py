@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import msgspec
@@ -10,12 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
+from areal_lora.cli.find_run import local_processes
 from areal_lora.obs.metrics.records import ResumeRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.inspector import GroupView, RolloutHead, RolloutPage
 from areal_lora.obs.report.live import application
 from areal_lora.obs.report.page import PageData
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.status import forget_sessions, read_statuses
+from tests.support.clocks import wait_until
 from tests.support.obs.fake_run import ADAPTER, make_run
 from tests.support.obs.page import Page
 from tests.support.obs.records import step_record
@@ -54,6 +60,28 @@ def test_the_page_is_the_report_with_the_live_mark(client: TestClient) -> None:
     assert ("data-live", "1") in page.attributes
     assert "Reward" in page.titles()
     assert "Now" in page.text
+
+
+def test_the_process_beside_a_run_writes_its_address_for_the_owner_alone_and_ends_on_a_signal(
+    folder: RunFolder,
+) -> None:
+    folder.metrics.unlink()  # nothing is recorded yet
+    words = [sys.executable, "-m", "areal_lora.obs.report.live", "--run-folder", str(folder), "--index", "0"]
+    with subprocess.Popen(words) as page:
+        try:
+            wait_until(folder.page.exists)
+            assert folder.page.stat().st_mode & 0o777 == 0o600
+            address = folder.page.read_text().strip()
+            with urllib.request.urlopen(address, timeout=120) as answer:
+                assert "Now" in answer.read().decode()
+            assert local_processes(folder) == {"page-0": page.pid}
+            assert read_statuses(folder)["page-0"] == "serving the page"
+            page.terminate()
+            page.wait(120)
+        finally:
+            page.kill()
+    forget_sessions(folder)
+    assert not folder.page.exists()
 
 
 def test_new_records_change_the_data_and_its_tag(client: TestClient, folder: RunFolder) -> None:

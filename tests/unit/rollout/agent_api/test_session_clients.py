@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -63,7 +64,19 @@ def test_a_chat_with_tools_is_one_trajectory_of_the_sampled_tokens(first: str, s
             else:
                 assert (choice.finish_reason, choice.message.content) == ("stop", "it is 3")
 
-    (made,) = run(agent, saying([first, "it is 3"])).group.trajectories
+    episode = run(agent, saying([first, "it is 3"]))
+    (made,), (turns,) = episode.group.trajectories, (json.loads(text) for text in episode.turns)
+    assert [(turn["role"], turn["content"]) for turn in turns] == [
+        ("user", "hi"),
+        ("assistant", "ok"),
+        ("tool", "3"),
+        ("assistant", "it is 3"),
+    ]
+    [called] = turns[1]["tool_calls"]
+    assert (called["function"], called["id"]) == (
+        {"name": "add", "arguments": {"a": 1, "b": 2}},
+        turns[2]["tool_call_id"],
+    )
     want = oracle(("told", "[add]<user:hi>"), ("sampled", first), ("told", "<tool:3>"), ("sampled", "it is 3"))
     assert (made.token_ids, made.loss_mask) == want
     if first == CALL:  # what the template itself writes of the whole conversation
