@@ -81,9 +81,9 @@ class ServerEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fie
 class SourceEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One broadcast group: the store of trainer rank ``source``, and the settings that all members share.
 
-    ``world`` counts the source (rank 0) and all receivers. A member needs the run secret for the store, and
-    ``token``, which prefixes the store's keys and is sent over the admin plane. ``library`` is the name and version of
-    the backend's library at the source, which all members must share; empty if versions may differ.
+    ``world`` counts rank 0, the source or a relay of its bytes, and all receivers. A member needs the run secret for
+    the store, and ``token``, which prefixes the store's keys and is sent over the admin plane. ``library`` is the name
+    and version of the backend's library at the source, which all members must share; empty if versions may differ.
     """
 
     source: int
@@ -153,13 +153,17 @@ class PingReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=T
     leaving: bool = False
 
 
-class JoinRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``ranks[w]`` is the rank of the server's worker ``w`` in every group (rank 0 is the source)."""
+class JoinRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """``ranks[w]`` is the rank of the server's worker ``w`` in every group of ``endpoints`` (rank 0 sends).
+
+    Worker 0 sends what arrives on to the groups ``below`` (``link.relays``), as their rank 0. None: keep the groups.
+    """
 
     run: str
-    endpoints: list[SourceEndpoint]
+    endpoints: list[SourceEndpoint] | None
     ranks: list[int]
     timeout_s: float
+    below: list[SourceEndpoint] | None = None
 
 
 class JoinReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,6 +17,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import messages
 from areal_lora.weight_sync.layout import AdapterLayout, Payload
+from areal_lora.weight_sync.link.relays import RelayGroup
 from areal_lora.weight_sync.manifest import Announcement, encode
 from areal_lora.weight_sync.messages import PingReply, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult, check_probe
@@ -296,20 +297,34 @@ class Fleet:
 
     def join(
         self,
-        members: Sequence[ServerEndpoint],
-        sources: list[messages.SourceEndpoint],
+        groups: Sequence[RelayGroup],
+        sources: Sequence[list[messages.SourceEndpoint]],
         deadline: float,
         answer_s: float,
     ) -> dict[ServerEndpoint, Future[messages.JoinReply]]:
-        """Request that every member joins the sources' groups by ``deadline``, with the ranks of its workers."""
-        posts, first = {}, 1
-        for server in members:
+        """Request that servers join their groups by ``deadline``, of which ``sources`` are the endpoints."""
+        above = dict[ServerEndpoint, list[messages.SourceEndpoint]]()
+        below = dict[ServerEndpoint, list[messages.SourceEndpoint]]()
+        ranks = dict[ServerEndpoint, list[int]]()
+        for group, endpoints in zip(groups, sources, strict=True):
+            first = 1
+            for server in group.members:
+                above[server], ranks[server] = endpoints, list(range(first, first + server.workers))
+                first += server.workers
+            if group.relay is not None:
+                below[group.relay] = endpoints
+        posts = {}
+        for server in above | below:
             line = self._lines[server]
             line.layouts.clear()
-            ranks = list(range(first, first + server.workers))
-            request = messages.JoinRequest(run=self._run, endpoints=sources, ranks=ranks, timeout_s=0.0)
+            request = messages.JoinRequest(
+                run=self._run,
+                endpoints=above.get(server),
+                ranks=ranks.get(server, [0] * server.workers),
+                timeout_s=0.0,
+                below=below.get(server),
+            )
             posts[server] = line.thread.submit(line.join, request, deadline, answer_s)
-            first += server.workers
         return posts
 
     def publish(

@@ -322,8 +322,8 @@ class World:
         """One transfer, which a member that is dead breaks for the others, too."""
         self.attempts += 1
         members = self.leader.roster.members
-        if attempt.members is not None:
-            self.formed = tuple(attempt.members)
+        if attempt.groups:
+            self.formed = attempt.groups[0].members
             self.leader.invite(members, [], self.clock.now + self.config.attempt_s)
             self.leader.await_joins()
         assert self.formed == members, "the groups are of other members"

@@ -180,8 +180,8 @@ class MemoryServer:
     def _join(self, request: tp.JoinRequest) -> tp.JoinReply:
         with ThreadPoolExecutor(len(self._receivers), thread_name_prefix="join") as pool:
             joins = [
-                pool.submit(receiver.join, request.endpoints, rank, request.timeout_s)
-                for receiver, rank in zip(self._receivers, request.ranks, strict=True)
+                pool.submit(receiver.join, request.endpoints, rank, request.timeout_s, None if w else request.below)
+                for w, (receiver, rank) in enumerate(zip(self._receivers, request.ranks, strict=True))
             ]
         for join in joins:
             join.result()

@@ -96,6 +96,7 @@ def test_joins_leaves_and_restarts_touch_one_group(seed: int, most: int) -> None
             if kind == "restart":
                 members.append(server(int(changed.host[1:]), int(changed.name.rpartition("-")[2]), session))
         tree = relay_tree(members, before, most)
+        assert set(relay_tree(members, tree, most)) == set(tree)
         levels = depth(tree, members, most)
         n_hosts = len({member.host for member in members})
         if n_hosts <= most:
