@@ -62,6 +62,15 @@ def decode(data: bytes) -> Announcement[AdapterLayout | None]:
     return announcement
 
 
+def sent_later(data: bytes, seconds: float) -> bytes:
+    """An announcement that a relay sends on ``seconds`` after it came. Raises ManifestError (``malformed``)."""
+    try:
+        announcement = msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) :], type=Announcement[msgspec.Raw])
+    except msgspec.MsgspecError as e:
+        raise ManifestError(RefusalReason.MALFORMED, str(e)) from e
+    return encode(msgspec.structs.replace(announcement, timeout_s=announcement.timeout_s - seconds))
+
+
 def check_successor(
     manifest: ShardManifest,
     structure: AdapterStructure,

@@ -13,9 +13,10 @@ import pytest
 
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.admin_client import AdminClient
 from areal_lora.weight_sync.messages import DropReply, PingReply, ServerEndpoint
 from areal_lora.weight_sync.trainer import fleet as fleet_module
-from areal_lora.weight_sync.trainer.fleet import PINGS, AdminClient, Fleet
+from areal_lora.weight_sync.trainer.fleet import PINGS, Fleet
 from tests.support.clocks import WAIT_S, wait_until
 from tests.support.weight_sync.helpers import RUN, SECRET
 from tests.support.weight_sync.https_server import AdminHttpsServer
